@@ -1,0 +1,105 @@
+//! Table tests of the catalogue: every preset is sound, some are checked figure by figure, and wrong text is refused with
+//! the right reason.
+
+use super::*;
+use std::collections::BTreeSet;
+
+#[test]
+fn every_preset_is_sound() {
+    for (name, description) in presets() {
+        assert!(!description.is_empty(), "{name}");
+        let cluster = preset(&format!("{name}:2")).unwrap();
+        assert_eq!(cluster.name, format!("{name}:2"));
+        assert_eq!(cluster.groups.len(), 1, "{name}");
+        let group = &cluster.groups[0];
+        assert_eq!(group.num_devices(), if name == "local" { 2 } else { 2 * group.devices_per_node }, "{name}");
+        for positive in [
+            group.intra_node.bytes_per_s,
+            group.intra_node.latency_s,
+            group.inter_node.bytes_per_s,
+            group.inter_node.latency_s,
+            f64::from(group.inter_node.nics),
+        ] {
+            assert!(positive.is_finite() && positive > 0.0, "{name}");
+        }
+        // No machine's network is faster than the links inside it.
+        let network = group.inter_node.bytes_per_s * f64::from(group.inter_node.nics);
+        let inside = group.intra_node.bytes_per_s * f64::from(group.devices_per_node);
+        assert!(network < inside, "{name}");
+    }
+    let names: BTreeSet<&str> = presets().iter().map(|p| p.0).collect();
+    assert_eq!(names.len(), presets().len(), "names are distinct");
+}
+
+#[test]
+fn every_device_is_sound() {
+    for name in device_names() {
+        let device = device(&name).unwrap();
+        assert!(device.memory_bytes > 1 << 32, "{name}");
+        assert!(device.memory_bytes_per_s > 1e9 && device.memory_bytes_per_s < 1e13, "{name}");
+        let f32_peak = device.peak_flops[&DType::F32];
+        for (dtype, &peak) in &device.peak_flops {
+            assert!(peak > 1e10 && peak < 1e16, "{name} {dtype}");
+            assert!(dtype.bytes() > 4 || peak >= f32_peak, "{name}: {dtype} is not slower than f32");
+        }
+    }
+}
+
+#[test]
+fn figures() {
+    // (preset, devices, device, peak f16, memory bytes, intra bytes/s, node's network bytes/s)
+    let table = [
+        ("p3.16xlarge:8", 64, "V100-SXM2-16GB", 125e12, 16e9, 150e9, 3.125e9),
+        ("dgx-1:1", 8, "V100-SXM2-32GB", 125e12, 32e9, 150e9, 50e9),
+        ("p4d.24xlarge:3", 24, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
+        ("p4de.24xlarge:1", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 50e9),
+        ("dgx-a100:16", 128, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("a100-800gbps:64", 512, "A100-SXM-80GB", 312e12, 80e9, 300e9, 100e9),
+        ("dgx-h100:4", 32, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
+        ("p5.48xlarge:2048", 16384, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
+        ("dgx-a100", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("dgx-a100/8", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("dgx-a100/3", 3, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("dgx-a100:1/2", 2, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+    ];
+    for (text, devices, device, f16, memory, intra, network) in table {
+        let cluster = preset(text).unwrap();
+        let group = &cluster.groups[0];
+        assert_eq!(cluster.num_devices(), devices, "{text}");
+        assert_eq!(group.device.name, device, "{text}");
+        assert_eq!(group.device.peak_flops[&DType::F16], f16, "{text}");
+        assert_eq!(group.device.memory_bytes as f64, memory, "{text}");
+        assert_eq!(group.intra_node.bytes_per_s, intra, "{text}");
+        assert_eq!(group.inter_node.bytes_per_s * f64::from(group.inter_node.nics), network, "{text}");
+    }
+}
+
+#[test]
+fn local_workers_are_devices_of_one_node() {
+    let cluster = preset("local:7").unwrap();
+    let group = &cluster.groups[0];
+    assert_eq!((group.nodes, group.devices_per_node), (1, 7));
+    assert_eq!(group.device.memory_bytes, 6 << 30);
+    assert_eq!(group.device.peak_flops[&DType::F32], 50e9);
+    assert_eq!((group.intra_node.bytes_per_s, group.intra_node.latency_s), (4e9, 5e-6));
+}
+
+#[test]
+fn wrong_text_is_refused() {
+    let message = |text: &str| preset(text).unwrap_err().to_string();
+    for text in ["", "dgx-a101:2", "Local:4", ":4", "tpu-v4:8", "dgx-a100 :2"] {
+        assert!(matches!(preset(text), Err(ClusterError::UnknownPreset { .. })), "{text}");
+    }
+    assert!(message("dgx-a101:2").contains("did you mean `dgx-a100`"));
+    assert!(message("tpu-v4:8").contains("p3.16xlarge"), "the list is given");
+    for text in ["local:", "local:0", "local:-1", "local:+1", "local:1.5", "local:x", "local:1000001", "local: 4"] {
+        assert!(matches!(preset(text), Err(ClusterError::Count { .. })), "{text}");
+    }
+    for text in ["dgx-a100:125001", "dgx-a100:99999999999999999999", "dgx-a100:2:2", "dgx-a100:/2", "dgx-a100:"] {
+        assert!(matches!(preset(text), Err(ClusterError::Count { .. })), "{text}");
+    }
+    assert!(matches!(preset("dgx-a100:2/2"), Err(ClusterError::PartOfSeveralNodes { .. })));
+    for text in ["dgx-a100:1/0", "dgx-a100:1/9", "dgx-a100:1/", "dgx-a100:1/x", "dgx-a100:1/2/2", "local:4/5"] {
+        assert!(matches!(preset(text), Err(ClusterError::PartOfNode { .. })), "{text}");
+    }
+}

@@ -1,0 +1,126 @@
+//! The one error type of this crate: what can be wrong with the description of a cluster, said with the place at fault
+//! and with what to write instead.
+
+/// A place in a TOML file, counted from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub line: usize,
+    /// Characters, not bytes.
+    pub column: usize,
+}
+
+impl Place {
+    /// The place of a byte offset; the last place where the offset lies beyond the text.
+    pub fn of(text: &str, offset: usize) -> Place {
+        let before: &[u8] = &text.as_bytes()[..offset.min(text.len())];
+        let line_start = before.iter().rposition(|&b| b == b'\n').map_or(0, |i| i + 1);
+        Place {
+            line: before.iter().filter(|&&b| b == b'\n').count() + 1,
+            // Bytes that continue a UTF-8 character do not start one.
+            column: before[line_start..].iter().filter(|&&b| b & 0xC0 != 0x80).count() + 1,
+        }
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "line {}, column {}", self.line, self.column)
+    }
+}
+
+/// A preset or a cluster file that cannot be used.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ClusterError {
+    #[error("there is no preset `{name}`; {}", choose(nearest, known))]
+    UnknownPreset { name: String, nearest: Option<String>, known: Vec<String> },
+    #[error("`{text}`: what follows `:` must be a count from 1 to {most}, or `1/n` for the first n devices of a node")]
+    Count { text: String, most: u64 },
+    #[error("`{text}`: `/n` takes devices of one node, so write `:1/n`")]
+    PartOfSeveralNodes { text: String },
+    #[error("`{text}`: `/n` must be from 1 to {devices}, the devices of a node")]
+    PartOfNode { text: String, devices: u32 },
+    #[error("{place}: {message}")]
+    Toml { place: Place, message: String },
+    #[error(
+        "{place}: there is no device `{name}` in the catalogue and no [device.\"{name}\"] table; {}",
+        choose(nearest, known)
+    )]
+    UnknownDevice { place: Place, name: String, nearest: Option<String>, known: Vec<String> },
+    #[error("{place}: `{key}` is {value}, but must be a finite number above 0")]
+    NotPositive { place: Place, key: &'static str, value: f64 },
+    #[error("{place}: `{key}` is {value}, but must be a finite number, 0 or more")]
+    Negative { place: Place, key: &'static str, value: f64 },
+    #[error("{place}: `{key}` must be at least 1")]
+    Zero { place: Place, key: &'static str },
+    #[error("{place}: more than {most} devices")]
+    TooManyDevices { place: Place, most: u64 },
+    #[error("{place}: device `{name}` needs `f32` among its peak_flops")]
+    NoF32Peak { place: Place, name: String },
+    #[error("{place}: a group of several {of} needs `{key}`")]
+    NoLink { place: Place, of: &'static str, key: &'static str },
+    #[error("a cluster needs at least one [[group]]")]
+    NoGroup,
+    #[error("a cluster of several [[group]] needs [between_groups] with bytes_per_s and latency_s")]
+    NoLinkBetweenGroups,
+    #[error("the cluster has {groups} groups of nodes, and a plan can use one; give a file with one [[group]]")]
+    SeveralGroups { groups: usize },
+}
+
+/// "did you mean `x`? known: `x`, `y`".
+fn choose(nearest: &Option<String>, known: &[String]) -> String {
+    let known = known.join(", ");
+    match nearest {
+        Some(name) => format!("did you mean `{name}`? Known: {known}"),
+        None => format!("known: {known}"),
+    }
+}
+
+/// The known name nearest to `name` by edit distance, if it is near enough to be a slip of the hand.
+pub(crate) fn nearest(name: &str, known: &[String]) -> Option<String> {
+    let wanted: Vec<char> = name.to_lowercase().chars().take(64).collect();
+    let near = known.iter().map(|k| (edit_distance(&wanted, &k.to_lowercase().chars().collect::<Vec<_>>()), k));
+    let (distance, best) = near.min()?;
+    (distance * 2 <= best.chars().count()).then(|| best.clone())
+}
+
+/// Insertions, deletions and substitutions that turn `a` into `b`.
+fn edit_distance(a: &[char], b: &[char]) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_count_lines_and_characters() {
+        let text = "a = 1\nbé = 2\n";
+        let place = |offset| {
+            let p = Place::of(text, offset);
+            (p.line, p.column)
+        };
+        assert_eq!(place(0), (1, 1));
+        assert_eq!(place(4), (1, 5));
+        assert_eq!(place(6), (2, 1));
+        assert_eq!(place(9), (2, 3), "é is one character of two bytes");
+        assert_eq!(place(1000), (3, 1));
+    }
+
+    #[test]
+    fn nearest_names() {
+        let known: Vec<String> = ["dgx-a100", "dgx-h100", "local"].map(String::from).to_vec();
+        for (name, expect) in [("dgx_a100", Some("dgx-a100")), ("DGX-H100", Some("dgx-h100")), ("tpu", None)] {
+            assert_eq!(nearest(name, &known).as_deref(), expect, "{name}");
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Seconds and bytes: what an op, a collective, a transfer and a pipeline cost on a described machine.
+//!
+//! The planner asks through one trait, [`CostModel`], and sees nothing of how an answer came about, so that a
+//! measured profile or a model of tile quantisation can replace the [`Roofline`] without a change there. Beside it are
+//! the catalogue of machines, the TOML form of a cluster, bytes per parameter, and the time of a pipeline schedule.
+
+pub mod catalogue;
+pub mod collective;
+pub mod error;
+pub mod link;
+pub mod memory;
+pub mod pipeline;
+pub mod roofline;
+pub mod toml_file;
+
+pub use catalogue::{preset, presets};
+pub use error::ClusterError;
+pub use link::{AxisLink, TransferPath, axis_link, transfer_path};
+pub use roofline::{Roofline, fallback};
+pub use toml_file::{BetweenGroups, ClusterFile, parse, parse_file, single_group};
+
+use altiplano_ir::cluster::Device;
+use altiplano_ir::op::Op;
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::types::TensorType;
+
+/// Prices of the parts of a training step on one kind of device. All answers are seconds, finite and at least 0;
+/// more bytes or elements never cost less, and more bandwidth never costs more.
+pub trait CostModel: Sync {
+    /// The device that is priced.
+    fn device(&self) -> &Device;
+
+    /// Seconds of one op on one device. Types are local: what this device holds of operands and result.
+    /// Leaves, collectives and `axis_index` cost nothing here.
+    fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64;
+
+    /// Seconds of a collective over the groups of `link`, all of which run at the same time. `operand_bytes` and
+    /// `result_bytes` are those of one device's local operand and local result; each collective is priced by the larger,
+    /// which is the operand of a reduce-scatter and the result of an all-gather. Zero where a group is one device.
+    fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64;
+
+    /// Seconds from the start of a transfer until the target submesh holds the value. `bytes` is what crosses between
+    /// the submeshes in all: the tensor's global bytes where each element is sent once.
+    fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64;
+}

@@ -1,0 +1,176 @@
+//! The pipeline simulator against closed forms, lower bounds, and a second way to compute the same longest path.
+
+use super::*;
+use PipelineCall::{Backward, Forward};
+use proptest::prelude::*;
+
+const SCHEDULES: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
+
+fn calls(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> Vec<PipelineCall> {
+    (0..).map_while(|p| call_at(schedule, stage, num_stages, num_microbatches, p)).collect()
+}
+
+fn order(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> String {
+    let text = |call: PipelineCall| match call {
+        Forward { microbatch } => format!("F{microbatch}"),
+        Backward { microbatch } => format!("B{microbatch}"),
+    };
+    calls(schedule, stage, num_stages, num_microbatches).into_iter().map(text).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn orders() {
+    assert_eq!(order(Schedule::GPipe, 0, 2, 3), "F0 F1 F2 B0 B1 B2");
+    assert_eq!(order(Schedule::OneFOneB, 0, 2, 3), "F0 F1 B0 F2 B1 B2");
+    assert_eq!(order(Schedule::OneFOneB, 1, 2, 3), "F0 B0 F1 B1 F2 B2");
+    assert_eq!(order(Schedule::OneFOneB, 0, 4, 2), "F0 F1 B0 B1", "more stages than microbatches");
+    assert_eq!(order(Schedule::OneFOneB, 0, 1, 0), "");
+}
+
+#[test]
+fn equal_stages_take_the_closed_form() {
+    for schedule in SCHEDULES {
+        for (s, b) in [(1, 1), (1, 5), (2, 1), (2, 8), (4, 3), (4, 4), (5, 17), (8, 64)] {
+            let times = StageTimes { forward_s: 1.0, backward_s: 2.0, step_s: 0.5, ..Default::default() };
+            let timeline = simulate(&vec![times; s], b, schedule);
+            let expect = (s as f64 - 1.0 + f64::from(b)) * 3.0;
+            assert_eq!(timeline.step_s, expect + 0.5, "{schedule:?} {s} stages {b} microbatches");
+            for stage in &timeline.stages {
+                assert_eq!(stage.busy_s, 3.0 * f64::from(b) + 0.5);
+                assert_eq!(stage.bubble_s, (s as f64 - 1.0) * 3.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn transfers_are_waited_for_and_share_a_link() {
+    let stage = StageTimes { forward_s: 1.0, backward_s: 1.0, ..Default::default() };
+    let sender = StageTimes { transfer_forward_s: 10.0, ..stage };
+    let receiver = StageTimes { transfer_backward_s: 5.0, ..stage };
+    // One microbatch: 1 + 10 + 1 + 1 + 5 + 1.
+    assert_eq!(simulate(&[sender, receiver], 1, Schedule::OneFOneB).step_s, 19.0);
+    // Two, all forwards first: the second arrives at 21, its forward ends at 22; backwards end at 23 and 24, the first
+    // arrives at 28, the second after it at 33, and takes 1 more.
+    assert_eq!(simulate(&[sender, receiver], 2, Schedule::GPipe).step_s, 34.0);
+}
+
+#[test]
+fn the_last_to_update_ends_the_step() {
+    let stage = StageTimes { forward_s: 1.0, backward_s: 1.0, ..Default::default() };
+    // The last stage is done at 3, the first at 4.
+    let late = StageTimes { step_s: 7.0, ..stage };
+    assert_eq!(simulate(&[stage, late], 1, Schedule::GPipe).step_s, 10.0);
+    assert_eq!(simulate(&[late, stage], 1, Schedule::GPipe).step_s, 11.0);
+}
+
+#[test]
+fn nothing_to_do() {
+    assert_eq!(simulate(&[], 4, Schedule::GPipe), Timeline::default());
+    let times = StageTimes { forward_s: 1.0, backward_s: 1.0, step_s: 0.25, ..Default::default() };
+    assert_eq!(simulate(&[times; 2], 0, Schedule::OneFOneB).step_s, 0.25);
+}
+
+#[test]
+fn many_stages_and_microbatches_are_played_in_full() {
+    let times = StageTimes { forward_s: 1.0, backward_s: 2.0, ..Default::default() };
+    for schedule in SCHEDULES {
+        assert_eq!(simulate(&vec![times; 64], 512, schedule).step_s, (63.0 + 512.0) * 3.0);
+    }
+}
+
+/// The end of the step by relaxing every dependency until nothing changes: slow, and alike in nothing but the rules.
+fn longest_path(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule) -> f64 {
+    let (s, b) = (stages.len(), num_microbatches as usize);
+    // End of each call and arrival of each transfer, [stage][backward][microbatch].
+    let mut end = vec![[vec![0.0f64; b], vec![0.0f64; b]]; s];
+    let mut arrival = end.clone();
+    loop {
+        let before = (end.clone(), arrival.clone());
+        for stage in 0..s {
+            let times = stages[stage];
+            let (mut free, mut sent) = (0.0f64, [0.0f64; 2]);
+            for call in calls(schedule, stage, s, num_microbatches) {
+                let (direction, m) = match call {
+                    Forward { microbatch } => (0, microbatch as usize),
+                    Backward { microbatch } => (1, microbatch as usize),
+                };
+                let (ready, seconds, transfer) = match direction {
+                    0 if stage == 0 => (0.0, times.forward_s, times.transfer_forward_s),
+                    0 => (arrival[stage - 1][0][m], times.forward_s, times.transfer_forward_s),
+                    _ if stage == s - 1 => (end[stage][0][m], times.backward_s, times.transfer_backward_s),
+                    _ => (arrival[stage + 1][1][m], times.backward_s, times.transfer_backward_s),
+                };
+                free = free.max(ready) + seconds;
+                end[stage][direction][m] = free;
+                sent[direction] = sent[direction].max(free) + transfer;
+                arrival[stage][direction][m] = sent[direction];
+            }
+        }
+        if before == (end.clone(), arrival.clone()) {
+            break;
+        }
+    }
+    let last = |stage: usize| end[stage].iter().flatten().copied().fold(0.0, f64::max) + stages[stage].step_s;
+    (0..s).map(last).fold(0.0, f64::max)
+}
+
+fn stage_times() -> impl Strategy<Value = StageTimes> {
+    let seconds = || (0u32..40).prop_map(|n| f64::from(n) / 8.0);
+    (seconds(), seconds(), seconds(), seconds(), seconds()).prop_map(|(f, b, tf, tb, step_s)| StageTimes {
+        forward_s: f,
+        backward_s: b,
+        transfer_forward_s: tf,
+        transfer_backward_s: tb,
+        step_s,
+    })
+}
+
+proptest! {
+    #[test]
+    fn equals_the_longest_path(stages in prop::collection::vec(stage_times(), 1..6), b in 1u32..9) {
+        for schedule in SCHEDULES {
+            prop_assert_eq!(simulate(&stages, b, schedule).step_s, longest_path(&stages, b, schedule));
+        }
+    }
+
+    #[test]
+    fn no_step_beats_its_work_or_its_critical_path(
+        stages in prop::collection::vec(stage_times(), 1..9),
+        b in 1u32..20,
+    ) {
+        for schedule in SCHEDULES {
+            let timeline = simulate(&stages, b, schedule);
+            let mut way_in = 0.0;
+            let mut way_out = 0.0;
+            for (s, times) in stages.iter().enumerate() {
+                // A stage's work, after the first microbatch has come in and before the last has gone back out.
+                let work = f64::from(b) * (times.forward_s + times.backward_s);
+                let least = way_in + work + (way_out + stages[0].step_s).max(times.step_s);
+                prop_assert!(timeline.step_s >= least - 1e-9, "{:?} stage {}", schedule, s);
+                prop_assert!((timeline.stages[s].busy_s - work - times.step_s).abs() < 1e-9);
+                let sum = timeline.stages[s].busy_s + timeline.stages[s].bubble_s;
+                prop_assert!((sum - timeline.step_s).abs() < 1e-9);
+                way_in += times.forward_s + times.transfer_forward_s;
+                way_out += times.backward_s + stages.get(s + 1).map_or(0.0, |next| next.transfer_backward_s);
+            }
+        }
+    }
+
+    #[test]
+    fn more_work_or_microbatches_never_take_less(
+        stages in prop::collection::vec(stage_times(), 1..7),
+        b in 1u32..12,
+        slower in 0usize..7,
+    ) {
+        for schedule in SCHEDULES {
+            let step_s = simulate(&stages, b, schedule).step_s;
+            prop_assert!(simulate(&stages, b + 1, schedule).step_s >= step_s);
+            let mut worse = stages.clone();
+            let at = slower % worse.len();
+            worse[at].forward_s += 1.0;
+            worse[at].transfer_backward_s += 1.0;
+            prop_assert!(simulate(&worse, b, schedule).step_s >= step_s);
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! The roofline of a described device: an op takes as long as its arithmetic at a realistic part of the peak rate, its
+//! memory traffic at the memory's bandwidth, and the launch of a kernel. It needs nothing but the figures of a
+//! datasheet and a few constants fitted to published measurements; tile quantisation and occupancy are left to better models.
+
+use crate::collective;
+use crate::{AxisLink, CostModel, TransferPath, catalogue};
+use altiplano_ir::cluster::Device;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Op;
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::types::TensorType;
+
+/// Part of the memory bandwidth of a datasheet that streaming kernels reach: fused GELU and softmax on a V100 move 0.8 to
+/// 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
+pub const MEMORY_EFFICIENCY: f64 = 0.85;
+
+/// Part of the bandwidth of a datasheet that collectives and transfers reach with large messages. NCCL all-reduces over
+/// NVSwitch reach 0.77 (A100), 0.81 (H200) and 0.76 (B200), over 4 x 200 Gb/s InfiniBand 0.85, over EFA 0.95
+/// (Bekman, ml-engineering, network tables; nccl-tests issue 119).
+pub const LINK_EFFICIENCY: f64 = 0.8;
+
+/// Kernel launches whose time the start of a collective takes beyond its hops: all-reduces of 1 MiB over 2, 4 and 8 A100
+/// take 44, 51 and 93 us (measurements published with vTrain), which hops of 3 us and bandwidth explain but for 20 us.
+pub const COLLECTIVE_LAUNCHES: f64 = 7.0;
+
+/// Elementwise ops that one fused kernel holds on average.
+///
+/// A fused kernel reads its inputs and writes its result once, however many ops it holds, but an op cannot know which
+/// kernel it will be part of, and a price that depended on the neighbours would not be additive. So each op pays this
+/// fraction of one read and one write. With 6: the nine ops of a tanh GELU pay for 3 tensors moved (a fused kernel moves
+/// 2), the four of a softmax and its two reductions for 3.3 (2), the dozen of an Adam update for 4 (7).
+pub const OPS_PER_FUSED_KERNEL: f64 = 6.0;
+
+/// The roofline model of one device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Roofline {
+    device: Device,
+    matmul_efficiency: f64,
+}
+
+impl Roofline {
+    /// The model of a device; what part of its peak matmuls reach is looked up by its name in the catalogue.
+    pub fn new(device: Device) -> Self {
+        let matmul_efficiency = catalogue::matmul_efficiency(&device.name);
+        Roofline { device, matmul_efficiency }
+    }
+
+    /// Seconds of a matmul of `flop` that moves `bytes`, without its launch.
+    ///
+    /// Arithmetic and traffic are added, not overlapped: a matmul's first tiles wait for memory and its last ones for the
+    /// write. On a V100 this gives the attention scores of GPT 13B (43e9 FLOP, 380e6 bytes) 0.98 ms against 1.07 ms
+    /// measured, where the larger of the two alone gives 0.50; the projections differ by 0 to 8 % either way.
+    fn matmul_s(&self, flop: f64, bytes: f64, dtype: DType) -> f64 {
+        flop / (peak_flops(&self.device, dtype) * self.matmul_efficiency) + self.memory_s(bytes)
+    }
+
+    /// Seconds for `bytes` read or written in all.
+    fn memory_s(&self, bytes: f64) -> f64 {
+        bytes / (self.device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+    }
+
+    /// Seconds of an op that is part of a larger fused kernel.
+    fn fused_s(&self, bytes: f64) -> f64 {
+        (self.memory_s(bytes) + self.device.launch_s) / OPS_PER_FUSED_KERNEL
+    }
+}
+
+/// The element type whose rate prices a matmul of `dtype` on a device that has no units for it (bf16 on a V100 is
+/// computed in f32); `None` where it has, and for types that are not floats, which no model multiplies in bulk.
+pub fn fallback(device: &Device, dtype: DType) -> Option<DType> {
+    if !dtype.is_float() || device.peak_flops.contains_key(&dtype) {
+        return None;
+    }
+    Some(priced_as(device, dtype))
+}
+
+/// `dtype` if the device has a peak for it, else f32, else the slowest type that it has.
+fn priced_as(device: &Device, dtype: DType) -> DType {
+    let known = |d: &DType| device.peak_flops.contains_key(d);
+    if known(&dtype) {
+        return dtype;
+    }
+    if known(&DType::F32) {
+        return DType::F32;
+    }
+    device.peak_flops.iter().min_by(|a, b| a.1.total_cmp(b.1)).map_or(dtype, |(d, _)| *d)
+}
+
+/// Peak FLOP/s of a matmul of `dtype` operands, after [`fallback`]; infinite where the device states no rate at all,
+/// so that only memory traffic is priced.
+pub fn peak_flops(device: &Device, dtype: DType) -> f64 {
+    device.peak_flops.get(&priced_as(device, dtype)).copied().unwrap_or(f64::INFINITY)
+}
+
+impl CostModel for Roofline {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
+        let written = result.bytes() as f64;
+        let read: f64 = operands.iter().map(|t| t.bytes() as f64).sum();
+        let largest = operands.iter().map(|t| t.bytes()).max().unwrap_or(0) as f64;
+        match op {
+            // Leaves are there already; the others are folded into whatever reads them.
+            Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
+            Op::BroadcastInDim(_) | Op::Reshape(_) => 0.0,
+            // Priced by `collective_s`, and a number that a device knows.
+            Op::Collective(_) | Op::AxisIndex(_) => 0.0,
+            // One read and one write; further operands are most often broadcasts or come from the same kernel.
+            Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => {
+                self.fused_s(largest + written)
+            }
+            // Matmuls read operands in either order, and other readers index through a transpose, a slice or a pad.
+            Op::Transpose(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
+            Op::Reduce(_) => self.memory_s(read + written) + self.device.launch_s,
+            Op::Concatenate(_) => self.memory_s(2.0 * written) + self.device.launch_s,
+            Op::DotGeneral(dot) => {
+                // In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
+                let lhs = operands.first();
+                let terms: f64 = lhs.map_or(0.0, |t| dot.lhs_contract.iter().map(|&d| t.shape[d] as f64).product());
+                let flop = 2.0 * terms * result.elements() as f64;
+                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)) + self.device.launch_s
+            }
+            // The rows taken, not the table that they are taken from.
+            Op::Gather(_) => {
+                let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;
+                self.memory_s(indices + 2.0 * written) + self.device.launch_s
+            }
+            // Zeros everywhere, then each update read, and its target read and written.
+            Op::ScatterAdd(_) => {
+                let indices = operands.first().map_or(0, |t| t.bytes()) as f64;
+                let updates = operands.get(1).map_or(0, |t| t.bytes()) as f64;
+                self.memory_s(written + indices + 3.0 * updates) + self.device.launch_s
+            }
+        }
+    }
+
+    fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64 {
+        if link.devices <= 1 {
+            return 0.0;
+        }
+        let bytes = operand_bytes.max(result_bytes);
+        let launch_s = COLLECTIVE_LAUNCHES * self.device.launch_s;
+        let link = &AxisLink {
+            bytes_per_s: link.bytes_per_s * LINK_EFFICIENCY,
+            all_to_all_bytes_per_s: link.all_to_all_bytes_per_s * LINK_EFFICIENCY,
+            ..*link
+        };
+        match collective {
+            Collective::AllReduce { .. } => launch_s + collective::all_reduce_s(bytes, link),
+            Collective::ReduceScatter { .. } => launch_s + collective::reduce_scatter_s(bytes, link),
+            Collective::AllGather { .. } => launch_s + collective::all_gather_s(bytes, link),
+            Collective::AllToAll { .. } => launch_s + collective::all_to_all_s(bytes, link),
+            // The slice is read and written, by the kernel that reads it as often as not.
+            Collective::LocalSlice { .. } => self.fused_s(2.0 * result_bytes as f64),
+            Collective::KeepFirst { .. } => self.fused_s(2.0 * result_bytes as f64),
+        }
+    }
+
+    fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64 {
+        path.latency_s + bytes as f64 / (path.bytes_per_s * LINK_EFFICIENCY)
+    }
+}
+
+#[cfg(test)]
+#[path = "roofline_tests.rs"]
+mod tests;

@@ -1,0 +1,325 @@
+//! A cluster as a TOML file: what people write for machines that the catalogue does not have, and what is printed of
+//! any cluster. Every mistake is answered with its line and column.
+
+use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
+use crate::error::{ClusterError, Place, nearest};
+use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
+use altiplano_ir::dtype::DType;
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use toml::Spanned;
+
+/// The link between groups of nodes, per direction.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BetweenGroups {
+    pub bytes_per_s: f64,
+    pub latency_s: f64,
+}
+
+/// All that a file says: the cluster, and how its groups reach each other.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClusterFile {
+    pub cluster: Cluster,
+    /// `Some` where there are several groups.
+    pub between_groups: Option<BetweenGroups>,
+}
+
+/// The cluster of a TOML file. Of several groups, the link between them is in [`parse_file`]'s answer only.
+///
+/// ```
+/// let cluster = altiplano_cost_models::parse(r#"
+///     name = "two nodes"
+///     [[group]]
+///     nodes = 2
+///     devices_per_node = 8
+///     device = "A100-SXM-80GB"
+///     intra_node = { kind = "nvswitch", bytes_per_s = 300e9, latency_s = 3e-6 }
+///     inter_node = { bytes_per_s = 25e9, nics = 8, latency_s = 8e-6 }
+/// "#)?;
+/// assert_eq!(cluster.num_devices(), 16);
+/// # Ok::<(), altiplano_cost_models::ClusterError>(())
+/// ```
+pub fn parse(text: &str) -> Result<Cluster, ClusterError> {
+    Ok(parse_file(text)?.cluster)
+}
+
+/// The only group of a cluster, which is what a plan can use.
+pub fn single_group(cluster: &Cluster) -> Result<&Group, ClusterError> {
+    match cluster.groups.as_slice() {
+        [] => Err(ClusterError::NoGroup),
+        [group] => Ok(group),
+        groups => Err(ClusterError::SeveralGroups { groups: groups.len() }),
+    }
+}
+
+/// All of a TOML file.
+pub fn parse_file(text: &str) -> Result<ClusterFile, ClusterError> {
+    let file: FileToml = toml::from_str(text).map_err(|e| ClusterError::Toml {
+        place: Place::of(text, e.span().map_or(text.len(), |s| s.start)),
+        message: e.message().to_string(),
+    })?;
+    let reader = Reader { text, devices: &file.device };
+    // Tables that no group uses are checked too: they are there to be used next.
+    for (name, figures) in &file.device {
+        reader.device_table(name, figures)?;
+    }
+    let mut groups = Vec::new();
+    let mut devices = 0;
+    for group in &file.group {
+        let read = reader.group(group.get_ref(), group.span().start)?;
+        devices += u64::from(read.nodes) * u64::from(read.devices_per_node);
+        if devices > MAX_DEVICES {
+            return Err(ClusterError::TooManyDevices { place: reader.place(group), most: MAX_DEVICES });
+        }
+        groups.push(read);
+    }
+    if groups.is_empty() {
+        return Err(ClusterError::NoGroup);
+    }
+    let between_groups = match &file.between_groups {
+        Some(link) => Some(BetweenGroups {
+            bytes_per_s: reader.positive("bytes_per_s", &link.bytes_per_s)?,
+            latency_s: reader.not_negative("latency_s", &link.latency_s)?,
+        }),
+        None if groups.len() > 1 => return Err(ClusterError::NoLinkBetweenGroups),
+        None => None,
+    };
+    Ok(ClusterFile { cluster: Cluster { name: file.name, groups }, between_groups })
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileToml {
+    name: String,
+    #[serde(default)]
+    group: Vec<Spanned<GroupToml>>,
+    #[serde(default)]
+    device: BTreeMap<String, Spanned<DeviceToml>>,
+    between_groups: Option<BetweenToml>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GroupToml {
+    nodes: Spanned<u64>,
+    devices_per_node: Spanned<u64>,
+    device: Spanned<String>,
+    intra_node: Option<IntraToml>,
+    inter_node: Option<InterToml>,
+    price_per_hour: Option<Spanned<f64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceToml {
+    memory_bytes: Spanned<f64>,
+    memory_bytes_per_s: Spanned<f64>,
+    peak_flops: BTreeMap<DType, Spanned<f64>>,
+    launch_s: Option<Spanned<f64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct IntraToml {
+    #[serde(default)]
+    kind: String,
+    bytes_per_s: Spanned<f64>,
+    latency_s: Spanned<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct InterToml {
+    bytes_per_s: Spanned<f64>,
+    nics: Option<Spanned<u64>>,
+    latency_s: Spanned<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BetweenToml {
+    bytes_per_s: Spanned<f64>,
+    latency_s: Spanned<f64>,
+}
+
+/// Checks what the TOML parser cannot know.
+struct Reader<'a> {
+    text: &'a str,
+    devices: &'a BTreeMap<String, Spanned<DeviceToml>>,
+}
+
+impl Reader<'_> {
+    fn place<T>(&self, at: &Spanned<T>) -> Place {
+        Place::of(self.text, at.span().start)
+    }
+
+    fn positive(&self, key: &'static str, at: &Spanned<f64>) -> Result<f64, ClusterError> {
+        let value = *at.get_ref();
+        if value.is_finite() && value > 0.0 {
+            Ok(value)
+        } else {
+            Err(ClusterError::NotPositive { place: self.place(at), key, value })
+        }
+    }
+
+    fn not_negative(&self, key: &'static str, at: &Spanned<f64>) -> Result<f64, ClusterError> {
+        let value = *at.get_ref();
+        if value.is_finite() && value >= 0.0 {
+            Ok(value)
+        } else {
+            Err(ClusterError::Negative { place: self.place(at), key, value })
+        }
+    }
+
+    /// A count of devices or of what they hold, so at most [`MAX_DEVICES`].
+    fn count(&self, key: &'static str, at: &Spanned<u64>) -> Result<u32, ClusterError> {
+        match *at.get_ref() {
+            0 => Err(ClusterError::Zero { place: self.place(at), key }),
+            n if n > MAX_DEVICES => Err(ClusterError::TooManyDevices { place: self.place(at), most: MAX_DEVICES }),
+            n => Ok(n as u32),
+        }
+    }
+
+    fn group(&self, group: &GroupToml, start: usize) -> Result<Group, ClusterError> {
+        let nodes = self.count("nodes", &group.nodes)?;
+        let devices_per_node = self.count("devices_per_node", &group.devices_per_node)?;
+        let device = self.device(&group.device)?;
+        let place = Place::of(self.text, start);
+        let intra_node = match &group.intra_node {
+            Some(link) => Some(IntraNode {
+                kind: link.kind.clone(),
+                bytes_per_s: self.positive("intra_node.bytes_per_s", &link.bytes_per_s)?,
+                latency_s: self.not_negative("intra_node.latency_s", &link.latency_s)?,
+            }),
+            None if devices_per_node > 1 => {
+                return Err(ClusterError::NoLink { place, of: "devices per node", key: "intra_node" });
+            }
+            None => None,
+        };
+        let inter_node = match &group.inter_node {
+            Some(link) => Some(InterNode {
+                bytes_per_s: self.positive("inter_node.bytes_per_s", &link.bytes_per_s)?,
+                nics: link.nics.as_ref().map_or(Ok(1), |nics| self.count("inter_node.nics", nics))?,
+                latency_s: self.not_negative("inter_node.latency_s", &link.latency_s)?,
+            }),
+            None if nodes > 1 => return Err(ClusterError::NoLink { place, of: "nodes", key: "inter_node" }),
+            None => None,
+        };
+        let price_per_hour =
+            group.price_per_hour.as_ref().map(|p| self.not_negative("price_per_hour", p)).transpose()?;
+        // A link that nothing crosses may be left out; it takes the figures of what there is.
+        let memory_bytes_per_s = device.memory_bytes_per_s;
+        let intra_node = intra_node.unwrap_or_else(|| {
+            let (bytes_per_s, latency_s) = match &inter_node {
+                Some(link) => (link.bytes_per_s * f64::from(link.nics), link.latency_s),
+                None => (memory_bytes_per_s, 0.0),
+            };
+            IntraNode { kind: String::new(), bytes_per_s, latency_s }
+        });
+        let same = InterNode { bytes_per_s: intra_node.bytes_per_s, nics: 1, latency_s: intra_node.latency_s };
+        let inter_node = inter_node.unwrap_or(same);
+        Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, price_per_hour })
+    }
+
+    /// A device of the file, else of the catalogue.
+    fn device(&self, at: &Spanned<String>) -> Result<Device, ClusterError> {
+        let name = at.get_ref();
+        if let Some(figures) = self.devices.get(name) {
+            return self.device_table(name, figures);
+        }
+        catalogue::device(name).ok_or_else(|| {
+            let mut known: Vec<String> = self.devices.keys().cloned().collect();
+            known.extend(catalogue::device_names());
+            let nearest = nearest(name, &known);
+            ClusterError::UnknownDevice { place: self.place(at), name: name.clone(), nearest, known }
+        })
+    }
+
+    fn device_table(&self, name: &str, at: &Spanned<DeviceToml>) -> Result<Device, ClusterError> {
+        let figures = at.get_ref();
+        let mut peak_flops = BTreeMap::new();
+        for (&dtype, peak) in &figures.peak_flops {
+            peak_flops.insert(dtype, self.positive("peak_flops", peak)?);
+        }
+        // Every other type can be priced as f32; f32 itself as nothing else.
+        if !peak_flops.contains_key(&DType::F32) {
+            return Err(ClusterError::NoF32Peak { place: self.place(at), name: name.to_string() });
+        }
+        let launch_s = figures.launch_s.as_ref().map(|s| self.not_negative("launch_s", s)).transpose()?;
+        Ok(Device {
+            name: name.to_string(),
+            memory_bytes: self.positive("memory_bytes", &figures.memory_bytes)?.ceil() as u64,
+            memory_bytes_per_s: self.positive("memory_bytes_per_s", &figures.memory_bytes_per_s)?,
+            peak_flops,
+            launch_s: launch_s.unwrap_or(GPU_LAUNCH_S),
+        })
+    }
+}
+
+/// The TOML text of a cluster; [`parse_file`] reads the same back. Devices that are not the catalogue's get a table.
+pub fn print(file: &ClusterFile) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_file(&mut out, file);
+    out
+}
+
+fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
+    writeln!(out, "name = {}", quoted(&file.cluster.name))?;
+    for group in &file.cluster.groups {
+        let (intra, inter) = (&group.intra_node, &group.inter_node);
+        writeln!(out, "\n[[group]]")?;
+        writeln!(out, "nodes = {}", group.nodes)?;
+        writeln!(out, "devices_per_node = {}", group.devices_per_node)?;
+        writeln!(out, "device = {}", quoted(&group.device.name))?;
+        let (kind, rate, latency) = (quoted(&intra.kind), float(intra.bytes_per_s), float(intra.latency_s));
+        writeln!(out, "intra_node = {{ kind = {kind}, bytes_per_s = {rate}, latency_s = {latency} }}")?;
+        let (rate, latency) = (float(inter.bytes_per_s), float(inter.latency_s));
+        writeln!(out, "inter_node = {{ bytes_per_s = {rate}, nics = {}, latency_s = {latency} }}", inter.nics)?;
+        if let Some(price) = group.price_per_hour {
+            writeln!(out, "price_per_hour = {}", float(price))?;
+        }
+    }
+    if let Some(link) = &file.between_groups {
+        writeln!(out, "\n[between_groups]")?;
+        writeln!(out, "bytes_per_s = {}", float(link.bytes_per_s))?;
+        writeln!(out, "latency_s = {}", float(link.latency_s))?;
+    }
+    let mut written = BTreeSet::new();
+    for device in file.cluster.groups.iter().map(|g| &g.device) {
+        if catalogue::device(&device.name).as_ref() == Some(device) || !written.insert(&device.name) {
+            continue;
+        }
+        writeln!(out, "\n[device.{}]", quoted(&device.name))?;
+        writeln!(out, "memory_bytes = {}", float(device.memory_bytes as f64))?;
+        writeln!(out, "memory_bytes_per_s = {}", float(device.memory_bytes_per_s))?;
+        let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();
+        writeln!(out, "peak_flops = {{ {} }}", peaks.join(", "))?;
+        writeln!(out, "launch_s = {}", float(device.launch_s))?;
+    }
+    Ok(())
+}
+
+/// A TOML basic string, which may be a value or a key.
+fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            c if c.is_control() => out.push_str(&format!("\\u{:04X}", u32::from(c))),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
+/// A number that reads back as the same: in scientific form, which TOML takes as a float.
+fn float(value: f64) -> String {
+    format!("{value:e}")
+}
+
+#[cfg(test)]
+#[path = "toml_file_tests.rs"]
+mod tests;

@@ -1,0 +1,224 @@
+//! Cluster files: one that has everything, what may be left out, every mistake with its place, and printing.
+
+use super::*;
+use crate::catalogue::{preset, presets};
+use proptest::prelude::*;
+
+const GROUP: &str = r#"name = "one"
+[[group]]
+nodes = 4
+devices_per_node = 8
+device = "A100-SXM-80GB"
+intra_node = { kind = "nvswitch", bytes_per_s = 300e9, latency_s = 3e-6 }
+inter_node = { bytes_per_s = 25e9, nics = 8, latency_s = 8e-6 }
+price_per_hour = 32.8
+"#;
+
+const TWO_GROUPS: &str = r#"
+name = "two kinds of node"
+
+[[group]]
+nodes = 4
+devices_per_node = 8
+device = "A100-SXM-80GB"
+intra_node = { kind = "nvswitch", bytes_per_s = 300e9, latency_s = 3e-6 }
+inter_node = { bytes_per_s = 25e9, nics = 8, latency_s = 8e-6 }
+price_per_hour = 32.8
+
+[[group]]
+nodes = 2
+devices_per_node = 4
+device = "my card"
+intra_node = { bytes_per_s = 32_000_000_000, latency_s = 0 }
+inter_node = { bytes_per_s = 12.5e9, latency_s = 1e-5 }
+
+[device."my card"]
+memory_bytes = 24e9
+memory_bytes_per_s = 1e12
+peak_flops = { f32 = 30e12, bf16 = 120e12 }
+
+[between_groups]
+bytes_per_s = 12.5e9
+latency_s = 2e-5
+"#;
+
+#[test]
+fn a_file_with_everything() {
+    let file = parse_file(TWO_GROUPS).unwrap();
+    let cluster = &file.cluster;
+    assert_eq!((cluster.name.as_str(), cluster.groups.len(), cluster.num_devices()), ("two kinds of node", 2, 40));
+    assert_eq!(cluster.groups[0].device, catalogue::device("A100-SXM-80GB").unwrap());
+    assert_eq!(cluster.groups[0].price_per_hour, Some(32.8));
+    let own = &cluster.groups[1];
+    assert_eq!(own.device.name, "my card");
+    assert_eq!(own.device.memory_bytes, 24_000_000_000);
+    assert_eq!(own.device.peak_flops, [(DType::F32, 30e12), (DType::BF16, 120e12)].into());
+    assert_eq!(own.device.launch_s, GPU_LAUNCH_S);
+    assert_eq!((own.intra_node.bytes_per_s, own.intra_node.kind.as_str()), (32e9, ""));
+    assert_eq!((own.inter_node.nics, own.price_per_hour), (1, None));
+    assert_eq!(file.between_groups, Some(BetweenGroups { bytes_per_s: 12.5e9, latency_s: 2e-5 }));
+    assert_eq!(parse(TWO_GROUPS).as_ref(), Ok(cluster));
+    assert_eq!(single_group(cluster), Err(ClusterError::SeveralGroups { groups: 2 }));
+    assert_eq!(single_group(&parse(GROUP).unwrap()).map(|g| g.nodes), Ok(4));
+}
+
+#[test]
+fn links_that_nothing_crosses_may_be_left_out() {
+    let one = |rest: &str| {
+        parse(&format!("name = \"x\"\n[[group]]\ndevice = \"H100-SXM\"\n{rest}")).map(|mut c| c.groups.remove(0))
+    };
+    let alone = one("nodes = 1\ndevices_per_node = 1").unwrap();
+    assert!(alone.intra_node.bytes_per_s > 0.0 && alone.inter_node.bytes_per_s > 0.0);
+    let node = one("nodes = 1\ndevices_per_node = 2\nintra_node = { bytes_per_s = 1e9, latency_s = 1e-6 }").unwrap();
+    assert_eq!((node.inter_node.bytes_per_s, node.inter_node.latency_s), (1e9, 1e-6));
+    let thin = one("nodes = 2\ndevices_per_node = 1\ninter_node = { bytes_per_s = 1e9, nics = 2, latency_s = 1e-6 }");
+    assert_eq!(thin.unwrap().intra_node.bytes_per_s, 2e9);
+    assert!(matches!(one("nodes = 1\ndevices_per_node = 2"), Err(ClusterError::NoLink { key: "intra_node", .. })));
+    let inside_only = "nodes = 2\ndevices_per_node = 2\nintra_node = { bytes_per_s = 1e9, latency_s = 1e-6 }";
+    assert!(matches!(one(inside_only), Err(ClusterError::NoLink { key: "inter_node", .. })));
+}
+
+/// The message for `GROUP` with `from` replaced by `to`.
+fn message(from: &str, to: &str) -> String {
+    assert!(GROUP.contains(from), "{from}");
+    match parse(&GROUP.replace(from, to)) {
+        Ok(_) => format!("{from} -> {to} was accepted"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn mistakes_are_told_with_their_place() {
+    // (text of the good file, what stands there instead, parts of the message)
+    let table: &[(&str, &str, &[&str])] = &[
+        ("nodes = 4", "nodes = 0", &["line 3, column 9", "`nodes` must be at least 1"]),
+        ("nodes = 4", "nodes = -4", &["line 3, column 9"]),
+        ("nodes = 4", "nodes = 4.5", &["line 3, column 9"]),
+        ("nodes = 4", "nodes = \"4\"", &["line 3, column 9"]),
+        ("nodes = 4", "nodes = 125001", &["line 2", "more than 1000000 devices"]),
+        ("nodes = 4", "nodes = 9223372036854775807", &["line 3, column 9", "more than 1000000 devices"]),
+        ("nodes = 4", "nodes = 99999999999999999999", &["line 3"]),
+        ("nodes = 4\n", "", &["line 2", "nodes"]),
+        ("nodes = 4", "nodes = 4\nnodes = 4", &["line 4", "duplicate"]),
+        ("nodes = 4", "node = 4", &["line 3, column 1", "node"]),
+        ("nodes = 4", "nodes =", &["line 3"]),
+        ("devices_per_node = 8", "devices_per_node = 0", &["line 4, column 20"]),
+        ("A100-SXM-80GB", "A100-SXM-80G", &["line 5, column 10", "did you mean `A100-SXM-80GB`"]),
+        ("A100-SXM-80GB", "abacus", &["line 5, column 10", "V100-SXM2-16GB", "[device.\"abacus\"]"]),
+        ("300e9", "0.0", &["line 6", "`intra_node.bytes_per_s` is 0"]),
+        ("300e9", "-1e9", &["line 6, column 49", "above 0"]),
+        ("300e9", "nan", &["line 6", "finite"]),
+        ("300e9", "inf", &["line 6", "finite"]),
+        ("3e-6", "-3e-6", &["line 6", "`intra_node.latency_s` is -0.000003"]),
+        ("3e-6", "inf", &["line 6", "0 or more"]),
+        ("kind =", "sort =", &["line 6", "sort"]),
+        ("25e9", "-0.0", &["line 7", "`inter_node.bytes_per_s`"]),
+        ("nics = 8", "nics = 0", &["line 7", "`inter_node.nics` must be at least 1"]),
+        ("8e-6", "-8e-6", &["line 7", "`inter_node.latency_s`"]),
+        ("32.8", "-1.0", &["line 8", "`price_per_hour`"]),
+        ("name = \"one\"\n", "", &["line 1", "name"]),
+        ("name = \"one\"", "name = 1", &["line 1, column 8"]),
+        ("[[group]]", "[group]", &["line 2"]),
+        ("[[group]]", "[[groups]]", &["line 2", "groups"]),
+    ];
+    for (from, to, parts) in table {
+        let message = message(from, to);
+        for part in *parts {
+            assert!(message.contains(part), "{to:?}: {message:?} lacks {part:?}");
+        }
+    }
+}
+
+#[test]
+fn mistakes_in_device_tables() {
+    // (memory_bytes, memory_bytes_per_s, peak_flops, rest, parts of the message)
+    let table = [
+        ("0", "1e12", "{ f32 = 1e13 }", "", "`memory_bytes` is 0"),
+        ("1e9", "-1", "{ f32 = 1e13 }", "", "`memory_bytes_per_s` is -1"),
+        ("1e9", "1e12", "{ bf16 = 1e13 }", "", "`spare` needs `f32`"),
+        ("1e9", "1e12", "{ f32 = 0 }", "", "`peak_flops` is 0"),
+        ("1e9", "1e12", "{ f32 = 1e13, fp8 = 1e14 }", "", "fp8"),
+        ("1e9", "1e12", "{ f32 = 1e13 }", "launch_s = -1e-6", "`launch_s`"),
+        ("1e9", "1e12", "{ f32 = 1e13 }", "cores = 5", "cores"),
+    ];
+    for (memory, rate, peaks, rest, part) in table {
+        // No group uses the table; it is checked all the same.
+        let text = format!(
+            "{GROUP}[device.spare]\nmemory_bytes = {memory}\nmemory_bytes_per_s = {rate}\npeak_flops = {peaks}\n{rest}"
+        );
+        let error = parse(&text).unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("line "), "{error:?} lacks {part:?}");
+    }
+}
+
+#[test]
+fn groups_are_counted_together_and_need_a_link() {
+    assert_eq!(parse("name = \"none\""), Err(ClusterError::NoGroup));
+    assert_eq!(parse("name = \"none\"\ngroup = []"), Err(ClusterError::NoGroup));
+    let cut = TWO_GROUPS.split("[between_groups]").next().unwrap();
+    assert_eq!(parse(cut), Err(ClusterError::NoLinkBetweenGroups));
+    let slow = TWO_GROUPS.replace("[between_groups]\nbytes_per_s = 12.5e9", "[between_groups]\nbytes_per_s = 0");
+    assert!(matches!(parse(&slow), Err(ClusterError::NotPositive { key: "bytes_per_s", .. })));
+    let many = TWO_GROUPS.replace("nodes = 4", "nodes = 124999").replace("nodes = 2", "nodes = 3");
+    assert!(matches!(parse(&many), Err(ClusterError::TooManyDevices { .. })));
+}
+
+#[test]
+fn a_table_of_the_file_comes_before_the_catalogue() {
+    let text = GROUP.to_string()
+        + "[device.\"A100-SXM-80GB\"]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\n";
+    let file = parse_file(&text).unwrap();
+    assert_eq!(file.cluster.groups[0].device.memory_bytes, 1_000_000_000);
+    assert_eq!(parse_file(&print(&file)), Ok(file));
+}
+
+#[test]
+fn what_is_printed_reads_back_the_same() {
+    let two = parse_file(TWO_GROUPS).unwrap();
+    assert_eq!(parse_file(&print(&two)).as_ref(), Ok(&two));
+    for (name, _) in presets() {
+        let file = ClusterFile { cluster: preset(&format!("{name}:3")).unwrap(), between_groups: None };
+        let text = print(&file);
+        assert!(!text.contains("[device"), "devices of the catalogue are named only");
+        assert_eq!(parse_file(&text), Ok(file), "{name}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_text_is_answered(text in "\\PC*") {
+        // A preset or a file from a random string is refused, not accepted and not a panic.
+        prop_assert!(preset(&text).is_err());
+        prop_assert!(parse(&text).is_err());
+    }
+
+    #[test]
+    fn any_cluster_reads_back_the_same(
+        name in any::<String>(),
+        device in any::<String>(),
+        nodes in 1u32..1000,
+        devices_per_node in 1u32..100,
+        rates in prop::collection::vec(1e-3f64..1e18, 5),
+        latency_s in 0.0f64..1.0,
+        price in prop::option::of(0.0f64..1e6),
+        memory_bytes in 1u64..1 << 53,
+    ) {
+        let device = Device {
+            name: device,
+            memory_bytes,
+            memory_bytes_per_s: rates[0],
+            peak_flops: [(DType::F32, rates[1]), (DType::F16, rates[2])].into(),
+            launch_s: latency_s,
+        };
+        let group = Group {
+            nodes,
+            devices_per_node,
+            device,
+            intra_node: IntraNode { kind: name.clone(), bytes_per_s: rates[3], latency_s },
+            inter_node: InterNode { bytes_per_s: rates[4], nics: nodes, latency_s },
+            price_per_hour: price,
+        };
+        let file = ClusterFile { cluster: Cluster { name, groups: vec![group] }, between_groups: None };
+        prop_assert_eq!(parse_file(&print(&file)), Ok(file));
+    }
+}

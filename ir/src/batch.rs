@@ -1,0 +1,415 @@
+//! Sizes that scale with the batch.
+//!
+//! A graph is traced at one batch size; the planner considers others. Which dimensions are proportional to the
+//! batch follows from the inputs' batch dimensions and the sharding rules: a factor that indexes one such
+//! dimension makes every dimension it indexes one, through the whole graph, forwards and backwards. Constants
+//! that count summed samples (the divisor of a mean) are found by following sums over the batch to the division
+//! that normalises them. What cannot be decided is said, and a second trace at another size settles it.
+
+use crate::graph::{Graph, Node, ValueId};
+use crate::literal::{Literal, Values};
+use crate::op::{Binary, Op, Operator, Reducer, Unary};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// How the loss of a batch relates to the losses of its microbatches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossKind {
+    /// The mean over samples: the mean of the microbatches' losses.
+    Mean,
+    /// The sum over samples.
+    Sum,
+    /// Neither (batch statistics, masked means): a microbatch has its own meaning.
+    Other,
+}
+
+/// What is in doubt about a graph's batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Doubt {
+    NoInputs,
+    BatchOfOne { input: String },
+    SizesDiffer { first: String, size: u64, second: String, other: u64 },
+    ParameterScales { name: String },
+    ConstantScales { value: ValueId },
+    CannotResize { value: ValueId },
+}
+
+impl fmt::Display for Doubt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Doubt::NoInputs => write!(f, "the graph has no input with a batch dimension"),
+            Doubt::BatchOfOne { input } => write!(
+                f,
+                "input '{input}' has a batch of 1, which looks like any dimension of size 1: trace with a larger batch, or give a second trace at another batch size with --also"
+            ),
+            Doubt::SizesDiffer { first, size, second, other } => write!(
+                f,
+                "dimension 0 of '{first}' is {size} but that of '{second}' is {other}: name the batch dimension with --batch-dim NAME=DIM (or NAME=none)"
+            ),
+            Doubt::ParameterScales { name } => {
+                write!(f, "parameter '{name}' would have to grow with the batch: name the batch dimensions with --batch-dim")
+            }
+            Doubt::ConstantScales { value } => write!(
+                f,
+                "constant {value} lists values along the batch dimension: give a second trace at another batch size with --also"
+            ),
+            Doubt::CannotResize { value } => {
+                write!(f, "the op of {value} cannot be rewritten for another batch size")
+            }
+        }
+    }
+}
+
+/// What was found out about the batch of a graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Batched {
+    /// The graph with `batch`, `batch_dims` and `batch_power` filled in; as it was where in doubt.
+    pub graph: Graph,
+    pub loss: LossKind,
+    /// Why the graph keeps to its traced size, if it does.
+    pub doubt: Option<Doubt>,
+}
+
+/// Finds the sizes that scale with the batch. `batch_dim` gives the batch dimension of each input, by position
+/// among the inputs (`None`: the input has none).
+pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
+    match scaled_dims(graph, batch_dim) {
+        Ok((batch, scaled)) => {
+            let mut batched = graph.clone();
+            batched.batch = batch;
+            for (node, dims) in batched.nodes.iter_mut().zip(&scaled) {
+                node.batch_dims = dims.iter().enumerate().filter(|(_, s)| **s).map(|(d, _)| 1 << d).sum();
+            }
+            let loss = normalise(&mut batched);
+            // The proof that all of this is consistent is that the graph can be rebuilt at another size.
+            match rebatch(&batched, 2 * batch) {
+                Ok(_) => Batched { graph: batched, loss, doubt: None },
+                Err(value) => {
+                    Batched { graph: graph.clone(), loss, doubt: Some(Doubt::CannotResize { value }) }
+                }
+            }
+        }
+        Err(doubt) => {
+            let loss = if matches!(doubt, Doubt::BatchOfOne { .. }) { LossKind::Mean } else { LossKind::Other };
+            Batched { graph: graph.clone(), loss, doubt: Some(doubt) }
+        }
+    }
+}
+
+/// For each value and dimension whether it scales, and the batch.
+fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<Vec<bool>>), Doubt> {
+    let mut scaled: Vec<Vec<bool>> = graph.values().map(|v| vec![false; graph.shape(v).len()]).collect();
+    let mut batch: Option<(u64, &str)> = None;
+    for ((v, name), dim) in graph.inputs().zip(batch_dim) {
+        let Some(dim) = dim.filter(|&d| d < graph.shape(v).len()) else { continue };
+        let size = graph.shape(v)[dim];
+        scaled[v.index()][dim] = true;
+        match batch {
+            None => batch = Some((size, name)),
+            Some((first, _)) if first == size => {}
+            Some((first, first_name)) => {
+                return Err(Doubt::SizesDiffer {
+                    first: first_name.to_string(),
+                    size: first,
+                    second: name.to_string(),
+                    other: size,
+                });
+            }
+        }
+    }
+    let Some((batch, name)) = batch else { return Err(Doubt::NoInputs) };
+    if batch <= 1 {
+        return Err(Doubt::BatchOfOne { input: name.to_string() });
+    }
+
+    // Sweep forwards and backwards until nothing changes; each sweep propagates along whole chains.
+    let rules: Vec<_> = graph.values().map(|v| graph.rule(v)).collect();
+    let mut forward = true;
+    let mut quiet = 0;
+    while quiet < 2 {
+        let mut changed = false;
+        let mut visit = |v: ValueId| {
+            let rule = &rules[v.index()];
+            let node = graph.node(v);
+            let mut carries = vec![false; rule.factors.len()];
+            // A dimension that scales does so by its major-most factor that the batch divides.
+            let carrier = |dim: &Vec<u8>| {
+                dim.iter().copied().find(|&f| rule.factors[f as usize].size % batch == 0)
+            };
+            let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+            for (value, dims) in tensors() {
+                for (d, dim) in dims.iter().enumerate() {
+                    if scaled[value.index()][d]
+                        && let Some(f) = carrier(dim)
+                    {
+                        carries[f as usize] = true;
+                    }
+                }
+            }
+            for (value, dims) in tensors() {
+                for (d, dim) in dims.iter().enumerate() {
+                    let scales = dim.iter().any(|&f| carries[f as usize]);
+                    if scales && !scaled[value.index()][d] {
+                        scaled[value.index()][d] = true;
+                        changed = true;
+                    }
+                }
+            }
+        };
+        if forward {
+            graph.values().for_each(&mut visit);
+        } else {
+            graph.values().rev().for_each(&mut visit);
+        }
+        forward = !forward;
+        quiet = if changed { 0 } else { quiet + 1 };
+    }
+    for v in graph.values().filter(|v| scaled[v.index()].contains(&true)) {
+        match &graph.node(v).op {
+            Op::Parameter(p) => return Err(Doubt::ParameterScales { name: p.name.clone() }),
+            Op::Constant(Literal { values: Values::Dense(_), .. }) => return Err(Doubt::ConstantScales { value: v }),
+            _ => {}
+        }
+    }
+    Ok((batch, scaled))
+}
+
+/// How a value depends on the batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Aggregate {
+    /// Not at all.
+    None,
+    /// Each sample separately, along a batch dimension.
+    PerSample,
+    /// A sum over all samples, of `count` elements each.
+    Sum { count: u64 },
+    /// A mean over all samples.
+    Mean,
+    /// Anything else.
+    Mixed,
+}
+
+/// Marks the constants that count samples, and says what kind of loss the first output is.
+fn normalise(graph: &mut Graph) -> LossKind {
+    let mut kinds: Vec<Aggregate> = Vec::with_capacity(graph.len());
+    for v in graph.values() {
+        let node = graph.node(v).clone();
+        let of = |i: usize| kinds[node.operands[i].index()];
+        let all: Vec<Aggregate> = (0..node.operands.len()).map(of).collect();
+        let has_batch = node.batch_dims != 0;
+        let kind = match &node.op {
+            _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
+            op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
+                if has_batch { Aggregate::PerSample } else { Aggregate::None }
+            }
+            Op::Reduce(r) => {
+                let from = graph.node(node.operands[0]);
+                let reduced: u64 = r.dims.iter().map(|&d| from.ty.shape[d]).product();
+                let over_batch = r.dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
+                match (of(0), over_batch, r.reducer) {
+                    (Aggregate::PerSample, true, Reducer::Sum) if !has_batch => Aggregate::Sum { count: reduced },
+                    (Aggregate::PerSample, true, _) => Aggregate::Mixed,
+                    (Aggregate::Sum { count }, false, Reducer::Sum) => {
+                        Aggregate::Sum { count: count.saturating_mul(reduced) }
+                    }
+                    (kind @ (Aggregate::None | Aggregate::PerSample), false, _) => kind,
+                    (Aggregate::Mean, false, Reducer::Sum) => Aggregate::Mean,
+                    _ => Aggregate::Mixed,
+                }
+            }
+            Op::DotGeneral(dot) => {
+                let from = graph.node(node.operands[0]);
+                let over_batch = dot.lhs_contract.iter().any(|&d| from.batch_dims >> d & 1 == 1);
+                match (over_batch, all.as_slice()) {
+                    (true, _) => Aggregate::Mixed,
+                    (false, [Aggregate::None, Aggregate::None]) => Aggregate::None,
+                    (false, [Aggregate::None | Aggregate::PerSample, Aggregate::None | Aggregate::PerSample]) => {
+                        Aggregate::PerSample
+                    }
+                    (false, _) => Aggregate::Mixed,
+                }
+            }
+            Op::Binary(op @ (Binary::Divide | Binary::Multiply)) => {
+                let (sum, other) = match (of(0), of(1), op) {
+                    (kind @ (Aggregate::Sum { .. } | Aggregate::Mean), Aggregate::None, _) => (Some(kind), 1),
+                    (Aggregate::None, kind @ (Aggregate::Sum { .. } | Aggregate::Mean), Binary::Multiply) => {
+                        (Some(kind), 0)
+                    }
+                    _ => (None, 0),
+                };
+                match sum {
+                    Some(Aggregate::Sum { count }) => {
+                        let divisor = splat(graph, node.operands[other])
+                            .map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
+                        let counts = [count, graph.batch];
+                        let counted = divisor
+                            .is_some_and(|d| counts.iter().any(|&n| (d - n as f64).abs() <= 1e-6 * n as f64));
+                        if counted {
+                            let power = if *op == Binary::Divide { 1 } else { -1 };
+                            scale_constant(graph, v, other, power);
+                            Aggregate::Mean
+                        } else {
+                            Aggregate::Sum { count }
+                        }
+                    }
+                    Some(kind) => kind,
+                    None => elementwise(&all),
+                }
+            }
+            Op::Binary(Binary::Add | Binary::Subtract) => match all.as_slice() {
+                [a, b] if a == b && matches!(a, Aggregate::Sum { .. } | Aggregate::Mean) => *a,
+                [Aggregate::Mean, Aggregate::None] | [Aggregate::None, Aggregate::Mean] => Aggregate::Mean,
+                _ => elementwise(&all),
+            },
+            Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => all[0],
+            Op::BroadcastInDim(_) => match all[0] {
+                Aggregate::None if has_batch => Aggregate::PerSample,
+                Aggregate::Sum { .. } | Aggregate::Mean if has_batch => Aggregate::Mixed,
+                kind => kind,
+            },
+            Op::ScatterAdd(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
+            _ => elementwise(&all),
+        };
+        kinds.push(kind);
+    }
+    match graph.outputs.first().map(|o| kinds[o.index()]) {
+        Some(Aggregate::Mean) => LossKind::Mean,
+        Some(Aggregate::Sum { .. }) => LossKind::Sum,
+        _ => LossKind::Other,
+    }
+}
+
+/// Any op that treats samples separately if its operands do.
+fn elementwise(operands: &[Aggregate]) -> Aggregate {
+    if operands.iter().all(|k| *k == Aggregate::None) {
+        Aggregate::None
+    } else if operands.iter().all(|k| matches!(k, Aggregate::None | Aggregate::PerSample)) {
+        Aggregate::PerSample
+    } else {
+        Aggregate::Mixed
+    }
+}
+
+fn splat(graph: &Graph, v: ValueId) -> Option<f64> {
+    match &graph.node(v).op {
+        Op::Constant(l) => l.as_splat(),
+        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Convert(_) => splat(graph, graph.node(v).operands[0]),
+        _ => None,
+    }
+}
+
+/// Gives the constant behind an operand of `user` a power of the batch. Constants are shared, so a copy is made in
+/// place of the operand's node where nothing else uses it, and otherwise the user's operand is the only one that
+/// could mean a count: all uses of an equal constant in the same sum scale alike.
+fn scale_constant(graph: &mut Graph, user: ValueId, operand: usize, power: i8) {
+    let mut v = graph.node(user).operands[operand];
+    loop {
+        let node = &mut graph.nodes[v.index()];
+        match &mut node.op {
+            Op::Constant(literal) => {
+                literal.batch_power = power;
+                return;
+            }
+            _ => v = node.operands[0],
+        }
+    }
+}
+
+/// The graph at another batch size: sizes and counting constants are rewritten. `Err` names the node whose op
+/// cannot be.
+pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
+    if batch == graph.batch || graph.batch == 0 {
+        return Ok(graph.clone());
+    }
+    let mut to = Graph { name: graph.name.clone(), batch, outputs: graph.outputs.clone(), ..Default::default() };
+    for v in graph.values() {
+        let node = graph.node(v);
+        let scale = |(d, &size): (usize, &u64)| {
+            if node.batch_dims >> d & 1 == 1 { size as u128 * batch as u128 / graph.batch as u128 } else { size as u128 }
+        };
+        let shape: Vec<u64> =
+            node.ty.shape.iter().enumerate().map(scale).map(|s| u64::try_from(s).unwrap_or(u64::MAX)).collect();
+        let operands: Vec<&[u64]> = node.operands.iter().map(|&o| to.shape(o)).collect();
+        let mut op = node.op.resized(&operands, &shape);
+        if let Op::Constant(literal) = &mut op
+            && literal.batch_power != 0
+            && let Values::Splat(value) = &mut literal.values
+        {
+            value.0 *= (batch as f64 / graph.batch as f64).powi(literal.batch_power as i32);
+        }
+        let types: Vec<_> = node.operands.iter().map(|&o| to.ty(o)).collect();
+        let ty = op.infer(&types).map_err(|_| v)?;
+        if ty.shape != shape {
+            return Err(v);
+        }
+        to.append(Node { op, ty, operands: node.operands.clone(), batch_dims: node.batch_dims, name: node.name.clone() });
+    }
+    Ok(to)
+}
+
+/// Why two traces do not belong to one model.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SettleError {
+    #[error("the second trace has {second} ops, the first {first}")]
+    Length { first: usize, second: usize },
+    #[error("{value} is {first} in the first trace and {second} in the second")]
+    Op { value: ValueId, first: &'static str, second: &'static str },
+    #[error("dimension {dim} of {value} is {first} in the first trace and {second} in the second, which is not in proportion to the batch")]
+    Dim { value: ValueId, dim: usize, first: u64, second: u64 },
+    #[error("the constant {value} differs between the traces, but not in proportion to the batch")]
+    Constant { value: ValueId },
+    #[error("both traces have the same sizes")]
+    SameSize,
+    #[error("{value} cannot be rewritten for another batch size")]
+    CannotResize { value: ValueId },
+}
+
+/// Settles what scales with the batch by comparing two traces of one model at different batch sizes.
+pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
+    if graph.len() != other.len() {
+        return Err(SettleError::Length { first: graph.len(), second: other.len() });
+    }
+    let sizes = graph.inputs().find_map(|(v, _)| {
+        let pairs = graph.shape(v).iter().zip(other.shape(v));
+        pairs.map(|(&a, &b)| (a, b)).find(|(a, b)| a != b)
+    });
+    let Some((batch, second_batch)) = sizes else { return Err(SettleError::SameSize) };
+    let mut batched = graph.clone();
+    batched.batch = batch;
+    for v in graph.values() {
+        let (a, b) = (graph.node(v), other.node(v));
+        if a.op.name() != b.op.name() || a.operands != b.operands || a.ty.rank() != b.ty.rank() {
+            return Err(SettleError::Op { value: v, first: a.op.name(), second: b.op.name() });
+        }
+        for (d, (&m, &n)) in a.ty.shape.iter().zip(&b.ty.shape).enumerate() {
+            if m as u128 * second_batch as u128 == n as u128 * batch as u128 && m != n {
+                batched.nodes[v.index()].batch_dims |= 1 << d;
+            } else if m != n {
+                return Err(SettleError::Dim { value: v, dim: d, first: m, second: n });
+            }
+        }
+        if let (Op::Constant(x), Op::Constant(y)) = (&a.op, &b.op) {
+            match (x.as_splat(), y.as_splat()) {
+                (Some(m), Some(n)) if m == n || m.is_nan() && n.is_nan() => {}
+                (Some(m), Some(n)) => {
+                    let ratio = second_batch as f64 / batch as f64;
+                    let near = |x: f64| (n / m - x).abs() <= 1e-6 * x;
+                    let power = if near(ratio) { 1 } else if near(1.0 / ratio) { -1 } else { 0 };
+                    if power == 0 {
+                        return Err(SettleError::Constant { value: v });
+                    }
+                    if let Op::Constant(literal) = &mut batched.nodes[v.index()].op {
+                        literal.batch_power = power;
+                    }
+                }
+                _ if x.values == y.values => {}
+                _ => return Err(SettleError::Constant { value: v }),
+            }
+        }
+    }
+    let mut marked = batched.clone();
+    let loss = normalise(&mut marked);
+    rebatch(&batched, second_batch).map_err(|value| SettleError::CannotResize { value })?;
+    Ok(Batched { graph: batched, loss, doubt: None })
+}

@@ -1,0 +1,72 @@
+//! The machines: groups of equal nodes, their devices and links. The catalogue of known machines and the TOML
+//! form live in the cost models; here is the data that a plan carries with it.
+
+use crate::dtype::DType;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// A kind of device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    pub name: String,
+    pub memory_bytes: u64,
+    /// Bandwidth of that memory.
+    pub memory_bytes_per_s: f64,
+    /// Peak rate in FLOP/s by the element type of a matmul's operands.
+    pub peak_flops: BTreeMap<DType, f64>,
+    /// Seconds to launch one kernel.
+    #[serde(default)]
+    pub launch_s: f64,
+}
+
+/// The link from one device to the others of its node, per device and direction.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IntraNode {
+    #[serde(default)]
+    pub kind: String,
+    pub bytes_per_s: f64,
+    pub latency_s: f64,
+}
+
+/// The links from one node to the others, per NIC and direction.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InterNode {
+    pub bytes_per_s: f64,
+    pub nics: u32,
+    pub latency_s: f64,
+}
+
+/// Equal nodes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Group {
+    pub nodes: u32,
+    pub devices_per_node: u32,
+    pub device: Device,
+    pub intra_node: IntraNode,
+    pub inter_node: InterNode,
+    /// Price of one node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub price_per_hour: Option<f64>,
+}
+
+/// A cluster. Global device ids count through groups, nodes and devices in order.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cluster {
+    pub name: String,
+    pub groups: Vec<Group>,
+}
+
+impl Group {
+    pub fn num_devices(&self) -> u32 {
+        self.nodes * self.devices_per_node
+    }
+}
+
+impl Cluster {
+    pub fn num_devices(&self) -> u32 {
+        self.groups.iter().map(Group::num_devices).sum()
+    }
+}

@@ -1,0 +1,119 @@
+//! Element types. Sizes are those of memory; arithmetic rules live with the ops.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Element type of a tensor, written as in StableHLO (`f32`, `i32`, `i1` is `bool` here).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    F64,
+    F32,
+    F16,
+    BF16,
+    I64,
+    I32,
+    I16,
+    I8,
+    U64,
+    U32,
+    U16,
+    U8,
+    Bool,
+}
+
+impl DType {
+    /// All element types, widest first within each kind.
+    pub const ALL: [DType; 13] = [
+        DType::F64,
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::I64,
+        DType::I32,
+        DType::I16,
+        DType::I8,
+        DType::U64,
+        DType::U32,
+        DType::U16,
+        DType::U8,
+        DType::Bool,
+    ];
+
+    /// Bytes of one element in memory (a `bool` takes one).
+    pub fn bytes(self) -> u64 {
+        match self {
+            DType::F64 | DType::I64 | DType::U64 => 8,
+            DType::F32 | DType::I32 | DType::U32 => 4,
+            DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 2,
+            DType::I8 | DType::U8 | DType::Bool => 1,
+        }
+    }
+
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
+    }
+
+    /// A float of at most 16 bits: training keeps f32 master weights and state beside it.
+    pub fn is_half(self) -> bool {
+        matches!(self, DType::F16 | DType::BF16)
+    }
+
+    pub fn is_signed_integer(self) -> bool {
+        matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::I8)
+    }
+
+    pub fn is_unsigned_integer(self) -> bool {
+        matches!(self, DType::U64 | DType::U32 | DType::U16 | DType::U8)
+    }
+
+    pub fn is_integer(self) -> bool {
+        self.is_signed_integer() || self.is_unsigned_integer()
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F64 => "f64",
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::I64 => "i64",
+            DType::I32 => "i32",
+            DType::I16 => "i16",
+            DType::I8 => "i8",
+            DType::U64 => "u64",
+            DType::U32 => "u32",
+            DType::U16 => "u16",
+            DType::U8 => "u8",
+            DType::Bool => "bool",
+        }
+    }
+
+    /// The inverse of [`DType::name`].
+    pub fn parse(text: &str) -> Option<DType> {
+        DType::ALL.into_iter().find(|d| d.name() == text)
+    }
+
+    /// Wraps an exact integer value into this type's range, as two's complement hardware does;
+    /// floats pass unchanged (the reference semantics are those of real numbers in f64).
+    pub fn wrap(self, value: f64) -> f64 {
+        match self {
+            DType::F64 | DType::F32 | DType::F16 | DType::BF16 => value,
+            DType::I64 => value as i64 as f64,
+            DType::I32 => value as i64 as i32 as f64,
+            DType::I16 => value as i64 as i16 as f64,
+            DType::I8 => value as i64 as i8 as f64,
+            DType::U64 => value as i128 as u64 as f64,
+            DType::U32 => value as i64 as u32 as f64,
+            DType::U16 => value as i64 as u16 as f64,
+            DType::U8 => value as i64 as u8 as f64,
+            DType::Bool => (value != 0.0) as u8 as f64,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,301 @@
+//! The graph: a list of nodes in topological order, each one op with one result.
+//!
+//! A value is named by the node that makes it, so `ValueId` is the node's position. Leaves are nodes too.
+//! Passes build new graphs by appending; nothing is edited in place.
+
+use crate::dtype::DType;
+use crate::literal::Literal;
+use crate::op::{
+    Binary, BroadcastInDim, Compare, Convert, Direction, Op, Operator, Reduce, Reducer, Reshape, Select, ShapeError,
+    Transpose, Unary,
+};
+use crate::rule::ShardingRule;
+use crate::types::TensorType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A value: the result of the node at this position. Its text form is `%12`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ValueId(pub u32);
+
+impl ValueId {
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for ValueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "%{}", self.0)
+    }
+}
+
+/// One op applied to earlier values.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Node {
+    pub op: Op,
+    pub operands: Vec<ValueId>,
+    pub ty: TensorType,
+    /// Dimensions (bit `i` for dimension `i`) whose size is proportional to the batch.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub batch_dims: u32,
+    /// Where the op comes from, e.g. `jit(gpt)/dot_general`; empty where unknown.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+}
+
+fn is_zero(bits: &u32) -> bool {
+    *bits == 0
+}
+
+/// A computation. `outputs[0]` is the loss of a training graph.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+pub struct Graph {
+    pub name: String,
+    pub nodes: Vec<Node>,
+    pub outputs: Vec<ValueId>,
+    /// Samples in the batch that the sizes are written for; 0 where the graph has no batch.
+    #[serde(default)]
+    pub batch: u64,
+}
+
+/// What is wrong with a graph, found by [`Graph::verify`].
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum GraphError {
+    #[error("node {node}: operand {operand} is not defined before it")]
+    Order { node: ValueId, operand: ValueId },
+    #[error("node {node} ({op}): {error}")]
+    Shape { node: ValueId, op: &'static str, error: ShapeError },
+    #[error("node {node} ({op}): declared {declared}, but the op gives {inferred}")]
+    Type { node: ValueId, op: &'static str, declared: TensorType, inferred: TensorType },
+    #[error("output {output} is not defined")]
+    Output { output: ValueId },
+    #[error("two leaves are named '{name}'")]
+    DuplicateName { name: String },
+    #[error("the graph has no outputs")]
+    NoOutputs,
+}
+
+impl Graph {
+    pub fn new(name: impl Into<String>) -> Self {
+        Graph { name: name.into(), ..Default::default() }
+    }
+
+    /// Appends a node after checking that the op takes these operands.
+    pub fn push(&mut self, op: Op, operands: &[ValueId]) -> Result<ValueId, ShapeError> {
+        let ty = {
+            let types: Vec<&TensorType> = operands.iter().map(|&v| self.ty(v)).collect();
+            op.infer(&types)?
+        };
+        Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() }))
+    }
+
+    /// Appends a node as it is.
+    pub fn append(&mut self, node: Node) -> ValueId {
+        self.nodes.push(node);
+        ValueId((self.nodes.len() - 1) as u32)
+    }
+
+    /// [`Graph::push`] for ops that a pass derives from a verified graph.
+    ///
+    /// # Panics
+    /// Where the op does not take these operands: an error of the pass, not of the user.
+    pub fn emit(&mut self, op: Op, operands: &[ValueId]) -> ValueId {
+        match self.push(op.clone(), operands) {
+            Ok(value) => value,
+            Err(error) => {
+                let types: Vec<String> = operands.iter().map(|&v| self.ty(v).to_string()).collect();
+                panic!("a pass emitted {op:?} on {types:?}, but it {error}")
+            }
+        }
+    }
+
+    pub fn node(&self, value: ValueId) -> &Node {
+        &self.nodes[value.index()]
+    }
+
+    pub fn ty(&self, value: ValueId) -> &TensorType {
+        &self.nodes[value.index()].ty
+    }
+
+    pub fn shape(&self, value: ValueId) -> &[u64] {
+        &self.nodes[value.index()].ty.shape
+    }
+
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// All values in order.
+    pub fn values(&self) -> impl DoubleEndedIterator<Item = ValueId> + use<> {
+        (0..self.nodes.len() as u32).map(ValueId)
+    }
+
+    pub fn operand_types(&self, value: ValueId) -> Vec<&TensorType> {
+        self.node(value).operands.iter().map(|&v| self.ty(v)).collect()
+    }
+
+    /// The sharding rule of a node.
+    pub fn rule(&self, value: ValueId) -> ShardingRule {
+        let node = self.node(value);
+        node.op.rule(&self.operand_types(value), &node.ty)
+    }
+
+    /// Floating-point operations of a node.
+    pub fn flop(&self, value: ValueId) -> u64 {
+        let node = self.node(value);
+        node.op.flop(&self.operand_types(value), &node.ty)
+    }
+
+    /// Parameters in order, with their names.
+    pub fn parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        self.values().filter_map(|v| match &self.node(v).op {
+            Op::Parameter(p) => Some((v, p.name.as_str())),
+            _ => None,
+        })
+    }
+
+    /// Inputs in order, with their names.
+    pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        self.values().filter_map(|v| match &self.node(v).op {
+            Op::Input(p) => Some((v, p.name.as_str())),
+            _ => None,
+        })
+    }
+
+    /// The nodes that use each value, in order; a node that uses it twice is listed twice.
+    pub fn users(&self) -> Vec<Vec<ValueId>> {
+        let mut users = vec![Vec::new(); self.len()];
+        for v in self.values() {
+            for operand in &self.node(v).operands {
+                users[operand.index()].push(v);
+            }
+        }
+        users
+    }
+
+    /// For each value, whether it depends on a leaf for which `is_source` holds.
+    pub fn depends_on(&self, is_source: impl Fn(ValueId) -> bool) -> Vec<bool> {
+        let mut depends = vec![false; self.len()];
+        for v in self.values() {
+            depends[v.index()] = is_source(v) || self.node(v).operands.iter().any(|o| depends[o.index()]);
+        }
+        depends
+    }
+
+    /// Everything that is wrong: order, shapes, declared types, outputs, names.
+    pub fn verify(&self) -> Vec<GraphError> {
+        let mut errors = Vec::new();
+        let mut names = std::collections::BTreeSet::new();
+        for v in self.values() {
+            let node = self.node(v);
+            if let Some(&operand) = node.operands.iter().find(|o| o.0 >= v.0) {
+                errors.push(GraphError::Order { node: v, operand });
+                continue;
+            }
+            match node.op.infer(&self.operand_types(v)) {
+                Err(error) => errors.push(GraphError::Shape { node: v, op: node.op.name(), error }),
+                Ok(inferred) if inferred != node.ty => errors.push(GraphError::Type {
+                    node: v,
+                    op: node.op.name(),
+                    declared: node.ty.clone(),
+                    inferred,
+                }),
+                Ok(_) => {}
+            }
+            if let Op::Parameter(crate::op::Parameter { name, .. }) | Op::Input(crate::op::Input { name, .. }) = &node.op
+                && !names.insert(name.as_str())
+            {
+                errors.push(GraphError::DuplicateName { name: name.clone() });
+            }
+        }
+        if self.outputs.is_empty() {
+            errors.push(GraphError::NoOutputs);
+        }
+        for &output in &self.outputs {
+            if output.index() >= self.len() {
+                errors.push(GraphError::Output { output });
+            }
+        }
+        errors
+    }
+}
+
+/// Short forms for passes that write ops. Like [`Graph::emit`] they expect operands that fit.
+impl Graph {
+    pub fn constant(&mut self, literal: Literal) -> ValueId {
+        self.emit(Op::Constant(literal), &[])
+    }
+
+    /// `value` in the type of `like`.
+    pub fn splat_like(&mut self, like: ValueId, value: f64) -> ValueId {
+        let ty = self.ty(like).clone();
+        self.constant(Literal::splat(ty, value))
+    }
+
+    pub fn unary(&mut self, op: Unary, x: ValueId) -> ValueId {
+        self.emit(Op::Unary(op), &[x])
+    }
+
+    pub fn add(&mut self, a: ValueId, b: ValueId) -> ValueId {
+        self.emit(Op::Binary(Binary::Add), &[a, b])
+    }
+
+    pub fn sub(&mut self, a: ValueId, b: ValueId) -> ValueId {
+        self.emit(Op::Binary(Binary::Subtract), &[a, b])
+    }
+
+    pub fn mul(&mut self, a: ValueId, b: ValueId) -> ValueId {
+        self.emit(Op::Binary(Binary::Multiply), &[a, b])
+    }
+
+    pub fn div(&mut self, a: ValueId, b: ValueId) -> ValueId {
+        self.emit(Op::Binary(Binary::Divide), &[a, b])
+    }
+
+    pub fn compare(&mut self, direction: Direction, a: ValueId, b: ValueId) -> ValueId {
+        self.emit(Op::Compare(Compare { direction }), &[a, b])
+    }
+
+    pub fn select(&mut self, predicate: ValueId, on_true: ValueId, on_false: ValueId) -> ValueId {
+        self.emit(Op::Select(Select {}), &[predicate, on_true, on_false])
+    }
+
+    /// The value itself where it has this type already.
+    pub fn convert(&mut self, x: ValueId, dtype: DType) -> ValueId {
+        if self.ty(x).dtype == dtype { x } else { self.emit(Op::Convert(Convert { dtype }), &[x]) }
+    }
+
+    /// The value itself where it has this shape already.
+    pub fn reshape(&mut self, x: ValueId, shape: &[u64]) -> ValueId {
+        if self.shape(x) == shape { x } else { self.emit(Op::Reshape(Reshape { shape: shape.to_vec() }), &[x]) }
+    }
+
+    /// The value itself where the permutation is the identity.
+    pub fn transpose(&mut self, x: ValueId, permutation: &[usize]) -> ValueId {
+        if permutation.is_sorted() {
+            return x;
+        }
+        self.emit(Op::Transpose(Transpose { permutation: permutation.to_vec() }), &[x])
+    }
+
+    /// The value itself where no dimension is reduced.
+    pub fn reduce(&mut self, x: ValueId, reducer: Reducer, dims: &[usize]) -> ValueId {
+        if dims.is_empty() { x } else { self.emit(Op::Reduce(Reduce { reducer, dims: dims.to_vec() }), &[x]) }
+    }
+
+    pub fn broadcast(&mut self, x: ValueId, shape: &[u64], dims: &[usize]) -> ValueId {
+        if self.shape(x) == shape && dims.is_sorted() {
+            return x;
+        }
+        self.emit(Op::BroadcastInDim(BroadcastInDim { shape: shape.to_vec(), dims: dims.to_vec() }), &[x])
+    }
+
+    pub fn broadcast_scalar(&mut self, x: ValueId, shape: &[u64]) -> ValueId {
+        self.broadcast(x, shape, &[])
+    }
+}

@@ -1,0 +1,3 @@
+//! Importers: from the formats that users have to a [`crate::graph::Graph`].
+
+pub mod stablehlo;

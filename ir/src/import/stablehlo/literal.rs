@@ -1,0 +1,207 @@
+//! Types and literals of MLIR as types and literals of the graph.
+//!
+//! The graph computes its constants in `f64`; what a literal says is first rounded to its own element type, so that
+//! `dense<0.1> : tensor<bf16>` is the number that the traced program used.
+
+use half::{bf16, f16};
+
+use super::syntax::{Dense, Elements, Scalar, TensorType as SyntaxTensor, Type};
+use crate::dtype::DType;
+use crate::literal::Literal;
+use crate::types::TensorType;
+
+/// Why a literal has no value in the graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LiteralError {
+    /// Complex numbers, and tensors of types that the graph does not have.
+    Unsupported,
+    /// More or fewer elements than the type says.
+    Count,
+    /// An element that its type cannot hold.
+    Element,
+}
+
+/// The graph's type, where it has one: a ranked tensor of known sizes and of a number type.
+pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
+    let Type::Tensor(SyntaxTensor {
+        dims,
+        ranked: true,
+        element,
+        ..
+    }) = ty
+    else {
+        return None;
+    };
+    let shape: Option<Vec<u64>> = dims.iter().copied().collect();
+    let ty = TensorType::new(dtype(element)?, shape?);
+    ty.check().then_some(ty)
+}
+
+/// Is `ty` the way MLIR writes `known`?
+pub(super) fn same_type(ty: &Type, known: &TensorType) -> bool {
+    match ty {
+        Type::Tensor(SyntaxTensor {
+            dims,
+            ranked: true,
+            element,
+            ..
+        }) => {
+            dims.len() == known.rank()
+                && dims
+                    .iter()
+                    .zip(&known.shape)
+                    .all(|(dim, size)| *dim == Some(*size))
+                && dtype(element) == Some(known.dtype)
+        }
+        _ => false,
+    }
+}
+
+fn dtype(element: &str) -> Option<DType> {
+    Some(match element {
+        "f64" => DType::F64,
+        "f32" => DType::F32,
+        "f16" => DType::F16,
+        "bf16" => DType::BF16,
+        "i64" | "si64" => DType::I64,
+        "i32" | "si32" => DType::I32,
+        "i16" | "si16" => DType::I16,
+        "i8" | "si8" => DType::I8,
+        "ui64" => DType::U64,
+        "ui32" => DType::U32,
+        "ui16" => DType::U16,
+        "ui8" => DType::U8,
+        "i1" => DType::Bool,
+        _ => return None,
+    })
+}
+
+pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
+    let ty = tensor_type(&dense.ty).ok_or(LiteralError::Unsupported)?;
+    match &dense.elements {
+        Elements::Splat(scalar) => {
+            let value = element(*scalar, ty.dtype)?;
+            Ok(Literal::splat(ty, value))
+        }
+        Elements::List { shape, values } => {
+            // An empty tensor of any rank may be written as `dense<>`.
+            let empty = values.is_empty() && ty.elements() == 0;
+            if !empty && *shape != ty.shape {
+                return Err(LiteralError::Count);
+            }
+            let values: Result<Vec<f64>, LiteralError> = values
+                .iter()
+                .map(|value| element(*value, ty.dtype))
+                .collect();
+            let values = values?;
+            if u64::try_from(values.len()) != Ok(ty.elements()) {
+                return Err(LiteralError::Count);
+            }
+            Ok(Literal::dense(ty, values))
+        }
+        Elements::Hex(digits) => hexadecimal(ty, digits),
+    }
+}
+
+/// The value of one element after rounding to its type.
+fn element(scalar: Scalar, dtype: DType) -> Result<f64, LiteralError> {
+    match scalar {
+        Scalar::Complex(..) => Err(LiteralError::Unsupported),
+        Scalar::Bool(value) if dtype == DType::Bool => Ok(f64::from(u8::from(value))),
+        Scalar::Float(value) if dtype.is_float() => Ok(round(value, dtype)),
+        Scalar::Bits(bits) if dtype.is_float() => {
+            let size = byte_count(dtype);
+            let bytes = bits.to_le_bytes();
+            if bytes[size..].iter().any(|byte| *byte != 0) {
+                return Err(LiteralError::Element);
+            }
+            Ok(from_bytes(&bytes[..size], dtype))
+        }
+        Scalar::Int(value) if dtype.is_float() => Ok(round(value as f64, dtype)),
+        Scalar::Bool(_) | Scalar::Float(_) => Err(LiteralError::Element),
+        Scalar::Int(value) => integer(value, dtype),
+        Scalar::Bits(value) => integer(i128::from(value), dtype),
+    }
+}
+
+/// An integer of either sign convention that fits the width of the type: `i8` takes -128 to 255.
+fn integer(value: i128, dtype: DType) -> Result<f64, LiteralError> {
+    if dtype == DType::Bool {
+        return match value {
+            -1..=1 => Ok(f64::from(u8::from(value != 0))),
+            _ => Err(LiteralError::Element),
+        };
+    }
+    let bits = 8 * byte_count(dtype);
+    if value < -(1i128 << (bits - 1)) || value >= 1i128 << bits {
+        return Err(LiteralError::Element);
+    }
+    Ok(from_bytes(&value.to_le_bytes()[..bits / 8], dtype))
+}
+
+fn round(value: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(value as f32),
+        DType::F16 => f16::from_f64(value).to_f64(),
+        DType::BF16 => bf16::from_f64(value).to_f64(),
+        _ => value,
+    }
+}
+
+fn byte_count(dtype: DType) -> usize {
+    match dtype.bytes() {
+        8 => 8,
+        4 => 4,
+        2 => 2,
+        _ => 1,
+    }
+}
+
+/// The element whose memory is `bytes`, little end first. 64-bit integers beyond 2^53 lose their last digits, since
+/// the graph computes in `f64`.
+fn from_bytes(bytes: &[u8], dtype: DType) -> f64 {
+    let mut wide = [0; 8];
+    wide[..bytes.len()].copy_from_slice(bytes);
+    let bits = u64::from_le_bytes(wide);
+    match dtype {
+        DType::F64 => f64::from_bits(bits),
+        DType::F32 => f64::from(f32::from_bits(bits as u32)),
+        DType::F16 => f16::from_bits(bits as u16).to_f64(),
+        DType::BF16 => bf16::from_bits(bits as u16).to_f64(),
+        DType::I64 => bits as i64 as f64,
+        DType::I32 => f64::from(bits as i32),
+        DType::I16 => f64::from(bits as i16),
+        DType::I8 => f64::from(bits as i8),
+        DType::U64 | DType::U32 | DType::U16 | DType::U8 => bits as f64,
+        DType::Bool => f64::from(u8::from(bits != 0)),
+    }
+}
+
+/// `dense<"0x...">`: the bytes of all elements, or of one that stands for all. Booleans are eight to a byte or one.
+fn hexadecimal(ty: TensorType, digits: &str) -> Result<Literal, LiteralError> {
+    let nibble = |byte: u8| char::from(byte).to_digit(16).unwrap_or(0) as u8;
+    let bytes: Vec<u8> = digits
+        .as_bytes()
+        .chunks(2)
+        .map(|pair| nibble(pair[0]) * 16 + nibble(pair[1]))
+        .collect();
+    let count = usize::try_from(ty.elements()).map_err(|_| LiteralError::Count)?;
+    let size = byte_count(ty.dtype);
+    let packed = ty.dtype == DType::Bool && bytes.len() == count.div_ceil(8) && count > 1;
+    if packed {
+        let bit = |index: usize| f64::from(bytes[index / 8] >> (index % 8) & 1);
+        return Ok(Literal::dense(ty, (0..count).map(bit).collect()));
+    }
+    if bytes.len() == size {
+        let value = from_bytes(&bytes, ty.dtype);
+        return Ok(Literal::splat(ty, value));
+    }
+    if count.checked_mul(size) != Some(bytes.len()) {
+        return Err(LiteralError::Count);
+    }
+    let values = bytes
+        .chunks(size)
+        .map(|element| from_bytes(element, ty.dtype))
+        .collect();
+    Ok(Literal::dense(ty, values))
+}

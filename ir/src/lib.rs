@@ -1,0 +1,28 @@
+//! The artefacts of Altiplano and what they mean.
+//!
+//! A [`Graph`](graph::Graph) is a list of ops in topological order. Each op (see [`op`]) states its
+//! shape function, its sharding rule, its gradient and its reference semantics in one file, and
+//! everything else in the project (planning, pricing, partitioning, execution) follows from those.
+//! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
+//! plain data, verified before use.
+
+pub mod autodiff;
+pub mod cluster;
+pub mod batch;
+pub mod dtype;
+pub mod graph;
+pub mod import;
+pub mod interpret;
+pub mod literal;
+pub mod mesh;
+pub mod op;
+pub mod optimizer;
+pub mod plan;
+pub mod program;
+pub mod reshard;
+pub mod rule;
+pub mod sharding;
+pub mod simplify;
+pub mod tensor;
+pub mod text;
+pub mod types;

@@ -1,0 +1,100 @@
+//! Constants of a graph: one value for all elements, or a value each.
+
+use crate::tensor::Tensor;
+use crate::types::TensorType;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// A constant tensor. `batch_power` says how it scales with the batch: a constant that counts
+/// summed samples has power 1 (its value at batch `b'` is `value * (b'/b)`), a reciprocal -1.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Literal {
+    pub ty: TensorType,
+    pub values: Values,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub batch_power: i8,
+}
+
+fn is_zero(power: &i8) -> bool {
+    *power == 0
+}
+
+/// Elements of a literal, as in the reference semantics (`f64`, row major). Infinities and NaN are
+/// spelled `"inf"`, `"-inf"` and `"nan"` in JSON.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Values {
+    Splat(Real),
+    Dense(Arc<Vec<Real>>),
+}
+
+/// An `f64` whose JSON form covers infinities and NaN, and whose equality is that of bits.
+#[derive(Clone, Copy, Debug)]
+pub struct Real(pub f64);
+
+impl PartialEq for Real {
+    fn eq(&self, other: &Real) -> bool {
+        self.0.to_bits() == other.0.to_bits()
+    }
+}
+
+impl Serialize for Real {
+    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            v if v.is_nan() => s.serialize_str("nan"),
+            f64::INFINITY => s.serialize_str("inf"),
+            f64::NEG_INFINITY => s.serialize_str("-inf"),
+            v => s.serialize_f64(v),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Real {
+    fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<Real, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Number(f64),
+            Word(String),
+        }
+        match Form::deserialize(d)? {
+            Form::Number(v) => Ok(Real(v)),
+            Form::Word(w) => match w.as_str() {
+                "inf" => Ok(Real(f64::INFINITY)),
+                "-inf" => Ok(Real(f64::NEG_INFINITY)),
+                "nan" => Ok(Real(f64::NAN)),
+                _ => Err(serde::de::Error::custom(format!("'{w}' is not a number"))),
+            },
+        }
+    }
+}
+
+impl Literal {
+    /// All elements equal `value`.
+    pub fn splat(ty: TensorType, value: f64) -> Self {
+        Literal { ty, values: Values::Splat(Real(value)), batch_power: 0 }
+    }
+
+    /// One value per element, row major; collapses to a splat where all are equal.
+    pub fn dense(ty: TensorType, data: Vec<f64>) -> Self {
+        match data.first() {
+            Some(&first) if data.iter().all(|v| v.to_bits() == first.to_bits()) => Literal::splat(ty, first),
+            _ => Literal { ty, values: Values::Dense(Arc::new(data.into_iter().map(Real).collect())), batch_power: 0 },
+        }
+    }
+
+    /// The value of all elements, where there is just one.
+    pub fn as_splat(&self) -> Option<f64> {
+        match &self.values {
+            Values::Splat(v) => Some(v.0),
+            Values::Dense(_) => None,
+        }
+    }
+
+    pub fn to_tensor(&self) -> Tensor {
+        match &self.values {
+            Values::Splat(v) => Tensor::splat(self.ty.clone(), v.0),
+            Values::Dense(v) => Tensor::new(self.ty.clone(), v.iter().map(|r| r.0).collect()),
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Concatenate: joins tensors along one dimension.
+
+use super::*;
+use crate::rule::FactorKind;
+
+/// Joins the operands along `dim`; all other dimensions must agree.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Concatenate {
+    pub dim: usize,
+}
+
+/// Each piece of its own size takes a factor of the rule, of which there are at most 256.
+const MAX_UNEQUAL_PIECES: usize = 200;
+
+impl Operator for Concatenate {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        let Some(first) = operands.first() else {
+            return Err(ShapeError::OperandCount { expected: 1, found: 0 });
+        };
+        expect_dims(&[self.dim], first.rank())?;
+        let equal = operands.iter().all(|o| o.shape.get(self.dim) == first.shape.get(self.dim));
+        if !equal && operands.len() > MAX_UNEQUAL_PIECES {
+            return Err(ShapeError::Attribute("joins at most 200 tensors of different sizes at once; join in steps"));
+        }
+        let mut shape = first.shape.clone();
+        shape[self.dim] = 0;
+        for operand in operands {
+            if operand.dtype != first.dtype {
+                return Err(ShapeError::DTypesDiffer { left: first.dtype, right: operand.dtype });
+            }
+            let fits = operand.rank() == first.rank()
+                && (0..first.rank()).all(|d| d == self.dim || operand.shape[d] == first.shape[d]);
+            if !fits {
+                return Err(ShapeError::ShapesDiffer { left: first.shape.clone(), right: operand.shape.clone() });
+            }
+            shape[self.dim] = shape[self.dim].saturating_add(operand.shape[self.dim]);
+        }
+        Ok(first.with_shape(shape))
+    }
+
+    /// Pieces of equal size `n` join to `{number of pieces, n}` with `n` parallel; others stay whole.
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        // The sets of a rule number operands by `u8`; partial sums do not pass where there are more.
+        let linear = u8::try_from(operands.len()).map(|n| vec![(0..n).collect()]).unwrap_or_default();
+        let mut rule = ShardingRule { linear, ..Default::default() };
+        rule.operands = vec![Vec::new(); operands.len()];
+        for (d, &size) in result.shape.iter().enumerate() {
+            if d != self.dim {
+                let f = rule.factor(size, FactorKind::Parallel);
+                rule.operands.iter_mut().for_each(|dims| dims.push(vec![f]));
+                rule.result.push(vec![f]);
+                continue;
+            }
+            let piece = operands[0].shape[d];
+            if operands.iter().all(|o| o.shape[d] == piece) {
+                let which = rule.factor(operands.len() as u64, FactorKind::Whole);
+                let within = rule.factor(piece, FactorKind::Parallel);
+                rule.operands.iter_mut().for_each(|dims| dims.push(vec![within]));
+                rule.result.push(vec![which, within]);
+            } else {
+                let pieces: Vec<u8> = operands.iter().map(|o| rule.factor(o.shape[d], FactorKind::Whole)).collect();
+                rule.operands.iter_mut().zip(pieces).for_each(|(dims, f)| dims.push(vec![f]));
+                let all = rule.factor(size, FactorKind::Whole);
+                rule.result.push(vec![all]);
+            }
+        }
+        rule
+    }
+
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Concatenate(self.clone())
+    }
+
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let shape = cx.graph.shape(cx.cotangent).to_vec();
+        let mut at = 0;
+        let mut parts = Vec::new();
+        for (&operand, &wanted) in cx.operands.iter().zip(cx.wanted) {
+            let size = cx.graph.shape(operand)[self.dim];
+            parts.push(wanted.then(|| {
+                let mut slice = Slice { start: vec![0; shape.len()], limit: shape.clone(), stride: vec![1; shape.len()] };
+                slice.start[self.dim] = at;
+                slice.limit[self.dim] = at + size;
+                cx.graph.emit(Op::Slice(slice), &[cx.cotangent])
+            }));
+            at += size;
+        }
+        parts
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let mut source = Vec::new();
+        Tensor::from_fn(result.clone(), |index| {
+            source.clear();
+            source.extend_from_slice(index);
+            for operand in operands {
+                let size = operand.shape()[self.dim];
+                if source[self.dim] < size {
+                    return operand.at(&source);
+                }
+                source[self.dim] -= size;
+            }
+            f64::NAN
+        })
+    }
+
+    fn flop(&self, _: &[&TensorType], _: &TensorType) -> u64 {
+        0
+    }
+}

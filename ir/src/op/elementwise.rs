@@ -1,0 +1,615 @@
+//! Ops that compute each result element from the operands' elements at the same index.
+//! [`Unary::apply`] and [`Binary::apply`] are the reference that every kernel is compared with.
+
+use super::*;
+
+/// Functions of one element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unary {
+    Negate,
+    Exponential,
+    ExponentialMinusOne,
+    Log,
+    LogPlusOne,
+    Logistic,
+    Tanh,
+    Sqrt,
+    Rsqrt,
+    Cbrt,
+    Sine,
+    Cosine,
+    Tan,
+    Erf,
+    Erfc,
+    Abs,
+    Sign,
+    Floor,
+    Ceil,
+    RoundNearestEven,
+    RoundNearestAfz,
+    Not,
+    IsFinite,
+}
+
+/// Functions of two elements of one type. And, or, xor are bitwise on integers, logical on booleans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Binary {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Maximum,
+    Minimum,
+    Power,
+    Remainder,
+    Atan2,
+    And,
+    Or,
+    Xor,
+}
+
+/// The relation that [`Compare`] tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Direction {
+    Eq,
+    Ne,
+    Lt,
+    Le,
+    Gt,
+    Ge,
+}
+
+/// Compares two tensors of one type elementwise; the result is boolean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Compare {
+    pub direction: Direction,
+}
+
+/// `select(predicate, on_true, on_false)`, all of one shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Select {}
+
+/// Conversion to another element type; float to integer truncates toward zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Convert {
+    pub dtype: DType,
+}
+
+impl Unary {
+    pub const ALL: [Unary; 23] = [
+        Unary::Negate,
+        Unary::Exponential,
+        Unary::ExponentialMinusOne,
+        Unary::Log,
+        Unary::LogPlusOne,
+        Unary::Logistic,
+        Unary::Tanh,
+        Unary::Sqrt,
+        Unary::Rsqrt,
+        Unary::Cbrt,
+        Unary::Sine,
+        Unary::Cosine,
+        Unary::Tan,
+        Unary::Erf,
+        Unary::Erfc,
+        Unary::Abs,
+        Unary::Sign,
+        Unary::Floor,
+        Unary::Ceil,
+        Unary::RoundNearestEven,
+        Unary::RoundNearestAfz,
+        Unary::Not,
+        Unary::IsFinite,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Unary::Negate => "negate",
+            Unary::Exponential => "exponential",
+            Unary::ExponentialMinusOne => "exponential_minus_one",
+            Unary::Log => "log",
+            Unary::LogPlusOne => "log_plus_one",
+            Unary::Logistic => "logistic",
+            Unary::Tanh => "tanh",
+            Unary::Sqrt => "sqrt",
+            Unary::Rsqrt => "rsqrt",
+            Unary::Cbrt => "cbrt",
+            Unary::Sine => "sine",
+            Unary::Cosine => "cosine",
+            Unary::Tan => "tan",
+            Unary::Erf => "erf",
+            Unary::Erfc => "erfc",
+            Unary::Abs => "abs",
+            Unary::Sign => "sign",
+            Unary::Floor => "floor",
+            Unary::Ceil => "ceil",
+            Unary::RoundNearestEven => "round_nearest_even",
+            Unary::RoundNearestAfz => "round_nearest_afz",
+            Unary::Not => "not",
+            Unary::IsFinite => "is_finite",
+        }
+    }
+
+    /// The function in exact arithmetic. `dtype` is the operand's: `not` depends on it.
+    pub fn apply(self, x: f64, dtype: DType) -> f64 {
+        match self {
+            Unary::Negate => -x,
+            Unary::Exponential => x.exp(),
+            Unary::ExponentialMinusOne => x.exp_m1(),
+            Unary::Log => x.ln(),
+            Unary::LogPlusOne => x.ln_1p(),
+            Unary::Logistic => 1.0 / (1.0 + (-x).exp()),
+            Unary::Tanh => x.tanh(),
+            Unary::Sqrt => x.sqrt(),
+            Unary::Rsqrt => 1.0 / x.sqrt(),
+            Unary::Cbrt => x.cbrt(),
+            Unary::Sine => x.sin(),
+            Unary::Cosine => x.cos(),
+            Unary::Tan => x.tan(),
+            Unary::Erf => libm::erf(x),
+            Unary::Erfc => libm::erfc(x),
+            Unary::Abs => x.abs(),
+            Unary::Sign if x == 0.0 || x.is_nan() => x,
+            Unary::Sign => x.signum(),
+            Unary::Floor => x.floor(),
+            Unary::Ceil => x.ceil(),
+            Unary::RoundNearestEven => x.round_ties_even(),
+            Unary::RoundNearestAfz => x.round(),
+            Unary::Not if dtype == DType::Bool => (x == 0.0) as u8 as f64,
+            Unary::Not => dtype.wrap_i128(!dtype.bits(x)),
+            Unary::IsFinite => x.is_finite() as u8 as f64,
+        }
+    }
+}
+
+impl Binary {
+    pub const ALL: [Binary; 12] = [
+        Binary::Add,
+        Binary::Subtract,
+        Binary::Multiply,
+        Binary::Divide,
+        Binary::Maximum,
+        Binary::Minimum,
+        Binary::Power,
+        Binary::Remainder,
+        Binary::Atan2,
+        Binary::And,
+        Binary::Or,
+        Binary::Xor,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Binary::Add => "add",
+            Binary::Subtract => "subtract",
+            Binary::Multiply => "multiply",
+            Binary::Divide => "divide",
+            Binary::Maximum => "maximum",
+            Binary::Minimum => "minimum",
+            Binary::Power => "power",
+            Binary::Remainder => "remainder",
+            Binary::Atan2 => "atan2",
+            Binary::And => "and",
+            Binary::Or => "or",
+            Binary::Xor => "xor",
+        }
+    }
+
+    /// The function in exact arithmetic on elements of type `dtype`; integers wrap, integer division
+    /// truncates and gives -1 for a zero divisor, as StableHLO's reference does.
+    pub fn apply(self, a: f64, b: f64, dtype: DType) -> f64 {
+        let logical = dtype == DType::Bool;
+        match self {
+            Binary::Add if logical => (a != 0.0 || b != 0.0) as u8 as f64,
+            Binary::Multiply if logical => (a != 0.0 && b != 0.0) as u8 as f64,
+            Binary::Add => dtype.wrap(a + b),
+            Binary::Subtract => dtype.wrap(a - b),
+            Binary::Multiply if dtype.is_integer() => dtype.wrap_i128(a as i128 * b as i128),
+            Binary::Multiply => a * b,
+            Binary::Divide if dtype.is_integer() && b == 0.0 => dtype.wrap(-1.0),
+            Binary::Divide if dtype.is_integer() => dtype.wrap((a / b).trunc()),
+            Binary::Divide => a / b,
+            Binary::Maximum if a.is_nan() || b.is_nan() => f64::NAN,
+            Binary::Maximum => a.max(b),
+            Binary::Minimum if a.is_nan() || b.is_nan() => f64::NAN,
+            Binary::Minimum => a.min(b),
+            Binary::Power if dtype.is_integer() => dtype.power(a, b),
+            Binary::Power => a.powf(b),
+            Binary::Remainder if dtype.is_integer() && b == 0.0 => a,
+            Binary::Remainder => a % b,
+            Binary::Atan2 => a.atan2(b),
+            Binary::And => dtype.wrap_i128(dtype.bits(a) & dtype.bits(b)),
+            Binary::Or => dtype.wrap_i128(dtype.bits(a) | dtype.bits(b)),
+            Binary::Xor => dtype.wrap_i128(dtype.bits(a) ^ dtype.bits(b)),
+        }
+    }
+}
+
+impl DType {
+    /// The integer that an element stands for. All ones of `u64` are 2^64 in an `f64`, one too many.
+    fn bits(self, value: f64) -> i128 {
+        if self == DType::U64 { value as u64 as i128 } else { value as i128 }
+    }
+
+    /// Integer power by squaring, modulo the type's range. A negative exponent truncates the reciprocal.
+    fn power(self, base: f64, exponent: f64) -> f64 {
+        let (mut square, mut left) = (self.bits(base), self.bits(exponent));
+        if left < 0 {
+            return match square {
+                1 => 1.0,
+                -1 if left % 2 == 0 => 1.0,
+                -1 => -1.0,
+                _ => 0.0,
+            };
+        }
+        let mut power = 1i128;
+        while left > 0 {
+            if left % 2 == 1 {
+                power = self.bits(self.wrap_i128(power.wrapping_mul(square)));
+            }
+            square = self.bits(self.wrap_i128(square.wrapping_mul(square)));
+            left /= 2;
+        }
+        self.wrap_i128(power)
+    }
+
+    fn wrap_i128(self, value: i128) -> f64 {
+        match self {
+            DType::I64 => value as i64 as f64,
+            DType::U64 => value as u64 as f64,
+            _ => self.wrap(value as i64 as f64),
+        }
+    }
+}
+
+impl Direction {
+    pub fn holds<T: PartialOrd>(self, a: T, b: T) -> bool {
+        match self {
+            Direction::Eq => a == b,
+            Direction::Ne => a != b,
+            Direction::Lt => a < b,
+            Direction::Le => a <= b,
+            Direction::Gt => a > b,
+            Direction::Ge => a >= b,
+        }
+    }
+}
+
+/// Checks that all operands have one shape and, from `first` on, one element type.
+fn same_shapes(operands: &[&TensorType], first: usize) -> Result<(), ShapeError> {
+    for pair in operands.windows(2) {
+        if pair[0].shape != pair[1].shape {
+            return Err(ShapeError::ShapesDiffer { left: pair[0].shape.clone(), right: pair[1].shape.clone() });
+        }
+    }
+    for pair in operands[first..].windows(2) {
+        if pair[0].dtype != pair[1].dtype {
+            return Err(ShapeError::DTypesDiffer { left: pair[0].dtype, right: pair[1].dtype });
+        }
+    }
+    Ok(())
+}
+
+impl Operator for Unary {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 1)?;
+        let dtype = operands[0].dtype;
+        let defined = match self {
+            Unary::Negate | Unary::Abs | Unary::Sign => dtype != DType::Bool,
+            Unary::Not => !dtype.is_float(),
+            _ => dtype.is_float(),
+        };
+        match (defined, self) {
+            (false, _) => Err(ShapeError::DType { dtype }),
+            (true, Unary::IsFinite) => Ok(operands[0].with_dtype(DType::Bool)),
+            (true, _) => Ok(operands[0].clone()),
+        }
+    }
+    fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let linear = if *self == Unary::Negate { vec![vec![0]] } else { Vec::new() };
+        ShardingRule::elementwise(&result.shape, 1, linear)
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Unary(*self)
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let (x, y, g) = (cx.operands[0], cx.result, cx.cotangent);
+        let graph = &mut *cx.graph;
+        let dx = match self {
+            Unary::Negate => graph.unary(Unary::Negate, g),
+            Unary::Exponential => graph.mul(g, y),
+            Unary::ExponentialMinusOne => {
+                let one = graph.splat_like(y, 1.0);
+                let e = graph.add(y, one);
+                graph.mul(g, e)
+            }
+            Unary::Log => graph.div(g, x),
+            Unary::LogPlusOne => {
+                let one = graph.splat_like(x, 1.0);
+                let d = graph.add(x, one);
+                graph.div(g, d)
+            }
+            Unary::Logistic => {
+                let one = graph.splat_like(y, 1.0);
+                let rest = graph.sub(one, y);
+                let slope = graph.mul(y, rest);
+                graph.mul(g, slope)
+            }
+            Unary::Tanh => {
+                let one = graph.splat_like(y, 1.0);
+                let square = graph.mul(y, y);
+                let slope = graph.sub(one, square);
+                graph.mul(g, slope)
+            }
+            Unary::Sqrt => {
+                let half = graph.splat_like(y, 0.5);
+                let slope = graph.div(half, y);
+                graph.mul(g, slope)
+            }
+            Unary::Rsqrt => {
+                let minus_half = graph.splat_like(y, -0.5);
+                let over_x = graph.div(y, x);
+                let slope = graph.mul(minus_half, over_x);
+                graph.mul(g, slope)
+            }
+            Unary::Cbrt => {
+                let third = graph.splat_like(y, 1.0 / 3.0);
+                let over_x = graph.div(y, x);
+                let slope = graph.mul(third, over_x);
+                graph.mul(g, slope)
+            }
+            Unary::Sine => {
+                let slope = graph.unary(Unary::Cosine, x);
+                graph.mul(g, slope)
+            }
+            Unary::Cosine => {
+                let sine = graph.unary(Unary::Sine, x);
+                let slope = graph.unary(Unary::Negate, sine);
+                graph.mul(g, slope)
+            }
+            Unary::Tan => {
+                let one = graph.splat_like(y, 1.0);
+                let square = graph.mul(y, y);
+                let slope = graph.add(one, square);
+                graph.mul(g, slope)
+            }
+            Unary::Erf | Unary::Erfc => {
+                let sign = if *self == Unary::Erf { 1.0 } else { -1.0 };
+                let square = graph.mul(x, x);
+                let minus = graph.unary(Unary::Negate, square);
+                let bell = graph.unary(Unary::Exponential, minus);
+                let scale = graph.splat_like(x, sign * std::f64::consts::FRAC_2_SQRT_PI);
+                let slope = graph.mul(scale, bell);
+                graph.mul(g, slope)
+            }
+            Unary::Abs => {
+                let slope = graph.unary(Unary::Sign, x);
+                graph.mul(g, slope)
+            }
+            Unary::Sign
+            | Unary::Floor
+            | Unary::Ceil
+            | Unary::RoundNearestEven
+            | Unary::RoundNearestAfz
+            | Unary::Not
+            | Unary::IsFinite => return vec![None],
+        };
+        vec![Some(dx)]
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let dtype = operands[0].ty.dtype;
+        Tensor::new(result.clone(), operands[0].data.iter().map(|&x| dtype.wrap(self.apply(x, dtype))).collect())
+    }
+}
+
+impl Operator for Binary {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 2)?;
+        same_shapes(operands, 0)?;
+        let dtype = operands[0].dtype;
+        let defined = match self {
+            Binary::And | Binary::Or | Binary::Xor => !dtype.is_float(),
+            Binary::Atan2 => dtype.is_float(),
+            Binary::Subtract | Binary::Divide | Binary::Power | Binary::Remainder => dtype != DType::Bool,
+            _ => true,
+        };
+        if defined { Ok(operands[0].clone()) } else { Err(ShapeError::DType { dtype }) }
+    }
+    fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let linear = match self {
+            _ if !result.dtype.is_float() => Vec::new(),
+            Binary::Add | Binary::Subtract => vec![vec![0, 1]],
+            Binary::Multiply => vec![vec![0], vec![1]],
+            Binary::Divide => vec![vec![0]],
+            _ => Vec::new(),
+        };
+        ShardingRule::elementwise(&result.shape, 2, linear)
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Binary(*self)
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let (a, b, y, g) = (cx.operands[0], cx.operands[1], cx.result, cx.cotangent);
+        let graph = &mut *cx.graph;
+        let (want_a, want_b) = (cx.wanted[0], cx.wanted[1]);
+        let mut da = None;
+        let mut db = None;
+        match self {
+            Binary::Add => {
+                da = Some(g);
+                db = Some(g);
+            }
+            Binary::Subtract => {
+                da = Some(g);
+                db = want_b.then(|| graph.unary(Unary::Negate, g));
+            }
+            Binary::Multiply => {
+                da = want_a.then(|| graph.mul(g, b));
+                db = want_b.then(|| graph.mul(g, a));
+            }
+            Binary::Divide => {
+                let over_b = graph.div(g, b);
+                da = Some(over_b);
+                db = want_b.then(|| {
+                    let slope = graph.mul(over_b, y);
+                    graph.unary(Unary::Negate, slope)
+                });
+            }
+            Binary::Maximum | Binary::Minimum => {
+                let (da_, db_) = graph.extremum_gradients(a, b, y, g, want_a, want_b);
+                da = da_;
+                db = db_;
+            }
+            Binary::Power => {
+                da = want_a.then(|| {
+                    let one = graph.splat_like(b, 1.0);
+                    let less = graph.sub(b, one);
+                    let power = graph.emit(Op::Binary(Binary::Power), &[a, less]);
+                    let slope = graph.mul(b, power);
+                    graph.mul(g, slope)
+                });
+                db = want_b.then(|| {
+                    let log = graph.unary(Unary::Log, a);
+                    let slope = graph.mul(y, log);
+                    graph.mul(g, slope)
+                });
+            }
+            Binary::Atan2 => {
+                let aa = graph.mul(a, a);
+                let bb = graph.mul(b, b);
+                let norm = graph.add(aa, bb);
+                let scaled = graph.div(g, norm);
+                da = want_a.then(|| graph.mul(scaled, b));
+                db = want_b.then(|| {
+                    let minus = graph.unary(Unary::Negate, scaled);
+                    graph.mul(minus, a)
+                });
+            }
+            Binary::Remainder => {
+                da = Some(g);
+                db = want_b.then(|| {
+                    let ratio = graph.div(a, b);
+                    let down = graph.unary(Unary::Floor, ratio);
+                    let up = graph.unary(Unary::Ceil, ratio);
+                    let zero = graph.splat_like(ratio, 0.0);
+                    let positive = graph.compare(Direction::Ge, ratio, zero);
+                    let whole = graph.select(positive, down, up);
+                    let slope = graph.unary(Unary::Negate, whole);
+                    graph.mul(g, slope)
+                });
+            }
+            Binary::And | Binary::Or | Binary::Xor => {}
+        }
+        vec![da, db]
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let pairs = operands[0].data.iter().zip(&operands[1].data);
+        Tensor::new(result.clone(), pairs.map(|(&a, &b)| self.apply(a, b, result.dtype)).collect())
+    }
+}
+
+impl Graph {
+    /// Cotangents of `y = max(a, b)` (or min): where both are equal each gets half, as in JAX.
+    fn extremum_gradients(
+        &mut self,
+        a: ValueId,
+        b: ValueId,
+        y: ValueId,
+        g: ValueId,
+        want_a: bool,
+        want_b: bool,
+    ) -> (Option<ValueId>, Option<ValueId>) {
+        let zero = self.splat_like(g, 0.0);
+        let half = self.splat_like(g, 0.5);
+        let halved = self.mul(g, half);
+        let ties = self.compare(Direction::Eq, a, b);
+        let shared = self.select(ties, halved, g);
+        let mut part = |x| {
+            let chosen = self.compare(Direction::Eq, x, y);
+            self.select(chosen, shared, zero)
+        };
+        (want_a.then(|| part(a)), want_b.then(|| part(b)))
+    }
+}
+
+impl Operator for Compare {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 2)?;
+        same_shapes(operands, 0)?;
+        Ok(operands[0].with_dtype(DType::Bool))
+    }
+    fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
+        ShardingRule::elementwise(&result.shape, 2, Vec::new())
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Compare(*self)
+    }
+    fn gradient(&self, _: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        vec![None, None]
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let pairs = operands[0].data.iter().zip(&operands[1].data);
+        Tensor::new(result.clone(), pairs.map(|(a, b)| self.direction.holds(a, b) as u8 as f64).collect())
+    }
+}
+
+impl Operator for Select {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 3)?;
+        same_shapes(operands, 1)?;
+        if operands[0].dtype != DType::Bool {
+            return Err(ShapeError::DType { dtype: operands[0].dtype });
+        }
+        Ok(operands[1].clone())
+    }
+    fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let linear = if result.dtype.is_float() { vec![vec![1, 2]] } else { Vec::new() };
+        ShardingRule::elementwise(&result.shape, 3, linear)
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Select(*self)
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let (predicate, g) = (cx.operands[0], cx.cotangent);
+        let zero = cx.graph.splat_like(g, 0.0);
+        let on_true = cx.wanted[1].then(|| cx.graph.select(predicate, g, zero));
+        let on_false = cx.wanted[2].then(|| cx.graph.select(predicate, zero, g));
+        vec![None, on_true, on_false]
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let value = |i| if operands[0].data[i] != 0.0 { operands[1].data[i] } else { operands[2].data[i] };
+        Tensor::new(result.clone(), (0..operands[0].data.len()).map(value).collect())
+    }
+}
+
+impl Operator for Convert {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 1)?;
+        Ok(operands[0].with_dtype(self.dtype))
+    }
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let linear =
+            if operands[0].dtype.is_float() && result.dtype.is_float() { vec![vec![0]] } else { Vec::new() };
+        ShardingRule::elementwise(&result.shape, 1, linear)
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Convert(*self)
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let from = cx.graph.ty(cx.operands[0]).dtype;
+        let both_float = from.is_float() && self.dtype.is_float();
+        vec![both_float.then(|| cx.graph.convert(cx.cotangent, from))]
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let from = operands[0].ty.dtype;
+        let convert = |&x: &f64| match self.dtype {
+            DType::Bool => (x != 0.0) as u8 as f64,
+            d if d.is_integer() && from.is_float() => d.wrap(x.trunc()),
+            d => d.wrap(x),
+        };
+        Tensor::new(result.clone(), operands[0].data.iter().map(convert).collect())
+    }
+}

@@ -1,0 +1,394 @@
+//! Gather and its transpose: table lookups, embeddings, `take_along_axis`, and the scatters of their gradients.
+//!
+//! Both ops share one description of dimensions, StableHLO's. A split table is looked up in parts: each device
+//! finds the rows that it holds, zeros for the others, and the result is a partial sum (vocabulary-parallel
+//! embedding). A scatter into a split table drops what belongs to others.
+
+use super::*;
+use crate::rule::FactorKind;
+use crate::tensor::for_each_index;
+
+/// StableHLO's gather dimension numbers. `indices` holds index vectors along `index_vector_dim` (implicit where
+/// that equals its rank). Result dimensions in `offset_dims` run within a slice of the operand, all others
+/// run over `indices`. The scatter numbers are the same with operand and result exchanged.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GatherDims {
+    pub offset_dims: Vec<usize>,
+    pub collapsed_slice_dims: Vec<usize>,
+    #[serde(default)]
+    pub operand_batching_dims: Vec<usize>,
+    #[serde(default)]
+    pub indices_batching_dims: Vec<usize>,
+    /// Operand dimension that each component of an index vector indexes.
+    pub start_index_map: Vec<usize>,
+    pub index_vector_dim: usize,
+    /// Size of the slice in each operand dimension.
+    pub slice_sizes: Vec<u64>,
+}
+
+/// What an index beyond the operand means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OutOfBounds {
+    /// The nearest slice that lies inside.
+    Clamp,
+    /// Zeros.
+    Zero,
+}
+
+/// `gather(operand, indices)`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gather {
+    #[serde(flatten)]
+    pub dims: GatherDims,
+    pub out_of_bounds: OutOfBounds,
+}
+
+/// `scatter_add(indices, updates)`: zeros of `shape` with every update added at its index; updates whose slice
+/// does not lie inside are dropped. `scatter` into another tensor is that tensor plus this.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ScatterAdd {
+    #[serde(flatten)]
+    pub dims: GatherDims,
+    pub shape: Vec<u64>,
+}
+
+impl GatherDims {
+    /// Dimensions of the gathered result that run over `indices`.
+    fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
+        (0..result_rank).filter(|d| !self.offset_dims.contains(d)).collect()
+    }
+
+    /// Dimensions of `indices` other than the index vector.
+    fn indices_dims(&self, indices_rank: usize) -> Vec<usize> {
+        (0..indices_rank).filter(|&d| d != self.index_vector_dim).collect()
+    }
+
+    /// Operand dimensions that appear in the result, in order.
+    fn window_dims(&self) -> Vec<usize> {
+        let gone = |d: &usize| self.collapsed_slice_dims.contains(d) || self.operand_batching_dims.contains(d);
+        (0..self.slice_sizes.len()).filter(|d| !gone(d)).collect()
+    }
+
+    fn check(&self, operand: &[u64], indices: &[u64]) -> Result<Vec<u64>, ShapeError> {
+        if self.slice_sizes.len() != operand.len() {
+            return Err(ShapeError::Attribute("slice_sizes must have an entry for each operand dimension"));
+        }
+        if self.index_vector_dim > indices.len() {
+            return Err(ShapeError::DimOutOfRange { dim: self.index_vector_dim as u64, rank: indices.len() });
+        }
+        let gone = [self.collapsed_slice_dims.as_slice(), &self.operand_batching_dims].concat();
+        expect_dims(&gone, operand.len())?;
+        expect_dims(&self.start_index_map, operand.len())?;
+        expect_dims(&self.indices_batching_dims, indices.len())?;
+        if self.operand_batching_dims.len() != self.indices_batching_dims.len() {
+            return Err(ShapeError::Attribute("operand and indices must name equally many batching dimensions"));
+        }
+        for (d, (&slice, &size)) in self.slice_sizes.iter().zip(operand).enumerate() {
+            if slice > size || gone.contains(&d) && slice != 1 {
+                return Err(ShapeError::SizesDiffer { what: "slice size", left: slice, right: size });
+            }
+        }
+        let vector = indices.get(self.index_vector_dim).copied().unwrap_or(1);
+        if vector != self.start_index_map.len() as u64 {
+            return Err(ShapeError::SizesDiffer {
+                what: "index vector",
+                left: vector,
+                right: self.start_index_map.len() as u64,
+            });
+        }
+        for (&o, &i) in self.operand_batching_dims.iter().zip(&self.indices_batching_dims) {
+            if i == self.index_vector_dim || operand[o] != indices[i] || self.start_index_map.contains(&o) {
+                return Err(ShapeError::Attribute("batching dimensions of operand and indices must agree"));
+            }
+        }
+        let mut windows = self.window_dims().into_iter().map(|d| self.slice_sizes[d]);
+        let mut batches = self.indices_dims(indices.len()).into_iter().map(|d| indices[d]);
+        let rank = self.window_dims().len() + self.indices_dims(indices.len()).len();
+        if self.offset_dims.len() != self.window_dims().len() || !self.offset_dims.is_sorted() {
+            return Err(ShapeError::Attribute("offset_dims must name one result dimension for each slice dimension"));
+        }
+        expect_dims(&self.offset_dims, rank)?;
+        let size = |d| if self.offset_dims.contains(&d) { windows.next() } else { batches.next() };
+        Ok((0..rank).filter_map(size).collect())
+    }
+
+    /// The rule of both ops: factors of (operand-shaped, indices, result-shaped) tensors. An indexed dimension
+    /// is a factor of its own where it is the only component of the index; its kind differs between the two.
+    fn rule(&self, operand: &[u64], indices: &[u64], result_rank: usize, scatter: bool) -> GatherRule {
+        let mut rule = ShardingRule::default();
+        let mut operand_dims = vec![Vec::new(); operand.len()];
+        let mut indices_dims = vec![Vec::new(); indices.len()];
+        let mut result_dims = vec![Vec::new(); result_rank];
+        let mut lookup = None;
+        for (&i, &r) in self.indices_dims(indices.len()).iter().zip(&self.batch_dims(result_rank)) {
+            let batching = self.indices_batching_dims.iter().position(|&b| b == i);
+            let summed = scatter && batching.is_none();
+            let kind = if summed { FactorKind::Reduction(Reducer::Sum) } else { FactorKind::Parallel };
+            let f = rule.factor(indices[i], kind);
+            indices_dims[i].push(f);
+            result_dims[r].push(f);
+            if let Some(b) = batching {
+                operand_dims[self.operand_batching_dims[b]].push(f);
+            }
+        }
+        for (&o, &r) in self.window_dims().iter().zip(&self.offset_dims) {
+            if self.slice_sizes[o] == operand[o] && !self.start_index_map.contains(&o) {
+                let f = rule.factor(operand[o], FactorKind::Parallel);
+                operand_dims[o].push(f);
+                result_dims[r].push(f);
+            } else {
+                let f = rule.factor(operand[o], FactorKind::Whole);
+                operand_dims[o].push(f);
+                let f = rule.factor(self.slice_sizes[o], FactorKind::Whole);
+                result_dims[r].push(f);
+            }
+        }
+        for &o in &self.collapsed_slice_dims {
+            let alone = self.start_index_map == [o];
+            let kind = match (alone, scatter) {
+                (false, _) => FactorKind::Whole,
+                (true, false) => FactorKind::Reduction(Reducer::Sum),
+                (true, true) => FactorKind::Parallel,
+            };
+            let f = rule.factor(operand[o], kind);
+            operand_dims[o].push(f);
+            if alone {
+                lookup = Some((o, f));
+                rule.contiguous.push(f);
+            }
+        }
+        if self.index_vector_dim < indices.len() {
+            indices_dims[self.index_vector_dim].push(rule.factor(indices[self.index_vector_dim], FactorKind::Whole));
+        }
+        GatherRule { rule, operand: operand_dims, indices: indices_dims, result: result_dims, lookup }
+    }
+
+    /// The same lookups for another shape of the gathered tensor: slices are as large as the dimensions of it
+    /// that run within them.
+    fn resized(&self, gathered: &[u64]) -> GatherDims {
+        let mut dims = self.clone();
+        for (&o, &r) in self.window_dims().iter().zip(&self.offset_dims) {
+            dims.slice_sizes[o] = gathered[r];
+        }
+        dims
+    }
+
+    /// The last index in each indexed dimension at which a slice lies inside.
+    fn last_starts(&self, operand: &[u64]) -> Vec<u64> {
+        self.start_index_map.iter().map(|&o| operand[o] - self.slice_sizes[o]).collect()
+    }
+
+    /// Calls `visit(result index, operand index or None where outside)` for each element of the result.
+    fn for_each(
+        &self,
+        indices: &Tensor,
+        operand: &[u64],
+        result: &[u64],
+        clamp: bool,
+        mut visit: impl FnMut(&[u64], Option<&[u64]>),
+    ) {
+        let batch_dims = self.batch_dims(result.len());
+        let indices_dims = self.indices_dims(indices.ty.rank());
+        let window_dims = self.window_dims();
+        let mut at = vec![0; indices.ty.rank()];
+        let mut source = vec![0u64; operand.len()];
+        for_each_index(result, |index| {
+            for (&i, &r) in indices_dims.iter().zip(&batch_dims) {
+                at[i] = index[r];
+            }
+            source.iter_mut().for_each(|s| *s = 0);
+            let mut inside = true;
+            for (component, &o) in self.start_index_map.iter().enumerate() {
+                if let Some(c) = at.get_mut(self.index_vector_dim) {
+                    *c = component as u64;
+                }
+                let start = indices.at(&at) as i64;
+                let last = (operand[o] - self.slice_sizes[o]) as i64;
+                inside &= clamp || (0..=last).contains(&start);
+                source[o] = start.clamp(0, last) as u64;
+            }
+            for (&o, &i) in self.operand_batching_dims.iter().zip(&self.indices_batching_dims) {
+                source[o] = at[i];
+            }
+            for (&o, &r) in window_dims.iter().zip(&self.offset_dims) {
+                source[o] += index[r];
+            }
+            visit(index, inside.then_some(&source));
+        });
+    }
+}
+
+/// A rule over the three tensors, before they are put in the op's operand order.
+struct GatherRule {
+    rule: ShardingRule,
+    operand: Vec<Vec<u8>>,
+    indices: Vec<Vec<u8>>,
+    result: Vec<Vec<u8>>,
+    /// The indexed operand dimension that may be split, and its factor.
+    lookup: Option<(usize, u8)>,
+}
+
+/// Indices relative to this device's part of a table split over `axes`. Clamping must see global indices, so
+/// it comes first; whatever lies in other parts then falls outside.
+fn local_indices(cx: &mut Local<'_>, indices: ValueId, axes: &[AxisId], local: u64, global: u64, clamp: bool) -> ValueId {
+    let mut index = indices;
+    if greatest(cx.graph.ty(index).dtype) < global as f64 {
+        // Offsets into the table do not fit the element type: `i8` indices into 300 rows.
+        index = cx.graph.convert(index, if global <= i32::MAX as u64 { DType::I32 } else { DType::I64 });
+    }
+    let ty = cx.graph.ty(index).clone();
+    if clamp {
+        index = clamp_indices(cx.graph, index, &[global - 1], ty.rank());
+    }
+    let offset = cx.shard_offset(axes, local, ty.dtype);
+    let offset = cx.graph.broadcast_scalar(offset, &ty.shape);
+    cx.graph.sub(index, offset)
+}
+
+/// The greatest value of an integer type.
+fn greatest(dtype: DType) -> f64 {
+    Reducer::Min.neutral(dtype)
+}
+
+/// Component `i` of each index vector brought into `0..=last[i]`, as far as the element type reaches beyond it.
+fn clamp_indices(graph: &mut Graph, indices: ValueId, last: &[u64], index_vector_dim: usize) -> ValueId {
+    let ty = graph.ty(indices).clone();
+    let zero = graph.splat_like(indices, 0.0);
+    let last: Vec<f64> = last.iter().map(|&l| (l as f64).min(greatest(ty.dtype))).collect();
+    let last = match last.as_slice() {
+        [] => return indices,
+        [only] => graph.splat_like(indices, *only),
+        _ => {
+            let vector = TensorType::new(ty.dtype, [last.len() as u64]);
+            let vector = graph.constant(Literal::dense(vector, last));
+            graph.broadcast(vector, &ty.shape, &[index_vector_dim])
+        }
+    };
+    let above = graph.emit(Op::Binary(Binary::Maximum), &[indices, zero]);
+    graph.emit(Op::Binary(Binary::Minimum), &[above, last])
+}
+
+impl Operator for Gather {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 2)?;
+        if !operands[1].dtype.is_integer() {
+            return Err(ShapeError::DType { dtype: operands[1].dtype });
+        }
+        Ok(operands[0].with_shape(self.dims.check(&operands[0].shape, &operands[1].shape)?))
+    }
+
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let parts = self.dims.rule(&operands[0].shape, &operands[1].shape, result.rank(), false);
+        let linear = if result.dtype.is_float() { vec![vec![0]] } else { Vec::new() };
+        ShardingRule { operands: vec![parts.operand, parts.indices], result: parts.result, linear, ..parts.rule }
+    }
+
+    fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
+        Op::Gather(Gather { dims: self.dims.resized(result), out_of_bounds: self.out_of_bounds })
+    }
+
+    fn local(&self, cx: &mut Local<'_>) -> ValueId {
+        let parts =
+            self.dims.rule(&cx.operand_types[0].shape, &cx.operand_types[1].shape, cx.result_shape.len(), false);
+        let local_table = cx.graph.shape(cx.operands[0]).to_vec();
+        let mut operands = cx.operands.clone();
+        let mut out_of_bounds = self.out_of_bounds;
+        if let Some((dim, factor)) = parts.lookup
+            && !cx.factor_axes[factor as usize].is_empty()
+        {
+            let axes = cx.factor_axes[factor as usize].clone();
+            let global = cx.operand_types[0].shape[dim];
+            let clamp = self.out_of_bounds == OutOfBounds::Clamp;
+            operands[1] = local_indices(cx, operands[1], &axes, local_table[dim], global, clamp);
+            out_of_bounds = OutOfBounds::Zero;
+        }
+        let dims = self.dims.resized(&cx.result_shape);
+        cx.graph.emit(Op::Gather(Gather { dims, out_of_bounds }), &operands)
+    }
+
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let shape = cx.graph.shape(cx.operands[0]).to_vec();
+        let mut indices = cx.operands[1];
+        // The scatter drops what the gather clamped, unless the indices are clamped alike.
+        if self.out_of_bounds == OutOfBounds::Clamp {
+            let last = self.dims.last_starts(&shape);
+            indices = clamp_indices(cx.graph, indices, &last, self.dims.index_vector_dim);
+        }
+        let scatter = ScatterAdd { dims: self.dims.clone(), shape };
+        vec![Some(cx.graph.emit(Op::ScatterAdd(scatter), &[indices, cx.cotangent])), None]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let clamp = self.out_of_bounds == OutOfBounds::Clamp;
+        let mut data = Vec::with_capacity(result.elements() as usize);
+        self.dims.for_each(operands[1], operands[0].shape(), &result.shape, clamp, |_, source| {
+            data.push(source.map_or(0.0, |s| operands[0].at(s)));
+        });
+        Tensor::new(result.clone(), data)
+    }
+
+    fn flop(&self, _: &[&TensorType], _: &TensorType) -> u64 {
+        0
+    }
+}
+
+impl Operator for ScatterAdd {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 2)?;
+        if !operands[0].dtype.is_integer() {
+            return Err(ShapeError::DType { dtype: operands[0].dtype });
+        }
+        let updates = self.dims.check(&self.shape, &operands[0].shape)?;
+        if updates != operands[1].shape {
+            return Err(ShapeError::ShapesDiffer { left: updates, right: operands[1].shape.clone() });
+        }
+        Ok(operands[1].with_shape(self.shape.clone()))
+    }
+
+    fn rule(&self, operands: &[&TensorType], _: &TensorType) -> ShardingRule {
+        let parts = self.dims.rule(&self.shape, &operands[0].shape, operands[1].rank(), true);
+        let linear = vec![vec![1]];
+        ShardingRule { operands: vec![parts.indices, parts.result], result: parts.operand, linear, ..parts.rule }
+    }
+
+    fn resized(&self, operands: &[&[u64]], result: &[u64]) -> Op {
+        Op::ScatterAdd(ScatterAdd { dims: self.dims.resized(operands[1]), shape: result.to_vec() })
+    }
+
+    fn local(&self, cx: &mut Local<'_>) -> ValueId {
+        let updates_rank = cx.operand_types[1].rank();
+        let parts = self.dims.rule(&self.shape, &cx.operand_types[0].shape, updates_rank, true);
+        let mut operands = cx.operands.clone();
+        if let Some((dim, factor)) = parts.lookup
+            && !cx.factor_axes[factor as usize].is_empty()
+        {
+            let axes = cx.factor_axes[factor as usize].clone();
+            let local = cx.result_shape[dim];
+            operands[0] = local_indices(cx, operands[0], &axes, local, self.shape[dim], false);
+        }
+        let dims = self.dims.resized(cx.graph.shape(operands[1]));
+        cx.graph.emit(Op::ScatterAdd(ScatterAdd { dims, shape: cx.result_shape.clone() }), &operands)
+    }
+
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let gather = Gather { dims: self.dims.clone(), out_of_bounds: OutOfBounds::Zero };
+        vec![None, Some(cx.graph.emit(Op::Gather(gather), &[cx.cotangent, cx.operands[0]]))]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let mut sum = Tensor::splat(result.clone(), 0.0);
+        let updates = operands[1];
+        self.dims.for_each(operands[0], &self.shape, updates.shape(), false, |index, target| {
+            if let Some(target) = target {
+                let at = sum.offset(target);
+                sum.data[at] = Binary::Add.apply(sum.data[at], updates.at(index), result.dtype);
+            }
+        });
+        sum
+    }
+
+    fn flop(&self, operands: &[&TensorType], _: &TensorType) -> u64 {
+        operands[1].elements()
+    }
+}

@@ -1,0 +1,266 @@
+//! The ops, one file a family: shape function, sharding rule, gradient and reference semantics together.
+//!
+//! To add an op: write a struct that implements [`Operator`], add it to the [`Op`] enum below, and give it a
+//! case in `op/tests.rs`. Planning, partitioning, text form and JSON follow from the trait.
+
+mod broadcast;
+mod concatenate;
+mod dot;
+mod elementwise;
+mod gather;
+mod leaf;
+mod pad;
+mod reduce;
+mod reshape;
+mod slice;
+mod spmd;
+mod transpose;
+
+#[cfg(test)]
+mod tests;
+
+pub use broadcast::BroadcastInDim;
+pub use concatenate::Concatenate;
+pub use dot::DotGeneral;
+pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
+pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
+pub use leaf::{Input, Iota, Parameter};
+pub use pad::Pad;
+pub use reduce::{Reduce, Reducer};
+pub use reshape::Reshape;
+pub use slice::Slice;
+pub use spmd::AxisIndex;
+pub use transpose::Transpose;
+
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::literal::Literal;
+use crate::mesh::{AxisId, Mesh};
+use crate::reshard::Collective;
+use crate::rule::ShardingRule;
+use crate::tensor::Tensor;
+use crate::types::TensorType;
+use serde::{Deserialize, Serialize};
+
+/// Why operands and attributes of an op do not fit together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShapeError {
+    #[error("takes {expected} operands, found {found}")]
+    OperandCount { expected: usize, found: usize },
+    #[error("operands have shapes {left:?} and {right:?}, which must be equal")]
+    ShapesDiffer { left: Vec<u64>, right: Vec<u64> },
+    #[error("operands have element types {left} and {right}, which must be equal")]
+    DTypesDiffer { left: DType, right: DType },
+    #[error("is not defined for element type {dtype}")]
+    DType { dtype: DType },
+    #[error("dimension {dim} is out of range for rank {rank}")]
+    DimOutOfRange { dim: u64, rank: usize },
+    #[error("{what}: sizes {left} and {right} must be equal")]
+    SizesDiffer { what: &'static str, left: u64, right: u64 },
+    #[error("{0}")]
+    Attribute(&'static str),
+    #[error("result of shape {shape:?} is larger than any tensor can be")]
+    TooLarge { shape: Vec<u64> },
+}
+
+/// What the project must know about an op. Sizes are global; a method that sees local sizes says so.
+pub trait Operator {
+    /// Type of the result for operands of these types.
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError>;
+
+    /// The factors of the op at these sizes.
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule;
+
+    /// The same op for other sizes of the same ranks: attributes that spell out sizes are rewritten.
+    /// Serves another batch size and the local sizes of a device alike.
+    fn resized(&self, operands: &[&[u64]], result: &[u64]) -> Op;
+
+    /// Emits the op on one device's local operands. Ops whose result depends on *where* the device is
+    /// (an iota, a lookup in a split table) override this.
+    fn local(&self, cx: &mut Local<'_>) -> ValueId {
+        let op = {
+            let shapes: Vec<&[u64]> = cx.operands.iter().map(|&v| cx.graph.shape(v)).collect();
+            self.resized(&shapes, &cx.result_shape)
+        };
+        cx.graph.emit(op, &cx.operands)
+    }
+
+    /// Emits the cotangent of each operand, `None` where it is zero or has no meaning.
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>>;
+
+    /// The result in exact arithmetic (f64).
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor;
+
+    /// Floating-point operations; a transcendental function counts as one.
+    fn flop(&self, _operands: &[&TensorType], result: &TensorType) -> u64 {
+        result.elements()
+    }
+}
+
+/// Where [`Operator::local`] emits one device's part of an op.
+pub struct Local<'a> {
+    /// The local graph, shared by all devices of the mesh.
+    pub graph: &'a mut Graph,
+    pub mesh: &'a Mesh,
+    /// Local operands, already in the shardings that the strategy asks for.
+    pub operands: Vec<ValueId>,
+    /// Global types of the operands.
+    pub operand_types: Vec<TensorType>,
+    pub result_shape: Vec<u64>,
+    /// Axes that split each factor of the op's rule, major first.
+    pub factor_axes: Vec<Vec<AxisId>>,
+}
+
+/// Where [`Operator::gradient`] emits cotangents.
+pub struct Gradient<'a> {
+    pub graph: &'a mut Graph,
+    pub operands: &'a [ValueId],
+    pub result: ValueId,
+    pub cotangent: ValueId,
+    /// Operands whose cotangent is needed.
+    pub wanted: &'a [bool],
+}
+
+/// Every op of the IR. `Collective` and `AxisIndex` occur only in the local graphs of programs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Op {
+    Parameter(Parameter),
+    Input(Input),
+    Constant(Literal),
+    Iota(Iota),
+    Unary(Unary),
+    Binary(Binary),
+    Compare(Compare),
+    Select(Select),
+    Convert(Convert),
+    BroadcastInDim(BroadcastInDim),
+    Reshape(Reshape),
+    Transpose(Transpose),
+    Slice(Slice),
+    Concatenate(Concatenate),
+    Pad(Pad),
+    Reduce(Reduce),
+    DotGeneral(DotGeneral),
+    Gather(Gather),
+    ScatterAdd(ScatterAdd),
+    Collective(spmd::CollectiveOp),
+    AxisIndex(AxisIndex),
+}
+
+impl Op {
+    fn operator(&self) -> &dyn Operator {
+        match self {
+            Op::Parameter(op) => op,
+            Op::Input(op) => op,
+            Op::Constant(op) => op,
+            Op::Iota(op) => op,
+            Op::Unary(op) => op,
+            Op::Binary(op) => op,
+            Op::Compare(op) => op,
+            Op::Select(op) => op,
+            Op::Convert(op) => op,
+            Op::BroadcastInDim(op) => op,
+            Op::Reshape(op) => op,
+            Op::Transpose(op) => op,
+            Op::Slice(op) => op,
+            Op::Concatenate(op) => op,
+            Op::Pad(op) => op,
+            Op::Reduce(op) => op,
+            Op::DotGeneral(op) => op,
+            Op::Gather(op) => op,
+            Op::ScatterAdd(op) => op,
+            Op::Collective(op) => op,
+            Op::AxisIndex(op) => op,
+        }
+    }
+
+    /// A collective as an op of a local graph on `mesh`.
+    pub fn collective(collective: Collective, mesh: &Mesh) -> Op {
+        Op::Collective(spmd::CollectiveOp { collective, mesh: mesh.clone() })
+    }
+
+    /// The op's name in the text form.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Parameter(_) => "parameter",
+            Op::Input(_) => "input",
+            Op::Constant(_) => "constant",
+            Op::Iota(_) => "iota",
+            Op::Unary(op) => op.name(),
+            Op::Binary(op) => op.name(),
+            Op::Compare(_) => "compare",
+            Op::Select(_) => "select",
+            Op::Convert(_) => "convert",
+            Op::BroadcastInDim(_) => "broadcast_in_dim",
+            Op::Reshape(_) => "reshape",
+            Op::Transpose(_) => "transpose",
+            Op::Slice(_) => "slice",
+            Op::Concatenate(_) => "concatenate",
+            Op::Pad(_) => "pad",
+            Op::Reduce(_) => "reduce",
+            Op::DotGeneral(_) => "dot_general",
+            Op::Gather(_) => "gather",
+            Op::ScatterAdd(_) => "scatter_add",
+            Op::Collective(op) => op.collective.name(),
+            Op::AxisIndex(_) => "axis_index",
+        }
+    }
+
+    /// Ops without operands that name a value from outside the graph.
+    pub fn is_leaf(&self) -> bool {
+        matches!(self, Op::Parameter(_) | Op::Input(_))
+    }
+
+    /// One result element from the operands' elements at the same index, nothing else.
+    pub fn is_elementwise(&self) -> bool {
+        matches!(self, Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_))
+    }
+}
+
+impl Operator for Op {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        let ty = self.operator().infer(operands)?;
+        if ty.check() { Ok(ty) } else { Err(ShapeError::TooLarge { shape: ty.shape }) }
+    }
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        self.operator().rule(operands, result)
+    }
+    fn resized(&self, operands: &[&[u64]], result: &[u64]) -> Op {
+        self.operator().resized(operands, result)
+    }
+    fn local(&self, cx: &mut Local<'_>) -> ValueId {
+        self.operator().local(cx)
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        self.operator().gradient(cx)
+    }
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        self.operator().eval(operands, result)
+    }
+    fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        self.operator().flop(operands, result)
+    }
+}
+
+/// Checks the number of operands.
+fn expect_operands(operands: &[&TensorType], expected: usize) -> Result<(), ShapeError> {
+    if operands.len() == expected {
+        Ok(())
+    } else {
+        Err(ShapeError::OperandCount { expected, found: operands.len() })
+    }
+}
+
+/// Checks that dimensions are distinct and below `rank`.
+fn expect_dims(dims: &[usize], rank: usize) -> Result<(), ShapeError> {
+    for (i, &dim) in dims.iter().enumerate() {
+        if dim >= rank {
+            return Err(ShapeError::DimOutOfRange { dim: dim as u64, rank });
+        }
+        if dims[..i].contains(&dim) {
+            return Err(ShapeError::Attribute("a dimension is named twice"));
+        }
+    }
+    Ok(())
+}

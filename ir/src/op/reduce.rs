@@ -1,0 +1,166 @@
+//! Reduce: combines all elements along some dimensions.
+
+use super::*;
+use crate::rule::FactorKind;
+
+/// An associative and commutative way to combine elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reducer {
+    Sum,
+    Product,
+    Max,
+    Min,
+    And,
+    Or,
+}
+
+impl Reducer {
+    pub const ALL: [Reducer; 6] =
+        [Reducer::Sum, Reducer::Product, Reducer::Max, Reducer::Min, Reducer::And, Reducer::Or];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Reducer::Sum => "sum",
+            Reducer::Product => "product",
+            Reducer::Max => "max",
+            Reducer::Min => "min",
+            Reducer::And => "and",
+            Reducer::Or => "or",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Reducer> {
+        Reducer::ALL.into_iter().find(|r| r.name() == text)
+    }
+
+    /// The elementwise op that combines two values.
+    pub fn combine(self) -> Binary {
+        match self {
+            Reducer::Sum => Binary::Add,
+            Reducer::Product => Binary::Multiply,
+            Reducer::Max => Binary::Maximum,
+            Reducer::Min => Binary::Minimum,
+            Reducer::And => Binary::And,
+            Reducer::Or => Binary::Or,
+        }
+    }
+
+    /// The value that leaves any other unchanged, for elements of type `dtype`.
+    pub fn neutral(self, dtype: DType) -> f64 {
+        let (least, greatest) = match dtype {
+            DType::I64 => (i64::MIN as f64, i64::MAX as f64),
+            DType::I32 => (i32::MIN as f64, i32::MAX as f64),
+            DType::I16 => (i16::MIN as f64, i16::MAX as f64),
+            DType::I8 => (i8::MIN as f64, i8::MAX as f64),
+            DType::U64 => (0.0, u64::MAX as f64),
+            DType::U32 => (0.0, u32::MAX as f64),
+            DType::U16 => (0.0, u16::MAX as f64),
+            DType::U8 => (0.0, u8::MAX as f64),
+            DType::Bool => (0.0, 1.0),
+            _ => (f64::NEG_INFINITY, f64::INFINITY),
+        };
+        match self {
+            Reducer::Sum | Reducer::Or => 0.0,
+            Reducer::Product => 1.0,
+            Reducer::Max => least,
+            Reducer::Min => greatest,
+            Reducer::And if dtype == DType::Bool => 1.0,
+            Reducer::And => dtype.wrap(-1.0),
+        }
+    }
+}
+
+/// Combines all elements along `dims`, which disappear from the shape.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reduce {
+    pub reducer: Reducer,
+    pub dims: Vec<usize>,
+}
+
+impl Reduce {
+    fn kept(&self, rank: usize) -> Vec<usize> {
+        (0..rank).filter(|d| !self.dims.contains(d)).collect()
+    }
+}
+
+impl Operator for Reduce {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 1)?;
+        expect_dims(&self.dims, operands[0].rank())?;
+        let dtype = operands[0].dtype;
+        if matches!(self.reducer, Reducer::And | Reducer::Or) && dtype.is_float() {
+            return Err(ShapeError::DType { dtype });
+        }
+        let shape: Vec<u64> = self.kept(operands[0].rank()).iter().map(|&d| operands[0].shape[d]).collect();
+        Ok(operands[0].with_shape(shape))
+    }
+
+    fn rule(&self, operands: &[&TensorType], _: &TensorType) -> ShardingRule {
+        let linear = if self.reducer == Reducer::Sum { vec![vec![0]] } else { Vec::new() };
+        let mut rule = ShardingRule { linear, ..Default::default() };
+        let mut dims = Vec::new();
+        for (d, &size) in operands[0].shape.iter().enumerate() {
+            let reduced = self.dims.contains(&d);
+            let kind = if reduced { FactorKind::Reduction(self.reducer) } else { FactorKind::Parallel };
+            let f = rule.factor(size, kind);
+            dims.push(vec![f]);
+            if !reduced {
+                rule.result.push(vec![f]);
+            }
+        }
+        rule.operands = vec![dims];
+        rule
+    }
+
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Reduce(self.clone())
+    }
+
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let x = cx.operands[0];
+        let shape = cx.graph.shape(x).to_vec();
+        let kept = self.kept(shape.len());
+        let spread = |graph: &mut Graph, v: ValueId| graph.broadcast(v, &shape, &kept);
+        let dx = match self.reducer {
+            Reducer::Sum => spread(cx.graph, cx.cotangent),
+            Reducer::Product => {
+                let scaled = cx.graph.mul(cx.cotangent, cx.result);
+                let scaled = spread(cx.graph, scaled);
+                cx.graph.div(scaled, x)
+            }
+            // Equal extrema share the cotangent, as in JAX.
+            Reducer::Max | Reducer::Min => {
+                let extremum = spread(cx.graph, cx.result);
+                let at = cx.graph.compare(Direction::Eq, x, extremum);
+                let dtype = cx.graph.ty(x).dtype;
+                let mask = cx.graph.convert(at, dtype);
+                let count = cx.graph.reduce(mask, Reducer::Sum, &self.dims);
+                let share = cx.graph.div(cx.cotangent, count);
+                let share = spread(cx.graph, share);
+                cx.graph.mul(share, mask)
+            }
+            Reducer::And | Reducer::Or => return vec![None],
+        };
+        vec![Some(dx)]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let combine = self.reducer.combine();
+        let kept = self.kept(operands[0].ty.rank());
+        let mut reduced = Tensor::splat(result.clone(), self.reducer.neutral(result.dtype));
+        let mut target = vec![0; kept.len()];
+        crate::tensor::for_each_index(operands[0].shape(), |index| {
+            for (t, &d) in target.iter_mut().zip(&kept) {
+                *t = index[d];
+            }
+            let at = reduced.offset(&target);
+            reduced.data[at] = combine.apply(reduced.data[at], operands[0].at(index), result.dtype);
+        });
+        reduced
+    }
+
+    fn flop(&self, operands: &[&TensorType], _: &TensorType) -> u64 {
+        operands[0].elements()
+    }
+}

@@ -1,0 +1,104 @@
+//! Slice: a rectangular part of a tensor, with a stride.
+
+use super::*;
+use crate::rule::FactorKind;
+
+/// Elements `start[i], start[i] + stride[i], ..` below `limit[i]` of each dimension.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Slice {
+    pub start: Vec<u64>,
+    pub limit: Vec<u64>,
+    pub stride: Vec<u64>,
+}
+
+impl Slice {
+    /// Whether dimension `dim` of size `size` is cut into equal blocks of which one is kept.
+    fn is_block(&self, dim: usize, size: u64) -> bool {
+        let length = self.limit[dim] - self.start[dim];
+        self.stride[dim] == 1 && length > 0 && size % length == 0 && self.start[dim] % length == 0
+    }
+}
+
+impl Operator for Slice {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 1)?;
+        let rank = operands[0].rank();
+        if self.start.len() != rank || self.limit.len() != rank || self.stride.len() != rank {
+            return Err(ShapeError::Attribute("start, limit and stride must have an entry for each dimension"));
+        }
+        let mut shape = Vec::with_capacity(rank);
+        for d in 0..rank {
+            if self.start[d] > self.limit[d] || self.limit[d] > operands[0].shape[d] || self.stride[d] == 0 {
+                return Err(ShapeError::Attribute("start <= limit <= size and stride >= 1 must hold"));
+            }
+            shape.push((self.limit[d] - self.start[d]).div_ceil(self.stride[d]));
+        }
+        Ok(operands[0].with_shape(shape))
+    }
+
+    /// A dimension cut into `k` equal blocks is `{k, length}` with `length` parallel: the fused q/k/v case.
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let mut rule = ShardingRule { linear: vec![vec![0]], ..Default::default() };
+        let mut dims = Vec::new();
+        for (d, &size) in operands[0].shape.iter().enumerate() {
+            if self.is_block(d, size) {
+                let length = result.shape[d];
+                let block = rule.factor(size / length, FactorKind::Whole);
+                let within = rule.factor(length, FactorKind::Parallel);
+                dims.push(if size == length { vec![within] } else { vec![block, within] });
+                rule.result.push(vec![within]);
+            } else {
+                dims.push(vec![rule.factor(size, FactorKind::Whole)]);
+                let kept = rule.factor(result.shape[d], FactorKind::Whole);
+                rule.result.push(vec![kept]);
+            }
+        }
+        rule.operands = vec![dims];
+        rule
+    }
+
+    fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
+        let mut slice = self.clone();
+        for d in 0..result.len() {
+            let length = self.limit[d] - self.start[d];
+            if self.stride[d] == 1 && length > 0 && result[d] != length {
+                // The same block of a dimension whose blocks have another length.
+                slice.start[d] = self.start[d] / length * result[d];
+                slice.limit[d] = slice.start[d] + result[d];
+            }
+        }
+        Op::Slice(slice)
+    }
+
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let size = cx.graph.shape(cx.operands[0]).to_vec();
+        let kept = cx.graph.shape(cx.result).to_vec();
+        let dtype = cx.graph.ty(cx.cotangent).dtype;
+        let high = |d: usize| {
+            let used = if kept[d] == 0 { self.start[d] } else { self.start[d] + (kept[d] - 1) * self.stride[d] + 1 };
+            (size[d] - used) as i64
+        };
+        let pad = Pad {
+            low: self.start.iter().map(|&s| s as i64).collect(),
+            high: (0..size.len()).map(high).collect(),
+            // A stride beyond the only element that is kept says nothing.
+            interior: (0..size.len()).map(|d| if kept[d] > 1 { self.stride[d] - 1 } else { 0 }).collect(),
+        };
+        let zero = cx.graph.constant(Literal::splat(TensorType::scalar(dtype), 0.0));
+        vec![Some(cx.graph.emit(Op::Pad(pad), &[cx.cotangent, zero]))]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let mut source = vec![0; self.start.len()];
+        Tensor::from_fn(result.clone(), |index| {
+            for (d, &i) in index.iter().enumerate() {
+                source[d] = self.start[d] + i * self.stride[d];
+            }
+            operands[0].at(&source)
+        })
+    }
+
+    fn flop(&self, _: &[&TensorType], _: &TensorType) -> u64 {
+        0
+    }
+}

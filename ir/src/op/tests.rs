@@ -1,0 +1,169 @@
+//! Every op against its own reference semantics, from one table of cases.
+//!
+//! A case is an op and the types of its operands. For each the shape function, the sharding rule under every
+//! strategy on several meshes, the gradient and the resizing are compared with `eval`, so an op that has a
+//! case has all of these tests.
+
+mod cases;
+mod gradients;
+mod numbers;
+mod reshards;
+mod rules;
+
+use super::*;
+pub(crate) use cases::{Case, cases};
+use std::collections::BTreeSet;
+
+/// A position for each variant of [`Op`]. A new variant does not compile until it is listed here, and the
+/// next test fails until it has a case.
+fn variant(op: &Op) -> usize {
+    match op {
+        Op::Parameter(_) => 0,
+        Op::Input(_) => 1,
+        Op::Constant(_) => 2,
+        Op::Iota(_) => 3,
+        Op::Unary(_) => 4,
+        Op::Binary(_) => 5,
+        Op::Compare(_) => 6,
+        Op::Select(_) => 7,
+        Op::Convert(_) => 8,
+        Op::BroadcastInDim(_) => 9,
+        Op::Reshape(_) => 10,
+        Op::Transpose(_) => 11,
+        Op::Slice(_) => 12,
+        Op::Concatenate(_) => 13,
+        Op::Pad(_) => 14,
+        Op::Reduce(_) => 15,
+        Op::DotGeneral(_) => 16,
+        Op::Gather(_) => 17,
+        Op::ScatterAdd(_) => 18,
+        Op::Collective(_) => 19,
+        Op::AxisIndex(_) => NUM_VARIANTS - 1,
+    }
+}
+
+const NUM_VARIANTS: usize = 21;
+
+#[test]
+fn every_op_has_a_case() {
+    let cases = cases();
+    let variants: BTreeSet<usize> = cases.iter().map(|c| variant(&c.op)).collect();
+    assert_eq!(variants, (0..NUM_VARIANTS).collect(), "variants of Op without a case");
+
+    let names: BTreeSet<&str> = cases.iter().map(|c| c.op.name()).collect();
+    let unary = Unary::ALL.iter().map(|op| op.name());
+    let binary = Binary::ALL.iter().map(|op| op.name());
+    for name in unary.chain(binary) {
+        assert!(names.contains(name), "no case for '{name}'");
+    }
+    for reducer in Reducer::ALL {
+        let used = |c: &Case| matches!(&c.op, Op::Reduce(r) if r.reducer == reducer);
+        assert!(cases.iter().any(used), "no case for a reduction by '{}'", reducer.name());
+    }
+    let collectives: BTreeSet<&str> =
+        cases.iter().filter(|c| matches!(c.op, Op::Collective(_))).map(|c| c.op.name()).collect();
+    assert_eq!(collectives.len(), 6, "collectives with a case: {collectives:?}");
+}
+
+/// The lists `ALL` are what the test above iterates, so they must be complete and in order. The matches below
+/// do not compile for a new variant until it is named.
+#[test]
+fn lists_of_all_functions_are_complete() {
+    let last_unary = Unary::ALL.map(|op| match op {
+        Unary::Negate | Unary::Exponential | Unary::ExponentialMinusOne | Unary::Log => op as usize,
+        Unary::LogPlusOne | Unary::Logistic | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt => op as usize,
+        Unary::Cbrt | Unary::Sine | Unary::Cosine | Unary::Tan | Unary::Erf | Unary::Erfc => op as usize,
+        Unary::Abs | Unary::Sign | Unary::Floor | Unary::Ceil | Unary::RoundNearestEven => op as usize,
+        Unary::RoundNearestAfz | Unary::Not => op as usize,
+        Unary::IsFinite => Unary::ALL.len() - 1,
+    });
+    assert_eq!(last_unary.to_vec(), (0..Unary::ALL.len()).collect::<Vec<_>>());
+    let last_binary = Binary::ALL.map(|op| match op {
+        Binary::Add | Binary::Subtract | Binary::Multiply | Binary::Divide | Binary::Maximum => op as usize,
+        Binary::Minimum | Binary::Power | Binary::Remainder | Binary::Atan2 | Binary::And => op as usize,
+        Binary::Or => op as usize,
+        Binary::Xor => Binary::ALL.len() - 1,
+    });
+    assert_eq!(last_binary.to_vec(), (0..Binary::ALL.len()).collect::<Vec<_>>());
+    let last_reducer = Reducer::ALL.map(|op| match op {
+        Reducer::Sum | Reducer::Product | Reducer::Max | Reducer::Min | Reducer::And => op as usize,
+        Reducer::Or => Reducer::ALL.len() - 1,
+    });
+    assert_eq!(last_reducer.to_vec(), (0..Reducer::ALL.len()).collect::<Vec<_>>());
+}
+
+#[test]
+fn inferred_types_are_the_expected_ones() {
+    for case in cases() {
+        assert_eq!(case.op.infer(&case.types()), Ok(case.result.clone()), "{}", case.label());
+    }
+}
+
+#[test]
+fn reference_results_have_the_inferred_type() {
+    for (case, mut rng) in cases().into_iter().zip(numbers::Rng::sequence(1)) {
+        if matches!(case.op, Op::Collective(_)) {
+            continue; // Its result depends on all devices; reshard tests run it.
+        }
+        let operands = case.random_operands(&mut rng);
+        let result = case.op.eval(&operands.iter().collect::<Vec<_>>(), &case.result);
+        assert_eq!(result.ty, case.result, "{}", case.label());
+        assert_eq!(result.data.len() as u64, case.result.elements(), "{}", case.label());
+        let in_range = |v: &f64| case.result.dtype.is_float() || case.result.dtype.wrap(*v) == *v;
+        assert!(result.data.iter().all(in_range), "{}: {:?}", case.label(), result.data);
+    }
+}
+
+#[test]
+fn operands_that_do_not_fit_are_refused() {
+    for case in cases() {
+        let mut more: Vec<&TensorType> = case.types();
+        let extra = TensorType::new(DType::F32, [7, 5, 3, 2, 2]);
+        more.push(&extra);
+        assert!(case.op.infer(&more).is_err(), "{} took one operand more", case.label());
+        if !case.operands.is_empty() && !matches!(case.op, Op::Concatenate(_)) {
+            let fewer = &more[..case.operands.len() - 1];
+            assert!(case.op.infer(fewer).is_err(), "{} took one operand less", case.label());
+        }
+    }
+}
+
+#[test]
+fn an_op_resized_to_its_own_shapes_is_unchanged() {
+    for case in cases() {
+        assert_eq!(case.op.resized(&case.shapes(), &case.result.shape), case.op, "{}", case.label());
+    }
+}
+
+/// Scales one parallel factor at a time, as another batch size does.
+#[test]
+fn an_op_resized_along_a_parallel_factor_gives_the_resized_type() {
+    let mut checked = 0;
+    for case in cases() {
+        let rule = case.op.rule(&case.types(), &case.result);
+        for (f, factor) in rule.factors.iter().enumerate() {
+            if factor.kind != crate::rule::FactorKind::Parallel || factor.size == 0 {
+                continue;
+            }
+            for scale in [2, 3] {
+                let resize = |dims: &Vec<Vec<u8>>, shape: &[u64]| -> Vec<u64> {
+                    let power = |dim: &Vec<u8>| dim.iter().filter(|&&g| g as usize == f).count() as u32;
+                    dims.iter().zip(shape).map(|(d, &size)| size * u64::pow(scale, power(d))).collect()
+                };
+                let operands: Vec<TensorType> = rule
+                    .operands
+                    .iter()
+                    .zip(&case.operands)
+                    .map(|(dims, ty)| ty.with_shape(resize(dims, &ty.shape)))
+                    .collect();
+                let result = case.result.with_shape(resize(&rule.result, &case.result.shape));
+                let shapes: Vec<&[u64]> = operands.iter().map(|t| t.shape.as_slice()).collect();
+                let op = case.op.resized(&shapes, &result.shape);
+                let types: Vec<&TensorType> = operands.iter().collect();
+                assert_eq!(op.infer(&types), Ok(result), "{}: factor {f} times {scale}", case.label());
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 200, "only {checked} resizes were checked");
+}

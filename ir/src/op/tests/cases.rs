@@ -1,0 +1,362 @@
+//! The table of cases: an op, the types of its operands, and the type of its result.
+//!
+//! Sizes are small, odd and even, divisible by 2, by 3, by both and by neither, so that the strategies of each
+//! case cover splits that exist and splits that must be refused.
+
+use super::numbers::{Rng, random};
+use super::*;
+use crate::reshard::Collective;
+
+/// One row of the table.
+pub(crate) struct Case {
+    pub op: Op,
+    pub operands: Vec<TensorType>,
+    pub result: TensorType,
+    /// Range of random floats: where the function is smooth.
+    pub reals: (f64, f64),
+    /// Range of random integers, e.g. of indices into a table.
+    pub integers: (i64, i64),
+}
+
+impl Case {
+    pub fn types(&self) -> Vec<&TensorType> {
+        self.operands.iter().collect()
+    }
+
+    pub fn shapes(&self) -> Vec<&[u64]> {
+        self.operands.iter().map(|t| t.shape.as_slice()).collect()
+    }
+
+    pub fn random_operands(&self, rng: &mut Rng) -> Vec<Tensor> {
+        self.operands.iter().map(|ty| random(ty, self.reals, self.integers, rng)).collect()
+    }
+
+    /// What a failing test prints.
+    pub fn label(&self) -> String {
+        let types: Vec<String> = self.operands.iter().map(|t| t.to_string()).collect();
+        format!("{:?} ({}) -> {}", self.op, types.join(", "), self.result)
+    }
+
+    fn reals(mut self, low: f64, high: f64) -> Self {
+        self.reals = (low, high);
+        self
+    }
+
+    fn integers(mut self, low: i64, high: i64) -> Self {
+        self.integers = (low, high);
+        self
+    }
+}
+
+/// A type from its text, `f32[4,6]`.
+pub(crate) fn ty(text: &str) -> TensorType {
+    let (dtype, dims) = text.trim_end_matches(']').split_once('[').expect("a type");
+    let sizes = dims.split(',').filter(|d| !d.is_empty()).map(|d| d.parse().expect("a size"));
+    TensorType::new(DType::parse(dtype).expect("an element type"), sizes.collect::<Vec<u64>>())
+}
+
+fn case(op: impl Into<Op>, operands: &str, result: &str) -> Case {
+    Case {
+        op: op.into(),
+        operands: operands.split_whitespace().map(ty).collect(),
+        result: ty(result),
+        reals: (-2.0, 2.0),
+        integers: (-3, 4),
+    }
+}
+
+/// Lets the table name the payload alone.
+macro_rules! into_op {
+    ($($payload:ident => $variant:ident),*) => {$(
+        impl From<$payload> for Op {
+            fn from(op: $payload) -> Op {
+                Op::$variant(op)
+            }
+        }
+    )*};
+}
+into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select, Convert => Convert,
+    BroadcastInDim => BroadcastInDim, Reshape => Reshape, Transpose => Transpose, Slice => Slice, Pad => Pad,
+    Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
+    ScatterAdd => ScatterAdd, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
+    AxisIndex => AxisIndex);
+
+pub(crate) fn cases() -> Vec<Case> {
+    [leaves(), elementwise(), shapes(), reductions(), dots(), gathers(), scatters(), local_ops()]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+fn leaves() -> Vec<Case> {
+    let name = || "w".to_string();
+    let dense = |text: &str, values: &[f64]| case(Literal::dense(ty(text), values.to_vec()), "", text);
+    vec![
+        case(Parameter { name: name(), ty: ty("f32[4,6]") }, "", "f32[4,6]"),
+        case(Input { name: name(), ty: ty("i32[6]") }, "", "i32[6]"),
+        case(Literal::splat(ty("f32[4,6]"), 1.5), "", "f32[4,6]"),
+        case(Literal::splat(ty("bool[]"), 1.0), "", "bool[]"),
+        dense("f32[4]", &[1.0, f64::NAN, f64::NEG_INFINITY, -0.0]),
+        dense("i32[2,2]", &[1.0, -2.0, 3.0, 4.0]),
+        case(Iota { ty: ty("i32[6]"), dim: 0 }, "", "i32[6]"),
+        case(Iota { ty: ty("f32[4,6,12]"), dim: 2 }, "", "f32[4,6,12]"),
+        case(Iota { ty: ty("f32[4,6,12]"), dim: 1 }, "", "f32[4,6,12]"),
+        case(Iota { ty: ty("u8[300]"), dim: 0 }, "", "u8[300]"),
+        case(Iota { ty: ty("i8[258]"), dim: 0 }, "", "i8[258]"),
+    ]
+}
+
+fn elementwise() -> Vec<Case> {
+    let mut all = Vec::new();
+    for op in Unary::ALL {
+        let of = |operand: &str| {
+            let result = if op == Unary::IsFinite { operand.replace("f32", "bool") } else { operand.to_string() };
+            case(op, operand, &result)
+        };
+        all.extend(match op {
+            Unary::Not => vec![of("bool[4,6]"), of("i32[6,2]"), of("u8[4]"), of("u64[4]"), of("bool[]")],
+            Unary::Negate => vec![of("f32[4,6]"), of("i32[6]"), of("u8[6]"), of("f32[]")],
+            Unary::Abs | Unary::Sign => vec![of("f32[4,6]"), of("i32[6]"), of("f32[5,3]")],
+            Unary::Log | Unary::Sqrt | Unary::Rsqrt | Unary::LogPlusOne => {
+                vec![of("f32[4,6]").reals(0.2, 3.0), of("f32[2,3,5,2]").reals(0.2, 3.0)]
+            }
+            Unary::Tan => vec![of("f32[4,6]").reals(-1.3, 1.3), of("f32[7]").reals(-1.3, 1.3)],
+            _ => vec![of("f32[4,6]"), of("f32[2,3,5,2]")],
+        });
+    }
+    for op in Binary::ALL {
+        let of = |operand: &str| case(op, &format!("{operand} {operand}"), operand);
+        all.extend(match op {
+            Binary::And | Binary::Or | Binary::Xor => vec![of("bool[4,6]"), of("i32[6,4]"), of("u64[6]")],
+            Binary::Add | Binary::Multiply | Binary::Maximum | Binary::Minimum => {
+                vec![of("f32[4,6]"), of("i32[6]"), of("bool[6]"), of("u8[4]"), of("f32[]"), of("f32[5,3,2,2]")]
+            }
+            Binary::Subtract => vec![of("f32[4,6]"), of("i32[6]"), of("u32[6]"), of("f32[2,2,2,3]")],
+            Binary::Divide | Binary::Remainder => vec![of("f32[4,6]"), of("i32[12]"), of("u32[6]")],
+            Binary::Power => {
+                vec![of("f32[4,6]").reals(0.2, 2.0), of("i32[12]").integers(-3, 6), of("u8[8]").integers(0, 30)]
+            }
+            Binary::Atan2 => vec![of("f32[4,6]"), of("f32[3,5]")],
+        });
+    }
+    for direction in [Direction::Eq, Direction::Ne, Direction::Lt, Direction::Le, Direction::Gt, Direction::Ge] {
+        all.push(case(Compare { direction }, "f32[4,6] f32[4,6]", "bool[4,6]"));
+        all.push(case(Compare { direction }, "i32[6] i32[6]", "bool[6]"));
+    }
+    all.push(case(Select {}, "bool[4,6] f32[4,6] f32[4,6]", "f32[4,6]"));
+    all.push(case(Select {}, "bool[6] i32[6] i32[6]", "i32[6]"));
+    all.push(case(Select {}, "bool[] bool[] bool[]", "bool[]"));
+    let convert = |from: &str, dtype: DType, to: &str| case(Convert { dtype }, from, to);
+    all.push(convert("f32[4,6]", DType::BF16, "bf16[4,6]"));
+    all.push(convert("f32[6]", DType::I32, "i32[6]"));
+    all.push(convert("i32[6]", DType::F32, "f32[6]"));
+    all.push(convert("i32[6]", DType::U8, "u8[6]"));
+    all.push(convert("f32[6]", DType::Bool, "bool[6]"));
+    all.push(convert("bool[6]", DType::F32, "f32[6]"));
+    all
+}
+
+fn shapes() -> Vec<Case> {
+    let broadcast = |from: &str, dims: &[usize], to: &str| {
+        case(BroadcastInDim { shape: ty(to).shape, dims: dims.to_vec() }, from, to)
+    };
+    let reshape = |from: &str, to: &str| case(Reshape { shape: ty(to).shape }, from, to);
+    let transpose =
+        |from: &str, p: &[usize], to: &str| case(Transpose { permutation: p.to_vec() }, from, to);
+    let slice = |from: &str, start: &[u64], limit: &[u64], stride: &[u64], to: &str| {
+        case(Slice { start: start.to_vec(), limit: limit.to_vec(), stride: stride.to_vec() }, from, to)
+    };
+    let concatenate = |from: &str, dim: usize, to: &str| case(Concatenate { dim }, from, to);
+    let pad = |from: &str, low: &[i64], high: &[i64], interior: &[u64], to: &str| {
+        let scalar = format!("{}[]", ty(from).dtype);
+        let op = Pad { low: low.to_vec(), high: high.to_vec(), interior: interior.to_vec() };
+        case(op, &format!("{from} {scalar}"), to)
+    };
+    vec![
+        broadcast("f32[6]", &[1], "f32[4,6]"),
+        broadcast("f32[]", &[], "f32[4,6]"),
+        broadcast("f32[1,6]", &[0, 1], "f32[4,6]"),
+        broadcast("f32[4,6]", &[2, 0], "f32[6,5,4]"),
+        broadcast("f32[6,1,2]", &[3, 1, 0], "f32[2,3,2,6]"),
+        broadcast("i32[1,1]", &[0, 1], "i32[1,4]"),
+        broadcast("bool[6]", &[0], "bool[6,2]"),
+        reshape("f32[4,6]", "f32[24]"),
+        reshape("f32[24]", "f32[2,3,4]"),
+        reshape("f32[4,6]", "f32[6,4]"),
+        reshape("f32[8,6]", "f32[12,4]"),
+        reshape("f32[6,4,2]", "f32[6,8]"),
+        reshape("f32[4,1,6]", "f32[1,4,6,1]"),
+        reshape("f32[2,6,5]", "f32[4,15]"),
+        reshape("f32[12,2]", "f32[2,3,4]"),
+        reshape("f32[36]", "f32[6,6]"),
+        reshape("f32[4,9,2]", "f32[6,12]"),
+        reshape("i32[]", "i32[1]"),
+        reshape("f32[0,4]", "f32[2,0]"),
+        transpose("f32[4,6]", &[1, 0], "f32[6,4]"),
+        transpose("f32[2,3,4,6]", &[2, 0, 3, 1], "f32[4,2,6,3]"),
+        transpose("bool[3,2,4]", &[2, 1, 0], "bool[4,2,3]"),
+        transpose("f32[]", &[], "f32[]"),
+        slice("f32[12,4]", &[4, 0], &[8, 4], &[1, 1], "f32[4,4]"),
+        slice("f32[18]", &[12], &[18], &[1], "f32[6]"),
+        slice("f32[8]", &[1], &[7], &[1], "f32[6]"),
+        slice("f32[9,6]", &[1, 0], &[8, 6], &[2, 3], "f32[4,2]"),
+        slice("f32[4,6]", &[0, 2], &[4, 2], &[1, 1], "f32[4,0]"),
+        slice("f32[4]", &[0], &[4], &[1_000_000_000_000_000_000], "f32[1]"),
+        slice("i32[6,6]", &[3, 0], &[6, 6], &[1, 1], "i32[3,6]"),
+        concatenate("f32[4,6] f32[4,6]", 0, "f32[8,6]"),
+        concatenate("f32[4,6] f32[4,6] f32[4,6]", 1, "f32[4,18]"),
+        concatenate("f32[4,2] f32[4,6]", 1, "f32[4,8]"),
+        concatenate("f32[6]", 0, "f32[6]"),
+        concatenate("bool[2,3] bool[2,3]", 1, "bool[2,6]"),
+        concatenate("i32[0] i32[6]", 0, "i32[6]"),
+        pad("f32[4,6]", &[0, 6], &[4, 0], &[0, 0], "f32[8,12]"),
+        pad("f32[4,6]", &[1, 0], &[2, 0], &[0, 0], "f32[7,6]"),
+        pad("f32[4,6]", &[0, 1], &[0, -2], &[2, 0], "f32[10,5]"),
+        pad("f32[6]", &[-2], &[-1], &[0], "f32[3]"),
+        pad("f32[6]", &[-3], &[2], &[1], "f32[10]"),
+        pad("i32[6,2]", &[6, 0], &[6, 0], &[0, 0], "i32[18,2]"),
+        pad("f32[0]", &[2], &[1], &[3], "f32[3]"),
+        pad("f32[]", &[], &[], &[], "f32[]"),
+    ]
+}
+
+fn reductions() -> Vec<Case> {
+    let reduce = |reducer, dims: &[usize], from: &str, to: &str| {
+        case(Reduce { reducer, dims: dims.to_vec() }, from, to).reals(0.3, 2.0)
+    };
+    let mut all = Vec::new();
+    for reducer in [Reducer::Sum, Reducer::Product, Reducer::Max, Reducer::Min] {
+        all.push(reduce(reducer, &[1], "f32[4,6]", "f32[4]"));
+        all.push(reduce(reducer, &[2, 0], "f32[2,3,4,6]", "f32[3,6]").reals(-2.0, 2.0));
+        all.push(reduce(reducer, &[0, 1], "f32[6,4]", "f32[]"));
+        all.push(reduce(reducer, &[0], "i32[6,4]", "i32[4]"));
+        all.push(reduce(reducer, &[0], "bool[6,4]", "bool[4]"));
+        all.push(reduce(reducer, &[1], "u8[2,12]", "u8[2]").integers(0, 200));
+        all.push(reduce(reducer, &[0], "f32[0,4]", "f32[4]"));
+        all.push(reduce(reducer, &[], "f32[4,6]", "f32[4,6]"));
+    }
+    for reducer in [Reducer::And, Reducer::Or] {
+        all.push(reduce(reducer, &[1], "bool[4,6]", "bool[4]"));
+        all.push(reduce(reducer, &[0, 2], "i32[6,2,4]", "i32[2]"));
+        all.push(reduce(reducer, &[0], "u64[6,2]", "u64[2]"));
+    }
+    all
+}
+
+fn dots() -> Vec<Case> {
+    let dot = |b: [&[usize]; 2], c: [&[usize]; 2], operands: &str, to: &str| {
+        let op = DotGeneral {
+            lhs_batch: b[0].to_vec(),
+            rhs_batch: b[1].to_vec(),
+            lhs_contract: c[0].to_vec(),
+            rhs_contract: c[1].to_vec(),
+        };
+        case(op, operands, to)
+    };
+    vec![
+        dot([&[], &[]], [&[1], &[0]], "f32[4,6] f32[6,2]", "f32[4,2]"),
+        dot([&[0], &[0]], [&[2], &[1]], "f32[2,3,4] f32[2,4,6]", "f32[2,3,6]"),
+        dot([&[0, 2], &[1, 0]], [&[3], &[3]], "f32[2,4,3,6] f32[3,2,2,6]", "f32[2,3,4,2]"),
+        dot([&[], &[]], [&[0, 2], &[2, 0]], "f32[4,3,6] f32[6,2,4]", "f32[3,2]"),
+        dot([&[1], &[2]], [&[2, 0], &[0, 1]], "f32[4,2,6,3] f32[6,4,2]", "f32[2,3]"),
+        dot([&[], &[]], [&[], &[]], "f32[4] f32[6]", "f32[4,6]"),
+        dot([&[], &[]], [&[0], &[0]], "f32[12] f32[12]", "f32[]"),
+        dot([&[0], &[0]], [&[], &[]], "f32[6] f32[6]", "f32[6]"),
+        dot([&[], &[]], [&[1], &[1]], "i32[4,6] i32[2,6]", "i32[4,2]"),
+        dot([&[], &[]], [&[0], &[0]], "i8[300,2] i8[300,2]", "i8[2,2]"),
+        dot([&[], &[]], [&[1], &[0]], "bool[4,6] bool[6,2]", "bool[4,2]"),
+        dot([&[], &[]], [&[1], &[0]], "f32[5,7] f32[7,3]", "f32[5,3]"),
+    ]
+}
+
+/// Dimension numbers by name: offset, collapsed, operand batching, indices batching, start map, vector dim, sizes.
+#[allow(clippy::too_many_arguments)]
+fn dims(
+    offset: &[usize],
+    collapsed: &[usize],
+    operand_batching: &[usize],
+    indices_batching: &[usize],
+    map: &[usize],
+    vector: usize,
+    sizes: &[u64],
+) -> GatherDims {
+    GatherDims {
+        offset_dims: offset.to_vec(),
+        collapsed_slice_dims: collapsed.to_vec(),
+        operand_batching_dims: operand_batching.to_vec(),
+        indices_batching_dims: indices_batching.to_vec(),
+        start_index_map: map.to_vec(),
+        index_vector_dim: vector,
+        slice_sizes: sizes.to_vec(),
+    }
+}
+
+/// Rows of (dimension numbers, table, indices, gathered values, range of indices). The ranges reach beyond the
+/// table at both ends.
+fn lookups() -> Vec<(GatherDims, &'static str, &'static str, &'static str, (i64, i64))> {
+    vec![
+        // An embedding, with the index vector implicit and explicit.
+        (dims(&[2], &[0], &[], &[], &[0], 2, &[1, 6]), "f32[12,6]", "i32[2,3]", "f32[2,3,6]", (-3, 16)),
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 4]), "f32[6,4]", "u32[4,1]", "f32[4,4]", (0, 9)),
+        // The table's rows come first in the result.
+        (dims(&[0], &[1], &[], &[], &[1], 1, &[4, 1]), "f32[4,6]", "i32[6]", "f32[4,6]", (-2, 8)),
+        // take_along_axis: one batching dimension.
+        (dims(&[], &[1], &[0], &[0], &[1], 2, &[1, 1]), "f32[4,6]", "i32[4,2]", "f32[4,2]", (-1, 7)),
+        (dims(&[], &[0], &[2, 1], &[0, 2], &[0], 3, &[1, 1, 1]), "f32[6,2,4]", "i32[4,3,2]", "f32[4,3,2]", (-1, 7)),
+        // Two components: single elements, and a slice that starts anywhere.
+        (dims(&[], &[0, 1], &[], &[], &[1, 0], 1, &[1, 1]), "f32[4,6]", "i32[6,2]", "f32[6]", (-2, 8)),
+        (dims(&[1, 2], &[], &[], &[], &[0, 1], 1, &[2, 3]), "f32[4,6]", "i32[4,2]", "f32[4,2,3]", (-1, 5)),
+        // A dimension that is cut short and not indexed, and one that is collapsed and not indexed.
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 3]), "f32[6,4]", "i32[4]", "f32[4,3]", (-1, 7)),
+        (dims(&[1], &[0, 1], &[], &[], &[0], 1, &[1, 1, 4]), "f32[6,2,4]", "i32[4]", "f32[4,4]", (-1, 7)),
+        (dims(&[1], &[0, 1], &[], &[], &[1], 1, &[1, 1, 4]), "f32[2,6,4]", "i32[4]", "f32[4,4]", (-1, 7)),
+        // Indices too narrow for the table.
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 2]), "f32[300,2]", "i8[6]", "f32[6,2]", (-100, 127)),
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 2]), "f32[600,2]", "u8[6]", "f32[6,2]", (0, 255)),
+        // Integer and boolean tables.
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 4]), "i32[6,4]", "i64[4]", "i32[4,4]", (-1, 7)),
+        (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 4]), "bool[6,4]", "i32[4]", "bool[4,4]", (-1, 7)),
+        // One index for all.
+        (dims(&[0], &[0], &[], &[], &[0], 0, &[1, 4]), "f32[6,4]", "i32[]", "f32[4]", (-1, 7)),
+    ]
+}
+
+fn gathers() -> Vec<Case> {
+    let mut all = Vec::new();
+    for (dims, table, indices, values, range) in lookups() {
+        for out_of_bounds in [OutOfBounds::Clamp, OutOfBounds::Zero] {
+            let op = Gather { dims: dims.clone(), out_of_bounds };
+            all.push(case(op, &format!("{table} {indices}"), values).integers(range.0, range.1));
+        }
+    }
+    all
+}
+
+fn scatters() -> Vec<Case> {
+    let scatter = |(dims, table, indices, values, range): (GatherDims, &str, &str, &str, (i64, i64))| {
+        let op = ScatterAdd { dims, shape: ty(table).shape };
+        case(op, &format!("{indices} {values}"), table).integers(range.0, range.1)
+    };
+    lookups().into_iter().map(scatter).collect()
+}
+
+/// Ops of local graphs.
+fn local_ops() -> Vec<Case> {
+    let mesh = Mesh::new(&[("a", 2), ("b", 3)]);
+    let (a, b) = (AxisId(0), AxisId(1));
+    let on_mesh = |collective: Collective, from: &str, to: &str| case(Op::collective(collective, &mesh), from, to);
+    let reducer = Reducer::Sum;
+    vec![
+        case(AxisIndex { axes: vec![b, a], mesh: mesh.clone(), dtype: DType::I32 }, "", "i32[]"),
+        on_mesh(Collective::AllReduce { axes: vec![a, b], reducer }, "f32[4]", "f32[4]"),
+        on_mesh(Collective::ReduceScatter { axes: vec![a], reducer, dim: 1, outer: 3 }, "f32[4,6]", "f32[4,3]"),
+        on_mesh(Collective::AllGather { axes: vec![b], dim: 0, outer: 2 }, "f32[4,6]", "f32[12,6]"),
+        on_mesh(
+            Collective::AllToAll { axes: vec![b], split_dim: 0, split_outer: 2, concat_dim: 1, concat_outer: 1 },
+            "f32[6,2]",
+            "f32[2,6]",
+        ),
+        on_mesh(Collective::LocalSlice { axes: vec![a], dim: 0, outer: 1 }, "f32[4,6]", "f32[2,6]"),
+        on_mesh(Collective::KeepFirst { axes: vec![b], reducer: Reducer::Max }, "i32[4]", "i32[4]"),
+    ]
+}

@@ -1,0 +1,108 @@
+//! Gradients against central finite differences, in f64.
+
+use super::numbers::{Rng, close, random};
+use super::*;
+
+/// The loss is the sum of the result times fixed random weights, so the cotangent of the result is the weights.
+#[test]
+fn gradients_agree_with_finite_differences() {
+    let (mut checked, mut zero) = (0, 0);
+    for (case, mut rng) in cases().into_iter().zip(Rng::sequence(3)) {
+        if !case.result.dtype.is_float() || matches!(case.op, Op::Collective(_)) {
+            continue;
+        }
+        let operands = case.random_operands(&mut rng);
+        let weights = random(&case.result, (-2.0, 2.0), (0, 1), &mut rng);
+        let gradients = gradients(&case, &operands, &weights);
+        assert_eq!(gradients.len(), operands.len(), "{}", case.label());
+        for (i, gradient) in gradients.iter().enumerate() {
+            if !case.operands[i].dtype.is_float() {
+                assert!(gradient.is_none(), "{}: operand {i} has no cotangent", case.label());
+                continue;
+            }
+            let by_differences = differences(&case, &operands, &weights, i);
+            let zeros = vec![0.0; by_differences.len()];
+            if let Some(gradient) = gradient {
+                assert_eq!(gradient.ty, case.operands[i], "{}: operand {i}", case.label());
+                checked += 1;
+            } else {
+                zero += 1;
+            }
+            let gradient = gradient.as_ref().map_or(&zeros, |g| &g.data);
+            for (at, (&g, &d)) in gradient.iter().zip(&by_differences).enumerate() {
+                assert!(close(g, d, 1e-6), "{}: operand {i}, element {at}: {g}, not {d}", case.label());
+            }
+        }
+    }
+    assert!(checked > 80 && zero > 3, "{checked} gradients, {zero} zeros");
+}
+
+/// What [`Operator::gradient`] gives for each operand, computed by the interpreter.
+fn gradients(case: &Case, operands: &[Tensor], weights: &Tensor) -> Vec<Option<Tensor>> {
+    let mut graph = Graph::new("gradient");
+    let input = |name: String, ty: &TensorType| Op::Input(Input { name, ty: ty.clone() });
+    let mut leaves = Vec::new();
+    for (i, ty) in case.operands.iter().enumerate() {
+        leaves.push(graph.emit(input(format!("x{i}"), ty), &[]));
+    }
+    let result = graph.emit(case.op.clone(), &leaves);
+    let cotangent = graph.emit(input("weights".to_string(), &case.result), &[]);
+    let wanted: Vec<bool> = case.operands.iter().map(|t| t.dtype.is_float()).collect();
+    let mut cx = Gradient { graph: &mut graph, operands: &leaves, result, cotangent, wanted: &wanted };
+    let gradients = case.op.gradient(&mut cx);
+    let values = crate::interpret::run_all(&graph, |v| match operands.get(v.index()) {
+        Some(operand) => operand.clone(),
+        None if v == cotangent => weights.clone(),
+        None => Tensor::splat(graph.ty(v).clone(), 0.0),
+    });
+    gradients.iter().map(|g| g.map(|v| values[v.index()].clone())).collect()
+}
+
+fn differences(case: &Case, operands: &[Tensor], weights: &Tensor, which: usize) -> Vec<f64> {
+    const STEP: f64 = 1e-5;
+    let mut operands = operands.to_vec();
+    let loss = |operands: &[Tensor]| -> f64 {
+        let result = case.op.eval(&operands.iter().collect::<Vec<_>>(), &case.result);
+        result.data.iter().zip(&weights.data).map(|(r, w)| if *w == 0.0 { 0.0 } else { r * w }).sum()
+    };
+    (0..operands[which].data.len())
+        .map(|at| {
+            let here = operands[which].data[at];
+            operands[which].data[at] = here + STEP;
+            let above = loss(&operands);
+            operands[which].data[at] = here - STEP;
+            let below = loss(&operands);
+            operands[which].data[at] = here;
+            (above - below) / (2.0 * STEP)
+        })
+        .collect()
+}
+
+/// One element of each row is the largest twice over: both get half of the cotangent, as in JAX.
+#[test]
+fn ties_share_the_cotangent() {
+    let tie = Case {
+        op: Op::Reduce(Reduce { reducer: Reducer::Max, dims: vec![1] }),
+        operands: vec![cases::ty("f32[2,3]")],
+        result: cases::ty("f32[2]"),
+        reals: (0.0, 1.0),
+        integers: (0, 1),
+    };
+    let x = Tensor::new(cases::ty("f32[2,3]"), vec![1.0, 3.0, 3.0, 5.0, 4.0, 2.0]);
+    let weights = Tensor::new(cases::ty("f32[2]"), vec![2.0, 7.0]);
+    let gradient = gradients(&tie, &[x], &weights).remove(0).map(|g| g.data);
+    assert_eq!(gradient, Some(vec![0.0, 1.0, 1.0, 7.0, 0.0, 0.0]));
+
+    let maximum = Case {
+        op: Op::Binary(Binary::Maximum),
+        operands: vec![cases::ty("f32[3]"); 2],
+        result: cases::ty("f32[3]"),
+        reals: (0.0, 1.0),
+        integers: (0, 1),
+    };
+    let a = Tensor::new(cases::ty("f32[3]"), vec![1.0, 2.0, 3.0]);
+    let b = Tensor::new(cases::ty("f32[3]"), vec![1.0, 5.0, -3.0]);
+    let weights = Tensor::new(cases::ty("f32[3]"), vec![2.0, 7.0, 9.0]);
+    let found: Vec<_> = gradients(&maximum, &[a, b], &weights).into_iter().map(|g| g.map(|g| g.data)).collect();
+    assert_eq!(found, [Some(vec![1.0, 0.0, 9.0]), Some(vec![1.0, 7.0, 0.0])]);
+}

@@ -1,0 +1,191 @@
+//! Sharding rules against semantics: every strategy that a rule offers, on several meshes.
+//!
+//! Random operands are cut up as the strategy says, partial sums included; the local ops run on all devices;
+//! and what the devices hold must add up to what the whole op gives.
+
+use super::numbers::{Rng, difference, shard_randomly};
+use super::*;
+use crate::rule::{AxisUse, FactorKind, Strategy};
+use crate::sharding::Sharding;
+
+fn meshes() -> Vec<Mesh> {
+    vec![
+        Mesh::new(&[("a", 2)]),
+        Mesh::new(&[("a", 2), ("b", 2)]),
+        Mesh::new(&[("a", 3)]),
+        Mesh::new(&[("a", 2), ("b", 3)]),
+    ]
+}
+
+/// Block counts to try for each factor.
+fn outers(rule: &ShardingRule) -> Vec<Vec<u64>> {
+    rule.factors.iter().map(|f| [2, 3].into_iter().filter(|o| f.size % o == 0).collect()).collect()
+}
+
+fn axes_of(strategy: &Strategy, mesh: &Mesh, num_factors: usize) -> Vec<Vec<AxisId>> {
+    let mut axes = vec![Vec::new(); num_factors];
+    for (axis_use, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
+        if let AxisUse::Factor { factor, .. } = *axis_use {
+            axes[factor as usize].push(axis);
+        }
+    }
+    axes
+}
+
+#[test]
+fn factors_multiply_to_the_sizes_of_dimensions() {
+    for case in cases().iter().filter(|c| !matches!(c.op, Op::Collective(_))) {
+        let rule = case.op.rule(&case.types(), &case.result);
+        assert_eq!(rule.operands.len(), case.operands.len(), "{}", case.label());
+        let tensors = rule.operands.iter().zip(&case.operands).chain([(&rule.result, &case.result)]);
+        for (dims, ty) in tensors {
+            assert_eq!(dims.len(), ty.rank(), "{}", case.label());
+            for (factors, &size) in dims.iter().zip(&ty.shape) {
+                let product: u64 = factors.iter().map(|&f| rule.factors[f as usize].size).product();
+                assert_eq!(product, size, "{}", case.label());
+            }
+        }
+        for set in &rule.linear {
+            assert!(set.iter().all(|&o| (o as usize) < case.operands.len()), "{}", case.label());
+        }
+        for &f in &rule.contiguous {
+            assert!((f as usize) < rule.factors.len(), "{}", case.label());
+        }
+        // A reduction factor is not in the result; a parallel one is.
+        for (f, factor) in rule.factors.iter().enumerate() {
+            let in_result = rule.result.iter().flatten().any(|&g| g as usize == f);
+            match factor.kind {
+                FactorKind::Parallel => assert!(in_result, "{}: factor {f}", case.label()),
+                FactorKind::Reduction(_) => assert!(!in_result, "{}: factor {f}", case.label()),
+                FactorKind::Whole => {}
+            }
+        }
+    }
+}
+
+/// Runs one strategy and says how its result differs from the whole op's.
+fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Mesh, rng: &mut Rng) -> Option<String> {
+    let whole = case.random_operands(rng);
+    let expected = case.op.eval(&whole.iter().collect::<Vec<_>>(), &case.result);
+    let shardings = rule.shardings(strategy, mesh);
+    let tensors = shardings.operands.iter().zip(&case.operands).chain([(&shardings.result, &case.result)]);
+    for (sharding, ty) in tensors {
+        if !sharding.is_valid(&ty.shape, mesh) {
+            return Some(format!("{} is not valid for {ty}", sharding.display(mesh)));
+        }
+    }
+
+    let mut graph = Graph::new("local");
+    let mut parts: Vec<Vec<Tensor>> = Vec::new();
+    for (tensor, sharding) in whole.iter().zip(&shardings.operands) {
+        let ty = sharding.local_type(&tensor.ty, mesh);
+        graph.emit(Op::Input(Input { name: format!("x{}", parts.len()), ty }), &[]);
+        parts.push(shard_randomly(tensor, sharding, mesh, rng));
+    }
+    let mut cx = Local {
+        operands: graph.values().collect(),
+        graph: &mut graph,
+        mesh,
+        operand_types: case.operands.clone(),
+        result_shape: shardings.result.local_shape(mesh),
+        factor_axes: axes_of(strategy, mesh, rule.factors.len()),
+    };
+    let result = case.op.local(&mut cx);
+    let local_type = shardings.result.local_type(&case.result, mesh);
+    if graph.ty(result) != &local_type {
+        return Some(format!("local type {}, but the sharding says {local_type}", graph.ty(result)));
+    }
+    let values = crate::interpret::run_mesh(&graph, mesh, |v, device| match parts.get(v.index()) {
+        Some(part) => part[device as usize].clone(),
+        // The op itself is a leaf, whose value is a parameter or input.
+        None => crate::interpret::shard(&expected, &shardings.result, mesh, device),
+    });
+    let on_devices = &values[result.index()];
+    for device in 0..mesh.num_devices() {
+        let first = first_replica(&shardings.result, mesh, device);
+        let pair = (&on_devices[device as usize], &on_devices[first as usize]);
+        if let Some(difference) = difference(pair.0, pair.1, 1e-9) {
+            return Some(format!("devices {device} and {first} should hold the same, but {difference}"));
+        }
+    }
+    let together = crate::interpret::unshard(on_devices, &case.result, &shardings.result, mesh);
+    difference(&together, &expected, 1e-9)
+}
+
+/// The device that holds the same as `device` and has position 0 along all replicated axes.
+fn first_replica(sharding: &Sharding, mesh: &Mesh, device: u32) -> u32 {
+    let coordinates = mesh.coordinates(device);
+    let used = |axis: AxisId| {
+        sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis)
+    };
+    mesh.axis_ids().filter(|&a| used(a)).map(|a| coordinates[a.0 as usize] * mesh.stride(a)).sum()
+}
+
+#[test]
+fn every_strategy_computes_what_the_whole_op_does() {
+    let (mut strategies, mut partial, mut blocked) = (0, 0, 0);
+    let mut failures = Vec::new();
+    for (case, mut rng) in cases().into_iter().zip(Rng::sequence(2)) {
+        if matches!(case.op, Op::Collective(_) | Op::AxisIndex(_)) {
+            continue; // Local already: they have no rule.
+        }
+        let rule = case.op.rule(&case.types(), &case.result);
+        for mesh in meshes() {
+            for strategy in rule.strategies(&mesh, &outers(&rule), true) {
+                strategies += 1;
+                partial += strategy.0.iter().any(|u| matches!(u, AxisUse::Partial { .. })) as usize;
+                blocked += strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { outer: 2.., .. })) as usize;
+                if let Some(difference) = run_strategy(&case, &rule, &strategy, &mesh, &mut rng) {
+                    failures.push(format!("{} with {strategy:?} on {mesh}: {difference}", case.label()));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures[..failures.len().min(20)].join("\n"));
+    // The test must not become empty by a change elsewhere.
+    assert!(strategies > 10_000 && partial > 1_000 && blocked > 1_000, "{strategies}, {partial}, {blocked}");
+}
+
+/// What a rule offers for well-known ops: Megatron's splits, vocabulary-parallel embedding, fused q/k/v.
+#[test]
+fn well_known_splits_are_offered() {
+    let mesh = Mesh::new(&[("tensor", 2)]);
+    let offers = |op: Op, operands: &[&str], expected: &str| {
+        let types: Vec<TensorType> = operands.iter().map(|t| cases::ty(t)).collect();
+        let types: Vec<&TensorType> = types.iter().collect();
+        let result = op.infer(&types).unwrap_or_else(|e| panic!("{op:?} {e}"));
+        let rule = op.rule(&types, &result);
+        let printed = |s: &Strategy| {
+            let shardings = rule.shardings(s, &mesh);
+            let operands: Vec<String> = shardings.operands.iter().map(|o| o.display(&mesh).to_string()).collect();
+            format!("{} -> {}", operands.join(" "), shardings.result.display(&mesh))
+        };
+        let offered: Vec<String> = rule.strategies(&mesh, &[], false).iter().map(printed).collect();
+        assert!(offered.iter().any(|o| o == expected), "{expected} is not in\n{}", offered.join("\n"));
+    };
+    let dot = || {
+        Op::DotGeneral(DotGeneral {
+            lhs_batch: vec![],
+            rhs_batch: vec![],
+            lhs_contract: vec![1],
+            rhs_contract: vec![0],
+        })
+    };
+    offers(dot(), &["f32[4,6]", "f32[6,8]"], "[{}, {}] [{}, {tensor}] -> [{}, {tensor}]");
+    offers(dot(), &["f32[4,6]", "f32[6,8]"], "[{}, {tensor}] [{tensor}, {}] -> [{}, {}] partial{sum: tensor}");
+    let third = Op::Slice(Slice { start: vec![0, 4], limit: vec![2, 8], stride: vec![1, 1] });
+    offers(third, &["f32[2,12]"], "[{}, {3, 4: tensor}] -> [{}, {tensor}]");
+    let heads = Op::Reshape(Reshape { shape: vec![2, 3, 4, 8] });
+    offers(heads, &["f32[2,96]"], "[{}, {3, 32: tensor}] -> [{}, {}, {tensor}, {}]");
+    let embedding = GatherDims {
+        offset_dims: vec![1],
+        collapsed_slice_dims: vec![0],
+        operand_batching_dims: vec![],
+        indices_batching_dims: vec![],
+        start_index_map: vec![0],
+        index_vector_dim: 1,
+        slice_sizes: vec![1, 6],
+    };
+    let gather = Op::Gather(Gather { dims: embedding, out_of_bounds: OutOfBounds::Clamp });
+    offers(gather, &["f32[12,6]", "i32[4]"], "[{tensor}, {}] [{}] -> [{}, {}] partial{sum: tensor}");
+}

@@ -1,0 +1,373 @@
+//! The plan: which layers run where, how each op is sharded there, and what is predicted of it.
+//!
+//! A plan carries its forward graph, cluster and optimizer, so that it stands alone. It is data: `verify` checks
+//! it against the graph and the cluster that it contains before anything is done with it.
+
+use crate::batch::LossKind;
+use crate::cluster::Cluster;
+use crate::graph::{Graph, ValueId};
+use crate::mesh::Mesh;
+use crate::op::Op;
+use crate::optimizer::Optimizer;
+use crate::rule::Strategy;
+use crate::sharding::Sharding;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+/// The `format` of a plan file.
+pub const FORMAT: &str = "altiplano.plan";
+/// The `version` of a plan file.
+pub const VERSION: u32 = 1;
+
+/// The order of forward and backward work on a pipeline's stages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Schedule {
+    /// All forwards, then all backwards (Huang et al. 2019).
+    #[serde(rename = "gpipe")]
+    GPipe,
+    /// One forward, one backward, after a warm-up (Narayanan et al. 2019, with flush).
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+}
+
+impl Schedule {
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::GPipe => "gpipe",
+            Schedule::OneFOneB => "1f1b",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Self> {
+        [Schedule::GPipe, Schedule::OneFOneB].into_iter().find(|s| s.name() == text)
+    }
+
+    /// Microbatches whose activations stage `stage` of `num_stages` holds at once.
+    pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
+        match self {
+            Schedule::GPipe => num_microbatches,
+            Schedule::OneFOneB => num_microbatches.min(num_stages - stage),
+        }
+    }
+}
+
+/// Bytes of one device of a stage by what they hold. `activations` is the most that is held at once beyond the
+/// rest: saved values of all microbatches in flight and temporaries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Memory {
+    pub parameters_bytes: u64,
+    pub gradients_bytes: u64,
+    pub optimizer_bytes: u64,
+    pub activations_bytes: u64,
+}
+
+impl Memory {
+    pub fn total(&self) -> u64 {
+        self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+    }
+}
+
+/// Predicted for one stage; times are those of one device, all devices of a stage being equal.
+#[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
+pub struct StagePredicted {
+    /// Seconds of one microbatch's forward and backward, communication included.
+    pub forward_s: f64,
+    pub backward_s: f64,
+    /// Seconds once per step: gradient reduction and update.
+    pub step_s: f64,
+    /// Of a whole step, the seconds that the device computes and communicates.
+    pub compute_s: f64,
+    pub communication_s: f64,
+    /// Seconds of a step that the device waits for others.
+    pub bubble_s: f64,
+    pub memory: Memory,
+    pub peak_bytes: u64,
+}
+
+/// Predicted for the plan.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+pub struct Predicted {
+    pub step_time_s: f64,
+    /// No plan on these devices can be faster: the step's FLOPs at the devices' peak rate.
+    pub lower_bound_s: f64,
+    pub samples_per_s: f64,
+    /// Model FLOPs of a step over what all devices' peaks could do in the step time.
+    pub mfu: f64,
+    /// Peak of the devices of each stage.
+    pub peak_bytes: Vec<u64>,
+    /// Floating-point operations of a step of the model (forward and backward, without recomputation).
+    pub model_flop: f64,
+}
+
+/// How one parameter, its gradient and its optimizer state are stored on a stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Storage {
+    pub parameter: Sharding,
+    /// Layout of the gradient accumulator; it may stay partial until the end of the step.
+    pub gradient: Sharding,
+    pub state: Sharding,
+}
+
+/// The sharding of a value as a reader sees it, with the strategy that gives it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ValueSharding {
+    /// Where the value comes from in the model.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+    /// Text form of the op's result sharding; it must agree with the strategy.
+    pub sharding: String,
+    pub strategy: Strategy,
+}
+
+/// Consecutive layers on one submesh.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Stage {
+    /// Numbers of the first layer and of the one after the last.
+    pub layers: Range<u32>,
+    /// `nodes x devices per node`.
+    pub submesh: (u32, u32),
+    /// Global device ids in mesh order.
+    pub devices: Vec<u32>,
+    pub mesh: Mesh,
+    /// Activations are recomputed from each layer's inputs in the backward pass.
+    pub recompute: bool,
+    /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+    pub zero: u8,
+    pub shardings: BTreeMap<ValueId, ValueSharding>,
+    pub parameters: BTreeMap<String, Storage>,
+    /// Layout in which each value from an earlier stage arrives.
+    pub receives: BTreeMap<ValueId, Sharding>,
+    pub predicted: StagePredicted,
+}
+
+/// One line of the table that ends every plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    pub name: String,
+    /// Absent where no such plan exists (say, more pipeline stages than layers).
+    pub predicted: Option<Predicted>,
+    pub fits: bool,
+    /// The degrees used, e.g. `dp8`, or why there is none.
+    pub detail: String,
+}
+
+/// A plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    pub format: String,
+    pub version: u32,
+    pub model: String,
+    pub graph_hash: String,
+    pub cluster: Cluster,
+    pub global_batch: u64,
+    pub num_microbatches: u32,
+    /// Samples of the global batch that go through the pipeline at once.
+    pub microbatch: u64,
+    pub schedule: Schedule,
+    pub optimizer: Optimizer,
+    pub loss: LossKind,
+    /// Values through which no gradient flows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stop_gradients: Vec<ValueId>,
+    pub predicted: Predicted,
+    pub alternatives: Vec<Alternative>,
+    /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.
+    pub layers: Vec<u32>,
+    pub stages: Vec<Stage>,
+    /// The forward graph at microbatch size.
+    pub graph: Graph,
+}
+
+/// What is wrong with a plan file, with the JSON path of the place.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    #[error("{line}:{column}: {error}")]
+    Json { line: usize, column: usize, error: String },
+    #[error("format: expected \"{FORMAT}\", found \"{found}\"")]
+    Format { found: String },
+    #[error("version: this build reads version {VERSION}, the file has {found}")]
+    Version { found: u32 },
+    #[error("graph: {error}")]
+    Graph { error: crate::graph::GraphError },
+    #[error("graph_hash: the plan was made for another graph (it says {declared}, the graph in it has {actual})")]
+    GraphHash { declared: String, actual: String },
+    #[error("{path}: {problem}")]
+    Invalid { path: String, problem: &'static str },
+}
+
+/// A 128-bit fingerprint of a graph's meaning, as 32 hex digits: two FNV-1a passes over its JSON form.
+pub fn graph_hash(graph: &Graph) -> String {
+    let text = serde_json::to_string(graph).unwrap_or_default();
+    let fnv = |seed: u64| {
+        text.bytes().fold(seed, |h, b| (h ^ b as u64).wrapping_mul(0x0000_0100_0000_01b3))
+    };
+    format!("{:016x}{:016x}", fnv(0xcbf2_9ce4_8422_2325), fnv(0x6c62_272e_07bb_0142))
+}
+
+impl Plan {
+    /// The layer of each node; `None` for leaves and for values that depend on no leaf.
+    pub fn layer_of(&self) -> Vec<Option<u32>> {
+        let varies = self.graph.depends_on(|v| self.graph.node(v).op.is_leaf());
+        let layer = |v: ValueId| {
+            let after = self.layers.partition_point(|&first| first <= v.0);
+            (varies[v.index()] && !self.graph.node(v).op.is_leaf() && after > 0).then(|| (after - 1) as u32)
+        };
+        self.graph.values().map(layer).collect()
+    }
+
+    pub fn num_layers(&self) -> u32 {
+        self.layers.len() as u32 - 1
+    }
+
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).unwrap_or_default()
+    }
+
+    /// Reads and verifies a plan file.
+    pub fn from_json(text: &str) -> Result<Plan, PlanError> {
+        let json = |e: serde_json::Error| PlanError::Json { line: e.line(), column: e.column(), error: e.to_string() };
+        #[derive(Deserialize)]
+        struct Header {
+            format: String,
+            version: u32,
+        }
+        let header: Header = serde_json::from_str(text).map_err(json)?;
+        if header.format != FORMAT {
+            return Err(PlanError::Format { found: header.format });
+        }
+        if header.version != VERSION {
+            return Err(PlanError::Version { found: header.version });
+        }
+        let plan: Plan = serde_json::from_str(text).map_err(json)?;
+        match plan.verify().into_iter().next() {
+            None => Ok(plan),
+            Some(error) => Err(error),
+        }
+    }
+
+    /// Everything that is inconsistent.
+    pub fn verify(&self) -> Vec<PlanError> {
+        let mut errors = Vec::new();
+        for error in self.graph.verify() {
+            errors.push(PlanError::Graph { error });
+        }
+        if !errors.is_empty() {
+            return errors;
+        }
+        let actual = graph_hash(&self.graph);
+        if actual != self.graph_hash {
+            errors.push(PlanError::GraphHash { declared: self.graph_hash.clone(), actual });
+            return errors;
+        }
+        let mut fail = |path: String, problem: &'static str| errors.push(PlanError::Invalid { path, problem });
+        if self.num_microbatches == 0 {
+            fail("num_microbatches".into(), "must be at least 1");
+        }
+        if self.graph.batch != 0
+            && (self.graph.batch != self.microbatch
+                || self.microbatch.checked_mul(self.num_microbatches as u64) != Some(self.global_batch))
+        {
+            fail("microbatch".into(), "microbatch x num_microbatches must be global_batch, at which the graph is written");
+        }
+        let sorted = self.layers.windows(2).all(|w| w[0] < w[1]);
+        if self.layers.len() < 2 || !sorted || self.layers.last() != Some(&(self.graph.len() as u32)) {
+            fail("layers".into(), "must rise from the first node to the number of nodes");
+            return errors;
+        }
+        let contiguous = self.stages.windows(2).all(|w| w[0].layers.end == w[1].layers.start)
+            && self.stages.first().is_some_and(|s| s.layers.start == 0)
+            && self.stages.last().is_some_and(|s| s.layers.end == self.num_layers())
+            && self.stages.iter().all(|s| s.layers.start < s.layers.end);
+        if !contiguous {
+            fail("stages".into(), "must hold every layer once, in order");
+            return errors;
+        }
+        let mut used = std::collections::BTreeSet::new();
+        let layer_of = self.layer_of();
+        for (i, stage) in self.stages.iter().enumerate() {
+            let here = |what: &str| format!("stages[{i}].{what}");
+            let count = stage.mesh.axes.iter().try_fold(1u32, |n, a| n.checked_mul(a.size));
+            if count != Some(stage.devices.len() as u32) || stage.devices.is_empty() {
+                fail(here("mesh"), "must have as many positions as the stage has devices");
+                continue;
+            }
+            for &device in &stage.devices {
+                if device >= self.cluster.num_devices() {
+                    fail(here("devices"), "names a device that the cluster does not have");
+                } else if !used.insert(device) {
+                    fail(here("devices"), "a device may serve one stage only");
+                }
+            }
+            if stage.zero > 3 {
+                fail(here("zero"), "must be 0, 1, 2 or 3");
+            }
+            for (v, layer) in self.graph.values().zip(&layer_of) {
+                let inside = layer.is_some_and(|l| stage.layers.contains(&l));
+                let Some(value) = stage.shardings.get(&v) else {
+                    if inside {
+                        fail(here(&format!("shardings.{}", v.0)), "is missing");
+                    }
+                    continue;
+                };
+                let rule = self.graph.rule(v);
+                if !inside {
+                    fail(here(&format!("shardings.{}", v.0)), "is not in a layer of this stage");
+                } else if !rule.allows(&value.strategy, &stage.mesh) {
+                    fail(here(&format!("shardings.{}.strategy", v.0)), "is not allowed by the op's sharding rule");
+                } else {
+                    let result = rule.shardings(&value.strategy, &stage.mesh).result;
+                    if result.display(&stage.mesh).to_string() != value.sharding {
+                        fail(here(&format!("shardings.{}.sharding", v.0)), "does not agree with its strategy");
+                    }
+                }
+            }
+            if let Some((v, _)) = stage.shardings.last_key_value()
+                && v.index() >= self.graph.len()
+            {
+                fail(here(&format!("shardings.{}", v.0)), "names no value of the graph");
+            }
+            for (name, storage) in &stage.parameters {
+                let Some((p, _)) = self.graph.parameters().find(|(_, n)| n == name) else {
+                    fail(here(&format!("parameters.{name}")), "names no parameter of the graph");
+                    continue;
+                };
+                let shape = self.graph.shape(p);
+                let valid = [&storage.parameter, &storage.gradient, &storage.state]
+                    .iter()
+                    .all(|s| s.is_valid(shape, &stage.mesh));
+                if !valid || storage.parameter.is_partial() || storage.state.is_partial() {
+                    fail(here(&format!("parameters.{name}")), "is not a valid storage sharding");
+                }
+            }
+            for (v, sharding) in &stage.receives {
+                let known = v.index() < self.graph.len();
+                if !known || sharding.is_partial() || !sharding.is_valid(self.graph.shape(*v), &stage.mesh) {
+                    fail(here(&format!("receives.{}", v.0)), "is not a valid sharding of a value");
+                }
+            }
+            for (v, layer) in self.graph.values().zip(&layer_of) {
+                if !layer.is_some_and(|l| stage.layers.contains(&l)) {
+                    continue;
+                }
+                for &o in &self.graph.node(v).operands {
+                    let missing = match &self.graph.node(o).op {
+                        Op::Parameter(p) => !stage.parameters.contains_key(&p.name),
+                        _ => layer_of[o.index()].is_some_and(|l| l < stage.layers.start) && !stage.receives.contains_key(&o),
+                    };
+                    if missing {
+                        fail(here(&format!("shardings.{}", v.0)), "uses a value that the stage neither holds nor receives");
+                    }
+                }
+            }
+        }
+        errors
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

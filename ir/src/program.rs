@@ -1,0 +1,214 @@
+//! What devices execute: per submesh one SPMD program, and the transfers between them.
+//!
+//! A program has bodies (local graphs, run by every device of the submesh with its own coordinates), the buffers
+//! through which bodies talk to each other and to the outside, and a schedule of calls. Bodies are written once
+//! whatever the number of devices and microbatches, so a program for 16,384 devices is not larger than one for 16.
+
+use crate::graph::{Graph, ValueId};
+use crate::mesh::Mesh;
+use crate::sharding::Sharding;
+use crate::types::TensorType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A buffer of a [`Program`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct BufferId(pub u32);
+
+/// A transfer of [`Programs`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct TransferId(pub u32);
+
+/// What a buffer is for, which decides when it lives and who fills it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BufferKind {
+    /// The trained weights that bodies compute with. Lives for the whole run; loaded from outside.
+    Parameter { name: String },
+    /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision
+    /// parameter, which starts as the parameter's value; all others start at zero). Lives for the whole run.
+    State { parameter: String, slot: String },
+    /// Sum of a parameter's gradient over the microbatches of a step. Zeroed at the start of each step;
+    /// keeps its value until then.
+    Accumulator { parameter: String },
+    /// An input of the model, one instance per microbatch: the microbatch's rows in each batch dimension,
+    /// or all of it where the input has no batch dimension.
+    Input { name: String },
+    /// A scalar given anew for each step: `learning_rate`, or `step` (counted from 1).
+    Scalar { name: String },
+    /// The loss of one microbatch, replicated over the submesh; the executor collects it.
+    Loss,
+    /// A value between bodies or transfers, one instance per microbatch (per step where the writing call has no
+    /// microbatch). Lives from its writer to the call that frees it.
+    Value,
+}
+
+/// A buffer: global type and layout over the program's mesh.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Buffer {
+    pub name: String,
+    pub kind: BufferKind,
+    pub ty: TensorType,
+    pub sharding: Sharding,
+}
+
+/// Which part of a training step a body is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    Forward,
+    Backward,
+    /// Reduces gradients once per step, before they are exchanged between stages.
+    Reduce,
+    Update,
+}
+
+/// A straight-line local graph. Its leaves are [`crate::op::Op::Input`] nodes, each bound to a buffer by
+/// `reads`; collectives and `axis_index` are ops of the graph.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Body {
+    pub name: String,
+    pub phase: Phase,
+    pub graph: Graph,
+    /// Leaves of the graph and the buffers whose local part they are.
+    pub reads: Vec<(ValueId, BufferId)>,
+    /// Buffers that the body leaves a value in. A buffer may be read and written: the value replaces the old one.
+    pub writes: Vec<(BufferId, ValueId)>,
+    /// Instances of per-microbatch buffers that nothing needs after this call.
+    pub frees: Vec<BufferId>,
+}
+
+/// One entry of a schedule. `microbatch` is `None` for what happens once per step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Call {
+    Run { body: u32, microbatch: Option<u32> },
+    /// Never waits for the receiver. `free`: the buffer instance is not needed afterwards.
+    Send { transfer: TransferId, microbatch: Option<u32>, free: bool },
+    /// Waits for the value; the target buffer instance lives from here.
+    Receive { transfer: TransferId, microbatch: Option<u32> },
+}
+
+/// The program of one submesh.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Program {
+    /// Global ids of the devices, in mesh order (row major).
+    pub devices: Vec<u32>,
+    pub mesh: Mesh,
+    pub buffers: Vec<Buffer>,
+    pub bodies: Vec<Body>,
+    pub schedule: Vec<Call>,
+}
+
+impl Program {
+    pub fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.buffers[id.0 as usize]
+    }
+
+    /// Local bytes of one instance of a buffer on one device.
+    pub fn local_bytes(&self, id: BufferId) -> u64 {
+        let buffer = self.buffer(id);
+        buffer.sharding.local_bytes(&buffer.ty, &self.mesh)
+    }
+}
+
+/// A value that moves from one program to another: the same global tensor in two layouts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Transfer {
+    pub source: (u32, BufferId),
+    pub target: (u32, BufferId),
+}
+
+/// All programs of a plan and what passes between them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Programs {
+    pub programs: Vec<Program>,
+    pub transfers: Vec<Transfer>,
+    pub num_microbatches: u32,
+    /// Samples in one microbatch (global, not per device); 0 where the graph has no batch.
+    pub microbatch: u64,
+    /// Whether the loss of a step is the mean (else the sum) of its microbatches' losses.
+    pub loss_is_mean: bool,
+}
+
+/// One device-to-device part of a transfer: the sender's local elements at the cross product of
+/// `source_indices` go, in row-major order, to the receiver's at the cross product of `target_indices`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// Positions within the source's and the target's submesh.
+    pub source: u32,
+    pub target: u32,
+    /// Per dimension, the local indices taken.
+    pub source_indices: Vec<Vec<u64>>,
+    pub target_indices: Vec<Vec<u64>>,
+}
+
+impl Programs {
+    /// The messages of a transfer: a pure function of the two layouts, used alike by the simulator and every executor.
+    /// Where several source devices hold the same part, receivers are spread over them.
+    pub fn messages(&self, transfer: TransferId) -> Vec<Message> {
+        let Transfer { source, target } = &self.transfers[transfer.0 as usize];
+        let (from, to) = (&self.programs[source.0 as usize], &self.programs[target.0 as usize]);
+        messages(&from.buffer(source.1).sharding, &from.mesh, &to.buffer(target.1).sharding, &to.mesh)
+    }
+}
+
+/// See [`Programs::messages`]. Neither sharding may be partial.
+pub fn messages(from: &Sharding, from_mesh: &Mesh, to: &Sharding, to_mesh: &Mesh) -> Vec<Message> {
+    // Source devices grouped by what they hold: distinct parts, each with its replicas.
+    let mut parts: Vec<(Vec<Vec<u64>>, Vec<u32>)> = Vec::new();
+    for device in 0..from_mesh.num_devices() {
+        let coordinates = from_mesh.coordinates(device);
+        let held: Vec<Vec<u64>> = from.dims.iter().map(|d| d.global_indices(from_mesh, &coordinates)).collect();
+        match parts.iter_mut().find(|(h, _)| *h == held) {
+            Some((_, replicas)) => replicas.push(device),
+            None => parts.push((held, vec![device])),
+        }
+    }
+    let mut messages = Vec::new();
+    for device in 0..to_mesh.num_devices() {
+        let coordinates = to_mesh.coordinates(device);
+        let wanted: Vec<Vec<u64>> = to.dims.iter().map(|d| d.global_indices(to_mesh, &coordinates)).collect();
+        for (held, replicas) in &parts {
+            let shared: Vec<(Vec<u64>, Vec<u64>)> = held.iter().zip(&wanted).map(|(h, w)| common(h, w)).collect();
+            if shared.iter().any(|(s, _)| s.is_empty()) {
+                continue;
+            }
+            let (source_indices, target_indices) = shared.into_iter().unzip();
+            let source = replicas[device as usize % replicas.len()];
+            messages.push(Message { source, target: device, source_indices, target_indices });
+        }
+    }
+    messages
+}
+
+/// Positions in two increasing lists of the values they share.
+fn common(a: &[u64], b: &[u64]) -> (Vec<u64>, Vec<u64>) {
+    let (mut i, mut j) = (0, 0);
+    let (mut in_a, mut in_b) = (Vec::new(), Vec::new());
+    while i < a.len() && j < b.len() {
+        match a[i].cmp(&b[j]) {
+            std::cmp::Ordering::Less => i += 1,
+            std::cmp::Ordering::Greater => j += 1,
+            std::cmp::Ordering::Equal => {
+                in_a.push(i as u64);
+                in_b.push(j as u64);
+                i += 1;
+                j += 1;
+            }
+        }
+    }
+    (in_a, in_b)
+}
+
+impl fmt::Display for BufferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "b{}", self.0)
+    }
+}
+
+impl fmt::Display for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "t{}", self.0)
+    }
+}

@@ -1,0 +1,221 @@
+//! From one sharding to another by collectives.
+//!
+//! A mismatch between two shardings of a value is repaired by a short list of collectives, found from the
+//! layouts alone: axes that must go are gathered, exchanged or reduced, minor-most first; axes that must
+//! come are sliced in. The planner prices exactly this list and the runtime executes exactly this list.
+
+use crate::mesh::{AxisId, Mesh};
+use crate::op::Reducer;
+use crate::sharding::{DimLayout, Segment, Sharding};
+use serde::{Deserialize, Serialize};
+
+/// One collective on local tensors. A dimension is seen as `outer` blocks; gathers concatenate and
+/// slices cut within each block, which is how layouts of several segments keep their order.
+/// Groups are ordered by position along `axes`, major first.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collective {
+    /// Each device gets the reduction of all operands.
+    AllReduce { axes: Vec<AxisId>, reducer: Reducer },
+    /// Each device gets its slice of the reduction.
+    ReduceScatter { axes: Vec<AxisId>, reducer: Reducer, dim: u8, outer: u64 },
+    /// Each device gets all slices.
+    AllGather { axes: Vec<AxisId>, dim: u8, outer: u64 },
+    /// Each device sends slices of `split_dim` and concatenates what it gets in `concat_dim`.
+    AllToAll { axes: Vec<AxisId>, split_dim: u8, split_outer: u64, concat_dim: u8, concat_outer: u64 },
+    /// Each device keeps its slice; nothing is sent.
+    LocalSlice { axes: Vec<AxisId>, dim: u8, outer: u64 },
+    /// The device at position 0 along `axes` keeps its values, the others take the reducer's neutral
+    /// element: a replicated value becomes a partial one. Nothing is sent.
+    KeepFirst { axes: Vec<AxisId>, reducer: Reducer },
+}
+
+impl Collective {
+    pub fn axes(&self) -> &[AxisId] {
+        match self {
+            Collective::AllReduce { axes, .. }
+            | Collective::ReduceScatter { axes, .. }
+            | Collective::AllGather { axes, .. }
+            | Collective::AllToAll { axes, .. }
+            | Collective::LocalSlice { axes, .. }
+            | Collective::KeepFirst { axes, .. } => axes,
+        }
+    }
+
+    /// Whether anything is sent between devices.
+    pub fn communicates(&self) -> bool {
+        !matches!(self, Collective::LocalSlice { .. } | Collective::KeepFirst { .. })
+    }
+
+    pub fn name(&self) -> &'static str {
+        match self {
+            Collective::AllReduce { .. } => "all_reduce",
+            Collective::ReduceScatter { .. } => "reduce_scatter",
+            Collective::AllGather { .. } => "all_gather",
+            Collective::AllToAll { .. } => "all_to_all",
+            Collective::LocalSlice { .. } => "local_slice",
+            Collective::KeepFirst { .. } => "keep_first",
+        }
+    }
+
+    /// Local shape of the result.
+    pub fn result_shape(&self, operand: &[u64], mesh: &Mesh) -> Vec<u64> {
+        let n = mesh.product(self.axes());
+        let mut shape = operand.to_vec();
+        match self {
+            Collective::AllReduce { .. } | Collective::KeepFirst { .. } => {}
+            Collective::ReduceScatter { dim, .. } | Collective::LocalSlice { dim, .. } => shape[*dim as usize] /= n,
+            Collective::AllGather { dim, .. } => shape[*dim as usize] = shape[*dim as usize].saturating_mul(n),
+            Collective::AllToAll { split_dim, concat_dim, .. } => {
+                shape[*split_dim as usize] /= n;
+                shape[*concat_dim as usize] = shape[*concat_dim as usize].saturating_mul(n);
+            }
+        }
+        shape
+    }
+}
+
+/// A collective and the sharding after it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub collective: Collective,
+    pub result: Sharding,
+}
+
+/// The collectives that turn a value of sharding `from` into one of sharding `to`, in order; empty where
+/// they are equal. Both must be valid for the same shape on `mesh`.
+pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
+    let mut steps: Vec<Step> = Vec::new();
+    let mut now = from.clone();
+
+    // Replicated axes that the target splits: slicing first makes everything after it smaller.
+    push_free_axes(&mut now, to, mesh, &mut steps);
+
+    // Reductions, each straight into the dimension where the target wants the axis, where that is possible.
+    while let Some(&(axis, reducer)) = now.partial.iter().find(|p| !to.partial.contains(p)) {
+        let scatter = (0..now.dims.len()).find_map(|dim| match pushable(&now.dims[dim], &to.dims[dim], mesh) {
+            Some((next, a, outer)) if a == axis => Some((dim, next, outer)),
+            _ => None,
+        });
+        now.partial.retain(|p| p.0 != axis);
+        let axes = vec![axis];
+        let collective = match scatter {
+            Some((dim, next, outer)) => {
+                now.dims[dim] = next;
+                Collective::ReduceScatter { axes, reducer, dim: dim as u8, outer }
+            }
+            None => Collective::AllReduce { axes, reducer },
+        };
+        record(&mut steps, collective, &now);
+        push_free_axes(&mut now, to, mesh, &mut steps);
+    }
+
+    // Axes in the wrong place: exchanged into the right one, or gathered.
+    while let Some(dim) = (0..now.dims.len()).find(|&d| now.dims[d] != now.dims[d].common(&to.dims[d], mesh)) {
+        let Some((next, axis, outer)) = now.dims[dim].pop(mesh) else { break };
+        let mut gathered = now.clone();
+        gathered.dims[dim] = next;
+        let exchange = (0..now.dims.len()).find_map(|d| match pushable(&gathered.dims[d], &to.dims[d], mesh) {
+            Some((next, a, outer)) if a == axis && d != dim => Some((d, next, outer)),
+            _ => None,
+        });
+        now = gathered;
+        let axes = vec![axis];
+        let collective = match exchange {
+            Some((split_dim, next, split_outer)) => {
+                now.dims[split_dim] = next;
+                Collective::AllToAll {
+                    axes,
+                    split_dim: split_dim as u8,
+                    split_outer,
+                    concat_dim: dim as u8,
+                    concat_outer: outer,
+                }
+            }
+            None => Collective::AllGather { axes, dim: dim as u8, outer },
+        };
+        record(&mut steps, collective, &now);
+        push_free_axes(&mut now, to, mesh, &mut steps);
+    }
+
+    // A replicated value where a partial one is wanted.
+    for &(axis, reducer) in &to.partial {
+        if !now.partial.contains(&(axis, reducer)) {
+            now.partial.push((axis, reducer));
+            now.partial.sort();
+            record(&mut steps, Collective::KeepFirst { axes: vec![axis], reducer }, &now);
+        }
+    }
+    debug_assert_eq!(&now, to, "reshard must reach its target");
+    steps
+}
+
+/// Slices in every axis that the target wants next in some dimension and that is replicated now.
+fn push_free_axes(now: &mut Sharding, to: &Sharding, mesh: &Mesh, steps: &mut Vec<Step>) {
+    let mut dim = 0;
+    while dim < now.dims.len() {
+        match pushable(&now.dims[dim], &to.dims[dim], mesh) {
+            Some((next, axis, outer)) if !uses(now, axis) => {
+                now.dims[dim] = next;
+                record(steps, Collective::LocalSlice { axes: vec![axis], dim: dim as u8, outer }, now);
+                dim = 0;
+            }
+            _ => dim += 1,
+        }
+    }
+}
+
+fn uses(sharding: &Sharding, axis: AxisId) -> bool {
+    sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis)
+}
+
+/// The next split on the way from `now` to `to`, if `to` refines `now`: the layout after it, its axis, and
+/// the number of outer blocks within which it cuts.
+fn pushable(now: &DimLayout, to: &DimLayout, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
+    let mut target = to.clone();
+    loop {
+        let (next, axis, outer) = target.pop(mesh)?;
+        if next == *now {
+            return Some((target, axis, outer));
+        }
+        target = next;
+    }
+}
+
+/// Appends a step, merging it with the one before where that is the same collective over one more axis.
+fn record(steps: &mut Vec<Step>, collective: Collective, now: &Sharding) {
+    if let Some(last) = steps.last_mut() {
+        let merged = match (&mut last.collective, &collective) {
+            (Collective::AllReduce { axes, reducer }, Collective::AllReduce { axes: more, reducer: r })
+            | (Collective::KeepFirst { axes, reducer }, Collective::KeepFirst { axes: more, reducer: r })
+                if reducer == r =>
+            {
+                axes.extend(more);
+                axes.sort();
+                true
+            }
+            _ => false,
+        };
+        if merged {
+            last.result = now.clone();
+            return;
+        }
+    }
+    steps.push(Step { collective, result: now.clone() });
+}
+
+/// The sharding whose dimension `dim` is further split over `axis` in its last segment, if that divides.
+pub fn split_further(sharding: &Sharding, dim: usize, axis: AxisId, mesh: &Mesh) -> Option<Sharding> {
+    if uses(sharding, axis) {
+        return None;
+    }
+    let mut segments: Vec<Segment> = sharding.dims[dim].segments().to_vec();
+    let last = segments.last_mut()?;
+    last.axes.push(axis);
+    if last.size % mesh.product(&last.axes) != 0 {
+        return None;
+    }
+    let mut finer = sharding.clone();
+    finer.dims[dim] = DimLayout::from_segments(segments, mesh);
+    Some(finer)
+}

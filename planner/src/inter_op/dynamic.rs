@@ -1,0 +1,338 @@
+//! Cuts a model's layers into stages and gives each stage a submesh and a way of running on it, exactly.
+//!
+//! This is the recurrence of Alpa (Zheng et al. 2022, section 5.2) over (stages, layers, devices):
+//! `F(s, k, d) = min over e and submesh of t(k..e, submesh, s) + F(s - 1, e, d - |submesh|)`, computed from
+//! the last layer backwards because what a stage keeps in memory depends on the number `s` of stages from
+//! it to the end. Where the paper enumerates the slowest stage's time in increasing order, here
+//! regions of (slowest stage, largest per-step cost) are searched best bound first, which solves the
+//! recurrence for a few dozen limits instead of thousands and is as exact.
+
+mod recurrence;
+mod search;
+
+use std::ops::Range;
+
+use self::recurrence::{Space, usable_shapes};
+use super::submesh::{SubmeshShape, packable_families, place};
+
+/// What one stage costs on one submesh in one way of running it. Bytes are per device.
+///
+/// Times must be at least zero and below 1e200: a candidate with other times is never chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Candidate {
+    /// Forward and backward of one microbatch, with what the stage sends.
+    pub microbatch_s: f64,
+    /// What is paid once per optimizer step and hidden behind nothing: gradient reduction, update.
+    pub step_s: f64,
+    /// Parameters, gradients, optimizer state.
+    pub static_bytes: u64,
+    /// Activations kept for each microbatch between its forward and its backward.
+    pub bytes_per_inflight_microbatch: u64,
+    /// The largest working memory on top of that.
+    pub transient_bytes: u64,
+    /// Opaque here: comes back in the answer.
+    pub id: u32,
+}
+
+impl Candidate {
+    /// Bytes per device while `in_flight` microbatches are between forward and backward.
+    pub fn peak_bytes(&self, in_flight: u32) -> u64 {
+        self.bytes_per_inflight_microbatch
+            .saturating_mul(u64::from(in_flight))
+            .saturating_add(self.static_bytes)
+            .saturating_add(self.transient_bytes)
+    }
+
+    fn has_times(&self) -> bool {
+        [self.microbatch_s, self.step_s]
+            .iter()
+            .all(|seconds| (0.0..1e200).contains(seconds))
+    }
+}
+
+/// The candidates of every (layer range, submesh shape); what is not pushed does not exist.
+#[derive(Debug, Clone)]
+pub struct StageTable {
+    pub num_layers: usize,
+    pub shapes: Vec<SubmeshShape>,
+    /// By range (first layer, then end) and shape.
+    candidates: Vec<Vec<Candidate>>,
+}
+
+impl StageTable {
+    pub fn new(num_layers: usize, shapes: Vec<SubmeshShape>) -> Self {
+        let num_ranges = num_layers * (num_layers + 1) / 2;
+        let candidates = vec![Vec::new(); num_ranges * shapes.len()];
+        StageTable {
+            num_layers,
+            shapes,
+            candidates,
+        }
+    }
+
+    /// Adds a way of running layers `first..end` on a submesh of `shapes[shape]`.
+    ///
+    /// # Panics
+    /// If the range is empty or ends after the last layer, or there is no such shape.
+    pub fn push(&mut self, first: usize, end: usize, shape: usize, candidate: Candidate) {
+        let cell = self.cell(first, end, shape);
+        assert!(cell.is_some(), "no layers {first}..{end} or shape {shape}");
+        if let Some(cell) = cell {
+            self.candidates[cell].push(candidate);
+        }
+    }
+
+    /// The ways of running layers `first..end` (`end` exclusive) on `shapes[shape]`, in the order they were
+    /// pushed; empty for a range or shape that does not exist.
+    pub fn candidates(&self, first: usize, end: usize, shape: usize) -> &[Candidate] {
+        self.cell(first, end, shape)
+            .map_or(&[], |cell| &self.candidates[cell])
+    }
+
+    fn cell(&self, first: usize, end: usize, shape: usize) -> Option<usize> {
+        if first >= end || end > self.num_layers || shape >= self.shapes.len() {
+            return None;
+        }
+        // There are `num_layers - f` ranges that start at layer `f`.
+        let before = first * self.num_layers - first * first.saturating_sub(1) / 2;
+        Some((before + end - first - 1) * self.shapes.len() + shape)
+    }
+}
+
+/// The schedules whose step time is `sum t + (B - 1) max t` and whose memory depends on a stage only through
+/// its distance from the last stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Schedule {
+    GPipe,
+    OneFOneB,
+}
+
+/// Microbatches that stage `stage_index` of `num_stages` holds at its peak: all `B` for GPipe, `min(B, S - i)` for
+/// 1F1B. Depends on `num_stages - stage_index` only and never falls with it; the program here relies on both.
+pub fn in_flight(
+    schedule: Schedule,
+    num_microbatches: u32,
+    num_stages: u32,
+    stage_index: u32,
+) -> u32 {
+    match schedule {
+        Schedule::GPipe => num_microbatches,
+        Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage_index)),
+    }
+}
+
+/// What is asked of [`plan_stages`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Query {
+    pub nodes: u32,
+    pub devices_per_node: u32,
+    /// `B`; zero counts as one.
+    pub num_microbatches: u32,
+    pub schedule: Schedule,
+    pub device_memory_bytes: u64,
+    /// Fixed by the user; `None` leaves it to the search.
+    pub num_stages: Option<u32>,
+    /// Every device must be used; otherwise some may be left idle.
+    pub all_devices: bool,
+    /// Stop when no plan can be faster by more than this fraction. Zero finds an optimum; 0.01 saves time on
+    /// tables with many distinct times.
+    pub relative_tolerance: f64,
+}
+
+/// The stages found, first to last.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stages {
+    /// Layers, index of the shape in the table, id of the candidate.
+    pub stages: Vec<(Range<usize>, usize, u32)>,
+    /// `sum microbatch_s + (B - 1) max microbatch_s + max step_s`.
+    pub step_s: f64,
+    /// No plan from this table is faster than this. Equals `step_s` unless a tolerance was given, or
+    /// the fastest stages do not pack into the nodes (see [`place`]).
+    pub bound_s: f64,
+}
+
+/// Why there is no plan.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum NoStages {
+    /// Of all plans the one whose fullest stage needs the least memory still does not fit; this is that stage.
+    #[error(
+        "stage {stage} of {num_stages} (layers {}..{} on {shape}) needs at least {required_bytes} bytes per device with \
+         {in_flight} microbatches in flight, {} more than the limit of {limit_bytes}",
+        layers.start, layers.end, required_bytes - limit_bytes
+    )]
+    Memory {
+        required_bytes: u64,
+        limit_bytes: u64,
+        layers: Range<usize>,
+        shape: SubmeshShape,
+        stage: u32,
+        num_stages: u32,
+        in_flight: u32,
+    },
+    #[error(
+        "no combination of submeshes gives {} on {nodes} nodes of {devices_per_node} devices{}",
+        num_stages.map_or("any stages".to_string(), |n| format!("{n} stages")),
+        if *all_devices { " and uses every device" } else { "" }
+    )]
+    NoTiling {
+        nodes: u32,
+        devices_per_node: u32,
+        num_stages: Option<u32>,
+        all_devices: bool,
+    },
+    #[error(
+        "{num_stages} stages were asked for, but there are only {num_layers} layers to put into them"
+    )]
+    MoreStagesThanLayers { num_stages: u32, num_layers: usize },
+    /// Submeshes fit the cluster, but the table has no candidates for the ranges of layers that would need them.
+    #[error(
+        "the stage candidates do not cover layers 0..{num_layers} on any combination of submeshes"
+    )]
+    NoCandidates { num_layers: usize },
+}
+
+/// Finds the stages with the least `sum t_i + (B - 1) max t_i + max step_i` that fit in memory and on the cluster.
+///
+/// The `step_s` of stages overlap, since each stage reduces its gradients and updates its own parameters on its own
+/// devices: hence the maximum. Of equally fast plans (within 1e-10) the one with fewer stages is
+/// returned, then the one whose first stage ends earliest, and so on.
+///
+/// Devices are counted, not placed, during the search; this loses nothing if the sizes of the shapes divide one
+/// another (see [`place`]). If they do not and the fastest stages cannot be placed, the answer is the
+/// best plan from one family of shapes that always can (see [`packable_families`]), and `bound_s` tells
+/// what this may have cost.
+///
+/// # Errors
+/// [`NoStages`] if nothing fits; all of it is about the input.
+pub fn plan_stages(table: &StageTable, query: &Query) -> Result<Stages, NoStages> {
+    let every_shape: Vec<usize> = (0..table.shapes.len()).collect();
+    let unrestricted = search_stages(table, query, &every_shape)?;
+    let packs = |found: &Stages| {
+        let shapes: Vec<SubmeshShape> = found
+            .stages
+            .iter()
+            .map(|(_, shape, _)| table.shapes[*shape])
+            .collect();
+        place(&shapes, query.nodes, query.devices_per_node).is_some()
+    };
+    if packs(&unrestricted) {
+        return Ok(unrestricted);
+    }
+    let mut best: Result<Stages, NoStages> = Err(no_tiling(query));
+    for family in packable_families(&table.shapes, query.nodes, query.devices_per_node) {
+        let found = search_stages(table, query, &family);
+        best = match (best, found) {
+            (Ok(best), Ok(found)) if found.step_s < best.step_s => Ok(found),
+            (Err(_), Ok(found)) => Ok(found),
+            (Err(NoStages::NoTiling { .. }), Err(error)) => Err(error),
+            (best, _) => best,
+        };
+    }
+    best.map(|found| Stages {
+        bound_s: unrestricted.bound_s,
+        ..found
+    })
+}
+
+fn no_tiling(query: &Query) -> NoStages {
+    NoStages::NoTiling {
+        nodes: query.nodes,
+        devices_per_node: query.devices_per_node,
+        num_stages: query.num_stages,
+        all_devices: query.all_devices,
+    }
+}
+
+/// [`plan_stages`] with some of the table's shapes, counting devices only.
+fn search_stages(table: &StageTable, query: &Query, shapes: &[usize]) -> Result<Stages, NoStages> {
+    let space = Space::new(table, query, shapes, true);
+    let Some(found) = space.as_ref().and_then(|space| space.search()) else {
+        return Err(explain_failure(table, query, shapes));
+    };
+    let bound_s = found.step_s * (1.0 - tolerance(query));
+    Ok(Stages {
+        stages: found
+            .legs
+            .iter()
+            .map(|leg| (leg.first..leg.end, leg.shape, leg.choice.id))
+            .collect(),
+        step_s: found.step_s,
+        bound_s,
+    })
+}
+
+fn tolerance(query: &Query) -> f64 {
+    if query.relative_tolerance > 0.0 {
+        query.relative_tolerance.min(1.0)
+    } else {
+        0.0
+    }
+}
+
+/// Says why the search found nothing.
+fn explain_failure(table: &StageTable, query: &Query, shapes: &[usize]) -> NoStages {
+    let num_layers = table.num_layers;
+    if let Some(num_stages) = query.num_stages
+        && usize::try_from(num_stages).map_or(true, |n| n > num_layers)
+    {
+        return NoStages::MoreStagesThanLayers {
+            num_stages,
+            num_layers,
+        };
+    }
+    if num_layers > 0 && !tiles(table, query, shapes) {
+        return no_tiling(query);
+    }
+    let no_candidates = NoStages::NoCandidates { num_layers };
+    let Some(space) = Space::new(table, query, shapes, false) else {
+        return no_candidates;
+    };
+    space.least_memory(table, query).unwrap_or(no_candidates)
+}
+
+/// Whether some number of blocks that the query allows covers the cluster, by counting devices.
+fn tiles(table: &StageTable, query: &Query, shapes: &[usize]) -> bool {
+    let shapes = usable_shapes(table, query, shapes);
+    let total = u64::from(query.nodes) * u64::from(query.devices_per_node);
+    let Ok(total) = usize::try_from(total) else {
+        return false;
+    };
+    let sizes = distinct_sizes(table, &shapes);
+    let (at_least, at_most) = match query.num_stages {
+        Some(n) => (n as usize, n as usize),
+        None => (1, table.num_layers),
+    };
+    let mut reached = vec![false; total + 1];
+    reached[0] = true;
+    for count in 1..=at_most.min(total) {
+        let mut next = vec![false; total + 1];
+        for &size in &sizes {
+            for devices in size..=total {
+                next[devices] |= reached[devices - size];
+            }
+        }
+        reached = next;
+        let done = if query.all_devices {
+            reached[total]
+        } else {
+            reached.contains(&true)
+        };
+        if done && count >= at_least {
+            return true;
+        }
+    }
+    false
+}
+
+fn distinct_sizes(table: &StageTable, shapes: &[usize]) -> Vec<usize> {
+    let mut sizes: Vec<usize> = shapes
+        .iter()
+        .map(|&i| table.shapes[i].num_devices() as usize)
+        .collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+#[cfg(test)]
+mod tests;

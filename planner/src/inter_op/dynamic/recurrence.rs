@@ -1,0 +1,563 @@
+//! The recurrence itself: a query compiled to arcs, its values, and the way back from a value to the stages.
+
+use std::ops::Range;
+
+use super::{Candidate, NoStages, Query, StageTable, in_flight, tolerance};
+
+/// A layer range on a shape that has at least one candidate.
+#[derive(Debug, Clone)]
+pub(super) struct Arc {
+    pub(super) first: usize,
+    pub(super) end: usize,
+    pub(super) shape: usize,
+    /// In units of the greatest common divisor of all block sizes.
+    pub(super) devices: usize,
+    /// Into `Space::choices`.
+    pub(super) choices: Range<usize>,
+}
+
+/// Arcs sorted by first layer, end, shape.
+#[derive(Debug, Default)]
+pub(super) struct Arcs {
+    list: Vec<Arc>,
+    /// `list[starts[k]..starts[k + 1]]` start at layer `k`.
+    starts: Vec<usize>,
+}
+
+impl Arcs {
+    fn starting_at(&self, layer: usize) -> &[Arc] {
+        &self.list[self.starts[layer]..self.starts[layer + 1]]
+    }
+}
+
+/// A candidate, with memory turned into the largest number of stages, from its own to the last, with which it fits.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choice {
+    pub(super) microbatch_s: f64,
+    pub(super) step_s: f64,
+    pub(super) max_position: u32,
+    pub(super) id: u32,
+}
+
+/// One stage of a solution.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Leg {
+    pub(super) first: usize,
+    pub(super) end: usize,
+    pub(super) shape: usize,
+    pub(super) choice: Choice,
+}
+
+/// Upper limits on every stage of a solution.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) microbatch_s: f64,
+    pub(super) step_s: f64,
+}
+
+/// The input, compiled for one query.
+pub(super) struct Space {
+    pub(super) num_layers: usize,
+    /// Number of devices in units of the greatest common divisor of all block sizes.
+    pub(super) budget: usize,
+    pub(super) all_devices: bool,
+    pub(super) num_stages: Option<usize>,
+    /// More stages than this cannot be.
+    pub(super) max_stages: usize,
+    /// With this many stages to the end, or more, memory no longer depends on how many.
+    pub(super) saturation: usize,
+    pub(super) num_microbatches: u32,
+    pub(super) relative_tolerance: f64,
+    pub(super) arcs: Arcs,
+    /// Each arc's choices, fastest first, none better than another in every way.
+    pub(super) choices: Vec<Choice>,
+}
+
+impl Space {
+    /// `None` if the cluster has no devices, no usable shape or no layers. Without `check_memory` every
+    /// candidate is kept and fits everywhere.
+    pub(super) fn new(
+        table: &StageTable,
+        query: &Query,
+        shapes: &[usize],
+        check_memory: bool,
+    ) -> Option<Self> {
+        let shapes = usable_shapes(table, query, shapes);
+        let total = u64::from(query.nodes) * u64::from(query.devices_per_node);
+        let sizes = shapes.iter().map(|&i| table.shapes[i].num_devices());
+        let unit = sizes.fold(0, greatest_common_divisor);
+        if unit == 0 || table.num_layers == 0 || (query.all_devices && !total.is_multiple_of(unit))
+        {
+            return None;
+        }
+        let budget = usize::try_from(total / unit).ok()?;
+        let max_stages = match query.num_stages {
+            Some(n) => usize::try_from(n).ok()?,
+            None => table.num_layers.min(budget),
+        };
+        if max_stages == 0 || max_stages > table.num_layers.min(budget) {
+            return None;
+        }
+        let mut space = Space {
+            num_layers: table.num_layers,
+            budget,
+            all_devices: query.all_devices,
+            num_stages: query.num_stages.map(|_| max_stages),
+            max_stages,
+            saturation: 1,
+            num_microbatches: query.num_microbatches.max(1),
+            relative_tolerance: tolerance(query),
+            arcs: Arcs::default(),
+            choices: Vec::new(),
+        };
+        let max_position = |candidate: &Candidate| {
+            if check_memory {
+                max_position(candidate, query, max_stages as u32)
+            } else {
+                u32::MAX
+            }
+        };
+        for first in 0..table.num_layers {
+            space.arcs.starts.push(space.arcs.list.len());
+            for end in first + 1..=table.num_layers {
+                for &shape in &shapes {
+                    let start = space.choices.len();
+                    let candidates = table.candidates(first, end, shape);
+                    space.add_choices(candidates, &max_position);
+                    if space.choices.len() > start {
+                        let devices = table.shapes[shape].num_devices() / unit;
+                        space.arcs.list.push(Arc {
+                            first,
+                            end,
+                            shape,
+                            devices: devices as usize,
+                            choices: start..space.choices.len(),
+                        });
+                    }
+                }
+            }
+        }
+        space.arcs.starts.push(space.arcs.list.len());
+        space.saturation = space
+            .choices
+            .iter()
+            .filter(|choice| choice.max_position != u32::MAX)
+            .map(|choice| choice.max_position as usize + 1)
+            .max()
+            .unwrap_or(1);
+        Some(space)
+    }
+
+    /// Appends the candidates that can be chosen at all, fastest first, without those that an
+    /// earlier one beats in time, step and memory.
+    fn add_choices(&mut self, candidates: &[Candidate], max_position: &impl Fn(&Candidate) -> u32) {
+        let start = self.choices.len();
+        let usable = candidates.iter().filter(|c| c.has_times());
+        self.choices.extend(usable.map(|candidate| Choice {
+            microbatch_s: candidate.microbatch_s,
+            step_s: candidate.step_s,
+            max_position: max_position(candidate),
+            id: candidate.id,
+        }));
+        self.choices[start..].sort_by(|a, b| {
+            a.microbatch_s
+                .total_cmp(&b.microbatch_s)
+                .then(a.step_s.total_cmp(&b.step_s))
+                .then(b.max_position.cmp(&a.max_position))
+                .then(a.id.cmp(&b.id))
+        });
+        let mut kept = start;
+        for i in start..self.choices.len() {
+            let choice = self.choices[i];
+            let beaten = self.choices[start..kept].iter().any(|better| {
+                better.step_s <= choice.step_s && better.max_position >= choice.max_position
+            });
+            if choice.max_position > 0 && !beaten {
+                self.choices[kept] = choice;
+                kept += 1;
+            }
+        }
+        self.choices.truncate(kept);
+    }
+
+    /// The fastest way to run an arc within the limits, with `position` stages from it to the end.
+    pub(super) fn pick(&self, arc: &Arc, limits: Limits, position: usize) -> Option<Choice> {
+        self.choices[arc.choices.clone()]
+            .iter()
+            .take_while(|choice| choice.microbatch_s <= limits.microbatch_s)
+            .find(|choice| {
+                choice.step_s <= limits.step_s && choice.max_position as usize >= position
+            })
+            .copied()
+    }
+
+    /// The arcs that can be run within the limits at all.
+    pub(super) fn arcs_within(&self, limits: Limits) -> Arcs {
+        let mut within = Arcs::default();
+        for layer in 0..self.num_layers {
+            within.starts.push(within.list.len());
+            let arcs = self.arcs.starting_at(layer).iter();
+            let arcs = arcs.filter(|arc| self.pick(arc, limits, 1).is_some());
+            within.list.extend(arcs.cloned());
+        }
+        within.starts.push(within.list.len());
+        within
+    }
+}
+
+/// Indices of the shapes that the cluster has.
+pub(super) fn usable_shapes(table: &StageTable, query: &Query, shapes: &[usize]) -> Vec<usize> {
+    shapes
+        .iter()
+        .copied()
+        .filter(|&i| table.shapes[i].is_block_of(query.nodes, query.devices_per_node))
+        .collect()
+}
+
+fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 {
+        a
+    } else {
+        greatest_common_divisor(b, a % b)
+    }
+}
+
+/// The largest number of stages from this one to the last with which the candidate fits: 0 if it never does,
+/// `u32::MAX` if it fits with all `max_stages`.
+fn max_position(candidate: &Candidate, query: &Query, max_stages: u32) -> u32 {
+    let fits = |position: u32| {
+        let held = in_flight(query.schedule, query.num_microbatches.max(1), position, 0);
+        candidate.peak_bytes(held) <= query.device_memory_bytes
+    };
+    if fits(max_stages) {
+        return u32::MAX;
+    }
+    // Bisection: `in_flight` never falls with the position. `low` fits or is 0, `high` does not fit.
+    let (mut low, mut high) = (0, max_stages);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if fits(middle) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    low
+}
+
+/// The values of the recurrence: `row(s, k)[d]` is the least cost of layers `k..` in exactly `s` stages on `d` device
+/// units: exactly `d` if all devices must be used, else at most `d`. If `saturating`, the last
+/// level stands for its own number of stages and every larger one.
+pub(super) struct Costs {
+    num_layers: usize,
+    width: usize,
+    levels: usize,
+    saturating: bool,
+    rows: Vec<f64>,
+    /// Per layer the less of the last two levels: what may follow a stage of the last level if `saturating`.
+    joined: Vec<f64>,
+}
+
+impl Costs {
+    fn row(&self, level: usize, layer: usize) -> &[f64] {
+        let start = (level * (self.num_layers + 1) + layer) * self.width;
+        &self.rows[start..start + self.width]
+    }
+
+    /// What may follow a stage of `level` that ends before `layer`.
+    fn rest(&self, level: usize, layer: usize) -> &[f64] {
+        if self.saturating && level == self.levels {
+            &self.joined[layer * self.width..(layer + 1) * self.width]
+        } else {
+            self.row(level - 1, layer)
+        }
+    }
+}
+
+/// Lower bounds on what precedes a layer, and the cost above which a solution is of no interest.
+pub(super) struct Prune {
+    /// Pairs of a number of stages and prefix costs that hold if every stage of the prefix has at least so many
+    /// stages to the end, the smallest first.
+    pub(super) prefixes: Vec<(usize, Vec<f64>)>,
+    pub(super) cap: f64,
+}
+
+impl Prune {
+    /// The sharpest bound on what precedes a stage with `level` stages to the end.
+    fn before(&self, level: usize) -> Option<&[f64]> {
+        let valid = |(position, _): &&(usize, Vec<f64>)| *position <= level + 1;
+        let sharpest = self.prefixes.iter().take_while(valid).last();
+        sharpest.map(|(_, prefix)| prefix.as_slice())
+    }
+}
+
+impl Space {
+    /// Fills in the recurrence. `cost` is that of an arc with so many stages to the end (infinite: not possible),
+    /// `join` adds it to the cost of the rest; both `+` and `max` make sense.
+    pub(super) fn costs(
+        &self,
+        arcs: &Arcs,
+        levels: usize,
+        saturating: bool,
+        cost: impl Fn(&Arc, usize) -> f64,
+        join: impl Fn(f64, f64) -> f64,
+        prune: Option<Prune>,
+    ) -> Costs {
+        let (layers, width) = (self.num_layers, self.budget + 1);
+        let level_len = (layers + 1) * width;
+        let mut costs = Costs {
+            num_layers: layers,
+            width,
+            levels,
+            saturating,
+            rows: vec![f64::INFINITY; level_len],
+            joined: vec![f64::INFINITY; if saturating { level_len } else { 0 }],
+        };
+        let no_layers_left = if self.all_devices { 1 } else { width };
+        costs.rows[layers * width..][..no_layers_left].fill(0.0);
+        if saturating && levels == 1 {
+            costs.joined[layers * width..].copy_from_slice(&costs.rows[layers * width..level_len]);
+        }
+        // Per layer, the part of the source row that is finite.
+        let mut live: Vec<Range<usize>> = vec![0..0; layers + 1];
+        live[layers] = 0..no_layers_left;
+        for level in 1..=levels {
+            let last = saturating && level == levels;
+            let bound = prune
+                .as_ref()
+                .and_then(|prune| Some((prune.before(level)?, prune.cap)));
+            costs.rows.resize((level + 1) * level_len, f64::INFINITY);
+            let (done, current) = costs.rows.split_at_mut(level * level_len);
+            let previous = &done[(level - 1) * level_len..];
+            let mut new_live: Vec<Range<usize>> = vec![0..0; layers + 1];
+            if last {
+                if levels > 1 {
+                    costs.joined.copy_from_slice(previous);
+                } else {
+                    new_live[layers] = live[layers].clone();
+                }
+            }
+            for layer in (0..layers).rev() {
+                let row = &mut current[layer * width..(layer + 1) * width];
+                // Stages before this one need a layer and a device each.
+                let before = match self.num_stages {
+                    Some(n) if !saturating => n - level,
+                    _ => usize::from(layer > 0),
+                };
+                let possible =
+                    layer >= before && (layer == 0 || before > 0) && layers - layer >= level;
+                if possible {
+                    let limit = width - before.min(width);
+                    for arc in arcs.starting_at(layer) {
+                        let (source, range) = if last {
+                            let range = join_ranges(&live[arc.end], &new_live[arc.end]);
+                            (&costs.joined[arc.end * width..], range)
+                        } else {
+                            (&previous[arc.end * width..], live[arc.end].clone())
+                        };
+                        let end = range.end.min(limit.saturating_sub(arc.devices));
+                        if range.start >= end {
+                            continue;
+                        }
+                        let arc_cost = cost(arc, level);
+                        if arc_cost == f64::INFINITY {
+                            continue;
+                        }
+                        let source = &source[range.start..end];
+                        let target = &mut row[range.start + arc.devices..end + arc.devices];
+                        for (target, &rest) in target.iter_mut().zip(source) {
+                            let joined = join(rest, arc_cost);
+                            *target = if joined < *target { joined } else { *target };
+                        }
+                    }
+                    if let Some((prefix, cap)) = bound {
+                        let prefix = &prefix[layer * width..(layer + 1) * width];
+                        drop_above(row, prefix, cap);
+                    }
+                    new_live[layer] = finite_part(row);
+                }
+                if last {
+                    let joined = &mut costs.joined[layer * width..(layer + 1) * width];
+                    for (joined, &value) in joined.iter_mut().zip(row.iter()) {
+                        *joined = joined.min(value);
+                    }
+                }
+            }
+            live = new_live;
+            if level < levels && live.iter().all(Range::is_empty) {
+                // Nothing is left that another stage could be put in front of.
+                costs.levels = level;
+                costs.saturating = false;
+                break;
+            }
+        }
+        costs
+    }
+
+    /// Per layer `k` and device units, the least cost of layers `..k`, whatever the number of stages; infinite
+    /// where what comes after takes the sum above the cap. `after` is a saturated single level of [`Space::costs`].
+    pub(super) fn prefix_costs(
+        &self,
+        arcs: &Arcs,
+        cost: impl Fn(&Arc) -> f64,
+        after: Option<(&Costs, f64)>,
+    ) -> Vec<f64> {
+        let width = self.budget + 1;
+        let mut costs = vec![f64::INFINITY; (self.num_layers + 1) * width];
+        let nothing_placed = if self.all_devices { 1 } else { width };
+        costs[..nothing_placed].fill(0.0);
+        for layer in 0..self.num_layers {
+            let (sources, targets) = costs.split_at_mut((layer + 1) * width);
+            let source = &mut sources[layer * width..];
+            if let Some((after, cap)) = after {
+                drop_above(source, after.row(1, layer), cap);
+            }
+            let live = finite_part(source);
+            for arc in arcs.starting_at(layer) {
+                let end = live.end.min(width.saturating_sub(arc.devices));
+                if live.start >= end {
+                    continue;
+                }
+                let arc_cost = cost(arc);
+                if arc_cost == f64::INFINITY {
+                    continue;
+                }
+                let target = &mut targets[(arc.end - layer - 1) * width..][..width];
+                let target = &mut target[live.start + arc.devices..end + arc.devices];
+                for (target, &before) in target.iter_mut().zip(&source[live.start..end]) {
+                    let joined = before + arc_cost;
+                    *target = if joined < *target { joined } else { *target };
+                }
+            }
+        }
+        costs
+    }
+
+    /// The least cost of all layers and the number of stages (or level) that has it.
+    pub(super) fn cheapest(&self, costs: &Costs) -> Option<(f64, usize)> {
+        let levels = match self.num_stages {
+            Some(n) if !costs.saturating => n..=n.min(costs.levels),
+            _ => 1..=costs.levels,
+        };
+        levels
+            .map(|level| (costs.row(level, 0)[self.budget], level))
+            .filter(|(cost, _)| *cost < f64::INFINITY)
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+    }
+
+    /// The arcs of the cheapest solution with their levels: at each layer the first arc whose cost is
+    /// within `slack` of the least.
+    pub(super) fn walk<'a>(
+        &self,
+        arcs: &'a Arcs,
+        costs: &Costs,
+        level: usize,
+        cost: impl Fn(&Arc, usize) -> f64,
+        join: impl Fn(f64, f64) -> f64,
+        slack: f64,
+    ) -> Vec<(&'a Arc, usize)> {
+        let (mut level, mut layer, mut devices) = (level, 0, self.budget);
+        let mut path = Vec::new();
+        while layer < self.num_layers {
+            let goal = costs.row(level, layer)[devices] + slack;
+            let step = arcs.starting_at(layer).iter().find(|arc| {
+                arc.devices <= devices && {
+                    let rest = costs.rest(level, arc.end)[devices - arc.devices];
+                    rest < f64::INFINITY && join(rest, cost(arc, level)) <= goal
+                }
+            });
+            let Some(arc) = step else {
+                debug_assert!(false, "a finite cost comes from some arc");
+                return Vec::new();
+            };
+            path.push((arc, level));
+            layer = arc.end;
+            devices -= arc.devices;
+            let stays = costs.saturating
+                && level == costs.levels
+                && costs.row(level, layer)[devices] < costs.row(level - 1, layer)[devices];
+            if !stays {
+                level -= 1;
+            }
+        }
+        path
+    }
+}
+
+fn join_ranges(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    if a.is_empty() {
+        b.clone()
+    } else if b.is_empty() {
+        a.clone()
+    } else {
+        a.start.min(b.start)..a.end.max(b.end)
+    }
+}
+
+/// Removes the values that exceed the cap together with those of the opposite side, to which all other devices are left.
+fn drop_above(row: &mut [f64], opposite: &[f64], cap: f64) {
+    for (value, &other) in row.iter_mut().zip(opposite.iter().rev()) {
+        if *value + other > cap {
+            *value = f64::INFINITY;
+        }
+    }
+}
+
+/// The range from the first to the last finite value.
+fn finite_part(row: &[f64]) -> Range<usize> {
+    let is_finite = |value: &f64| *value < f64::INFINITY;
+    match (
+        row.iter().position(is_finite),
+        row.iter().rposition(is_finite),
+    ) {
+        (Some(first), Some(last)) => first..last + 1,
+        _ => 0..0,
+    }
+}
+
+impl Space {
+    /// The fullest stage of the plan whose fullest stage is least full, found by the same recurrence with the
+    /// maximum of bytes for the sum of times; `None` if there is no plan however large the memory.
+    pub(super) fn least_memory(&self, table: &StageTable, query: &Query) -> Option<NoStages> {
+        let held =
+            |position: usize| in_flight(query.schedule, self.num_microbatches, position as u32, 0);
+        let bytes = |arc: &Arc, position: usize| -> u64 {
+            table
+                .candidates(arc.first, arc.end, arc.shape)
+                .iter()
+                .filter(|c| c.has_times())
+                .map(|candidate| candidate.peak_bytes(held(position)))
+                .min()
+                .unwrap_or(u64::MAX)
+        };
+        // Exact as `f64` up to 2^53 bytes, which is 9 PB.
+        let cost = |arc: &Arc, position: usize| bytes(arc, position) as f64;
+        let (levels, saturating) = match self.num_stages {
+            Some(n) => (n, false),
+            None => {
+                let full = held(self.max_stages);
+                let same = (1..=self.max_stages).find(|&position| held(position) == full);
+                (same.unwrap_or(self.max_stages), true)
+            }
+        };
+        let costs = self.costs(&self.arcs, levels, saturating, cost, f64::max, None);
+        let (_, level) = self.cheapest(&costs)?;
+        let path = self.walk(&self.arcs, &costs, level, cost, f64::max, 0.0);
+        let num_stages = path.len();
+        let (stage, arc, required_bytes) = path
+            .iter()
+            .enumerate()
+            .map(|(stage, (arc, _))| (stage, *arc, bytes(arc, num_stages - stage)))
+            .max_by_key(|&(stage, _, bytes)| (bytes, std::cmp::Reverse(stage)))
+            .filter(|&(_, _, bytes)| bytes > query.device_memory_bytes)?;
+        Some(NoStages::Memory {
+            required_bytes,
+            limit_bytes: query.device_memory_bytes,
+            layers: arc.first..arc.end,
+            shape: table.shapes[arc.shape],
+            stage: stage as u32,
+            num_stages: num_stages as u32,
+            in_flight: held(num_stages - stage),
+        })
+    }
+}

@@ -1,0 +1,351 @@
+//! The strategies of each node on one mesh, and the prices between their layouts.
+//!
+//! Layouts are interned, so that the cost tables of the integer program are filled by index. What a strategy costs
+//! in the backward pass mirrors the forward one: the axes that split a factor of the op split it in the
+//! gradients too, so an operand's cotangent comes out laid out as the operand, partial over the axes that split
+//! factors the operand does not have.
+
+use crate::lower::Prices;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
+use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
+use altiplano_ir::types::TensorType;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+/// What the user (or a baseline) demands of the axes of a mesh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct AxisRoles {
+    /// Axis 0 splits factors of the batch and nothing else.
+    pub first_is_data: bool,
+    /// Axis 1 splits no factor of the batch.
+    pub second_is_model: bool,
+}
+
+/// A layout by its number.
+pub type LayoutId = u32;
+
+/// One way to run a node.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    pub strategy: Strategy,
+    /// Layout that each operand must have.
+    pub operands: Vec<LayoutId>,
+    /// Layout in which each operand's cotangent comes out.
+    pub cotangents: Vec<LayoutId>,
+    /// Layout of the result, and the same with nothing left to reduce, in which its cotangent is needed.
+    pub result: LayoutId,
+    pub resting: LayoutId,
+    /// Seconds of the op.
+    pub forward_s: f64,
+}
+
+/// All ways to run a node of one kind.
+#[derive(Debug)]
+pub struct Space {
+    pub choices: Vec<Choice>,
+}
+
+/// Interned layouts and memoised prices of one mesh.
+pub struct Spaces<'a> {
+    pub prices: &'a Prices<'a>,
+    pub roles: AxisRoles,
+    layouts: Vec<Sharding>,
+    ids: HashMap<Sharding, LayoutId>,
+    reshards: HashMap<(u64, LayoutId, LayoutId), f64>,
+    spaces: BTreeMap<String, Rc<Space>>,
+}
+
+impl<'a> Spaces<'a> {
+    pub fn new(prices: &'a Prices<'a>, roles: AxisRoles) -> Self {
+        Spaces {
+            prices,
+            roles,
+            layouts: Vec::new(),
+            ids: HashMap::new(),
+            reshards: HashMap::new(),
+            spaces: BTreeMap::new(),
+        }
+    }
+
+    pub fn mesh(&self) -> &Mesh {
+        &self.prices.mesh
+    }
+
+    pub fn intern(&mut self, sharding: Sharding) -> LayoutId {
+        if let Some(&id) = self.ids.get(&sharding) {
+            return id;
+        }
+        let id = self.layouts.len() as LayoutId;
+        self.layouts.push(sharding.clone());
+        self.ids.insert(sharding, id);
+        id
+    }
+
+    pub fn layout(&self, id: LayoutId) -> &Sharding {
+        &self.layouts[id as usize]
+    }
+
+    /// Seconds of a reshard of a value of type `ty`.
+    pub fn reshard_s(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> f64 {
+        if from == to {
+            return 0.0;
+        }
+        let key = (ty.dtype.bytes(), from, to);
+        if let Some(&seconds) = self.reshards.get(&key) {
+            return seconds;
+        }
+        let seconds = self.prices.reshard_s(ty, &self.layouts[from as usize], &self.layouts[to as usize]);
+        self.reshards.insert(key, seconds);
+        seconds
+    }
+
+    /// The strategies of a node. `outers` lists block counts for each factor, see [`block_counts`].
+    pub fn of(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Rc<Space> {
+        let node = graph.node(v);
+        let batch: Vec<u32> =
+            node.operands.iter().map(|&o| graph.node(o).batch_dims).chain([node.batch_dims]).collect();
+        let key = format!("{:?} {:?} {} {outers:?} {batch:?}", node.op, graph.operand_types(v), node.ty);
+        if let Some(space) = self.spaces.get(&key) {
+            return space.clone();
+        }
+        let space = Rc::new(self.enumerate(graph, v, outers));
+        self.spaces.insert(key, space.clone());
+        space
+    }
+
+    fn enumerate(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Space {
+        let mesh = self.mesh().clone();
+        let node = graph.node(v);
+        let rule = graph.rule(v);
+        let types = graph.operand_types(v);
+        let is_batch = batch_factors(graph, v, &rule);
+        let mut strategies = rule.strategies(&mesh, outers, false);
+        strategies.retain(|s| self.allowed_by_roles(s, &is_batch));
+        // Heavy ops use every axis where they can: an idle axis multiplies their work.
+        if matches!(node.op, Op::DotGeneral(_)) {
+            let idle = |s: &Strategy| {
+                s.0.iter().zip(mesh.axis_ids()).filter(|(u, a)| mesh.size(*a) > 1 && **u == AxisUse::Replicated).count()
+            };
+            let least = strategies.iter().map(idle).min().unwrap_or(0);
+            strategies.retain(|s| idle(s) == least);
+        }
+        let mut choices: Vec<Choice> = Vec::with_capacity(strategies.len());
+        for strategy in strategies {
+            let shardings = rule.shardings(&strategy, &mesh);
+            let forward_s = self.prices.compute_s(&node.op, &types, &node.ty, &shardings);
+            let cotangents = (0..shardings.operands.len())
+                .map(|k| {
+                    let mut sharding = shardings.operands[k].clone();
+                    for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
+                        if let AxisUse::Factor { factor, .. } = use_
+                            && !rule.operands[k].iter().flatten().any(|f| f == factor)
+                        {
+                            sharding.partial.push((axis, Reducer::Sum));
+                        }
+                    }
+                    sharding.partial.sort();
+                    self.intern(sharding)
+                })
+                .collect();
+            let operands = shardings.operands.into_iter().map(|s| self.intern(s)).collect();
+            let resting = self.intern(shardings.result.reduced());
+            let result = self.intern(shardings.result);
+            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s });
+        }
+        Space { choices }
+    }
+
+    fn allowed_by_roles(&self, strategy: &Strategy, is_batch: &[bool]) -> bool {
+        strategy.0.iter().enumerate().all(|(axis, use_)| match use_ {
+            AxisUse::Factor { factor, .. } => {
+                let batch = is_batch[*factor as usize];
+                !(axis == 0 && self.roles.first_is_data && !batch || axis == 1 && self.roles.second_is_model && batch)
+            }
+            _ => true,
+        })
+    }
+
+    /// Layouts in which a value may rest between layers: each axis on one dimension, or on none.
+    pub fn boundary_layouts(&mut self, ty: &TensorType, batch_dims: u32) -> Vec<LayoutId> {
+        let mesh = self.mesh().clone();
+        let mut all = vec![Sharding::replicated(&ty.shape)];
+        for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
+            let mut next = Vec::new();
+            for sharding in &all {
+                next.push(sharding.clone());
+                for dim in 0..ty.rank() {
+                    let batch = batch_dims >> dim & 1 == 1;
+                    let forbidden = axis.0 == 0 && self.roles.first_is_data && !batch
+                        || axis.0 == 1 && self.roles.second_is_model && batch;
+                    if !forbidden && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh) {
+                        next.push(finer);
+                    }
+                }
+            }
+            all = next;
+        }
+        all.into_iter().map(|s| self.intern(s)).collect()
+    }
+
+    /// Layouts in which a parameter may be kept, before storage sharding: like [`Spaces::boundary_layouts`], with
+    /// splits within blocks for dimensions that have them.
+    pub fn parameter_layouts(&mut self, ty: &TensorType, outers: &[Vec<u64>]) -> Vec<LayoutId> {
+        let mesh = self.mesh().clone();
+        let mut rule = ShardingRule::default();
+        rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
+        let mut strategies = rule.strategies(&mesh, outers, false);
+        // The data axis splits parameters only as storage.
+        if self.roles.first_is_data {
+            strategies.retain(|s| s.0[0] == AxisUse::Replicated);
+        }
+        let mut ids: Vec<LayoutId> =
+            strategies.iter().map(|s| rule.shardings(s, &mesh).result).map(|s| self.intern(s)).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// A layout split further over every axis that it does not use, each in the first dimension that divides,
+    /// larger dimensions first: where optimizer state, gradients or parameters rest under ZeRO.
+    pub fn storage_layout(&mut self, id: LayoutId) -> LayoutId {
+        let mesh = self.mesh().clone();
+        let mut sharding = self.layout(id).reduced();
+        let mut dims: Vec<usize> = (0..sharding.dims.len()).collect();
+        dims.sort_by_key(|&d| std::cmp::Reverse(sharding.dims[d].size()));
+        for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
+            let finer = dims.iter().find_map(|&d| altiplano_ir::reshard::split_further(&sharding, d, axis, &mesh));
+            sharding = finer.unwrap_or(sharding);
+        }
+        self.intern(sharding)
+    }
+
+    /// `dims` with the partial axes of `partial` that do not split it.
+    pub fn with_partial_of(&mut self, dims: LayoutId, partial: LayoutId) -> LayoutId {
+        let mut sharding = self.layout(dims).reduced();
+        let split: Vec<AxisId> = sharding.split_axes().collect();
+        sharding.partial =
+            self.layout(partial).partial.iter().copied().filter(|(a, _)| !split.contains(a)).collect();
+        self.intern(sharding)
+    }
+
+    pub fn local_bytes(&self, ty: &TensorType, id: LayoutId) -> u64 {
+        self.layout(id).local_bytes(ty, self.mesh())
+    }
+}
+
+/// Which factors of a node are the batch: the major one of any dimension that scales with it.
+fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
+    let node = graph.node(v);
+    let mut is_batch = vec![false; rule.factors.len()];
+    let tensors = node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+    for (&value, dims) in tensors {
+        for (d, factors) in dims.iter().enumerate() {
+            if graph.node(value).batch_dims >> d & 1 == 1
+                && let Some(&f) = factors.iter().find(|&&f| rule.factors[f as usize].size > 1)
+            {
+                is_batch[f as usize] = true;
+            }
+        }
+    }
+    is_batch
+}
+
+/// For each value and dimension the block counts within which it is worth splitting: where some op takes a block
+/// of it (a fused q/k/v projection that is sliced), the split must run within blocks all the way back to the
+/// parameter.
+pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
+    let mut counts: Vec<Vec<Vec<u64>>> =
+        graph.values().map(|v| vec![Vec::new(); graph.shape(v).len()]).collect();
+    let add = |list: &mut Vec<u64>, outer: u64| {
+        let new = outer > 1 && list.len() < 2 && !list.contains(&outer);
+        if new {
+            list.push(outer);
+        }
+        new
+    };
+    let mut changed = true;
+    let mut rounds = 0;
+    while changed && rounds < 4 {
+        changed = false;
+        rounds += 1;
+        for v in graph.values().rev().chain(graph.values()) {
+            let node = graph.node(v);
+            let rule = graph.rule(v);
+            let tensors: Vec<(ValueId, &Vec<Vec<u8>>)> =
+                node.operands.iter().copied().zip(&rule.operands).chain([(v, &rule.result)]).collect();
+            let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
+            for (value, dims) in &tensors {
+                for (d, factors) in dims.iter().enumerate() {
+                    match factors.as_slice() {
+                        [single] => {
+                            for &outer in &counts[value.index()][d] {
+                                add(&mut of_factor[*single as usize], outer);
+                            }
+                        }
+                        // Leading factors that cannot be split: the rest is worth splitting within their blocks.
+                        many => {
+                            let whole = many.iter().take_while(|&&f| rule.factors[f as usize].kind == FactorKind::Whole);
+                            let outer: u64 = whole.map(|&f| rule.factors[f as usize].size).product();
+                            let size: u64 = many.iter().map(|&f| rule.factors[f as usize].size).product();
+                            if outer > 1 && outer < size {
+                                changed |= add(&mut counts[value.index()][d], outer);
+                            }
+                        }
+                    }
+                }
+            }
+            for (value, dims) in &tensors {
+                for (d, factors) in dims.iter().enumerate() {
+                    if let [single] = factors.as_slice() {
+                        for &outer in &of_factor[*single as usize] {
+                            changed |= add(&mut counts[value.index()][d], outer);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    counts
+}
+
+/// Block counts of a node's factors, from those of the values around it.
+pub fn factor_blocks(graph: &Graph, v: ValueId, counts: &[Vec<Vec<u64>>]) -> Vec<Vec<u64>> {
+    let node = graph.node(v);
+    let rule = graph.rule(v);
+    let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
+    let tensors = node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+    for (value, dims) in tensors {
+        for (d, factors) in dims.iter().enumerate() {
+            if let [single] = factors.as_slice() {
+                let list = &mut of_factor[*single as usize];
+                let size = rule.factors[*single as usize].size;
+                let new = counts[value.index()][d].iter().filter(|o| size % **o == 0);
+                list.extend(new);
+                list.sort_unstable();
+                list.dedup();
+            }
+        }
+    }
+    of_factor
+}
+
+/// The layout in which the batch dimension is split over as many axes as divide it: where values rest that cross
+/// layers beside the main one.
+pub fn batch_layout(ty: &TensorType, batch_dims: u32, mesh: &Mesh) -> Sharding {
+    let mut sharding = Sharding::replicated(&ty.shape);
+    if let Some(dim) = (0..ty.rank()).find(|d| batch_dims >> d & 1 == 1) {
+        let mut axes = Vec::new();
+        let mut left = ty.shape[dim];
+        for axis in mesh.axis_ids() {
+            if left % mesh.size(axis) == 0 {
+                left /= mesh.size(axis);
+                axes.push(axis);
+            }
+        }
+        sharding.dims[dim] = DimLayout::from_segments([Segment { size: ty.shape[dim], axes }], mesh);
+    }
+    sharding
+}

@@ -1,0 +1,181 @@
+//! Builds one local graph: ops emitted under strategies, operands resharded on demand.
+//!
+//! Every value of the training graph may exist here in several layouts. `want` gives a value in a layout: an
+//! existing one, a constant made in place, or the cheapest reshard of what exists; each step of a reshard is kept,
+//! so that one all-gather feeds all who need it.
+
+use super::StageContext;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::{Local, Op, Operator};
+use altiplano_ir::program::BufferId;
+use altiplano_ir::reshard::reshard;
+use altiplano_ir::rule::{AxisUse, ShardingRule, Strategy};
+use altiplano_ir::sharding::Sharding;
+use std::collections::BTreeMap;
+
+/// A local graph under construction.
+pub struct BodyBuilder<'a> {
+    pub stage: &'a StageContext<'a>,
+    pub graph: Graph,
+    /// For each value of the training graph the layouts it exists in here, oldest first.
+    have: BTreeMap<ValueId, Vec<(Sharding, ValueId)>>,
+    pub reads: Vec<(ValueId, BufferId)>,
+}
+
+impl<'a> BodyBuilder<'a> {
+    pub fn new(stage: &'a StageContext<'a>, name: String) -> Self {
+        BodyBuilder { stage, graph: Graph::new(name), have: BTreeMap::new(), reads: Vec::new() }
+    }
+
+    /// Records that `value` exists as `local` in this layout.
+    pub fn define(&mut self, value: ValueId, sharding: Sharding, local: ValueId) {
+        let entries = self.have.entry(value).or_default();
+        if !entries.iter().any(|(s, _)| *s == sharding) {
+            entries.push((sharding, local));
+        }
+    }
+
+    /// The layouts that `value` exists in.
+    pub fn layouts(&self, value: ValueId) -> &[(Sharding, ValueId)] {
+        self.have.get(&value).map_or(&[], |e| e.as_slice())
+    }
+
+    /// Emits a leaf bound to a buffer whose local part it is.
+    pub fn read(&mut self, buffer: BufferId, sharding: &Sharding, ty: &altiplano_ir::types::TensorType) -> ValueId {
+        if let Some(&(v, _)) = self.reads.iter().find(|(_, b)| *b == buffer) {
+            return v;
+        }
+        let local = sharding.local_type(ty, &self.stage.mesh);
+        let leaf = altiplano_ir::optimizer::leaf(&mut self.graph, buffer.to_string(), local);
+        self.reads.push((leaf, buffer));
+        leaf
+    }
+
+    /// Reshards a local value.
+    pub fn reshard(&mut self, local: ValueId, from: &Sharding, to: &Sharding) -> ValueId {
+        let mut value = local;
+        for step in reshard(from, to, &self.stage.mesh) {
+            value = self.graph.emit(Op::collective(step.collective, &self.stage.mesh), &[value]);
+        }
+        value
+    }
+
+    /// `value` in layout `to`. It must exist here in some layout, or depend on no leaf.
+    pub fn want(&mut self, value: ValueId, to: &Sharding) -> ValueId {
+        if let Some((_, local)) = self.layouts(value).iter().find(|(s, _)| s == to) {
+            return *local;
+        }
+        if self.stage.is_constant(value) {
+            return self.constant(value, to);
+        }
+        let ty = self.stage.training.graph.ty(value);
+        let best = self
+            .layouts(value)
+            .iter()
+            .map(|(s, local)| (self.stage.reshard_s(ty, s, to), s.clone(), *local))
+            .min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((_, from, mut local)) = best else {
+            unreachable!("{value} is used before it is fetched");
+        };
+        for step in reshard(&from, to, &self.stage.mesh) {
+            local = self.graph.emit(Op::collective(step.collective, &self.stage.mesh), &[local]);
+            self.define(value, step.result, local);
+        }
+        local
+    }
+
+    /// A value that depends on no leaf, made in layout `to` without communication.
+    fn constant(&mut self, value: ValueId, to: &Sharding) -> ValueId {
+        let local = if to.is_partial() {
+            let whole = self.want(value, &to.reduced());
+            self.reshard(whole, &to.reduced(), to)
+        } else {
+            let rule = self.stage.training.graph.rule(value);
+            match self.strategy_for(&rule, to) {
+                Some(strategy) => self.apply(value, &rule, &strategy).1,
+                None => {
+                    let replicated = Sharding::replicated(self.stage.training.graph.shape(value));
+                    let whole = self.want(value, &replicated);
+                    self.reshard(whole, &replicated, to)
+                }
+            }
+        };
+        self.define(value, to.clone(), local);
+        local
+    }
+
+    /// A strategy whose result is laid out as `to`.
+    fn strategy_for(&self, rule: &ShardingRule, to: &Sharding) -> Option<Strategy> {
+        let mesh = &self.stage.mesh;
+        let outers: Vec<Vec<u64>> = rule
+            .factors
+            .iter()
+            .map(|f| {
+                let outer = |s: &altiplano_ir::sharding::DimLayout| s.segments()[0].size;
+                to.dims.iter().filter(|d| d.segments().len() > 1).map(outer).filter(|o| f.size % o == 0).collect()
+            })
+            .collect();
+        rule.strategies(mesh, &outers, false).into_iter().find(|s| rule.shardings(s, mesh).result == *to)
+    }
+
+    /// Emits a node of the training graph under `strategy` and records its result.
+    pub fn emit(&mut self, value: ValueId, strategy: &Strategy) {
+        let rule = self.stage.training.graph.rule(value);
+        let (sharding, local) = self.apply(value, &rule, strategy);
+        self.define(value, sharding, local);
+    }
+
+    fn apply(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy) -> (Sharding, ValueId) {
+        let stage = self.stage;
+        let node = stage.training.graph.node(value);
+        let shardings = rule.shardings(strategy, &stage.mesh);
+        let operands: Vec<ValueId> =
+            node.operands.iter().zip(&shardings.operands).map(|(&o, s)| self.want(o, s)).collect();
+        let mut factor_axes: Vec<Vec<AxisId>> = vec![Vec::new(); rule.factors.len()];
+        for (use_, axis) in strategy.0.iter().zip(stage.mesh.axis_ids()) {
+            if let AxisUse::Factor { factor, .. } = use_ {
+                factor_axes[*factor as usize].push(axis);
+            }
+        }
+        let mut cx = Local {
+            graph: &mut self.graph,
+            mesh: &stage.mesh,
+            operands,
+            operand_types: stage.training.graph.operand_types(value).into_iter().cloned().collect(),
+            result_shape: shardings.result.local_shape(&stage.mesh),
+            factor_axes,
+        };
+        let local = node.op.local(&mut cx);
+        self.graph.nodes[local.index()].name.clone_from(&node.name);
+        (shardings.result, local)
+    }
+
+    /// Finishes the graph: only what the writes need stays. Gives the graph, its reads and its writes.
+    pub fn finish(
+        self,
+        writes: Vec<(BufferId, ValueId)>,
+    ) -> (Graph, Vec<(ValueId, BufferId)>, Vec<(BufferId, ValueId)>) {
+        let mut graph = self.graph;
+        graph.outputs = writes.iter().map(|&(_, v)| v).collect();
+        let mut live = vec![false; graph.len()];
+        graph.outputs.iter().for_each(|o| live[o.index()] = true);
+        for v in graph.values().rev() {
+            if live[v.index()] {
+                graph.node(v).operands.iter().for_each(|o| live[o.index()] = true);
+            }
+        }
+        let mut map = vec![ValueId(u32::MAX); graph.len()];
+        let mut kept = Graph::new(graph.name.clone());
+        for v in graph.values().filter(|v| live[v.index()]) {
+            let mut node = graph.node(v).clone();
+            node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
+            map[v.index()] = kept.append(node);
+        }
+        kept.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
+        let reads =
+            self.reads.into_iter().filter(|(v, _)| live[v.index()]).map(|(v, b)| (map[v.index()], b)).collect();
+        let writes = writes.into_iter().map(|(b, v)| (b, map[v.index()])).collect();
+        (kept, reads, writes)
+    }
+}

@@ -1,0 +1,101 @@
+//! Strategies of backward ops, which follow from the forward ones.
+//!
+//! A backward op runs where its operands are: each mesh axis may split a factor only where some operand is
+//! already split so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
+//! least communication and compute is taken. Given the forward strategies this reproduces what is known to be
+//! good (a column-parallel matmul's input gradient is a partial sum, its weight gradient stays put), and equal
+//! situations get equal choices, so a layer is decided once.
+
+use super::StageContext;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Reducer;
+use altiplano_ir::rule::{AxisUse, ShardingRule, Strategy};
+use altiplano_ir::sharding::{DimLayout, Sharding};
+
+/// The layouts in which an operand can be had.
+pub enum Available {
+    /// A constant: any layout, free.
+    Any,
+    Layouts(Vec<Sharding>),
+}
+
+/// The cheapest strategy for a node whose operands are available as given.
+pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available]) -> Strategy {
+    let graph = &stage.training.graph;
+    let rule = graph.rule(value);
+    let mesh = &stage.mesh;
+    let mut uses: Vec<Vec<AxisUse>> = vec![vec![AxisUse::Replicated]; mesh.axes.len()];
+    let mut offer = |axis: usize, use_: AxisUse| {
+        if !uses[axis].contains(&use_) {
+            uses[axis].push(use_);
+        }
+    };
+    for (k, available) in operands.iter().enumerate() {
+        let Available::Layouts(layouts) = available else { continue };
+        for layout in layouts {
+            for (d, dim) in layout.dims.iter().enumerate() {
+                for (axis, factor, outer) in splits(&rule, &rule.operands[k][d], dim, stage) {
+                    offer(axis, AxisUse::Factor { factor, outer });
+                }
+            }
+            for &(axis, reducer) in &layout.partial {
+                if reducer == Reducer::Sum {
+                    for (set, _) in rule.linear.iter().enumerate().filter(|(_, s)| s.contains(&(k as u8))) {
+                        offer(axis.0 as usize, AxisUse::Partial { set: set as u8 });
+                    }
+                }
+            }
+        }
+    }
+    let mut all: Vec<Vec<AxisUse>> = vec![Vec::new()];
+    for options in &uses {
+        all = all
+            .iter()
+            .flat_map(|s| options.iter().map(move |&u| s.iter().copied().chain([u]).collect::<Vec<_>>()))
+            .collect();
+    }
+    let node = graph.node(value);
+    let mut best: Option<(f64, Strategy)> = None;
+    for strategy in all.into_iter().map(Strategy).filter(|s| rule.allows(s, mesh)) {
+        let shardings = rule.shardings(&strategy, mesh);
+        let mut seconds = stage.compute_s(value, &shardings);
+        for ((available, sharding), &o) in operands.iter().zip(&shardings.operands).zip(&node.operands) {
+            if let Available::Layouts(layouts) = available {
+                seconds += layouts
+                    .iter()
+                    .map(|l| stage.reshard_s(graph.ty(o), l, sharding))
+                    .fold(f64::INFINITY, f64::min);
+            }
+        }
+        if best.as_ref().is_none_or(|(least, _)| seconds < *least) {
+            best = Some((seconds, strategy));
+        }
+    }
+    best.map_or_else(|| Strategy::replicated(mesh), |(_, s)| s)
+}
+
+/// For each axis that splits `layout`: the factor of the dimension that it splits, and within which blocks.
+fn splits(rule: &ShardingRule, factors: &[u8], layout: &DimLayout, stage: &StageContext<'_>) -> Vec<(usize, u8, u64)> {
+    let mut found = Vec::new();
+    let mut before = 1;
+    for segment in layout.segments() {
+        // The segment starts inside the factor whose blocks contain `before`; each axis moves on by its size.
+        let mut at = before;
+        for &axis in &segment.axes {
+            let mut prefix = 1;
+            for &f in factors {
+                let size = rule.factors[f as usize].size;
+                if at >= prefix && at < prefix * size && at % prefix == 0 {
+                    // Contiguous splits of one factor by several axes share their outer block count.
+                    let outer = if before > prefix { before / prefix } else { 1 };
+                    found.push((axis.0 as usize, f, outer.max(1)));
+                    break;
+                }
+                prefix *= size;
+            }
+            at *= stage.mesh.size(axis);
+        }
+        before *= segment.size;
+    }
+    found
+}

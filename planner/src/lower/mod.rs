@@ -1,0 +1,207 @@
+//! From a plan to programs: per stage one SPMD program whose collectives are explicit.
+//!
+//! The forward graph is differentiated once. Each stage then gets a forward body (its nodes under the plan's
+//! strategies), a backward body (the backward nodes of those, under strategies that follow from the forward ones), a
+//! body that reduces gradients and one that updates. What the backward needs of the forward is saved or computed
+//! again: results of elementwise ops are cheaper to repeat than to keep, and with recomputation everything
+//! inside a layer is.
+
+mod body;
+mod choose;
+mod schedule;
+mod stage;
+
+use altiplano_cost_models::{AxisLink, CostModel, axis_link};
+use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate};
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::cluster::Group;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::program::{Program, Programs, Transfer};
+use altiplano_ir::reshard::{Collective, reshard};
+use altiplano_ir::rule::{OpShardings, Strategy};
+use altiplano_ir::sharding::Sharding;
+use altiplano_ir::types::TensorType;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+
+/// Everything that lowering one stage looks at.
+pub struct StageContext<'a> {
+    pub plan: &'a Plan,
+    pub stage: &'a Stage,
+    pub index: u32,
+    pub mesh: Mesh,
+    pub training: &'a Differentiated,
+    /// Values that depend on no leaf.
+    pub constant: &'a [bool],
+    /// Stage of each forward node; `None` for leaves and constants.
+    pub stage_of: &'a [Option<u32>],
+    /// Layer of each forward node.
+    pub layer_of: &'a [Option<u32>],
+    pub users: &'a [Vec<ValueId>],
+    pub prices: Prices<'a>,
+    choices: RefCell<HashMap<ChoiceKey, Strategy>>,
+}
+
+/// Equal situations of a backward op: op, operand types, available layouts.
+type ChoiceKey = (String, Vec<TensorType>, Vec<Option<Vec<Sharding>>>);
+
+/// Prices of ops and reshards on one mesh of one submesh.
+pub struct Prices<'a> {
+    pub cost: &'a dyn CostModel,
+    pub mesh: Mesh,
+    links: Vec<AxisLink>,
+    reshards: RefCell<HashMap<(TensorType, Sharding, Sharding), f64>>,
+}
+
+impl<'a> Prices<'a> {
+    pub fn new(cost: &'a dyn CostModel, group: &Group, submesh: (u32, u32), mesh: &Mesh) -> Self {
+        // One link for each set of axes, indexed by bit mask.
+        let links = (0..1u32 << mesh.axes.len())
+            .map(|mask| {
+                let axes: Vec<AxisId> = mesh.axis_ids().filter(|a| mask >> a.0 & 1 == 1).collect();
+                axis_link(group, submesh.0, submesh.1, mesh, &axes)
+            })
+            .collect();
+        Prices { cost, mesh: mesh.clone(), links, reshards: RefCell::new(HashMap::new()) }
+    }
+
+    pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
+        &self.links[axes.iter().fold(0usize, |m, a| m | 1 << a.0)]
+    }
+
+    pub fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64) -> f64 {
+        self.cost.collective_s(collective, operand_bytes, result_bytes, self.link(collective.axes()))
+    }
+
+    /// Seconds to turn a value of global type `ty` from one sharding into another.
+    pub fn reshard_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> f64 {
+        if from == to {
+            return 0.0;
+        }
+        let key = (ty.clone(), from.clone(), to.clone());
+        if let Some(&seconds) = self.reshards.borrow().get(&key) {
+            return seconds;
+        }
+        let mut seconds = 0.0;
+        let mut bytes = from.local_bytes(ty, &self.mesh);
+        for step in reshard(from, to, &self.mesh) {
+            let result = step.result.local_bytes(ty, &self.mesh);
+            seconds += self.collective_s(&step.collective, bytes, result);
+            bytes = result;
+        }
+        self.reshards.borrow_mut().insert(key, seconds);
+        seconds
+    }
+
+    /// Seconds of an op whose operands and result are laid out as given.
+    pub fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType, s: &OpShardings) -> f64 {
+        let locals: Vec<TensorType> =
+            operands.iter().zip(&s.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
+        self.cost.compute_s(op, &locals.iter().collect::<Vec<_>>(), &s.result.local_type(result, &self.mesh))
+    }
+}
+
+impl StageContext<'_> {
+    pub fn is_constant(&self, value: ValueId) -> bool {
+        self.constant[value.index()]
+    }
+
+    pub fn reshard_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> f64 {
+        self.prices.reshard_s(ty, from, to)
+    }
+
+    pub fn compute_s(&self, value: ValueId, shardings: &OpShardings) -> f64 {
+        let graph = &self.training.graph;
+        self.prices.compute_s(&graph.node(value).op, &graph.operand_types(value), graph.ty(value), shardings)
+    }
+
+    /// The strategy of a forward node of this stage.
+    pub fn strategy(&self, value: ValueId) -> &Strategy {
+        &self.stage.shardings[&value].strategy
+    }
+
+    /// The layout in which a forward value rests on this stage, with nothing left to reduce: what its
+    /// cotangent is brought to, and what leaves or enters the stage.
+    pub fn resting(&self, value: ValueId) -> Sharding {
+        match self.stage.receives.get(&value) {
+            Some(sharding) => sharding.clone(),
+            None => self.training.graph.rule(value).shardings(self.strategy(value), &self.mesh).result.reduced(),
+        }
+    }
+
+    /// [`choose::choose`], once for equal situations.
+    fn choose(&self, value: ValueId, operands: &[choose::Available]) -> Strategy {
+        let graph = &self.training.graph;
+        let layouts = operands.iter().map(|a| match a {
+            choose::Available::Any => None,
+            choose::Available::Layouts(l) => Some(l.clone()),
+        });
+        let types = graph.operand_types(value).into_iter().cloned().collect();
+        let key = (format!("{:?}", graph.node(value).op), types, layouts.collect());
+        if let Some(strategy) = self.choices.borrow().get(&key) {
+            return strategy.clone();
+        }
+        let strategy = choose::choose(self, value, operands);
+        self.choices.borrow_mut().insert(key, strategy.clone());
+        strategy
+    }
+}
+
+/// Lowers a verified plan.
+pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffError> {
+    let training = differentiate(&plan.graph, &plan.stop_gradients)?;
+    let graph = &training.graph;
+    let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();
+    let layer_of = plan.layer_of();
+    let stage_of: Vec<Option<u32>> = layer_of
+        .iter()
+        .map(|layer| layer.and_then(|l| plan.stages.iter().position(|s| s.layers.contains(&l)).map(|s| s as u32)))
+        .collect();
+    let users = plan.graph.users();
+    let contexts: Vec<StageContext<'_>> = plan
+        .stages
+        .iter()
+        .enumerate()
+        .map(|(i, stage)| StageContext {
+            plan,
+            stage,
+            index: i as u32,
+            mesh: stage.mesh.clone(),
+            training: &training,
+            constant: &constant,
+            stage_of: &stage_of,
+            layer_of: &layer_of,
+            users: &users,
+            prices: Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh),
+            choices: RefCell::new(HashMap::new()),
+        })
+        .collect();
+
+    let mut transfers: Vec<Transfer> = Vec::new();
+    let mut lowered: Vec<stage::Lowered> = contexts.iter().map(stage::lower_stage).collect();
+    let links = stage::connect(&contexts, &mut lowered, &mut transfers);
+    let programs: Vec<Program> = lowered
+        .into_iter()
+        .zip(&contexts)
+        .map(|(lowered, cx)| schedule::program(cx, lowered, &links))
+        .collect();
+    Ok(Programs {
+        programs,
+        transfers,
+        num_microbatches: plan.num_microbatches,
+        microbatch: plan.graph.batch,
+        loss_is_mean: plan.loss != LossKind::Sum,
+    })
+}
+
+/// Groups equal layouts.
+fn by_layout<T>(items: impl IntoIterator<Item = (Sharding, T)>) -> BTreeMap<Sharding, Vec<T>> {
+    let mut groups: BTreeMap<Sharding, Vec<T>> = BTreeMap::new();
+    for (sharding, item) in items {
+        groups.entry(sharding).or_default().push(item);
+    }
+    groups
+}

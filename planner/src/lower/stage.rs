@@ -1,0 +1,574 @@
+//! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
+
+use super::body::BodyBuilder;
+use super::choose::Available;
+use super::{StageContext, by_layout};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::{Binary, Op};
+use altiplano_ir::optimizer;
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
+use altiplano_ir::sharding::Sharding;
+use altiplano_ir::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A stage's bodies and what they exchange with other stages.
+pub struct Lowered {
+    pub buffers: Vec<Buffer>,
+    pub forward: Body,
+    pub backward: Body,
+    pub reduce: Body,
+    pub update: Body,
+    /// Forward values that later stages need, and where they are left.
+    pub sends_forward: BTreeMap<ValueId, BufferId>,
+    pub receives_forward: BTreeMap<ValueId, BufferId>,
+    /// Cotangents of received values, left for the stages they came from.
+    pub sends_backward: BTreeMap<ValueId, BufferId>,
+    /// Cotangents from later stages, by value and stage.
+    pub receives_backward: BTreeMap<(ValueId, u32), BufferId>,
+    /// Reduced gradients of tied parameters for the other holders, and theirs.
+    pub sends_tied: BTreeMap<ValueId, BufferId>,
+    pub receives_tied: BTreeMap<(ValueId, u32), BufferId>,
+}
+
+/// Transfers by what they carry: (value, source stage, target stage).
+#[derive(Default)]
+pub struct Links {
+    pub forward: BTreeMap<(ValueId, u32, u32), TransferId>,
+    pub backward: BTreeMap<(ValueId, u32, u32), TransferId>,
+    pub tied: BTreeMap<(ValueId, u32, u32), TransferId>,
+}
+
+/// State while one stage is lowered.
+struct StageLowering<'a> {
+    cx: &'a StageContext<'a>,
+    buffers: Vec<Buffer>,
+    parameters: BTreeMap<ValueId, BufferId>,
+    inputs: BTreeMap<(ValueId, Sharding), BufferId>,
+    received: BTreeMap<ValueId, BufferId>,
+    /// Forward values kept for the backward body, by layout.
+    saved: BTreeMap<(ValueId, Sharding), BufferId>,
+    /// Forward values that the backward body computes again.
+    again: BTreeSet<ValueId>,
+}
+
+/// Lowers one stage on its own.
+pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
+    let mut lowering = StageLowering {
+        cx,
+        buffers: Vec::new(),
+        parameters: BTreeMap::new(),
+        inputs: BTreeMap::new(),
+        received: BTreeMap::new(),
+        saved: BTreeMap::new(),
+        again: computed_again(cx),
+    };
+    lowering.declare_leaves();
+    let forward = lowering.forward();
+    lowering.backward(forward)
+}
+
+impl<'a> StageLowering<'a> {
+    fn buffer(&mut self, name: String, kind: BufferKind, ty: TensorType, sharding: Sharding) -> BufferId {
+        self.buffers.push(Buffer { name, kind, ty, sharding });
+        BufferId((self.buffers.len() - 1) as u32)
+    }
+
+    fn declare_leaves(&mut self) {
+        let cx = self.cx;
+        for (p, name) in cx.plan.graph.parameters() {
+            if let Some(storage) = cx.stage.parameters.get(name) {
+                let kind = BufferKind::Parameter { name: name.to_string() };
+                let ty = cx.plan.graph.ty(p).clone();
+                let id = self.buffer(name.to_string(), kind, ty, storage.parameter.clone());
+                self.parameters.insert(p, id);
+            }
+        }
+        for (&v, sharding) in &cx.stage.receives {
+            let ty = cx.plan.graph.ty(v).clone();
+            let id = self.buffer(format!("{v} received"), BufferKind::Value, ty, sharding.clone());
+            self.received.insert(v, id);
+        }
+    }
+
+    /// Makes a leaf or a received value available in `b`, if that is what `v` is.
+    fn fetch_outer(&mut self, b: &mut BodyBuilder<'a>, v: ValueId, to: &Sharding) -> bool {
+        let graph = &self.cx.plan.graph;
+        let ty = graph.ty(v);
+        if let Some(&buffer) = self.parameters.get(&v).or_else(|| self.received.get(&v)) {
+            let sharding = self.buffers[buffer.0 as usize].sharding.clone();
+            let local = b.read(buffer, &sharding, ty);
+            b.define(v, sharding, local);
+            return true;
+        }
+        let Op::Input(input) = &graph.node(v).op else { return false };
+        // The host cuts an input into any layout for nothing.
+        let whole = to.reduced();
+        let buffer = match self.inputs.get(&(v, whole.clone())) {
+            Some(&buffer) => buffer,
+            None => {
+                let kind = BufferKind::Input { name: input.name.clone() };
+                let buffer = self.buffer(input.name.clone(), kind, ty.clone(), whole.clone());
+                self.inputs.insert((v, whole.clone()), buffer);
+                buffer
+            }
+        };
+        let local = b.read(buffer, &whole, ty);
+        b.define(v, whole, local);
+        true
+    }
+
+    fn forward(&mut self) -> BodyBuilder<'a> {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index));
+        for v in cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+            let strategy = cx.strategy(v);
+            let shardings = cx.plan.graph.rule(v).shardings(strategy, &cx.mesh);
+            for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
+                self.fetch_outer(&mut b, o, to);
+            }
+            b.emit(v, strategy);
+        }
+        b
+    }
+
+    /// Makes a value of the forward graph available in the backward body, as close to layout `to` as possible.
+    fn fetch(&mut self, b: &mut BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId, to: &Sharding) {
+        let cx = self.cx;
+        if v.index() >= cx.training.num_forward || cx.is_constant(v) || b.layouts(v).iter().any(|(s, _)| s == to) {
+            return;
+        }
+        if self.fetch_outer(b, v, to) {
+            return;
+        }
+        if self.again.contains(&v) {
+            if b.layouts(v).is_empty() {
+                let strategy = cx.strategy(v);
+                let shardings = cx.plan.graph.rule(v).shardings(strategy, &cx.mesh);
+                for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
+                    self.fetch(b, forward, o, to);
+                }
+                b.emit(v, strategy);
+            }
+            return;
+        }
+        // Saved: in the layout that costs least to bring to `to`, then the smallest.
+        let ty = cx.plan.graph.ty(v);
+        let price = |s: &Sharding| (cx.reshard_s(ty, s, to), s.local_bytes(ty, &cx.mesh));
+        let best = forward
+            .layouts(v)
+            .iter()
+            .filter(|(s, _)| !s.is_partial() || forward.layouts(v).iter().all(|(s, _)| s.is_partial()))
+            .map(|(s, _)| (price(s), s.clone()))
+            .min_by(|a, b| a.0.0.total_cmp(&b.0.0).then(a.0.1.cmp(&b.0.1)));
+        let Some((_, sharding)) = best else { return };
+        let buffer = match self.saved.get(&(v, sharding.clone())) {
+            Some(&buffer) => buffer,
+            None => {
+                let buffer = self.buffer(format!("{v} saved"), BufferKind::Value, ty.clone(), sharding.clone());
+                self.saved.insert((v, sharding.clone()), buffer);
+                buffer
+            }
+        };
+        let local = b.read(buffer, &sharding, ty);
+        b.define(v, sharding, local);
+    }
+
+    /// The layouts in which an operand of a backward op can be had.
+    fn available(&self, b: &BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId) -> Available {
+        let cx = self.cx;
+        if cx.is_constant(v) {
+            return Available::Any;
+        }
+        let mut layouts: Vec<Sharding> = b.layouts(v).iter().map(|(s, _)| s.clone()).collect();
+        if v.index() < cx.training.num_forward {
+            match &cx.plan.graph.node(v).op {
+                Op::Input(_) => return Available::Any,
+                Op::Parameter(_) => {
+                    layouts.extend(self.parameters.get(&v).map(|b| self.buffers[b.0 as usize].sharding.clone()));
+                    layouts.extend(forward.layouts(v).iter().map(|(s, _)| s.clone()));
+                }
+                _ if self.again.contains(&v) => layouts.push(forward.layouts(v)[0].0.clone()),
+                _ => layouts.extend(forward.layouts(v).iter().map(|(s, _)| s.clone())),
+            }
+        }
+        let mut distinct: Vec<Sharding> = Vec::new();
+        layouts.into_iter().for_each(|s| {
+            if !distinct.contains(&s) {
+                distinct.push(s);
+            }
+        });
+        Available::Layouts(distinct)
+    }
+
+    /// The sum of what this stage contributes to the cotangent of `v`, and of `received`, in layout `to`.
+    fn cotangent(
+        &mut self,
+        b: &mut BodyBuilder<'a>,
+        v: ValueId,
+        to: &Sharding,
+        received: &[BufferId],
+    ) -> Option<ValueId> {
+        let cx = self.cx;
+        let ty = cx.training.graph.ty(v).clone();
+        let here = |user: ValueId| cx.stage_of[user.index()] == Some(cx.index);
+        let mut parts: Vec<(Sharding, ValueId)> = Vec::new();
+        for &(user, value) in cx.training.contributions[v.index()].iter().filter(|(user, _)| here(*user)) {
+            if cx.is_constant(value) {
+                parts.push((to.clone(), b.want(value, to)));
+            } else if let Some((sharding, local)) = b.layouts(value).iter().find(|(s, _)| s == to).or(b.layouts(value).first()) {
+                parts.push((sharding.clone(), *local));
+            } else {
+                debug_assert!(false, "the contribution of {user} to {v} was not emitted");
+            }
+        }
+        for &buffer in received {
+            let local = b.read(buffer, to, &ty);
+            parts.push((to.clone(), local));
+        }
+        // Equal layouts are added first, partial sums included, so that one collective serves all of them.
+        let mut total: Option<ValueId> = None;
+        for (sharding, locals) in by_layout(parts) {
+            let sum = locals.into_iter().reduce(|a, c| b.graph.add(a, c))?;
+            let sum = b.reshard(sum, &sharding, to);
+            total = Some(match total {
+                Some(t) => b.graph.add(t, sum),
+                None => sum,
+            });
+        }
+        total
+    }
+
+    fn backward(mut self, forward: BodyBuilder<'a>) -> Lowered {
+        let cx = self.cx;
+        let training = cx.training;
+        let graph = &training.graph;
+        let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index));
+        let mut owned: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
+        for n in graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
+            owned.entry(training.owner[n.index()]).or_default().push(n);
+        }
+        let mut receives_backward = BTreeMap::new();
+        for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+            let Some(cotangent) = training.cotangents[v.index()] else { continue };
+            let to = cx.resting(v);
+            let mut received = Vec::new();
+            for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
+                let name = format!("cotangent of {v} from stage{stage}");
+                let buffer = self.buffer(name, BufferKind::Value, graph.ty(v).clone(), to.clone());
+                receives_backward.insert((v, stage), buffer);
+                received.push(buffer);
+            }
+            let Some(total) = self.cotangent(&mut b, v, &to, &received) else { continue };
+            b.define(cotangent, to, total);
+            for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
+                let operands = &graph.node(n).operands;
+                let available: Vec<Available> =
+                    operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
+                let strategy = cx.choose(n, &available);
+                let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
+                for (&o, to) in operands.iter().zip(&shardings.operands) {
+                    self.fetch(&mut b, &forward, o, to);
+                }
+                b.emit(n, &strategy);
+            }
+        }
+
+        // Cotangents of received values go back in the layout in which the values came.
+        let mut writes = Vec::new();
+        let mut sends_backward = BTreeMap::new();
+        for &v in cx.stage.receives.keys() {
+            let to = cx.stage.receives[&v].clone();
+            if let Some(total) = self.cotangent(&mut b, v, &to, &[]) {
+                let ty = graph.ty(v).clone();
+                let buffer = self.buffer(format!("cotangent of {v}"), BufferKind::Value, ty, to);
+                sends_backward.insert(v, buffer);
+                writes.push((buffer, total));
+            }
+        }
+        // Gradients are summed over microbatches.
+        let mut accumulators = BTreeMap::new();
+        for (p, name) in cx.plan.graph.parameters() {
+            let Some(storage) = cx.stage.parameters.get(name) else { continue };
+            let ty = cx.plan.graph.ty(p);
+            let ty = if ty.dtype.is_half() { ty.with_dtype(DType::F32) } else { ty.clone() };
+            let kind = BufferKind::Accumulator { parameter: name.to_string() };
+            let buffer = self.buffer(format!("gradient of {name}"), kind, ty.clone(), storage.gradient.clone());
+            accumulators.insert(p, buffer);
+            if let Some(gradient) = self.cotangent(&mut b, p, &storage.gradient, &[]) {
+                let old = b.read(buffer, &storage.gradient, &ty);
+                let gradient = b.graph.convert(gradient, ty.dtype);
+                let sum = b.graph.add(old, gradient);
+                writes.push((buffer, sum));
+            }
+        }
+        let (backward_graph, backward_reads, backward_writes) = b.finish(writes);
+
+        // The forward body leaves what the backward reads, what other stages need, and the loss.
+        let mut forward = forward;
+        let mut writes = Vec::new();
+        let read_back: BTreeSet<BufferId> = backward_reads.iter().map(|(_, b)| *b).collect();
+        for ((v, sharding), &buffer) in &self.saved {
+            if read_back.contains(&buffer) {
+                writes.push((buffer, forward.want(*v, sharding)));
+            }
+        }
+        let mut sends_forward = BTreeMap::new();
+        for v in cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+            let later = cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index));
+            if later {
+                let to = cx.resting(v);
+                let buffer = match self.saved.get(&(v, to.clone())).filter(|b| read_back.contains(b)) {
+                    Some(&buffer) => buffer,
+                    None => {
+                        let ty = cx.plan.graph.ty(v).clone();
+                        let buffer = self.buffer(format!("{v} to later stages"), BufferKind::Value, ty, to.clone());
+                        writes.push((buffer, forward.want(v, &to)));
+                        buffer
+                    }
+                };
+                sends_forward.insert(v, buffer);
+            }
+        }
+        if cx.stage_of[training.loss.index()] == Some(cx.index) {
+            let ty = graph.ty(training.loss).clone();
+            let whole = Sharding::replicated(&ty.shape);
+            let buffer = self.buffer("loss".into(), BufferKind::Loss, ty, whole.clone());
+            writes.push((buffer, forward.want(training.loss, &whole)));
+        }
+        let (forward_graph, forward_reads, forward_writes) = forward.finish(writes);
+
+        // What only the forward reads is freed by it; all else that lives per microbatch, by the backward.
+        let per_microbatch = |buffers: &[Buffer], id: BufferId| {
+            matches!(buffers[id.0 as usize].kind, BufferKind::Value | BufferKind::Input { .. })
+        };
+        let mut forward_frees: Vec<BufferId> =
+            forward_reads.iter().map(|(_, b)| *b).filter(|b| !read_back.contains(b)).collect();
+        forward_frees.retain(|b| per_microbatch(&self.buffers, *b));
+        let mut backward_frees: Vec<BufferId> = read_back.into_iter().collect();
+        backward_frees.retain(|b| per_microbatch(&self.buffers, *b));
+        let forward = Body {
+            name: format!("stage{} forward", cx.index),
+            phase: Phase::Forward,
+            graph: forward_graph,
+            reads: forward_reads,
+            writes: forward_writes,
+            frees: forward_frees,
+        };
+        let backward = Body {
+            name: format!("stage{} backward", cx.index),
+            phase: Phase::Backward,
+            graph: backward_graph,
+            reads: backward_reads,
+            writes: backward_writes,
+            frees: backward_frees,
+        };
+        let (reduce, sends_tied, receives_tied, own) = self.reduce(&accumulators);
+        let update = self.update(&accumulators, &own, &receives_tied);
+        Lowered {
+            receives_forward: self.received.clone(),
+            buffers: self.buffers,
+            forward,
+            backward,
+            reduce,
+            update,
+            sends_forward,
+            sends_backward,
+            receives_backward,
+            sends_tied,
+            receives_tied,
+        }
+    }
+
+    /// Reduces the gradients of parameters that other stages hold as well, for the exchange.
+    #[allow(clippy::type_complexity)]
+    fn reduce(
+        &mut self,
+        accumulators: &BTreeMap<ValueId, BufferId>,
+    ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>, BTreeMap<ValueId, BufferId>) {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index));
+        let mut writes = Vec::new();
+        let mut own = BTreeMap::new();
+        let mut receives = BTreeMap::new();
+        for (&p, &accumulator) in accumulators {
+            let others = holders(cx, p).into_iter().filter(|&s| s != cx.index).collect::<Vec<_>>();
+            if others.is_empty() {
+                continue;
+            }
+            let Buffer { ty, sharding, .. } = self.buffers[accumulator.0 as usize].clone();
+            let name = parameter_name(cx, p);
+            let state = cx.stage.parameters[name].state.clone();
+            let sum = b.read(accumulator, &sharding, &ty);
+            let reduced = b.reshard(sum, &sharding, &state);
+            let buffer = self.buffer(format!("reduced gradient of {name}"), BufferKind::Value, ty.clone(), state.clone());
+            writes.push((buffer, reduced));
+            own.insert(p, buffer);
+            for stage in others {
+                let label = format!("gradient of {name} from stage{stage}");
+                receives.insert((p, stage), self.buffer(label, BufferKind::Value, ty.clone(), state.clone()));
+            }
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        let name = format!("stage{} reduce", cx.index);
+        let body = Body { name, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
+        (body, own.clone(), receives, own)
+    }
+
+    /// The optimizer's step on this stage's shards. Tied gradients are added in stage order, so that all holders
+    /// compute the same bits.
+    fn update(
+        &mut self,
+        accumulators: &BTreeMap<ValueId, BufferId>,
+        own: &BTreeMap<ValueId, BufferId>,
+        others: &BTreeMap<(ValueId, u32), BufferId>,
+    ) -> Body {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index));
+        let mut writes = Vec::new();
+        let scalar = TensorType::scalar(DType::F32);
+        let whole = Sharding::replicated(&[]);
+        let named = |n: &str| BufferKind::Scalar { name: n.to_string() };
+        let rate = self.buffer("learning_rate".into(), named("learning_rate"), scalar.clone(), whole.clone());
+        let count = self.buffer("step".into(), named("step"), scalar.clone(), whole.clone());
+        let learning_rate = b.read(rate, &whole, &scalar);
+        let step = b.read(count, &whole, &scalar);
+        let scale = match cx.plan.loss {
+            altiplano_ir::batch::LossKind::Sum => 1.0,
+            _ => 1.0 / cx.plan.num_microbatches as f64,
+        };
+        let mut frees: Vec<BufferId> = Vec::new();
+        for (&p, &accumulator) in accumulators {
+            let name = parameter_name(cx, p).to_string();
+            let storage = &cx.stage.parameters[&name];
+            let Buffer { ty: gradient_ty, sharding, .. } = self.buffers[accumulator.0 as usize].clone();
+            let gradient = match own.get(&p) {
+                None => {
+                    let sum = b.read(accumulator, &sharding, &gradient_ty);
+                    b.reshard(sum, &sharding, &storage.state)
+                }
+                Some(&mine) => {
+                    let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(cx.index, mine)]);
+                    parts.extend(others.iter().filter(|((q, _), _)| *q == p).map(|((_, s), &b)| (*s, b)));
+                    frees.extend(parts.values());
+                    let locals: Vec<ValueId> =
+                        parts.values().map(|&part| b.read(part, &storage.state, &gradient_ty)).collect();
+                    let first = locals[0];
+                    locals[1..].iter().fold(first, |sum, &part| b.graph.add(sum, part))
+                }
+            };
+            let ty = cx.plan.graph.ty(p);
+            let parameter_buffer = self.parameters[&p];
+            let parameter = b.read(parameter_buffer, &storage.parameter, ty);
+            let parameter = b.reshard(parameter, &storage.parameter, &storage.state);
+            let mut states = Vec::new();
+            let mut state_buffers = Vec::new();
+            for slot in cx.plan.optimizer.slots(ty.dtype) {
+                let kind = BufferKind::State { parameter: name.clone(), slot: slot.to_string() };
+                let state_ty = ty.with_dtype(DType::F32);
+                let buffer = self.buffer(format!("{slot} of {name}"), kind, state_ty.clone(), storage.state.clone());
+                states.push(b.read(buffer, &storage.state, &state_ty));
+                state_buffers.push(buffer);
+            }
+            let new = optimizer::update(
+                &mut b.graph,
+                &cx.plan.optimizer,
+                parameter,
+                gradient,
+                scale,
+                &states,
+                learning_rate,
+                step,
+            );
+            let whole = b.reshard(new.parameter, &storage.state, &storage.parameter);
+            writes.push((parameter_buffer, whole));
+            writes.extend(state_buffers.into_iter().zip(new.states));
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        Body { name: format!("stage{} update", cx.index), phase: Phase::Update, graph, reads, writes, frees }
+    }
+}
+
+fn parameter_name<'a>(cx: &'a StageContext<'_>, p: ValueId) -> &'a str {
+    match &cx.plan.graph.node(p).op {
+        Op::Parameter(parameter) => &parameter.name,
+        _ => "",
+    }
+}
+
+/// The stages that hold a parameter.
+fn holders(cx: &StageContext<'_>, p: ValueId) -> Vec<u32> {
+    let name = parameter_name(cx, p);
+    (0..).zip(&cx.plan.stages).filter(|(_, s)| s.parameters.contains_key(name)).map(|(i, _)| i).collect()
+}
+
+/// The stages with a user that contributes to the cotangent of `v`.
+fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
+    cx.training.contributions[v.index()].iter().filter_map(|(user, _)| cx.stage_of[user.index()]).collect()
+}
+
+/// Forward values that the backward body computes again instead of keeping them.
+///
+/// With recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
+/// within a layer: they are cheap, and what they are made of is mostly kept anyway. An addition of two kept
+/// values is itself kept, since its operands would otherwise be kept for it alone.
+fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
+    let graph = &cx.plan.graph;
+    let mut again = BTreeSet::new();
+    // Large kept values that a value is made of by ops that are computed again.
+    let mut sources: BTreeMap<ValueId, BTreeSet<ValueId>> = BTreeMap::new();
+    for v in graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+        let node = graph.node(v);
+        let layer = cx.layer_of[v.index()];
+        let leaves_layer = cx.users[v.index()].iter().any(|u| cx.layer_of[u.index()] != layer);
+        let mut from: BTreeSet<ValueId> = BTreeSet::new();
+        for &o in node.operands.iter().filter(|o| !cx.is_constant(**o)) {
+            match sources.get(&o) {
+                Some(s) => from.extend(s),
+                None => {
+                    from.insert(o);
+                }
+            }
+        }
+        let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
+        let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
+        let cheap = node.op.is_elementwise() || matches!(node.op, Op::BroadcastInDim(_) | Op::Reshape(_));
+        let repeat = !leaves_layer && (cx.stage.recompute || cheap && !(sum && large > 1));
+        if repeat {
+            again.insert(v);
+            sources.insert(v, from);
+        } else {
+            sources.insert(v, BTreeSet::from([v]));
+        }
+    }
+    again
+}
+
+/// Numbers the transfers between stages.
+pub fn connect(contexts: &[StageContext<'_>], lowered: &mut [Lowered], transfers: &mut Vec<Transfer>) -> Links {
+    let mut links = Links::default();
+    let mut link = |source: (u32, BufferId), target: (u32, BufferId)| {
+        transfers.push(Transfer { source, target });
+        TransferId((transfers.len() - 1) as u32)
+    };
+    for (t, receiver) in (0u32..).zip(lowered.iter()) {
+        for (&v, &buffer) in &receiver.receives_forward {
+            if let Some(s) = contexts[t as usize].stage_of[v.index()]
+                && let Some(&source) = lowered[s as usize].sends_forward.get(&v)
+            {
+                links.forward.insert((v, s, t), link((s, source), (t, buffer)));
+            }
+        }
+        for (&(v, s), &buffer) in &receiver.receives_backward {
+            if let Some(&source) = lowered[s as usize].sends_backward.get(&v) {
+                links.backward.insert((v, s, t), link((s, source), (t, buffer)));
+            }
+        }
+        for (&(p, s), &buffer) in &receiver.receives_tied {
+            if let Some(&source) = lowered[s as usize].sends_tied.get(&p) {
+                links.tied.insert((p, s, t), link((s, source), (t, buffer)));
+            }
+        }
+    }
+    links
+}

@@ -1,0 +1,102 @@
+//! What the user asks of the planner, and why it may say no.
+
+use altiplano_ir::autodiff::AutodiffError;
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::cluster::Cluster;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::Schedule;
+
+/// A planning problem. What is `None` is searched.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Name of the model, for the reader.
+    pub model: String,
+    /// The forward graph with its batch found (see [`altiplano_ir::batch`]) and simplified; its first output is the loss.
+    pub graph: Graph,
+    pub loss: LossKind,
+    pub stop_gradients: Vec<ValueId>,
+    pub cluster: Cluster,
+    /// Samples per optimizer step; default: the traced batch.
+    pub global_batch: Option<u64>,
+    pub microbatch: Option<u64>,
+    pub num_microbatches: Option<u32>,
+    /// Degrees of data, tensor and pipeline parallelism.
+    pub dp: Option<u32>,
+    pub tp: Option<u32>,
+    pub pp: Option<u32>,
+    pub schedule: Option<Schedule>,
+    pub zero: Option<u8>,
+    pub recompute: Option<bool>,
+    pub optimizer: Optimizer,
+    /// Split a loss that is no mean or sum over samples into microbatches all the same.
+    pub allow_microbatch_semantics: bool,
+    /// Price the plain baselines as well.
+    pub baselines: bool,
+}
+
+impl Request {
+    /// A request in which everything is searched.
+    pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
+        Request {
+            model: model.into(),
+            graph,
+            loss,
+            stop_gradients: Vec::new(),
+            cluster,
+            global_batch: None,
+            microbatch: None,
+            num_microbatches: None,
+            dp: None,
+            tp: None,
+            pp: None,
+            schedule: None,
+            zero: None,
+            recompute: None,
+            optimizer: Optimizer::adamw(),
+            allow_microbatch_semantics: false,
+            baselines: true,
+        }
+    }
+}
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanFailure {
+    #[error(transparent)]
+    Autodiff(#[from] AutodiffError),
+    #[error("planning over several groups of different nodes is not supported yet; the cluster has {groups}")]
+    SeveralGroups { groups: usize },
+    #[error("--{option}: {value} {problem}")]
+    Option { option: &'static str, value: u64, problem: &'static str },
+    #[error("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}")]
+    Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
+    #[error("the model has {layers} layers, too few for {stages} pipeline stages")]
+    TooFewLayers { layers: u32, stages: u32 },
+    #[error(
+        "no plan fits in memory: the best needs {required_bytes} bytes per device, {over_bytes} more than the {limit_bytes} that a {device} has ({detail})"
+    )]
+    Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
+    #[error("no combination of stages and submeshes uses the cluster with these options")]
+    NoCombination,
+}
+
+impl PlanFailure {
+    /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
+    pub fn is_usage(&self) -> bool {
+        !matches!(self, PlanFailure::Memory { .. } | PlanFailure::NoCombination)
+    }
+}
+
+/// Told what the search is doing; for progress bars.
+pub trait Progress: Sync {
+    /// `done` of `total` pieces of work, and what the current one is.
+    fn step(&self, what: &str, done: usize, total: usize);
+}
+
+/// No one is watching.
+pub struct Silent;
+
+impl Progress for Silent {
+    fn step(&self, _: &str, _: usize, _: usize) {}
+}
