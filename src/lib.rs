@@ -1,1 +1,53 @@
+//! Altiplano plans how the training of a large model is split over devices, explains the plan, and runs it.
+//!
+//! A model is a file that a framework exported, a cluster a preset or a TOML file; [`plan`] searches for the fastest way to
+//! train the one on the other, [`report`] says what was found in words, and the [`runtime`] executes it on CPU workers.
+//!
+//! ```
+//! use altiplano::{ImportOptions, load_cluster, load_model, plan, report, request};
+//! use altiplano::planner::Silent;
+//!
+//! let model = load_model("examples/models/gpt-small-demo.mlir".as_ref(), &ImportOptions::default())?;
+//! let mut request = request(&model, load_cluster("local:4")?);
+//! request.pp = Some(2);
+//! let plan = plan(&request, &Silent)?;
+//! assert_eq!(plan.stages.len(), 2);
+//! assert!(report(&plan).contains("stage1"));
+//! # Ok::<(), altiplano::Error>(())
+//! ```
+//!
+//! The crates behind it are here under their short names: [`ir`] (graphs, shardings, plans, programs), [`cost_models`],
+//! [`planner`] and [`runtime`].
 
+pub mod arguments;
+mod cluster;
+mod error;
+mod model;
+mod plan_file;
+pub mod precision;
+mod report;
+pub mod training;
+pub mod units;
+pub mod verify;
+
+pub use altiplano_cost_models as cost_models;
+pub use altiplano_ir as ir;
+pub use altiplano_planner as planner;
+pub use altiplano_runtime as runtime;
+
+pub use cluster::{load_cluster, load_cluster_file};
+pub use error::{DataProblem, Error, Names};
+pub use model::{Format, ImportOptions, Model, Warning, load_all_results, load_model, read_bytes};
+pub use plan_file::{load_plan, write_file};
+pub use planner::{plan, programs};
+pub use report::{programs as programs_text, report};
+
+use altiplano_ir::cluster::Cluster;
+use altiplano_planner::Request;
+
+/// A planning problem in which everything is searched; its fields fix what the caller wants fixed.
+pub fn request(model: &Model, cluster: Cluster) -> Request {
+    let mut request = Request::new(model.name.clone(), model.graph.clone(), model.loss, cluster);
+    request.stop_gradients = model.stop_gradients.clone();
+    request
+}

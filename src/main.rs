@@ -1,1 +1,49 @@
-fn main() {}
+//! The command line. Each subcommand is a file in `commands/`; here they are named and their errors become exit codes:
+//! 0 done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input.
+
+mod commands;
+mod progress;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Plans how the training of a large model is split over devices, explains the plan, and runs it.
+#[derive(Parser)]
+#[command(name = "altiplano", version, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Plan(commands::plan::Plan),
+    Inspect(commands::inspect::Inspect),
+    Show(commands::show::Show),
+    Clusters(commands::clusters::Clusters),
+    Import(commands::import::Import),
+    Run(commands::run::Run),
+    Verify(commands::verify::Verify),
+    Demo(commands::demo::Demo),
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Plan(command) => command.run(),
+        Command::Inspect(command) => command.run(),
+        Command::Show(command) => command.run(),
+        Command::Clusters(command) => command.run(),
+        Command::Import(command) => command.run(),
+        Command::Run(command) => command.run(),
+        Command::Verify(command) => command.run(),
+        Command::Demo(command) => command.run(),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            if error.is_usage() { ExitCode::from(2) } else { ExitCode::from(1) }
+        }
+    }
+}

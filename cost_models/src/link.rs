@@ -148,9 +148,9 @@ fn crossings(mesh: &Mesh, axes: &[AxisId], devices_per_node: u32) -> Crossings {
 
 /// The links from one submesh to another, each given as (nodes, devices per node). `same_node`: both lie on one node.
 ///
-/// A transfer is cut into as many parts as the smaller side has devices, each between one pair. Between nodes, a device drives its share of the
-/// node's NICs but at least one: of two p3.16xlarge, one device reaches 3.125e9 bytes/s (the only NIC), as do all eight;
-/// of two DGX A100 (8 NICs at 25e9), one device reaches 25e9 bytes/s and eight reach 200e9.
+/// A transfer is cut into as many parts as the smaller side has devices, each between one pair. Between nodes, a device
+/// drives its share of the node's NICs but at least one: of two p3.16xlarge, one device reaches 3.125e9 bytes/s (the only
+/// NIC), as do all eight; of two DGX A100 (8 NICs at 25e9), one device reaches 25e9 bytes/s and eight reach 200e9.
 pub fn transfer_path(group: &Group, source: (u32, u32), target: (u32, u32), same_node: bool) -> TransferPath {
     let intra = &group.intra_node;
     if same_node {

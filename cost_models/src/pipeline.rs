@@ -61,7 +61,7 @@ pub fn call_at(
     }
     let warm_up = match schedule {
         Schedule::GPipe => microbatches,
-        Schedule::OneFOneB => microbatches.min((num_stages - 1 - stage) as u64),
+        Schedule::OneFOneB => microbatches.min(num_stages.saturating_sub(stage + 1) as u64),
     };
     if position < warm_up {
         return forward(position);

@@ -45,8 +45,7 @@ pub fn run_mesh(graph: &Graph, mesh: &Mesh, mut leaf: impl FnMut(ValueId, u32) -
             op => devices
                 .iter()
                 .map(|&d| {
-                    let operands: Vec<&Tensor> =
-                        node.operands.iter().map(|o| &values[o.index()][d as usize]).collect();
+                    let operands: Vec<&Tensor> = node.operands.iter().map(|o| &values[o.index()][d as usize]).collect();
                     op.eval(&operands, &node.ty)
                 })
                 .collect(),
@@ -74,9 +73,7 @@ pub fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> 
                     members.iter().map(|m| part(m, *split_dim as usize, *split_outer, me, n)).collect();
                 join(&parts.iter().collect::<Vec<_>>(), *concat_dim as usize, *concat_outer)
             }
-            Collective::LocalSlice { dim, outer, .. } => {
-                part(&operands[device as usize], *dim as usize, *outer, me, n)
-            }
+            Collective::LocalSlice { dim, outer, .. } => part(&operands[device as usize], *dim as usize, *outer, me, n),
             Collective::KeepFirst { .. } if me == 0 => operands[device as usize].clone(),
             Collective::KeepFirst { reducer, .. } => {
                 let ty = operands[device as usize].ty.clone();

@@ -28,13 +28,14 @@ pub enum Values {
     Dense(Arc<Vec<Real>>),
 }
 
-/// An `f64` whose JSON form covers infinities and NaN, and whose equality is that of bits.
+/// An `f64` whose JSON form covers infinities and NaN, and whose equality is that of bits, all NaNs
+/// being one.
 #[derive(Clone, Copy, Debug)]
 pub struct Real(pub f64);
 
 impl PartialEq for Real {
     fn eq(&self, other: &Real) -> bool {
-        self.0.to_bits() == other.0.to_bits()
+        self.0.to_bits() == other.0.to_bits() || self.0.is_nan() && other.0.is_nan()
     }
 }
 

@@ -112,7 +112,7 @@ impl ShardingRule {
                     left[f] = info.size / outer;
                 }
                 let n = mesh.size(axis);
-                let fits = outer_of[f] == outer && left[f] % n == 0;
+                let fits = outer_of[f] == outer && left[f].is_multiple_of(n);
                 left[f] /= n;
                 fits
             }

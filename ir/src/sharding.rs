@@ -120,7 +120,8 @@ impl DimLayout {
 /// `[{data}, {}, {tensor}]` on `mesh<data=2, tensor=4>`: `f32[8,16,64]` has local shape `[4,16,16]`.
 ///
 /// **Invariants** (checked by [`Sharding::is_valid`]): one layout per dimension, whose sizes multiply to
-/// the dimension; an axis appears at most once across `dims` and `partial`; `partial` is sorted.
+/// the dimension; an axis appears at most once across `dims` and `partial`; `partial` is sorted and names one
+/// reducer, since a maximum of sums is not a sum of maxima.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Sharding {
     pub dims: Vec<DimLayout>,
@@ -172,10 +173,10 @@ impl Sharding {
     pub fn is_valid(&self, shape: &[u64], mesh: &Mesh) -> bool {
         let mut used = vec![false; mesh.axes.len()];
         let mut axes = self.split_axes().chain(self.partial.iter().map(|p| p.0));
-        let axes_once =
-            axes.all(|a| used.get_mut(a.0 as usize).is_some_and(|seen| !std::mem::replace(seen, true)));
+        let axes_once = axes.all(|a| used.get_mut(a.0 as usize).is_some_and(|seen| !std::mem::replace(seen, true)));
         axes_once
             && self.partial.is_sorted()
+            && self.partial.windows(2).all(|pair| pair[0].1 == pair[1].1)
             && self.dims.len() == shape.len()
             && self.dims.iter().zip(shape).all(|(layout, &size)| {
                 layout.size() == size
@@ -279,8 +280,7 @@ impl std::fmt::Display for Printed<'_> {
             let groups: Vec<String> = Reducer::ALL
                 .into_iter()
                 .filter_map(|r| {
-                    let axes: Vec<AxisId> =
-                        self.sharding.partial.iter().filter(|p| p.1 == r).map(|p| p.0).collect();
+                    let axes: Vec<AxisId> = self.sharding.partial.iter().filter(|p| p.1 == r).map(|p| p.0).collect();
                     (!axes.is_empty()).then(|| format!("{}: {}", r.name(), names(&axes)))
                 })
                 .collect();

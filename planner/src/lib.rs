@@ -1,14 +1,325 @@
 //! The search: from a graph and a cluster to a plan, and from a plan to programs.
 //!
 //! [`plan`] reads top to bottom: layers are cut, each layer's strategies are solved on each mesh
-//! ([`intra_op`]), layers are put together to stages and stages to a pipeline ([`inter_op`]), the best candidates are
-//! lowered ([`lower`]) and judged ([`predict`]).
+//! ([`intra_op`]), layers are put together to stages and stages to a pipeline ([`inter_op`]), the result is written out
+//! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines.
 
+pub mod assemble;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
 pub mod lower;
+pub mod model;
+pub mod predict;
 pub mod request;
 
 pub use lower::lower;
 pub use request::{PlanFailure, Progress, Request, Silent};
+
+use altiplano_cost_models::{CostModel, Roofline};
+use altiplano_ir::batch::{LossKind, rebatch};
+use altiplano_ir::graph::Graph;
+use altiplano_ir::plan::{Alternative, Plan, Schedule};
+use altiplano_ir::program::Programs;
+use inter_op::search::{Freedom, Searched, search};
+use model::Layered;
+
+/// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
+pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let cost = cost_model(request)?;
+    let freedom = freedom(request)?;
+    let starts = layers::cluster(&request.graph);
+    let layered = |count: u32| {
+        let graph = at_microbatches(request, count)?;
+        Some(Layered::new(graph, starts.clone(), &request.stop_gradients))
+    };
+    altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
+    let searched = best_that_fits(request, &freedom, &cost, &layered, progress);
+    if !request.baselines {
+        return searched;
+    }
+    let mut alternatives = Vec::new();
+    let mut best = searched;
+    for (name, freedom) in baselines(request, &freedom) {
+        progress.step(name, 0, 1);
+        let degrees = |p: &Plan| {
+            let mesh = &p.stages[0].mesh;
+            format!(
+                "dp{} tp{} pp{}, {} microbatches{}",
+                mesh.axes[0].size,
+                mesh.axes[1].size,
+                p.stages.len(),
+                p.num_microbatches,
+                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
+            )
+        };
+        // The best that fits, else the best there is.
+        let searched = search(request, &freedom, &cost, &layered, &Silent);
+        let mut result = within_memory(request, &freedom, &searched, &cost);
+        if matches!(result, Err(PlanFailure::Memory { .. })) {
+            result = searched.best(request, &freedom, u64::MAX).and_then(|f| judged(request, &f, &cost));
+        }
+        alternatives.push(match result {
+            Ok(plan) => {
+                let fits = fits(&plan);
+                let line = Alternative {
+                    name: name.into(),
+                    predicted: Some(plan.predicted.clone()),
+                    fits,
+                    detail: degrees(&plan),
+                };
+                // The judge has the last word: a baseline that it finds faster is the plan.
+                let faster = |b: &Plan| plan.predicted.step_time_s < b.predicted.step_time_s || !self::fits(b);
+                if fits && allowed(request, &plan) && best.as_ref().map_or(true, faster) {
+                    best = Ok(plan);
+                }
+                line
+            }
+            Err(failure) => {
+                Alternative { name: name.into(), predicted: None, fits: false, detail: failure.to_string() }
+            }
+        });
+    }
+    let mut plan = best?;
+    let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    let mut distinct = stages.clone();
+    distinct.dedup();
+    alternatives.push(Alternative {
+        name: "chosen".into(),
+        predicted: Some(plan.predicted.clone()),
+        fits: fits(&plan),
+        detail: format!("{} stages, {} microbatches, {}", stages.len(), plan.num_microbatches, distinct.join(" + ")),
+    });
+    plan.alternatives = alternatives;
+    Ok(plan)
+}
+
+/// Lowers a plan with the default cost model.
+pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
+    Ok(lower(plan, &Roofline::new(plan.cluster.groups[0].device.clone()))?)
+}
+
+fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
+    match request.cluster.groups.as_slice() {
+        [group] => Ok(Roofline::new(group.device.clone())),
+        groups => Err(PlanFailure::SeveralGroups { groups: groups.len() }),
+    }
+}
+
+/// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.
+fn best_that_fits(
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    layered: &dyn Fn(u32) -> Option<Layered>,
+    progress: &dyn Progress,
+) -> Result<Plan, PlanFailure> {
+    let searched = search(request, freedom, cost, layered, progress);
+    match within_memory(request, freedom, &searched, cost) {
+        Err(PlanFailure::Memory { .. }) => {
+            let lean = Freedom { lean: true, ..freedom.clone() };
+            let searched = search(request, &lean, cost, layered, progress);
+            within_memory(request, &lean, &searched, cost)
+        }
+        result => result,
+    }
+}
+
+/// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
+/// needs more, it looks again under a limit that is lower by as much.
+fn within_memory(
+    request: &Request,
+    freedom: &Freedom,
+    searched: &Searched,
+    cost: &dyn CostModel,
+) -> Result<Plan, PlanFailure> {
+    let device = freedom.memory_bytes;
+    let mut limit = device;
+    let mut closest: Option<(u64, String)> = None;
+    for _ in 0..6 {
+        let found = match searched.best(request, freedom, limit) {
+            Ok(found) => found,
+            Err(failure) => {
+                return Err(match closest {
+                    Some((required_bytes, detail)) => PlanFailure::Memory {
+                        required_bytes,
+                        limit_bytes: device,
+                        over_bytes: required_bytes - device,
+                        device: request.cluster.groups[0].device.name.clone(),
+                        detail,
+                    },
+                    None => failure,
+                });
+            }
+        };
+        let plan = judged(request, &found, cost)?;
+        if fits(&plan) {
+            return Ok(plan);
+        }
+        let peak = plan.stages.iter().map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
+        if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
+            let detail = format!("{} stages, {} microbatches", plan.stages.len(), plan.num_microbatches);
+            closest = Some((peak, detail));
+        }
+        limit = (limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
+    }
+    let (required_bytes, detail) = closest.unwrap_or_default();
+    Err(PlanFailure::Memory {
+        required_bytes,
+        limit_bytes: device,
+        over_bytes: required_bytes.saturating_sub(device),
+        device: request.cluster.groups[0].device.name.clone(),
+        detail,
+    })
+}
+
+/// Writes out, lowers and prices a search result.
+fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+    let mut plan = assemble::assemble(request, found, cost)?;
+    let programs = lower(&plan, cost)?;
+    predict::predict(&mut plan, &programs, cost);
+    debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
+    Ok(plan)
+}
+
+fn fits(plan: &Plan) -> bool {
+    let limit = plan.cluster.groups[0].device.memory_bytes;
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= limit)
+}
+
+/// Whether a baseline respects what the user fixed.
+fn allowed(request: &Request, plan: &Plan) -> bool {
+    let mesh_is = |axis: usize, degree: Option<u32>| {
+        degree.is_none_or(|d| plan.stages.iter().all(|s| s.mesh.axes[axis].size == d))
+    };
+    mesh_is(0, request.dp)
+        && mesh_is(1, request.tp)
+        && request.pp.is_none_or(|pp| plan.stages.len() as u32 == pp)
+        && request.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
+}
+
+/// The graph at the microbatch size that a number of microbatches gives.
+fn at_microbatches(request: &Request, count: u32) -> Option<Graph> {
+    if request.graph.batch == 0 {
+        return Some(request.graph.clone());
+    }
+    rebatch(&request.graph, global_batch(request) / count as u64).ok()
+}
+
+fn global_batch(request: &Request) -> u64 {
+    let given = request.global_batch.or(match (request.microbatch, request.num_microbatches) {
+        (Some(size), Some(count)) => Some(size * count as u64),
+        _ => None,
+    });
+    given.unwrap_or(request.graph.batch.max(1))
+}
+
+/// What the request leaves to the search; contradictions are errors.
+fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
+    let devices = request.cluster.num_devices();
+    let invalid = |option, value: u64, problem| Err(PlanFailure::Option { option, value, problem });
+    for (option, value) in [("dp", request.dp), ("tp", request.tp), ("pp", request.pp)] {
+        if value == Some(0) {
+            return invalid(option, 0, "must be at least 1");
+        }
+    }
+    if request.zero.is_some_and(|z| z > 3) {
+        return invalid("zero", request.zero.unwrap_or(0) as u64, "must be 0, 1, 2 or 3");
+    }
+    if let (Some(dp), Some(tp), Some(pp)) = (request.dp, request.tp, request.pp) {
+        let product = dp as u64 * tp as u64 * pp as u64;
+        if product != devices as u64 {
+            return Err(PlanFailure::Degrees { dp, tp, pp, product, devices });
+        }
+    }
+    let given: u64 = [request.dp, request.tp, request.pp].into_iter().flatten().map(u64::from).product();
+    if given > devices as u64 || devices as u64 % given != 0 {
+        let (dp, tp, pp) = (request.dp.unwrap_or(1), request.tp.unwrap_or(1), request.pp.unwrap_or(1));
+        return Err(PlanFailure::Degrees { dp, tp, pp, product: given, devices });
+    }
+    // Two fixed degrees fix the third.
+    let rest = (devices as u64 / given) as u32;
+    let (mut dp, mut tp, mut pp) = (request.dp, request.tp, request.pp);
+    match (dp, tp, pp) {
+        (None, Some(_), Some(_)) => dp = Some(rest),
+        (Some(_), None, Some(_)) => tp = Some(rest),
+        (Some(_), Some(_), None) => pp = Some(rest),
+        _ => {}
+    }
+
+    let global = global_batch(request);
+    if global == 0 {
+        return invalid("global-batch", 0, "must be at least 1");
+    }
+    if request.num_microbatches == Some(0) || request.microbatch == Some(0) {
+        return invalid("microbatch", 0, "must be at least 1");
+    }
+    let scales = request.graph.batch != 0;
+    let counts: Vec<u32> = match (request.microbatch, request.num_microbatches) {
+        (Some(size), _) if !scales && size != 1 => {
+            return invalid("microbatch", size, "cannot be set: the graph keeps to the size it was traced at");
+        }
+        (Some(size), Some(count)) if size.checked_mul(count as u64) != Some(global) => {
+            return invalid("microbatch", size, "times --num-microbatches is not --global-batch");
+        }
+        (_, Some(count)) if global % count as u64 != 0 => {
+            return invalid("num-microbatches", count as u64, "does not divide the global batch");
+        }
+        (_, Some(count)) => vec![count],
+        (Some(size), None) if global % size != 0 => {
+            return invalid("microbatch", size, "does not divide the global batch");
+        }
+        (Some(size), None) => vec![u32::try_from(global / size).unwrap_or(u32::MAX)],
+        (None, None) if !scales => vec![u32::try_from(global).unwrap_or(u32::MAX)],
+        (None, None) if request.loss == LossKind::Other && !request.allow_microbatch_semantics => vec![1],
+        (None, None) => {
+            // Divisors at least a factor 1.5 apart.
+            let mut counts: Vec<u32> = Vec::new();
+            for count in (1..=global.min(4096) as u32).filter(|c| global % *c as u64 == 0) {
+                if counts.last().is_none_or(|&l| count as f64 >= 1.5 * l as f64) {
+                    counts.push(count);
+                }
+            }
+            counts
+        }
+    };
+    if request.loss == LossKind::Other && !request.allow_microbatch_semantics && counts != [1] && scales {
+        return invalid(
+            "num-microbatches",
+            counts[0] as u64,
+            "would change the loss, which is not a mean over samples; --allow-microbatch-semantics permits it",
+        );
+    }
+    Ok(Freedom {
+        dp,
+        tp,
+        pp,
+        zero: request.zero,
+        recompute: request.recompute,
+        schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
+        num_microbatches: counts,
+        memory_bytes: request.cluster.groups[0].device.memory_bytes,
+        lean: false,
+    })
+}
+
+/// The plain ways to train in parallel, on the whole cluster.
+fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
+    let n = request.cluster.num_devices();
+    let with = |dp: u32, tp: u32, pp: u32, zero: u8| Freedom {
+        dp: Some(dp),
+        tp: Some(tp),
+        pp: Some(pp),
+        zero: Some(zero),
+        ..freedom.clone()
+    };
+    let layers = layers::cluster(&request.graph).len() as u32 - 1;
+    let depth = (1..=n.min(layers)).rev().find(|d| n % d == 0).unwrap_or(1);
+    vec![
+        ("data parallel", with(n, 1, 1, 0)),
+        ("ZeRO-1", with(n, 1, 1, 1)),
+        ("FSDP", with(n, 1, 1, 3)),
+        ("tensor parallel", with(1, n, 1, 0)),
+        ("pipeline", with(n / depth, 1, depth, 0)),
+    ]
+}

@@ -30,9 +30,11 @@ impl Operator for BroadcastInDim {
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule { linear: vec![vec![0]], ..Default::default() };
         rule.result = result.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
-        let operand_dims = operands[0].shape.iter().zip(&self.dims).map(|(&size, &dim)| {
-            if size == result.shape[dim] { rule.result[dim].clone() } else { Vec::new() }
-        });
+        let operand_dims = operands[0]
+            .shape
+            .iter()
+            .zip(&self.dims)
+            .map(|(&size, &dim)| if size == result.shape[dim] { rule.result[dim].clone() } else { Vec::new() });
         rule.operands = vec![operand_dims.collect()];
         rule
     }
@@ -44,16 +46,13 @@ impl Operator for BroadcastInDim {
     /// Sums over what was repeated.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let operand = cx.graph.shape(cx.operands[0]).to_vec();
-        let kept = |dim: usize| {
-            self.dims.iter().position(|&d| d == dim).is_some_and(|i| operand[i] == self.shape[dim])
-        };
+        let kept = |dim: usize| self.dims.iter().position(|&d| d == dim).is_some_and(|i| operand[i] == self.shape[dim]);
         let repeated: Vec<usize> = (0..self.shape.len()).filter(|&d| !kept(d)).collect();
         let sum = cx.graph.reduce(cx.cotangent, Reducer::Sum, &repeated);
         // What is left are the kept dimensions in the result's order; dims need not be sorted.
         let left: Vec<usize> = (0..self.shape.len()).filter(|&d| kept(d)).collect();
         let wanted: Vec<usize> = self.dims.iter().copied().filter(|&d| kept(d)).collect();
-        let permutation: Vec<usize> =
-            wanted.iter().filter_map(|d| left.iter().position(|l| l == d)).collect();
+        let permutation: Vec<usize> = wanted.iter().filter_map(|d| left.iter().position(|l| l == d)).collect();
         let sum = cx.graph.transpose(sum, &permutation);
         vec![Some(cx.graph.reshape(sum, &operand))]
     }

@@ -78,7 +78,8 @@ impl Operator for Concatenate {
         for (&operand, &wanted) in cx.operands.iter().zip(cx.wanted) {
             let size = cx.graph.shape(operand)[self.dim];
             parts.push(wanted.then(|| {
-                let mut slice = Slice { start: vec![0; shape.len()], limit: shape.clone(), stride: vec![1; shape.len()] };
+                let mut slice =
+                    Slice { start: vec![0; shape.len()], limit: shape.clone(), stride: vec![1; shape.len()] };
                 slice.start[self.dim] = at;
                 slice.limit[self.dim] = at + size;
                 cx.graph.emit(Op::Slice(slice), &[cx.cotangent])

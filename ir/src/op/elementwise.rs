@@ -591,8 +591,7 @@ impl Operator for Convert {
         Ok(operands[0].with_dtype(self.dtype))
     }
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
-        let linear =
-            if operands[0].dtype.is_float() && result.dtype.is_float() { vec![vec![0]] } else { Vec::new() };
+        let linear = if operands[0].dtype.is_float() && result.dtype.is_float() { vec![vec![0]] } else { Vec::new() };
         ShardingRule::elementwise(&result.shape, 1, linear)
     }
     fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {

@@ -231,7 +231,14 @@ struct GatherRule {
 
 /// Indices relative to this device's part of a table split over `axes`. Clamping must see global indices, so
 /// it comes first; whatever lies in other parts then falls outside.
-fn local_indices(cx: &mut Local<'_>, indices: ValueId, axes: &[AxisId], local: u64, global: u64, clamp: bool) -> ValueId {
+fn local_indices(
+    cx: &mut Local<'_>,
+    indices: ValueId,
+    axes: &[AxisId],
+    local: u64,
+    global: u64,
+    clamp: bool,
+) -> ValueId {
     let mut index = indices;
     if greatest(cx.graph.ty(index).dtype) < global as f64 {
         // Offsets into the table do not fit the element type: `i8` indices into 300 rows.

@@ -17,7 +17,7 @@ mod spmd;
 mod transpose;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use broadcast::BroadcastInDim;
 pub use concatenate::Concatenate;

@@ -17,7 +17,7 @@ impl Pad {
     fn block(&self, dim: usize, size: u64, total: u64) -> Option<u64> {
         let low = self.low[dim];
         let fits = self.interior[dim] == 0 && low >= 0 && self.high[dim] >= 0 && size > 0;
-        (fits && total % size == 0 && low as u64 % size == 0).then(|| low as u64 / size)
+        (fits && total.is_multiple_of(size) && (low as u64).is_multiple_of(size)).then(|| low as u64 / size)
     }
 }
 

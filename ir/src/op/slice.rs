@@ -15,7 +15,8 @@ impl Slice {
     /// Whether dimension `dim` of size `size` is cut into equal blocks of which one is kept.
     fn is_block(&self, dim: usize, size: u64) -> bool {
         let length = self.limit[dim] - self.start[dim];
-        self.stride[dim] == 1 && length > 0 && size % length == 0 && self.start[dim] % length == 0
+        let aligned = |n: u64| n.is_multiple_of(length);
+        self.stride[dim] == 1 && length > 0 && aligned(size) && aligned(self.start[dim])
     }
 }
 
@@ -59,12 +60,12 @@ impl Operator for Slice {
 
     fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
         let mut slice = self.clone();
-        for d in 0..result.len() {
+        for (d, &kept) in result.iter().enumerate() {
             let length = self.limit[d] - self.start[d];
-            if self.stride[d] == 1 && length > 0 && result[d] != length {
+            if self.stride[d] == 1 && length > 0 && kept != length {
                 // The same block of a dimension whose blocks have another length.
-                slice.start[d] = self.start[d] / length * result[d];
-                slice.limit[d] = slice.start[d] + result[d];
+                slice.start[d] = self.start[d] / length * kept;
+                slice.limit[d] = slice.start[d] + kept;
             }
         }
         Op::Slice(slice)

@@ -6,7 +6,8 @@
 
 mod cases;
 mod gradients;
-mod numbers;
+pub(crate) mod numbers;
+mod reference;
 mod reshards;
 mod rules;
 

@@ -1,2 +1,4 @@
+pub mod compose;
 pub mod dynamic;
+pub mod search;
 pub mod submesh;

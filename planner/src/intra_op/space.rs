@@ -12,7 +12,8 @@ use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
-use std::collections::{BTreeMap, HashMap};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// What the user (or a baseline) demands of the axes of a mesh.
@@ -53,8 +54,8 @@ pub struct Spaces<'a> {
     pub prices: &'a Prices<'a>,
     pub roles: AxisRoles,
     layouts: Vec<Sharding>,
-    ids: HashMap<Sharding, LayoutId>,
-    reshards: HashMap<(u64, LayoutId, LayoutId), f64>,
+    ids: FxHashMap<Sharding, LayoutId>,
+    reshards: FxHashMap<(u64, LayoutId, LayoutId), f64>,
     spaces: BTreeMap<String, Rc<Space>>,
 }
 
@@ -64,8 +65,8 @@ impl<'a> Spaces<'a> {
             prices,
             roles,
             layouts: Vec::new(),
-            ids: HashMap::new(),
-            reshards: HashMap::new(),
+            ids: FxHashMap::default(),
+            reshards: FxHashMap::default(),
             spaces: BTreeMap::new(),
         }
     }
@@ -97,7 +98,7 @@ impl<'a> Spaces<'a> {
         if let Some(&seconds) = self.reshards.get(&key) {
             return seconds;
         }
-        let seconds = self.prices.reshard_s(ty, &self.layouts[from as usize], &self.layouts[to as usize]);
+        let seconds = self.prices.reshard_uncached_s(ty, &self.layouts[from as usize], &self.layouts[to as usize]);
         self.reshards.insert(key, seconds);
         seconds
     }

@@ -25,7 +25,8 @@ use altiplano_ir::rule::{OpShardings, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
 
 /// Everything that lowering one stage looks at.
 pub struct StageContext<'a> {
@@ -42,7 +43,7 @@ pub struct StageContext<'a> {
     pub layer_of: &'a [Option<u32>],
     pub users: &'a [Vec<ValueId>],
     pub prices: Prices<'a>,
-    choices: RefCell<HashMap<ChoiceKey, Strategy>>,
+    choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
 }
 
 /// Equal situations of a backward op: op, operand types, available layouts.
@@ -53,7 +54,7 @@ pub struct Prices<'a> {
     pub cost: &'a dyn CostModel,
     pub mesh: Mesh,
     links: Vec<AxisLink>,
-    reshards: RefCell<HashMap<(TensorType, Sharding, Sharding), f64>>,
+    reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
 }
 
 impl<'a> Prices<'a> {
@@ -65,7 +66,7 @@ impl<'a> Prices<'a> {
                 axis_link(group, submesh.0, submesh.1, mesh, &axes)
             })
             .collect();
-        Prices { cost, mesh: mesh.clone(), links, reshards: RefCell::new(HashMap::new()) }
+        Prices { cost, mesh: mesh.clone(), links, reshards: RefCell::new(FxHashMap::default()) }
     }
 
     pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
@@ -85,6 +86,13 @@ impl<'a> Prices<'a> {
         if let Some(&seconds) = self.reshards.borrow().get(&key) {
             return seconds;
         }
+        let seconds = self.reshard_uncached_s(ty, from, to);
+        self.reshards.borrow_mut().insert(key, seconds);
+        seconds
+    }
+
+    /// [`Prices::reshard_s`] for callers that keep what they learn.
+    pub fn reshard_uncached_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> f64 {
         let mut seconds = 0.0;
         let mut bytes = from.local_bytes(ty, &self.mesh);
         for step in reshard(from, to, &self.mesh) {
@@ -92,7 +100,6 @@ impl<'a> Prices<'a> {
             seconds += self.collective_s(&step.collective, bytes, result);
             bytes = result;
         }
-        self.reshards.borrow_mut().insert(key, seconds);
         seconds
     }
 
@@ -176,7 +183,7 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
             layer_of: &layer_of,
             users: &users,
             prices: Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh),
-            choices: RefCell::new(HashMap::new()),
+            choices: RefCell::new(FxHashMap::default()),
         })
         .collect();
 

@@ -3,6 +3,7 @@
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::{StageContext, by_layout};
+use crate::intra_op::layer::accumulator_type;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Binary, Op};
@@ -239,6 +240,35 @@ impl<'a> StageLowering<'a> {
         total
     }
 
+    /// Buffers in which gradients are summed over microbatches.
+    fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
+        let cx = self.cx;
+        let mut accumulators = BTreeMap::new();
+        for (p, name) in cx.plan.graph.parameters() {
+            let Some(storage) = cx.stage.parameters.get(name) else { continue };
+            let ty = accumulator_type(cx.plan.graph.ty(p));
+            let kind = BufferKind::Accumulator { parameter: name.to_string() };
+            accumulators.insert(p, self.buffer(format!("gradient of {name}"), kind, ty, storage.gradient.clone()));
+        }
+        accumulators
+    }
+
+    /// Adds this microbatch's gradient of `p` to its accumulator, if there is one.
+    fn accumulate(
+        &mut self,
+        b: &mut BodyBuilder<'a>,
+        p: ValueId,
+        buffer: BufferId,
+        writes: &mut Vec<(BufferId, ValueId)>,
+    ) {
+        let Buffer { ty, sharding, .. } = self.buffers[buffer.0 as usize].clone();
+        if let Some(gradient) = self.cotangent(b, p, &sharding, &[]) {
+            let old = b.read(buffer, &sharding, &ty);
+            let gradient = b.graph.convert(gradient, ty.dtype);
+            writes.push((buffer, b.graph.add(old, gradient)));
+        }
+    }
+
     fn backward(mut self, forward: BodyBuilder<'a>) -> Lowered {
         let cx = self.cx;
         let training = cx.training;
@@ -249,6 +279,8 @@ impl<'a> StageLowering<'a> {
             owned.entry(training.owner[n.index()]).or_default().push(n);
         }
         let mut receives_backward = BTreeMap::new();
+        let mut writes = Vec::new();
+        let accumulators = self.accumulators();
         for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
             let Some(cotangent) = training.cotangents[v.index()] else { continue };
             let to = cx.resting(v);
@@ -272,10 +304,16 @@ impl<'a> StageLowering<'a> {
                 }
                 b.emit(n, &strategy);
             }
+            // A gradient joins its accumulator as soon as its last contribution is there.
+            for (&p, &buffer) in &accumulators {
+                let here = |u: &&ValueId| cx.stage_of[u.index()] == Some(cx.index);
+                if cx.users[p.index()].iter().find(here) == Some(&v) {
+                    self.accumulate(&mut b, p, buffer, &mut writes);
+                }
+            }
         }
 
         // Cotangents of received values go back in the layout in which the values came.
-        let mut writes = Vec::new();
         let mut sends_backward = BTreeMap::new();
         for &v in cx.stage.receives.keys() {
             let to = cx.stage.receives[&v].clone();
@@ -284,22 +322,6 @@ impl<'a> StageLowering<'a> {
                 let buffer = self.buffer(format!("cotangent of {v}"), BufferKind::Value, ty, to);
                 sends_backward.insert(v, buffer);
                 writes.push((buffer, total));
-            }
-        }
-        // Gradients are summed over microbatches.
-        let mut accumulators = BTreeMap::new();
-        for (p, name) in cx.plan.graph.parameters() {
-            let Some(storage) = cx.stage.parameters.get(name) else { continue };
-            let ty = cx.plan.graph.ty(p);
-            let ty = if ty.dtype.is_half() { ty.with_dtype(DType::F32) } else { ty.clone() };
-            let kind = BufferKind::Accumulator { parameter: name.to_string() };
-            let buffer = self.buffer(format!("gradient of {name}"), kind, ty.clone(), storage.gradient.clone());
-            accumulators.insert(p, buffer);
-            if let Some(gradient) = self.cotangent(&mut b, p, &storage.gradient, &[]) {
-                let old = b.read(buffer, &storage.gradient, &ty);
-                let gradient = b.graph.convert(gradient, ty.dtype);
-                let sum = b.graph.add(old, gradient);
-                writes.push((buffer, sum));
             }
         }
         let (backward_graph, backward_reads, backward_writes) = b.finish(writes);

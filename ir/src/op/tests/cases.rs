@@ -8,6 +8,7 @@ use super::*;
 use crate::reshard::Collective;
 
 /// One row of the table.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub op: Op,
     pub operands: Vec<TensorType>,
@@ -96,6 +97,7 @@ fn leaves() -> Vec<Case> {
         case(Input { name: name(), ty: ty("i32[6]") }, "", "i32[6]"),
         case(Literal::splat(ty("f32[4,6]"), 1.5), "", "f32[4,6]"),
         case(Literal::splat(ty("bool[]"), 1.0), "", "bool[]"),
+        case(Literal { batch_power: -1, ..Literal::splat(ty("f32[]"), 0.125) }, "", "f32[]"),
         dense("f32[4]", &[1.0, f64::NAN, f64::NEG_INFINITY, -0.0]),
         dense("i32[2,2]", &[1.0, -2.0, 3.0, 4.0]),
         case(Iota { ty: ty("i32[6]"), dim: 0 }, "", "i32[6]"),
@@ -161,8 +163,7 @@ fn shapes() -> Vec<Case> {
         case(BroadcastInDim { shape: ty(to).shape, dims: dims.to_vec() }, from, to)
     };
     let reshape = |from: &str, to: &str| case(Reshape { shape: ty(to).shape }, from, to);
-    let transpose =
-        |from: &str, p: &[usize], to: &str| case(Transpose { permutation: p.to_vec() }, from, to);
+    let transpose = |from: &str, p: &[usize], to: &str| case(Transpose { permutation: p.to_vec() }, from, to);
     let slice = |from: &str, start: &[u64], limit: &[u64], stride: &[u64], to: &str| {
         case(Slice { start: start.to_vec(), limit: limit.to_vec(), stride: stride.to_vec() }, from, to)
     };
@@ -199,6 +200,9 @@ fn shapes() -> Vec<Case> {
         slice("f32[12,4]", &[4, 0], &[8, 4], &[1, 1], "f32[4,4]"),
         slice("f32[18]", &[12], &[18], &[1], "f32[6]"),
         slice("f32[8]", &[1], &[7], &[1], "f32[6]"),
+        // As long as a block, but not one.
+        slice("f32[12,6]", &[2, 0], &[6, 6], &[1, 1], "f32[4,6]"),
+        slice("f32[12]", &[6], &[12], &[2], "f32[3]"),
         slice("f32[9,6]", &[1, 0], &[8, 6], &[2, 3], "f32[4,2]"),
         slice("f32[4,6]", &[0, 2], &[4, 2], &[1, 1], "f32[4,0]"),
         slice("f32[4]", &[0], &[4], &[1_000_000_000_000_000_000], "f32[1]"),
@@ -212,6 +216,9 @@ fn shapes() -> Vec<Case> {
         pad("f32[4,6]", &[0, 6], &[4, 0], &[0, 0], "f32[8,12]"),
         pad("f32[4,6]", &[1, 0], &[2, 0], &[0, 0], "f32[7,6]"),
         pad("f32[4,6]", &[0, 1], &[0, -2], &[2, 0], "f32[10,5]"),
+        // As if one block of three, but between two; and one block of one element.
+        pad("f32[4,6]", &[2, 0], &[6, 0], &[0, 0], "f32[12,6]"),
+        pad("f32[1,4]", &[1, 0], &[1, 0], &[0, 0], "f32[3,4]"),
         pad("f32[6]", &[-2], &[-1], &[0], "f32[3]"),
         pad("f32[6]", &[-3], &[2], &[1], "f32[10]"),
         pad("i32[6,2]", &[6, 0], &[6, 0], &[0, 0], "i32[18,2]"),
@@ -291,9 +298,11 @@ fn dims(
     }
 }
 
-/// Rows of (dimension numbers, table, indices, gathered values, range of indices). The ranges reach beyond the
-/// table at both ends.
-fn lookups() -> Vec<(GatherDims, &'static str, &'static str, &'static str, (i64, i64))> {
+/// Dimension numbers, table, indices, gathered values, and the range of indices.
+type Lookup = (GatherDims, &'static str, &'static str, &'static str, (i64, i64));
+
+/// Gathers, and scatters the other way. The ranges reach beyond the table at both ends.
+fn lookups() -> Vec<Lookup> {
     vec![
         // An embedding, with the index vector implicit and explicit.
         (dims(&[2], &[0], &[], &[], &[0], 2, &[1, 6]), "f32[12,6]", "i32[2,3]", "f32[2,3,6]", (-3, 16)),
@@ -333,7 +342,7 @@ fn gathers() -> Vec<Case> {
 }
 
 fn scatters() -> Vec<Case> {
-    let scatter = |(dims, table, indices, values, range): (GatherDims, &str, &str, &str, (i64, i64))| {
+    let scatter = |(dims, table, indices, values, range): Lookup| {
         let op = ScatterAdd { dims, shape: ty(table).shape };
         case(op, &format!("{indices} {values}"), table).integers(range.0, range.1)
     };

@@ -30,7 +30,7 @@ fn random_sharding(shape: &[u64], mesh: &Mesh, reducer: Option<Reducer>, rng: &m
             (0, _) => {}
             (1, Some(reducer)) => partial.push((axis, reducer)),
             _ => {
-                let fits = |s: &Segment| s.size % (mesh.product(&s.axes) * mesh.size(axis)) == 0;
+                let fits = |s: &Segment| s.size.is_multiple_of(mesh.product(&s.axes) * mesh.size(axis));
                 let choices: Vec<usize> = (0..segments.len()).filter(|&i| fits(&segments[i].1)).collect();
                 if !choices.is_empty() {
                     let at = rng.choose(&choices);

@@ -5,6 +5,7 @@
 
 use super::numbers::{Rng, difference, shard_randomly};
 use super::*;
+use crate::reshard::Collective;
 use crate::rule::{AxisUse, FactorKind, Strategy};
 use crate::sharding::Sharding;
 
@@ -115,9 +116,7 @@ fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Me
 /// The device that holds the same as `device` and has position 0 along all replicated axes.
 fn first_replica(sharding: &Sharding, mesh: &Mesh, device: u32) -> u32 {
     let coordinates = mesh.coordinates(device);
-    let used = |axis: AxisId| {
-        sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis)
-    };
+    let used = |axis: AxisId| sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis);
     mesh.axis_ids().filter(|&a| used(a)).map(|a| coordinates[a.0 as usize] * mesh.stride(a)).sum()
 }
 
@@ -177,6 +176,12 @@ fn well_known_splits_are_offered() {
     offers(third, &["f32[2,12]"], "[{}, {3, 4: tensor}] -> [{}, {tensor}]");
     let heads = Op::Reshape(Reshape { shape: vec![2, 3, 4, 8] });
     offers(heads, &["f32[2,96]"], "[{}, {3, 32: tensor}] -> [{}, {}, {tensor}, {}]");
+    // No factor of one side fits the other, but what is major in both can be split.
+    offers(Op::Reshape(Reshape { shape: vec![6, 4] }), &["f32[4,6]"], "[{tensor}, {}] -> [{tensor}, {}]");
+    let last = Op::Pad(Pad { low: vec![0, 8], high: vec![0, 0], interior: vec![0, 0] });
+    offers(last, &["f32[2,4]", "f32[]"], "[{}, {tensor}] [] -> [{}, {3, 4: tensor}]");
+    let joined = Op::Concatenate(Concatenate { dim: 0 });
+    offers(joined, &["f32[4]", "f32[4]"], "[{tensor}] [{tensor}] -> [{2, 4: tensor}]");
     let embedding = GatherDims {
         offset_dims: vec![1],
         collapsed_slice_dims: vec![0],
@@ -188,4 +193,73 @@ fn well_known_splits_are_offered() {
     };
     let gather = Op::Gather(Gather { dims: embedding, out_of_bounds: OutOfBounds::Clamp });
     offers(gather, &["f32[12,6]", "i32[4]"], "[{tensor}, {}] [{}] -> [{}, {}] partial{sum: tensor}");
+}
+
+/// Rules number factors and operands by `u8`: what does not fit is refused or not offered, never wrapped.
+#[test]
+fn long_concatenations_keep_to_the_limits_of_rules() {
+    let piece = cases::ty("f32[2]");
+    let many = vec![&piece; 300];
+    let concatenate = Op::Concatenate(Concatenate { dim: 0 });
+    let result = concatenate.infer(&many).expect("300 equal pieces");
+    let rule = concatenate.rule(&many, &result);
+    assert_eq!((rule.factors.len(), rule.linear.len(), rule.operands.len()), (2, 0, 300));
+    let sizes: Vec<TensorType> = (1..=300).map(|n| cases::ty(&format!("f32[{n}]"))).collect();
+    let all: Vec<&TensorType> = sizes.iter().collect();
+    assert!(matches!(concatenate.infer(&all), Err(ShapeError::Attribute(_))));
+    let some = concatenate.infer(&all[..200]).expect("200 pieces");
+    assert_eq!(concatenate.rule(&all[..200], &some).factors.len(), 201);
+}
+
+/// Sizes and attributes at the ends of their ranges are refused or counted, never overflow.
+#[test]
+fn extreme_attributes_do_not_overflow() {
+    let square = cases::ty("f32[16777216,16777216]");
+    let dot = Op::DotGeneral(DotGeneral {
+        lhs_batch: vec![],
+        rhs_batch: vec![],
+        lhs_contract: vec![1],
+        rhs_contract: vec![0],
+    });
+    let result = dot.infer(&[&square, &square]).expect("a product");
+    assert_eq!(dot.flop(&[&square, &square], &result), u64::MAX);
+
+    let (one, scalar) = (cases::ty("f32[1]"), cases::ty("f32[]"));
+    for pad in [
+        Pad { low: vec![i64::MIN], high: vec![i64::MAX], interior: vec![0] },
+        Pad { low: vec![0], high: vec![0], interior: vec![u64::MAX] },
+    ] {
+        assert!(matches!(Op::Pad(pad).infer(&[&one, &scalar]), Err(ShapeError::Attribute(_))));
+    }
+
+    let mesh = Mesh::new(&[("a", u32::MAX)]);
+    let axes = vec![AxisId(0)];
+    let gather = Op::collective(Collective::AllGather { axes: axes.clone(), dim: 0, outer: 1 }, &mesh);
+    assert!(matches!(gather.infer(&[&square]), Err(ShapeError::TooLarge { .. })));
+    let slice = Op::collective(Collective::LocalSlice { axes, dim: 0, outer: u64::MAX }, &mesh);
+    assert!(matches!(slice.infer(&[&square]), Err(ShapeError::SizesDiffer { .. })));
+    for (axes, mesh) in [
+        (vec![AxisId(1)], Mesh::new(&[("a", 2)])),
+        (vec![AxisId(0), AxisId(0)], Mesh::new(&[("a", 2)])),
+        (vec![AxisId(0)], Mesh::new(&[("a", 0)])),
+        (vec![AxisId(0)], Mesh::new(&[("a", u32::MAX), ("b", 2)])),
+    ] {
+        let reduce = Op::collective(Collective::AllReduce { axes: axes.clone(), reducer: Reducer::Sum }, &mesh);
+        assert!(reduce.infer(&[&one]).is_err(), "{reduce:?}");
+        assert!(Op::AxisIndex(AxisIndex { axes, mesh, dtype: DType::I32 }).infer(&[]).is_err());
+    }
+}
+
+/// Integer functions on values where an `f64` is close to its limits.
+#[test]
+fn integers_wrap_exactly() {
+    let power = |a, b, dtype| Binary::Power.apply(a, b, dtype);
+    assert_eq!(power(3.0, 40.0, DType::I32), 3u64.wrapping_pow(40) as i32 as f64);
+    assert_eq!(power(7.0, 255.0, DType::U8), 7u8.wrapping_pow(255) as f64);
+    assert_eq!(power(-1.0, -3.0, DType::I32), -1.0);
+    assert_eq!(power(0.0, 0.0, DType::I32), 1.0);
+    assert_eq!(power(2.0, -1.0, DType::I32), 0.0);
+    let ones = Reducer::And.neutral(DType::U64);
+    assert_eq!(Binary::And.apply(ones, 12.0, DType::U64), 12.0);
+    assert_eq!(Unary::Not.apply(Unary::Not.apply(5.0, DType::U8), DType::U8), 5.0);
 }

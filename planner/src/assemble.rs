@@ -1,0 +1,153 @@
+//! From what the search chose to a plan: strategies and storage of every stage, written out.
+
+use crate::inter_op::compose::chains;
+use crate::inter_op::search::{ChosenStage, Found, layer_tables};
+use crate::inter_op::submesh::place;
+use crate::intra_op::space::{Spaces, batch_layout};
+use crate::lower::Prices;
+use crate::request::{PlanFailure, Request};
+use altiplano_cost_models::CostModel;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::plan::{FORMAT, Plan, Predicted, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash};
+use altiplano_ir::sharding::Sharding;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Writes a search result out as a plan, predictions left open.
+pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+    let group = &request.cluster.groups[0];
+    let shapes: Vec<_> = found.stages.iter().map(|s| s.shape).collect();
+    let Some(placement) = place(&shapes, group.nodes, group.devices_per_node) else {
+        return Err(PlanFailure::NoCombination);
+    };
+    let stages = found
+        .stages
+        .iter()
+        .zip(placement)
+        .map(|(chosen, devices)| stage(request, found, cost, chosen, devices))
+        .collect::<Option<Vec<Stage>>>()
+        .ok_or(PlanFailure::NoCombination)?;
+    let graph = found.candidates.layered.graph.clone();
+    let unit = if graph.batch == 0 { 1 } else { graph.batch };
+    Ok(Plan {
+        format: FORMAT.into(),
+        version: VERSION,
+        model: request.model.clone(),
+        graph_hash: graph_hash(&graph),
+        cluster: request.cluster.clone(),
+        global_batch: unit * found.candidates.num_microbatches as u64,
+        num_microbatches: found.candidates.num_microbatches,
+        microbatch: unit,
+        schedule: found.schedule,
+        optimizer: request.optimizer,
+        loss: request.loss,
+        stop_gradients: request.stop_gradients.clone(),
+        predicted: Predicted::default(),
+        alternatives: Vec::new(),
+        layers: found.candidates.layered.starts.clone(),
+        stages,
+        graph,
+    })
+}
+
+fn stage(
+    request: &Request,
+    found: &Found<'_>,
+    cost: &dyn CostModel,
+    chosen: &ChosenStage,
+    devices: Vec<u32>,
+) -> Option<Stage> {
+    let layered = &found.candidates.layered;
+    let graph = &layered.graph;
+    let group = &request.cluster.groups[0];
+    let way = &chosen.way;
+    let submesh = (chosen.shape.nodes, chosen.shape.devices);
+    let prices = Prices::new(cost, group, submesh, &way.mesh);
+    let mut spaces = Spaces::new(&prices, way.roles);
+    // Solved again: the search keeps only what it cost. The same input gives the same answer.
+    let tables = layer_tables(layered, request, &mut spaces, way.variant)?;
+    let kinds = &layered.kinds[chosen.layers.clone()];
+    let chain = chains(kinds, &tables).into_iter().next()?.into_iter().next_back()?;
+    let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
+    let path = chain.path(&of_layers);
+
+    let mut shardings = BTreeMap::new();
+    let mut base: BTreeMap<ValueId, Sharding> = BTreeMap::new();
+    let mut partial: BTreeMap<ValueId, BTreeSet<AxisId>> = BTreeMap::new();
+    let mut receives = BTreeMap::new();
+    for ((l, table), &(i, o)) in chosen.layers.clone().zip(&of_layers).zip(&path) {
+        let layer = &layered.layers[l];
+        let model_layer = &layered.layers[layered.representatives[layered.kinds[l]]];
+        let choice = table.choice(i, o);
+        for (v, picked) in choice.strategies {
+            let at = model_layer.nodes.binary_search(&v).ok()?;
+            let value = layer.nodes[at];
+            let rule = graph.rule(value);
+            let result = rule.shardings(&picked.strategy, &way.mesh).result;
+            for (k, operand) in graph.node(value).operands.iter().enumerate() {
+                let axes = spaces.layout(picked.cotangents[k]).partial.iter().map(|p| p.0);
+                partial.entry(*operand).or_default().extend(axes);
+            }
+            shardings.insert(
+                value,
+                ValueSharding {
+                    name: graph.node(value).name.clone(),
+                    sharding: result.display(&way.mesh).to_string(),
+                    strategy: picked.strategy,
+                },
+            );
+        }
+        for (p, layout) in choice.parameters {
+            let at = model_layer.parameters.iter().position(|q| *q == p)?;
+            // Where several layers use a parameter, the first decides how it is kept.
+            base.entry(layer.parameters[at]).or_insert_with(|| spaces.layout(layout).clone());
+        }
+        for &v in layer.entering.iter().filter(|v| v.0 < layered.starts[chosen.layers.start]) {
+            let main = layer.entering.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
+            let sharding = match table.in_layouts.get(i) {
+                Some(&layout) if main == Some(v) && l == chosen.layers.start => spaces.layout(layout).clone(),
+                _ => batch_layout(graph.ty(v), graph.node(v).batch_dims, &way.mesh),
+            };
+            receives.entry(v).or_insert(sharding);
+        }
+    }
+    // A parameter that nothing uses is kept by the first stage, so that it is not lost.
+    if chosen.layers.start == 0 {
+        for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {
+            base.insert(p, Sharding::replicated(graph.shape(p)));
+        }
+    }
+    let mut parameters = BTreeMap::new();
+    for (p, layout) in base {
+        let Op::Parameter(parameter) = &graph.node(p).op else { continue };
+        let id = spaces.intern(layout.clone());
+        let finest = spaces.storage_layout(id);
+        let finest = spaces.layout(finest).clone();
+        let zero = way.variant.zero;
+        let mut gradient = if zero >= 2 { finest.clone() } else { layout.clone() };
+        let split: Vec<AxisId> = gradient.split_axes().collect();
+        let axes = partial.get(&p).into_iter().flatten().filter(|a| !split.contains(a));
+        if zero < 2 {
+            gradient.partial = axes.map(|&a| (a, Reducer::Sum)).collect();
+        }
+        let storage = Storage {
+            parameter: if zero == 3 { finest.clone() } else { layout.clone() },
+            gradient,
+            state: if zero >= 1 { finest } else { layout },
+        };
+        parameters.insert(parameter.name.clone(), storage);
+    }
+    Some(Stage {
+        layers: chosen.layers.start as u32..chosen.layers.end as u32,
+        submesh,
+        devices,
+        mesh: way.mesh.clone(),
+        recompute: way.recompute,
+        zero: way.variant.zero,
+        shardings,
+        parameters,
+        receives,
+        predicted: StagePredicted::default(),
+    })
+}

@@ -1,0 +1,387 @@
+//! The search over microbatches, submeshes, meshes and ways of running a stage.
+//!
+//! For each number of microbatches every mesh gets its layer tables (in parallel; a mesh is independent of all
+//! others), runs of layers become stage candidates, and the dynamic program puts stages together.
+
+use super::compose::chains;
+use super::dynamic::{self, Candidate, NoStages, Query, StageTable, Stages, plan_stages};
+use super::submesh::{SubmeshShape, shapes};
+use crate::intra_op::layer::{LayerTable, Model, Terms, Variant, solve_layer};
+use crate::intra_op::space::{AxisRoles, Spaces};
+use crate::lower::Prices;
+use crate::model::Layered;
+use crate::request::{PlanFailure, Progress, Request};
+use altiplano_cost_models::{CostModel, transfer_path};
+use altiplano_ir::cluster::Group;
+use altiplano_ir::mesh::Mesh;
+use altiplano_ir::plan::Schedule;
+use rayon::prelude::*;
+use std::rc::Rc;
+
+/// What is left open of a request: one baseline fixes what another searches.
+#[derive(Clone, Debug)]
+pub struct Freedom {
+    pub dp: Option<u32>,
+    pub tp: Option<u32>,
+    pub pp: Option<u32>,
+    pub zero: Option<u8>,
+    pub recompute: Option<bool>,
+    pub schedules: Vec<Schedule>,
+    /// Numbers of microbatches to try.
+    pub num_microbatches: Vec<u32>,
+    /// Memory of a device that stages may use.
+    pub memory_bytes: u64,
+    /// Prefer layouts that keep less, even if that takes time.
+    pub lean: bool,
+}
+
+/// One stage as the search chose it.
+#[derive(Clone, Debug)]
+pub struct ChosenStage {
+    pub layers: std::ops::Range<usize>,
+    pub shape: SubmeshShape,
+    pub way: Way,
+}
+
+/// A mesh and a way of running a stage on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Way {
+    pub mesh: Mesh,
+    pub roles: AxisRoles,
+    pub variant: Variant,
+    pub recompute: bool,
+}
+
+/// The best found for one number of microbatches.
+pub struct Found<'a> {
+    pub candidates: &'a Candidates,
+    pub schedule: Schedule,
+    pub stages: Vec<ChosenStage>,
+    pub step_s: f64,
+}
+
+/// Logical meshes of a submesh under the degrees that are fixed.
+fn meshes(shape: SubmeshShape, freedom: &Freedom) -> Vec<Mesh> {
+    let devices = shape.num_devices() as u32;
+    (1..=devices)
+        .filter(|data| devices % data == 0)
+        .map(|data| (data, devices / data))
+        .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
+        .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
+        .collect()
+}
+
+/// The tables of all layer kinds on one mesh.
+pub fn layer_tables(
+    layered: &Layered,
+    request: &Request,
+    spaces: &mut Spaces<'_>,
+    variant: Variant,
+) -> Option<Vec<Rc<LayerTable>>> {
+    let model = Model {
+        graph: &layered.graph,
+        layer_of: &layered.layer_of,
+        users: &layered.users,
+        needs_gradient: &layered.needs_gradient,
+        blocks: &layered.blocks,
+        optimizer: &request.optimizer,
+    };
+    layered
+        .representatives
+        .iter()
+        .map(|&l| {
+            let range = layered.starts[l]..layered.starts[l + 1];
+            solve_layer(&model, range, spaces, variant).ok().map(Rc::new)
+        })
+        .collect()
+}
+
+/// Candidates of every run of layers on one mesh.
+fn candidates_of_mesh(
+    layered: &Layered,
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    group: &Group,
+    shape: SubmeshShape,
+    mesh: &Mesh,
+    num_microbatches: u32,
+) -> Vec<(usize, usize, Candidate, Way)> {
+    let roles = AxisRoles { first_is_data: freedom.dp.is_some(), second_is_model: freedom.tp.is_some() };
+    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh);
+    let mut spaces = Spaces::new(&prices, roles);
+    let levels = match freedom.zero {
+        Some(level) => vec![level],
+        None if mesh.num_devices() == 1 => vec![0],
+        None => vec![1, 3],
+    };
+    let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
+    let mut found = Vec::new();
+    for zero in levels {
+        let variant = Variant { zero, lean: freedom.lean, num_microbatches };
+        let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
+        let entering: Vec<f64> = (0..layered.layers.len())
+            .map(|l| {
+                let path = transfer_path(group, (shape.nodes, shape.devices), (shape.nodes, shape.devices), shape.nodes == 1);
+                if l == 0 { 0.0 } else { 2.0 * cost.transfer_s(layered.entering_bytes(l), &path) }
+            })
+            .collect();
+        for (first, row) in chains(&layered.kinds, &tables).iter().enumerate() {
+            for (length, chain) in row.iter().enumerate() {
+                let Some((_, terms, _)) = chain.best() else { continue };
+                for &recompute in &recomputes {
+                    let way = Way { mesh: mesh.clone(), roles, variant, recompute };
+                    let candidate = candidate(&terms, chain.transient_bytes, entering[first], recompute, length + 1);
+                    found.push((first, first + length + 1, candidate, way));
+                }
+            }
+        }
+    }
+    found
+}
+
+fn candidate(terms: &Terms, transient_bytes: f64, transfers_s: f64, recompute: bool, layers: usize) -> Candidate {
+    let again = if recompute { terms.forward_s } else { 0.0 };
+    let (inflight, transient) = match recompute {
+        false => (terms.kept_bytes, transient_bytes),
+        // One layer's values are alive while its backward runs.
+        true => (terms.entering_bytes, transient_bytes + terms.kept_bytes / layers as f64),
+    };
+    Candidate {
+        microbatch_s: terms.forward_s + terms.backward_s + again + transfers_s,
+        step_s: terms.step_s,
+        static_bytes: terms.static_bytes as u64,
+        bytes_per_inflight_microbatch: inflight as u64,
+        transient_bytes: transient as u64,
+        id: 0,
+    }
+}
+
+/// Candidates that no other beats in time, per-step time and memory at once; at most `most` of them, fastest first.
+fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)> {
+    all.sort_by(|a, b| a.0.microbatch_s.total_cmp(&b.0.microbatch_s).then(a.0.step_s.total_cmp(&b.0.step_s)));
+    let mut kept: Vec<(Candidate, Way)> = Vec::new();
+    for (candidate, way) in all {
+        let beaten = kept.iter().any(|(k, _)| {
+            k.microbatch_s <= candidate.microbatch_s
+                && k.step_s <= candidate.step_s
+                && k.static_bytes <= candidate.static_bytes
+                && k.bytes_per_inflight_microbatch <= candidate.bytes_per_inflight_microbatch
+                && k.transient_bytes <= candidate.transient_bytes
+        });
+        if !beaten {
+            kept.push((candidate, way));
+        }
+    }
+    if kept.len() > most {
+        // The fastest and the leanest, and between them an even choice.
+        kept.sort_by(|a, b| a.0.microbatch_s.total_cmp(&b.0.microbatch_s));
+        let step = (kept.len() - 1) as f64 / (most - 1) as f64;
+        let leanest = kept
+            .iter()
+            .enumerate()
+            .min_by_key(|(_, (c, _))| c.peak_bytes(1))
+            .map_or(0, |(i, _)| i);
+        let mut picks: Vec<usize> = (0..most).map(|i| (i as f64 * step).round() as usize).chain([leanest]).collect();
+        picks.sort_unstable();
+        picks.dedup();
+        kept = picks.into_iter().map(|i| kept[i].clone()).collect();
+    }
+    kept
+}
+
+/// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
+pub struct Candidates {
+    pub layered: Layered,
+    pub num_microbatches: u32,
+    shapes: Vec<SubmeshShape>,
+    table: StageTable,
+    ways: Vec<Way>,
+}
+
+/// Solves every mesh for one number of microbatches.
+pub fn candidates(
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    layered: Layered,
+    num_microbatches: u32,
+) -> Candidates {
+    let group = &request.cluster.groups[0];
+    let shapes: Vec<SubmeshShape> = shapes(group.nodes, group.devices_per_node)
+        .into_iter()
+        .filter(|s| {
+            let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
+            let exact = freedom.dp.is_some() && freedom.tp.is_some();
+            let whole = freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
+            !whole && (!exact || product == Some(s.num_devices()))
+        })
+        .collect();
+    let jobs: Vec<(usize, Mesh)> = shapes
+        .iter()
+        .enumerate()
+        .flat_map(|(i, &shape)| meshes(shape, freedom).into_iter().map(move |m| (i, m)))
+        .collect();
+    let results: Vec<Vec<(usize, usize, Candidate, Way)>> = jobs
+        .par_iter()
+        .map(|(shape, mesh)| {
+            candidates_of_mesh(&layered, request, freedom, cost, group, shapes[*shape], mesh, num_microbatches)
+        })
+        .collect();
+
+    let layers = layered.layers.len();
+    let mut cells: Vec<Vec<(Candidate, Way)>> = vec![Vec::new(); layers * (layers + 1) * shapes.len()];
+    for ((shape, _), found) in jobs.iter().zip(results) {
+        for (first, end, candidate, way) in found {
+            cells[(first * (layers + 1) + end) * shapes.len() + shape].push((candidate, way));
+        }
+    }
+    let mut table = StageTable::new(layers, shapes.clone());
+    let mut ways: Vec<Way> = Vec::new();
+    for (at, cell) in cells.into_iter().enumerate() {
+        let (range, shape) = (at / shapes.len(), at % shapes.len());
+        for (candidate, way) in frontier(cell, 6) {
+            let id = ways.len() as u32;
+            ways.push(way);
+            table.push(range / (layers + 1), range % (layers + 1), shape, Candidate { id, ..candidate });
+        }
+    }
+    Candidates { layered, num_microbatches, shapes, table, ways }
+}
+
+impl Candidates {
+    /// The best stages, each device using at most `memory_bytes`.
+    pub fn best(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Result<Found<'_>, NoStages> {
+        let group = &request.cluster.groups[0];
+        let mut best: Option<(Stages, Schedule)> = None;
+        let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
+        for &schedule in &freedom.schedules {
+            let query = Query {
+                nodes: group.nodes,
+                devices_per_node: group.devices_per_node,
+                num_microbatches: self.num_microbatches,
+                schedule: match schedule {
+                    Schedule::GPipe => dynamic::Schedule::GPipe,
+                    Schedule::OneFOneB => dynamic::Schedule::OneFOneB,
+                },
+                device_memory_bytes: memory_bytes,
+                num_stages: freedom.pp,
+                all_devices: true,
+                relative_tolerance: 1e-3,
+            };
+            match plan_stages(&self.table, &query) {
+                Ok(stages) if best.as_ref().is_none_or(|(b, _)| stages.step_s < b.step_s) => {
+                    best = Some((stages, schedule));
+                }
+                Ok(_) => {}
+                Err(error) => failure = error,
+            }
+        }
+        let (stages, schedule) = best.ok_or(failure)?;
+        let chosen = stages
+            .stages
+            .into_iter()
+            .map(|(layers, shape, id)| ChosenStage {
+                layers,
+                shape: self.shapes[shape],
+                way: self.ways[id as usize].clone(),
+            })
+            .collect();
+        Ok(Found { candidates: self, schedule, stages: chosen, step_s: stages.step_s })
+    }
+}
+
+/// The candidates for each number of microbatches that could hold the best plan.
+pub struct Searched {
+    pub candidates: Vec<Candidates>,
+}
+
+/// Walks through the numbers of microbatches, fewest first. `layered` gives the layered graph at each.
+pub fn search(
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    layered: &dyn Fn(u32) -> Option<Layered>,
+    progress: &dyn Progress,
+) -> Searched {
+    let mut searched = Searched { candidates: Vec::new() };
+    let total = freedom.num_microbatches.len();
+    let (mut least, mut worse) = (f64::INFINITY, 0);
+    for (i, &count) in freedom.num_microbatches.iter().enumerate() {
+        progress.step(&format!("{count} microbatches"), i, total);
+        let Some(at_size) = layered(count) else { continue };
+        let last = i + 1 == total;
+        if !last && least_bytes(&at_size, request) > freedom.memory_bytes {
+            continue;
+        }
+        let candidates = candidates(request, freedom, cost, at_size, count);
+        match candidates.best(request, freedom, freedom.memory_bytes) {
+            Ok(found) => {
+                worse = if found.step_s < least { 0 } else { worse + 1 };
+                least = least.min(found.step_s);
+            }
+            Err(_) => {}
+        }
+        searched.candidates.push(candidates);
+        // More microbatches shrink the bubble and the work per call; once that only costs, it stays so.
+        if worse == 2 {
+            break;
+        }
+    }
+    progress.step("done", total, total);
+    searched
+}
+
+/// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
+/// of that, and parameters with gradient and state, split over all devices.
+fn least_bytes(layered: &Layered, request: &Request) -> u64 {
+    let graph = &layered.graph;
+    let largest = graph.values().filter(|v| layered.layer_of[v.index()].is_some()).map(|v| graph.ty(v).bytes()).max();
+    2 * largest.unwrap_or(0) / request.cluster.num_devices() as u64
+}
+
+impl Searched {
+    /// The best over all numbers of microbatches within `memory_bytes` per device.
+    pub fn best(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Result<Found<'_>, PlanFailure> {
+        let mut best: Option<Found<'_>> = None;
+        let mut nearest: Option<PlanFailure> = None;
+        for candidates in &self.candidates {
+            match candidates.best(request, freedom, memory_bytes) {
+                Ok(found) if best.as_ref().is_none_or(|b| found.step_s < b.step_s) => best = Some(found),
+                Ok(_) => {}
+                Err(error) => {
+                    let failure = explain(error, request);
+                    let required = |f: &PlanFailure| match f {
+                        PlanFailure::Memory { required_bytes, .. } => *required_bytes,
+                        _ => u64::MAX,
+                    };
+                    if nearest.as_ref().is_none_or(|n| required(&failure) < required(n)) {
+                        nearest = Some(failure);
+                    }
+                }
+            }
+        }
+        best.ok_or(nearest.unwrap_or(PlanFailure::NoCombination))
+    }
+}
+
+fn explain(error: NoStages, request: &Request) -> PlanFailure {
+    match error {
+        NoStages::Memory { required_bytes, limit_bytes, layers, shape, stage, num_stages, in_flight } => {
+            PlanFailure::Memory {
+                required_bytes,
+                limit_bytes,
+                over_bytes: required_bytes.saturating_sub(limit_bytes),
+                device: request.cluster.groups[0].device.name.clone(),
+                detail: format!(
+                    "stage {stage} of {num_stages}: layers {}..{} on {shape} devices, {in_flight} microbatches in flight",
+                    layers.start, layers.end
+                ),
+            }
+        }
+        NoStages::MoreStagesThanLayers { num_stages, num_layers } => {
+            PlanFailure::TooFewLayers { layers: num_layers as u32, stages: num_stages }
+        }
+        NoStages::NoTiling { .. } | NoStages::NoCandidates { .. } => PlanFailure::NoCombination,
+    }
+}

@@ -1,0 +1,198 @@
+//! What a lowered plan will take: seconds and bytes of each stage, and of the step.
+//!
+//! Times are sums over the ops and collectives of the bodies that devices really run, put on the pipeline's
+//! schedule. Bytes are the buffers that are held, times the microbatches in flight, plus the most that is alive at
+//! once inside a body when elementwise chains are fused.
+
+use crate::lower::Prices;
+use altiplano_cost_models::pipeline::{StageTimes, simulate};
+use altiplano_cost_models::{CostModel, transfer_path};
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Memory, Plan, Predicted, StagePredicted};
+use altiplano_ir::program::{Body, BufferKind, Call, Phase, Program, Programs};
+use std::collections::BTreeSet;
+
+/// Seconds of a body's ops and of its collectives.
+fn body_s(body: &Body, prices: &Prices<'_>) -> (f64, f64) {
+    let graph = &body.graph;
+    let (mut compute, mut communication) = (0.0, 0.0);
+    for v in graph.values() {
+        let node = graph.node(v);
+        match &node.op {
+            Op::Collective(c) => {
+                let operand = graph.ty(node.operands[0]).bytes();
+                communication += prices.collective_s(&c.collective, operand, node.ty.bytes());
+            }
+            op => compute += prices.cost.compute_s(op, &graph.operand_types(v), &node.ty),
+        }
+    }
+    (compute, communication)
+}
+
+/// The most bytes of a body's own values alive at once. Values that stay in registers (elementwise with one
+/// elementwise user), constants and views take none; what replaces a buffer that lives on (parameters, state,
+/// gradients) takes its place; what is written to any other buffer counts until the end.
+pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
+    let graph = &body.graph;
+    let users = graph.users();
+    let bound: BTreeSet<ValueId> = body.reads.iter().map(|(v, _)| *v).collect();
+    let lives_on = |b: altiplano_ir::program::BufferId| {
+        !matches!(program.buffer(b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
+    };
+    let replaces: BTreeSet<ValueId> = body.writes.iter().filter(|(b, _)| lives_on(*b)).map(|(_, v)| *v).collect();
+    let written: BTreeSet<ValueId> = body.writes.iter().map(|(_, v)| *v).collect();
+    let bytes: Vec<u64> = graph
+        .values()
+        .map(|v| {
+            let none = bound.contains(&v) || replaces.contains(&v) || is_free(graph, &users, v, &written);
+            if none { 0 } else { graph.ty(v).bytes() }
+        })
+        .collect();
+    // A value fused into its user is read when the user runs, so its operands live until then.
+    let mut last: Vec<usize> = (0..graph.len()).collect();
+    for v in graph.values().rev() {
+        let end = users[v.index()]
+            .iter()
+            .map(|u| if bytes[u.index()] == 0 { last[u.index()].max(u.index()) } else { u.index() })
+            .max();
+        last[v.index()] = end.unwrap_or(v.index()).max(v.index());
+        if written.contains(&v) {
+            last[v.index()] = graph.len();
+        }
+    }
+    let mut ends: Vec<u64> = vec![0; graph.len() + 1];
+    let (mut now, mut peak) = (0u64, 0u64);
+    for v in graph.values() {
+        now += bytes[v.index()];
+        ends[last[v.index()]] += bytes[v.index()];
+        peak = peak.max(now);
+        now -= ends[v.index()];
+    }
+    peak
+}
+
+fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet<ValueId>) -> bool {
+    let op = &graph.node(v).op;
+    let fusible = op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_));
+    let source = matches!(op, Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_));
+    let into = |u: &ValueId| {
+        let op = &graph.node(*u).op;
+        op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Reduce(_))
+    };
+    !written.contains(&v) && (source || fusible && users[v.index()].len() <= 1 && users[v.index()].iter().all(into))
+}
+
+/// Fills in all predictions of a plan from its programs.
+pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
+    let group = plan.cluster.groups[0].clone();
+    let stages = plan.stages.len() as u32;
+    let mut times = Vec::new();
+    let mut predicted = Vec::new();
+    for (i, program) in programs.programs.iter().enumerate() {
+        let stage = &plan.stages[i];
+        let prices = Prices::new(cost, &group, stage.submesh, &stage.mesh);
+        let mut of = [(0.0, 0.0); 4];
+        for body in &program.bodies {
+            let slot = match body.phase {
+                Phase::Forward => 0,
+                Phase::Backward => 1,
+                Phase::Reduce => 2,
+                Phase::Update => 3,
+            };
+            let (compute, communication) = body_s(body, &prices);
+            of[slot].0 += compute;
+            of[slot].1 += communication;
+        }
+        let total = |(compute, communication): (f64, f64)| compute + communication;
+        // Sends to each direction, priced as one stream per stage.
+        let mut sends = [0.0, 0.0, 0.0];
+        for call in &program.schedule {
+            let Call::Send { transfer, microbatch, .. } = call else { continue };
+            if microbatch.is_some_and(|m| m != 0) {
+                continue;
+            }
+            let t = &programs.transfers[transfer.0 as usize];
+            let target = &plan.stages[t.target.0 as usize];
+            let node = |d: u32| d / group.devices_per_node;
+            let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
+            let path = transfer_path(&group, stage.submesh, target.submesh, same_node);
+            let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
+            let slot = if microbatch.is_none() { 2 } else if t.target.0 > i as u32 { 0 } else { 1 };
+            sends[slot] += seconds;
+        }
+        let batches = plan.num_microbatches as f64;
+        times.push(StageTimes {
+            forward_s: total(of[0]),
+            backward_s: total(of[1]),
+            transfer_forward_s: sends[0],
+            transfer_backward_s: sends[1],
+            step_s: total(of[2]) + total(of[3]) + sends[2],
+        });
+        let memory = memory(program, plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
+        predicted.push(StagePredicted {
+            forward_s: total(of[0]),
+            backward_s: total(of[1]),
+            step_s: total(of[2]) + total(of[3]) + sends[2],
+            compute_s: batches * (of[0].0 + of[1].0) + of[2].0 + of[3].0,
+            communication_s: batches * (of[0].1 + of[1].1) + of[2].1 + of[3].1 + sends[2],
+            bubble_s: 0.0,
+            peak_bytes: memory.total(),
+            memory,
+        });
+    }
+    let timeline = simulate(&times, plan.num_microbatches, plan.schedule);
+    for (stage, mut p) in plan.stages.iter_mut().zip(predicted) {
+        p.bubble_s = (timeline.step_s - p.compute_s - p.communication_s).max(0.0);
+        stage.predicted = p;
+    }
+    let peak = cluster_peak_flops(plan);
+    let model_flop = model_flop(&plan.graph) * plan.num_microbatches as f64;
+    plan.predicted = Predicted {
+        step_time_s: timeline.step_s,
+        lower_bound_s: model_flop / peak,
+        samples_per_s: plan.global_batch as f64 / timeline.step_s,
+        mfu: model_flop / peak / timeline.step_s,
+        peak_bytes: plan.stages.iter().map(|s| s.predicted.peak_bytes).collect(),
+        model_flop,
+    };
+}
+
+/// FLOPs of matmuls of the forward graph times three: the backward of a matmul is two of its size.
+pub fn model_flop(graph: &Graph) -> f64 {
+    let matmul = |v: &ValueId| matches!(graph.node(*v).op, Op::DotGeneral(_));
+    3.0 * graph.values().filter(matmul).map(|v| graph.flop(v) as f64).sum::<f64>()
+}
+
+/// Peak rate of all devices together for the element type of most of the model's matmuls.
+fn cluster_peak_flops(plan: &Plan) -> f64 {
+    let graph = &plan.graph;
+    let dots = graph.values().filter(|v| matches!(graph.node(*v).op, Op::DotGeneral(_)));
+    let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
+    let group = &plan.cluster.groups[0];
+    altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * group.num_devices() as f64
+}
+
+fn memory(program: &Program, in_flight: u32) -> Memory {
+    let mut memory = Memory::default();
+    let mut per_microbatch = 0;
+    let backward_frees: BTreeSet<u32> = program
+        .bodies
+        .iter()
+        .filter(|b| b.phase == Phase::Backward)
+        .flat_map(|b| b.frees.iter().map(|b| b.0))
+        .collect();
+    for (id, buffer) in (0u32..).zip(&program.buffers) {
+        let bytes = buffer.sharding.local_bytes(&buffer.ty, &program.mesh);
+        match buffer.kind {
+            BufferKind::Parameter { .. } => memory.parameters_bytes += bytes,
+            BufferKind::State { .. } => memory.optimizer_bytes += bytes,
+            BufferKind::Accumulator { .. } => memory.gradients_bytes += bytes,
+            BufferKind::Value | BufferKind::Input { .. } if backward_frees.contains(&id) => per_microbatch += bytes,
+            _ => {}
+        }
+    }
+    let transient = program.bodies.iter().map(|b| transient_bytes(program, b)).max().unwrap_or(0);
+    memory.activations_bytes = per_microbatch * in_flight as u64 + transient;
+    memory
+}

@@ -1,0 +1,146 @@
+//! Memory of one device: every tensor that a device holds is a [`Storage`] of its [`Arena`], which counts the bytes.
+//! Freed blocks are kept for the next tensor of the same size, since a fresh block of megabytes costs a page fault
+//! every 4 KiB, often more than the kernel that fills it.
+
+use crate::element::Class;
+use crate::error::KernelError;
+use bytemuck::Pod;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Counts what a device holds, and recycles what it no longer does.
+#[derive(Debug)]
+pub struct Arena {
+    held_bytes: AtomicU64,
+    peak_bytes: AtomicU64,
+    limit_bytes: u64,
+    pool: Mutex<Pool>,
+}
+
+#[derive(Debug, Default)]
+struct Pool {
+    /// Free blocks by length in words.
+    free: BTreeMap<usize, Vec<Vec<u64>>>,
+    free_bytes: u64,
+}
+
+/// The elements of one tensor, row major, in blocks of eight bytes so that every format is aligned.
+#[derive(Debug)]
+pub struct Storage {
+    words: Vec<u64>,
+    bytes: usize,
+    arena: Arc<Arena>,
+}
+
+impl Arena {
+    pub fn new(limit_bytes: Option<u64>) -> Arc<Arena> {
+        Arc::new(Arena {
+            held_bytes: AtomicU64::new(0),
+            peak_bytes: AtomicU64::new(0),
+            limit_bytes: limit_bytes.unwrap_or(u64::MAX),
+            pool: Mutex::default(),
+        })
+    }
+
+    pub fn held_bytes(&self) -> u64 {
+        self.held_bytes.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes held at once so far.
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes that are held outside of any [`Storage`].
+    pub fn charge(&self, bytes: u64) -> Result<(), KernelError> {
+        let held_bytes = self.held_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if held_bytes.saturating_add(bytes) > self.limit_bytes {
+            self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(KernelError::MemoryLimit { wanted_bytes: bytes, held_bytes, limit_bytes: self.limit_bytes });
+        }
+        self.peak_bytes.fetch_max(held_bytes + bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The inverse of [`Arena::charge`].
+    pub fn discharge(&self, bytes: u64) {
+        self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Room for `elements` of a format, with whatever an earlier tensor left in it.
+    pub fn allocate(self: &Arc<Self>, class: Class, elements: usize) -> Result<Storage, KernelError> {
+        let Some(bytes) = elements.checked_mul(class.bytes()) else {
+            return Err(KernelError::OutOfMemory { wanted_bytes: u64::MAX });
+        };
+        self.charge(bytes as u64)?;
+        let length = bytes.div_ceil(8);
+        let recycled = {
+            let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+            let block = pool.free.get_mut(&length).and_then(Vec::pop);
+            if block.is_some() {
+                pool.free_bytes -= 8 * length as u64;
+            }
+            block
+        };
+        let words = match recycled {
+            Some(words) => words,
+            None => {
+                let mut words = Vec::new();
+                if words.try_reserve_exact(length).is_err() {
+                    self.discharge(bytes as u64);
+                    return Err(KernelError::OutOfMemory { wanted_bytes: bytes as u64 });
+                }
+                words.resize(length, 0);
+                words
+            }
+        };
+        Ok(Storage { words, bytes, arena: self.clone() })
+    }
+
+    pub fn zeros(self: &Arc<Self>, class: Class, elements: usize) -> Result<Storage, KernelError> {
+        let mut storage = self.allocate(class, elements)?;
+        storage.words.fill(0);
+        Ok(storage)
+    }
+}
+
+impl Storage {
+    /// The elements, in a format of `T`'s size.
+    pub fn slice<T: Pod>(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
+    }
+
+    pub fn slice_mut<T: Pod>(&mut self) -> &mut [T] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes / size_of::<T>()]
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// A copy of its own.
+    pub fn duplicate(&self, class: Class) -> Result<Storage, KernelError> {
+        let mut copy = self.arena.allocate(class, self.bytes / class.bytes())?;
+        copy.words.copy_from_slice(&self.words);
+        Ok(copy)
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        self.arena.discharge(self.bytes as u64);
+        let words = std::mem::take(&mut self.words);
+        let bytes = 8 * words.len() as u64;
+        let mut pool = self.arena.pool.lock().unwrap_or_else(PoisonError::into_inner);
+        // What is kept for reuse never exceeds what was once needed at the same time.
+        if !words.is_empty() && pool.free_bytes + bytes <= self.arena.peak_bytes() {
+            pool.free_bytes += bytes;
+            pool.free.entry(words.len()).or_default().push(words);
+        }
+    }
+}

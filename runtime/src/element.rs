@@ -1,0 +1,190 @@
+//! How element types are stored. Thirteen types of the IR share six storage formats: `f64` is kept as `f32` (the
+//! runtime trains in at most single precision), narrow integers as `i32`, wide and unsigned ones as `i64`.
+
+use altiplano_ir::dtype::DType;
+use bytemuck::Pod;
+use half::{bf16, f16};
+
+/// Storage format of an element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    F32,
+    F16,
+    BF16,
+    I32,
+    I64,
+    Bool,
+}
+
+impl Class {
+    pub fn of(dtype: DType) -> Class {
+        match dtype {
+            DType::F64 | DType::F32 => Class::F32,
+            DType::F16 => Class::F16,
+            DType::BF16 => Class::BF16,
+            DType::I32 | DType::I16 | DType::I8 | DType::U16 | DType::U8 => Class::I32,
+            DType::I64 | DType::U64 | DType::U32 => Class::I64,
+            DType::Bool => Class::Bool,
+        }
+    }
+
+    /// Bytes of one stored element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Class::I64 => 8,
+            Class::F32 | Class::I32 => 4,
+            Class::F16 | Class::BF16 => 2,
+            Class::Bool => 1,
+        }
+    }
+
+    pub fn is_integer(self) -> bool {
+        matches!(self, Class::I32 | Class::I64)
+    }
+
+    pub fn is_half(self) -> bool {
+        matches!(self, Class::F16 | Class::BF16)
+    }
+}
+
+/// An element format, with conversions to and from the two formats that kernels compute in.
+pub trait Element: Pod + Send + Sync + PartialEq {
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+    fn to_i64(self) -> i64;
+    fn from_i64(x: i64) -> Self;
+}
+
+macro_rules! number {
+    ($t:ty) => {
+        impl Element for $t {
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                self as f32
+            }
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                x as $t
+            }
+            #[inline(always)]
+            fn to_i64(self) -> i64 {
+                self as i64
+            }
+            #[inline(always)]
+            fn from_i64(x: i64) -> Self {
+                x as $t
+            }
+        }
+    };
+}
+number!(f32);
+number!(i32);
+number!(i64);
+number!(u8);
+
+macro_rules! half_number {
+    ($t:ty) => {
+        impl Element for $t {
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                <$t>::to_f32(self)
+            }
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                <$t>::from_f32(x)
+            }
+            #[inline(always)]
+            fn to_i64(self) -> i64 {
+                <$t>::to_f32(self) as i64
+            }
+            #[inline(always)]
+            fn from_i64(x: i64) -> Self {
+                <$t>::from_f32(x as f32)
+            }
+        }
+    };
+}
+half_number!(f16);
+half_number!(bf16);
+
+/// Runs `$body` with `$t` standing for the Rust type of a [`Class`].
+macro_rules! with_class {
+    ($class:expr, $t:ident => $body:expr) => {
+        match $class {
+            $crate::element::Class::F32 => {
+                type $t = f32;
+                $body
+            }
+            $crate::element::Class::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            $crate::element::Class::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            $crate::element::Class::I32 => {
+                type $t = i32;
+                $body
+            }
+            $crate::element::Class::I64 => {
+                type $t = i64;
+                $body
+            }
+            $crate::element::Class::Bool => {
+                type $t = u8;
+                $body
+            }
+        }
+    };
+}
+
+/// Runs `$body` with `$t` standing for an unsigned integer as wide as a [`Class`]: for kernels that only move data.
+macro_rules! with_width {
+    ($class:expr, $t:ident => $body:expr) => {
+        match $class.bytes() {
+            8 => {
+                type $t = u64;
+                $body
+            }
+            4 => {
+                type $t = u32;
+                $body
+            }
+            2 => {
+                type $t = u16;
+                $body
+            }
+            _ => {
+                type $t = u8;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use {with_class, with_width};
+
+/// Wraps an integer into the range of `dtype`, as two's complement hardware does. 64-bit types keep all bits.
+#[inline(always)]
+pub fn wrap(x: i64, dtype: DType) -> i64 {
+    match dtype {
+        DType::I32 => x as i32 as i64,
+        DType::I16 => x as i16 as i64,
+        DType::I8 => x as i8 as i64,
+        DType::U32 => x as u32 as i64,
+        DType::U16 => x as u16 as i64,
+        DType::U8 => x as u8 as i64,
+        DType::Bool => (x != 0) as i64,
+        _ => x,
+    }
+}
+
+/// A value of the reference semantics as a stored integer of `dtype`; `u64` keeps its bits.
+pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
+    if dtype == DType::U64 { x as u64 as i64 } else { wrap(x as i64, dtype) }
+}
+
+/// The inverse of [`integer_from_f64`].
+pub fn integer_to_f64(x: i64, dtype: DType) -> f64 {
+    if dtype == DType::U64 { x as u64 as f64 } else { x as f64 }
+}

@@ -1,0 +1,170 @@
+//! Tensors outside of any device: what is loaded into a session and read back from it.
+
+use crate::element::{Class, Element, integer_from_f64, integer_to_f64};
+use crate::error::RuntimeError;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::tensor::Tensor;
+use altiplano_ir::types::TensorType;
+use half::{bf16, f16};
+
+/// Elements in row-major order, in the storage format of their type (see [`Class`]).
+#[derive(Clone, Debug, PartialEq)]
+pub enum HostData {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    BF16(Vec<bf16>),
+    I32(Vec<i32>),
+    I64(Vec<i64>),
+    Bool(Vec<u8>),
+}
+
+/// A whole tensor in host memory.
+///
+/// **Invariant** (checked by [`HostTensor::new`]): `data` has the format and the number of elements of `ty`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostTensor {
+    pub ty: TensorType,
+    pub data: HostData,
+}
+
+impl HostData {
+    pub fn class(&self) -> Class {
+        match self {
+            HostData::F32(_) => Class::F32,
+            HostData::F16(_) => Class::F16,
+            HostData::BF16(_) => Class::BF16,
+            HostData::I32(_) => Class::I32,
+            HostData::I64(_) => Class::I64,
+            HostData::Bool(_) => Class::Bool,
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            HostData::F32(v) => v.len(),
+            HostData::F16(v) => v.len(),
+            HostData::BF16(v) => v.len(),
+            HostData::I32(v) => v.len(),
+            HostData::I64(v) => v.len(),
+            HostData::Bool(v) => v.len(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements as raw bytes in the machine's order.
+    pub fn as_bytes(&self) -> &[u8] {
+        match self {
+            HostData::F32(v) => bytemuck::cast_slice(v),
+            HostData::F16(v) => bytemuck::cast_slice(v),
+            HostData::BF16(v) => bytemuck::cast_slice(v),
+            HostData::I32(v) => bytemuck::cast_slice(v),
+            HostData::I64(v) => bytemuck::cast_slice(v),
+            HostData::Bool(v) => v,
+        }
+    }
+
+    /// Elements from raw bytes in the machine's order; a rest shorter than an element is dropped.
+    pub fn from_bytes(class: Class, bytes: &[u8]) -> HostData {
+        fn read<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+            bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+        }
+        match class {
+            Class::F32 => HostData::F32(read(bytes)),
+            Class::F16 => HostData::F16(read(bytes)),
+            Class::BF16 => HostData::BF16(read(bytes)),
+            Class::I32 => HostData::I32(read(bytes)),
+            Class::I64 => HostData::I64(read(bytes)),
+            Class::Bool => HostData::Bool(read(bytes)),
+        }
+    }
+}
+
+impl HostTensor {
+    pub fn new(ty: TensorType, data: HostData) -> Result<HostTensor, RuntimeError> {
+        let tensor = HostTensor { ty, data };
+        tensor.check()?;
+        Ok(tensor)
+    }
+
+    /// Whether the invariant of this type holds; fields are public, so callers can break it.
+    pub fn check(&self) -> Result<(), RuntimeError> {
+        let (expected, found) = (self.ty.elements(), self.data.len() as u64);
+        if expected != found || self.data.class() != Class::of(self.ty.dtype) {
+            return Err(RuntimeError::ValueCount { ty: self.ty.clone(), expected, found });
+        }
+        Ok(())
+    }
+
+    pub fn f32(shape: impl Into<Vec<u64>>, data: Vec<f32>) -> Result<HostTensor, RuntimeError> {
+        HostTensor::new(TensorType::new(DType::F32, shape), HostData::F32(data))
+    }
+
+    pub fn i32(shape: impl Into<Vec<u64>>, data: Vec<i32>) -> Result<HostTensor, RuntimeError> {
+        HostTensor::new(TensorType::new(DType::I32, shape), HostData::I32(data))
+    }
+
+    /// Rounds a tensor of the reference semantics to its type.
+    pub fn from_reference(tensor: &Tensor) -> HostTensor {
+        HostTensor::from_f64(tensor.ty.clone(), &tensor.data)
+    }
+
+    /// As many values as `data` has, rounded to the element type of `ty`.
+    pub fn from_f64(ty: TensorType, data: &[f64]) -> HostTensor {
+        let float = |x: &f64| *x as f32;
+        let integer = |x: &f64| integer_from_f64(*x, ty.dtype);
+        let data = match Class::of(ty.dtype) {
+            Class::F32 => HostData::F32(data.iter().map(float).collect()),
+            Class::F16 => HostData::F16(data.iter().map(|x| f16::from_f32(float(x))).collect()),
+            Class::BF16 => HostData::BF16(data.iter().map(|x| bf16::from_f32(float(x))).collect()),
+            Class::I32 => HostData::I32(data.iter().map(|x| integer(x) as i32).collect()),
+            Class::I64 => HostData::I64(data.iter().map(integer).collect()),
+            Class::Bool => HostData::Bool(data.iter().map(|x| (*x != 0.0) as u8).collect()),
+        };
+        HostTensor { ty, data }
+    }
+
+    pub fn to_f64(&self) -> Vec<f64> {
+        let dtype = self.ty.dtype;
+        match &self.data {
+            HostData::F32(v) => v.iter().map(|&x| x as f64).collect(),
+            HostData::F16(v) => v.iter().map(|x| x.to_f64()).collect(),
+            HostData::BF16(v) => v.iter().map(|x| x.to_f64()).collect(),
+            HostData::I32(v) => v.iter().map(|&x| x as f64).collect(),
+            HostData::I64(v) => v.iter().map(|&x| integer_to_f64(x, dtype)).collect(),
+            HostData::Bool(v) => v.iter().map(|&x| (x != 0) as u8 as f64).collect(),
+        }
+    }
+
+    pub fn to_reference(&self) -> Tensor {
+        Tensor { ty: self.ty.clone(), data: self.to_f64() }
+    }
+
+    /// The same values in another element type, rounded or wrapped to it.
+    pub fn cast(&self, dtype: DType) -> HostTensor {
+        if dtype == self.ty.dtype {
+            return self.clone();
+        }
+        if let (HostData::F32(v), Class::F16) = (&self.data, Class::of(dtype)) {
+            let data = v.iter().map(|&x| <f16 as Element>::from_f32(x)).collect();
+            return HostTensor { ty: self.ty.with_dtype(dtype), data: HostData::F16(data) };
+        }
+        HostTensor::from_f64(self.ty.with_dtype(dtype), &self.to_f64())
+    }
+
+    /// All zeros.
+    pub fn zeros(ty: TensorType) -> HostTensor {
+        let n = ty.elements() as usize;
+        let data = match Class::of(ty.dtype) {
+            Class::F32 => HostData::F32(vec![0.0; n]),
+            Class::F16 => HostData::F16(vec![f16::ZERO; n]),
+            Class::BF16 => HostData::BF16(vec![bf16::ZERO; n]),
+            Class::I32 => HostData::I32(vec![0; n]),
+            Class::I64 => HostData::I64(vec![0; n]),
+            Class::Bool => HostData::Bool(vec![0; n]),
+        };
+        HostTensor { ty, data }
+    }
+}

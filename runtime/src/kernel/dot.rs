@@ -1,0 +1,269 @@
+//! Matrix products of any dimension numbers, by strided `gemm` calls without copies: dimensions that strides can merge
+//! become one, and what cannot be merged into rows, columns or terms is looped over.
+
+use crate::arena::Storage;
+use crate::element::{Class, Element, with_class};
+use crate::error::KernelError;
+use crate::view::View;
+use altiplano_ir::op::DotGeneral;
+use gemm::Parallelism;
+use rayon::prelude::*;
+
+/// A dimension with its stride in lhs, rhs and result.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Axis {
+    size: usize,
+    lhs: usize,
+    rhs: usize,
+    result: usize,
+}
+
+/// A compiled product.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dot {
+    class: Class,
+    lhs_offset: usize,
+    rhs_offset: usize,
+    lhs_end: usize,
+    rhs_end: usize,
+    result_elements: usize,
+    /// Independent products, major first.
+    loops: Vec<Axis>,
+    /// Products whose results are added up.
+    term_loops: Vec<Axis>,
+    rows: Axis,
+    columns: Axis,
+    terms: Axis,
+    /// The product is added to what the output holds.
+    pub accumulate: bool,
+}
+
+/// A pointer that threads share; each writes elsewhere.
+struct Shared<T>(*mut T);
+// SAFETY: the only use is `Dot::multiply`, where each thread writes the elements of its own products.
+unsafe impl<T> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    fn at(&self, offset: usize) -> *mut T {
+        self.0.wrapping_add(offset)
+    }
+}
+
+impl Dot {
+    /// `result_strides` are those of the result's dimensions (batch, lhs free, rhs free) in the stored result.
+    pub fn new(op: &DotGeneral, class: Class, lhs: &View, rhs: &View, result_strides: &[usize]) -> Dot {
+        let lhs_free = op.lhs_free(lhs.shape.len());
+        let rhs_free = op.rhs_free(rhs.shape.len());
+        let batch = op.lhs_batch.len();
+        let axis = |l: Option<usize>, r: Option<usize>, result: Option<usize>| Axis {
+            size: l.map(|d| lhs.shape[d]).or(r.map(|d| rhs.shape[d])).unwrap_or(1),
+            lhs: l.map_or(0, |d| lhs.strides[d]),
+            rhs: r.map_or(0, |d| rhs.strides[d]),
+            result: result.map_or(0, |d| result_strides[d]),
+        };
+        let batches = (0..batch).map(|i| axis(Some(op.lhs_batch[i]), Some(op.rhs_batch[i]), Some(i)));
+        let rows = lhs_free.iter().enumerate().map(|(i, &d)| axis(Some(d), None, Some(batch + i)));
+        let first = batch + lhs_free.len();
+        let columns = rhs_free.iter().enumerate().map(|(i, &d)| axis(None, Some(d), Some(first + i)));
+        let mut terms: Vec<Axis> =
+            op.lhs_contract.iter().zip(&op.rhs_contract).map(|(&l, &r)| axis(Some(l), Some(r), None)).collect();
+        terms.sort_by_key(|a| std::cmp::Reverse(a.lhs));
+        let mut loops = merge(batches);
+        let rows = widest(merge(rows), &mut loops);
+        let columns = widest(merge(columns), &mut loops);
+        let mut term_loops = Vec::new();
+        let terms = widest(merge(terms), &mut term_loops);
+        Dot {
+            class,
+            lhs_offset: lhs.offset,
+            rhs_offset: rhs.offset,
+            lhs_end: lhs.end(),
+            rhs_end: rhs.end(),
+            result_elements: loops.iter().map(|a| a.size).product::<usize>() * rows.size * columns.size,
+            loops,
+            term_loops,
+            rows,
+            columns,
+            terms,
+            accumulate: false,
+        }
+    }
+
+    /// Bytes of single-precision copies that products of other formats need.
+    pub fn workspace_bytes(&self) -> u64 {
+        if self.class == Class::F32 || self.class.is_integer() {
+            return 0;
+        }
+        4 * (self.lhs_end - self.lhs_offset + self.rhs_end - self.rhs_offset + self.result_elements) as u64
+    }
+
+    pub fn run(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage, threads: usize) -> Result<(), KernelError> {
+        match self.class {
+            Class::F32 => {
+                let (l, r) = (&lhs.slice::<f32>()[self.lhs_offset..], &rhs.slice::<f32>()[self.rhs_offset..]);
+                self.multiply(l, r, result.slice_mut(), threads);
+            }
+            Class::I32 => self.multiply_integers::<i32>(lhs, rhs, result),
+            Class::I64 => self.multiply_integers::<i64>(lhs, rhs, result),
+            Class::F16 | Class::BF16 | Class::Bool => with_class!(self.class, T => {
+                let arena = result.arena().clone();
+                let widen = |from: &Storage, start: usize, end: usize| -> Result<Storage, KernelError> {
+                    let mut wide = arena.allocate(Class::F32, end - start)?;
+                    let part = &from.slice::<T>()[start..end];
+                    wide.slice_mut::<f32>().iter_mut().zip(part).for_each(|(w, &x)| *w = Element::to_f32(x));
+                    Ok(wide)
+                };
+                let l = widen(lhs, self.lhs_offset, self.lhs_end)?;
+                let r = widen(rhs, self.rhs_offset, self.rhs_end)?;
+                let mut wide = if self.accumulate {
+                    widen(result, 0, self.result_elements)?
+                } else {
+                    arena.allocate(Class::F32, self.result_elements)?
+                };
+                self.multiply(l.slice(), r.slice(), wide.slice_mut(), threads);
+                let narrow = result.slice_mut::<T>().iter_mut();
+                narrow.zip(wide.slice::<f32>()).for_each(|(n, &x)| *n = <T as Element>::from_f32(x));
+            }),
+        }
+        Ok(())
+    }
+
+    /// All products in f32; the slices start at the views' offsets.
+    fn multiply(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32], threads: usize) {
+        if self.terms.size == 0 || self.term_loops.iter().any(|a| a.size == 0) {
+            if !self.accumulate {
+                result.fill(0.0);
+            }
+            return;
+        }
+        let count: usize = self.loops.iter().map(|a| a.size).product();
+        if self.result_elements == 0 {
+            return;
+        }
+        assert!(
+            self.lhs_end - self.lhs_offset <= lhs.len()
+                && self.rhs_end - self.rhs_offset <= rhs.len()
+                && self.result_elements <= result.len(),
+            "the operands of a product are smaller than their views"
+        );
+        let flop = count * self.rows.size * self.columns.size * self.terms.size;
+        let spread = threads > 1 && flop > 1 << 18;
+        let result = Shared(result.as_mut_ptr());
+        let one = |i: usize, parallelism: Parallelism| {
+            let (mut l, mut r, mut d, mut rest) = (0, 0, 0, i);
+            for axis in self.loops.iter().rev() {
+                let at = rest % axis.size;
+                rest /= axis.size;
+                l += at * axis.lhs;
+                r += at * axis.rhs;
+                d += at * axis.result;
+            }
+            let repeats: usize = self.term_loops.iter().map(|a| a.size).product();
+            for j in 0..repeats {
+                let (mut lj, mut rj, mut rest) = (l, r, j);
+                for axis in self.term_loops.iter().rev() {
+                    let at = rest % axis.size;
+                    rest /= axis.size;
+                    lj += at * axis.lhs;
+                    rj += at * axis.rhs;
+                }
+                // SAFETY: the strides are those of views whose last elements lie within the slices, as asserted
+                // above; products of different `i` write different elements, since the result's strides are
+                // those of a contiguous tensor.
+                unsafe {
+                    gemm::gemm(
+                        self.rows.size,
+                        self.columns.size,
+                        self.terms.size,
+                        result.at(d),
+                        self.columns.result as isize,
+                        self.rows.result as isize,
+                        self.accumulate || j > 0,
+                        lhs.as_ptr().wrapping_add(lj),
+                        self.terms.lhs as isize,
+                        self.rows.lhs as isize,
+                        rhs.as_ptr().wrapping_add(rj),
+                        self.columns.rhs as isize,
+                        self.terms.rhs as isize,
+                        1.0f32,
+                        1.0f32,
+                        false,
+                        false,
+                        false,
+                        parallelism,
+                    );
+                }
+            }
+        };
+        if spread && count >= threads {
+            (0..count).into_par_iter().with_min_len(count.div_ceil(4 * threads)).for_each(|i| one(i, Parallelism::None));
+        } else {
+            let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
+            (0..count).for_each(|i| one(i, parallelism));
+        }
+    }
+
+    /// Integer products are rare and small (counts and masks): plain loops, wrapping.
+    fn multiply_integers<T: Element>(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage) {
+        let (lhs, rhs) = (&lhs.slice::<T>()[self.lhs_offset..], &rhs.slice::<T>()[self.rhs_offset..]);
+        let result = result.slice_mut::<T>();
+        let mut outer = self.loops.clone();
+        outer.extend([self.rows, self.columns]);
+        let mut inner = self.term_loops.clone();
+        inner.push(self.terms);
+        for_each(&outer, |l, r, d| {
+            let mut sum = if self.accumulate { result[d].to_i64() } else { 0 };
+            for_each(&inner, |lk, rk, _| {
+                sum = sum.wrapping_add(lhs[l + lk].to_i64().wrapping_mul(rhs[r + rk].to_i64()));
+            });
+            result[d] = T::from_i64(sum);
+        });
+    }
+}
+
+/// Visits all positions of a loop nest.
+fn for_each(axes: &[Axis], mut visit: impl FnMut(usize, usize, usize)) {
+    let count: usize = axes.iter().map(|a| a.size).product();
+    for i in 0..count {
+        let (mut l, mut r, mut d, mut rest) = (0, 0, 0, i);
+        for axis in axes.iter().rev() {
+            let at = rest % axis.size;
+            rest /= axis.size;
+            l += at * axis.lhs;
+            r += at * axis.rhs;
+            d += at * axis.result;
+        }
+        visit(l, r, d);
+    }
+}
+
+/// Joins neighbouring dimensions that all three tensors step through alike.
+fn merge(axes: impl IntoIterator<Item = Axis>) -> Vec<Axis> {
+    let mut merged: Vec<Axis> = Vec::new();
+    for a in axes {
+        if a.size == 1 {
+            continue;
+        }
+        match merged.last_mut() {
+            Some(last)
+                if last.lhs == a.lhs * a.size && last.rhs == a.rhs * a.size && last.result == a.result * a.size =>
+            {
+                *last = Axis { size: last.size * a.size, ..a };
+            }
+            _ => merged.push(a),
+        }
+    }
+    merged
+}
+
+/// Takes the largest dimension and leaves the others to be looped over.
+fn widest(mut axes: Vec<Axis>, loops: &mut Vec<Axis>) -> Axis {
+    match (0..axes.len()).max_by_key(|&i| (axes[i].size, i)) {
+        Some(i) => {
+            let widest = axes.remove(i);
+            loops.extend(axes);
+            widest
+        }
+        None => Axis { size: 1, lhs: 0, rhs: 0, result: 0 },
+    }
+}

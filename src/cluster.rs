@@ -1,0 +1,28 @@
+//! The cluster that `--cluster` names: a preset with a count, or a TOML file.
+
+use crate::error::Error;
+use altiplano_cost_models::{ClusterFile, parse_file, preset};
+use altiplano_ir::cluster::Cluster;
+use std::path::Path;
+
+/// A preset (`local:4`, `p3.16xlarge:8`) or the path of a TOML file.
+///
+/// ```
+/// let cluster = altiplano::load_cluster("dgx-a100:4")?;
+/// assert_eq!(cluster.num_devices(), 32);
+/// # Ok::<(), altiplano::Error>(())
+/// ```
+pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
+    let path = Path::new(text);
+    let is_file = path.is_file() || path.extension().is_some_and(|e| e == "toml");
+    if is_file {
+        return Ok(load_cluster_file(path)?.cluster);
+    }
+    preset(text).map_err(|error| Error::Cluster { text: text.to_string(), error })
+}
+
+/// All that a cluster's TOML file says, the links between groups of nodes included.
+pub fn load_cluster_file(file: &Path) -> Result<ClusterFile, Error> {
+    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    parse_file(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error })
+}

@@ -1,0 +1,37 @@
+//! `altiplano import MODEL -o graph.json`: a model as the project's own graph format.
+
+use crate::commands::options::ModelOptions;
+use crate::commands::{say, warn};
+use altiplano::ir::import::json;
+use altiplano::{Error, load_all_results, write_file};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Convert a model to altiplano.graph JSON, with its parameters and batch told apart
+#[derive(Args)]
+pub struct Import {
+    /// StableHLO text as JAX prints it, or altiplano.graph JSON
+    model: PathBuf,
+    #[command(flatten)]
+    options: ModelOptions,
+    /// Write the graph to this file instead of stdout
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+impl Import {
+    pub fn run(self) -> Result<(), Error> {
+        let options = self.options.import();
+        if !options.stop_gradients.is_empty() {
+            let problem = "a graph file does not hold it; give it to plan, run or verify";
+            return Err(Error::Option { option: "--stop-gradient", problem });
+        }
+        let model = load_all_results(&self.model, &options)?;
+        warn(&model);
+        let text = json::write(&model.graph);
+        match &self.output {
+            Some(file) => write_file(file, &text),
+            None => say(text.trim_end()),
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! `altiplano inspect PLAN`: the report of a plan file.
+
+use crate::commands::say;
+use altiplano::{Error, load_plan, programs, programs_text, report};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Explain a plan file
+#[derive(Args)]
+pub struct Inspect {
+    /// A file that `altiplano plan -o` wrote
+    plan: PathBuf,
+    /// Print the plan as one JSON document
+    #[arg(long, conflicts_with = "programs")]
+    json: bool,
+    /// Print the programs that the devices run
+    #[arg(long)]
+    programs: bool,
+}
+
+impl Inspect {
+    pub fn run(self) -> Result<(), Error> {
+        let plan = load_plan(&self.plan)?;
+        if self.json {
+            say(plan.to_json())
+        } else if self.programs {
+            say(programs_text(&programs(&plan)?).trim_end())
+        } else {
+            say(report(&plan))
+        }
+    }
+}

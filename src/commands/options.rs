@@ -1,0 +1,193 @@
+//! Options that several subcommands take, and what they are to the library.
+
+use crate::commands::warn;
+use crate::progress::Bar;
+use altiplano::ir::dtype::DType;
+use altiplano::ir::optimizer::Optimizer;
+use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::planner::Request;
+use altiplano::{Error, Format, ImportOptions, load_cluster, load_model, load_plan, read_bytes};
+use clap::{Args, ValueEnum};
+use std::path::{Path, PathBuf};
+
+/// How to read a model.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct ModelOptions {
+    /// Arguments that are trained: positions, ranges, names or prefixes (0-11, params, params['h*)
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    params: Vec<String>,
+    /// Arguments that are not: the batch, and what else each step is given
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    inputs: Vec<String>,
+    /// Batch dimension of an input, or that it has none [default: 0 for every input]
+    #[arg(long, value_parser = batch_dim, value_name = "NAME=DIM|none")]
+    batch_dim: Vec<(String, Option<usize>)>,
+    /// The same model traced at another batch size, which settles what scales with the batch
+    #[arg(long, value_name = "FILE")]
+    also: Option<PathBuf>,
+    /// Let no gradient flow through this value: a name or number as `altiplano show` prints it
+    #[arg(long, value_name = "NAME")]
+    stop_gradient: Vec<String>,
+    /// Floating-point type to train in [default: as traced]
+    #[arg(long)]
+    precision: Option<Precision>,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Precision {
+    F32,
+    Bf16,
+    F16,
+}
+
+fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
+    let (name, dim) = text.rsplit_once('=').ok_or("expected NAME=DIM or NAME=none")?;
+    match dim {
+        "none" => Ok((name.to_string(), None)),
+        _ => Ok((name.to_string(), Some(dim.parse().map_err(|_| "DIM must be a whole number or `none`")?))),
+    }
+}
+
+impl ModelOptions {
+    pub fn import(&self) -> ImportOptions {
+        ImportOptions {
+            params: self.params.clone(),
+            inputs: self.inputs.clone(),
+            batch_dims: self.batch_dim.clone(),
+            also: self.also.clone(),
+            stop_gradients: self.stop_gradient.clone(),
+            precision: self.precision.map(|p| match p {
+                Precision::F32 => DType::F32,
+                Precision::Bf16 => DType::BF16,
+                Precision::F16 => DType::F16,
+            }),
+        }
+    }
+}
+
+/// What is fixed of a plan. What is not given is searched.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct PlanOptions {
+    /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
+    #[arg(long, value_name = "CLUSTER")]
+    cluster: Option<String>,
+    /// Samples per optimizer step [default: the traced batch]
+    #[arg(long, value_name = "N")]
+    global_batch: Option<u64>,
+    /// Samples of the global batch that go through the pipeline at once
+    #[arg(long, value_name = "N")]
+    microbatch: Option<u64>,
+    /// The same as a count: the global batch divided by --microbatch
+    #[arg(long, value_name = "N")]
+    num_microbatches: Option<u32>,
+    /// Degree of data parallelism
+    #[arg(long, value_name = "N")]
+    dp: Option<u32>,
+    /// Degree of tensor parallelism
+    #[arg(long, value_name = "N")]
+    tp: Option<u32>,
+    /// Number of pipeline stages
+    #[arg(long, value_name = "N")]
+    pp: Option<u32>,
+    /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
+    #[arg(long, value_name = "0..3")]
+    zero: Option<u8>,
+    /// Compute activations again in the backward pass instead of keeping them
+    #[arg(long)]
+    recompute: Option<Recompute>,
+    /// Order of forward and backward work on the stages of a pipeline
+    #[arg(long)]
+    schedule: Option<ScheduleName>,
+    /// [default: adamw]
+    #[arg(long)]
+    optimizer: Option<OptimizerName>,
+    /// Split the batch into microbatches although the loss is no mean or sum over samples
+    #[arg(long)]
+    allow_microbatch_semantics: bool,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Recompute {
+    None,
+    Full,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum ScheduleName {
+    Gpipe,
+    #[value(name = "1f1b")]
+    OneFOneB,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum OptimizerName {
+    Sgd,
+    Adam,
+    Adamw,
+}
+
+impl PlanOptions {
+    /// Options of a plan for a cluster, all else searched.
+    pub fn for_cluster(cluster: &str) -> Self {
+        PlanOptions { cluster: Some(cluster.to_string()), ..Default::default() }
+    }
+
+    /// The planning problem that a model file and these options pose.
+    pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
+        let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
+        let model = load_model(model, &options.import())?;
+        warn(&model);
+        let mut request = altiplano::request(&model, cluster);
+        request.global_batch = self.global_batch;
+        request.microbatch = self.microbatch;
+        request.num_microbatches = self.num_microbatches;
+        request.dp = self.dp;
+        request.tp = self.tp;
+        request.pp = self.pp;
+        request.zero = self.zero;
+        request.recompute = self.recompute.map(|r| r == Recompute::Full);
+        request.schedule = self.schedule.map(|s| match s {
+            ScheduleName::Gpipe => Schedule::GPipe,
+            ScheduleName::OneFOneB => Schedule::OneFOneB,
+        });
+        request.optimizer = match self.optimizer {
+            Some(OptimizerName::Sgd) => Optimizer::sgd(),
+            Some(OptimizerName::Adam) => Optimizer::adam(),
+            Some(OptimizerName::Adamw) | None => Optimizer::adamw(),
+        };
+        request.allow_microbatch_semantics = self.allow_microbatch_semantics;
+        Ok(request)
+    }
+}
+
+/// A plan file, or a model file and what to plan it for.
+#[derive(Args, Clone, Debug)]
+pub struct PlanOrModel {
+    /// A plan (altiplano.plan JSON), or a model (StableHLO text or altiplano.graph JSON) that is planned first
+    #[arg(value_name = "PLAN|MODEL")]
+    file: PathBuf,
+    #[command(flatten)]
+    model: ModelOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+}
+
+impl PlanOrModel {
+    /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
+    pub fn plan(&self) -> Result<Plan, Error> {
+        if Format::of(&read_bytes(&self.file)?) == Format::PlanJson {
+            let fixed = self.model != ModelOptions::default() || self.plan != PlanOptions::default();
+            if fixed {
+                return Err(Error::Option {
+                    option: "PLAN",
+                    problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
+                });
+            }
+            return load_plan(&self.file);
+        }
+        let mut request = self.plan.request(&self.file, &self.model)?;
+        request.baselines = false;
+        let bar = Bar::new();
+        Ok(altiplano::plan(&request, &bar)?)
+    }
+}

@@ -1,0 +1,38 @@
+//! `altiplano plan MODEL`: searches for the fastest plan and reports it.
+
+use crate::commands::options::{ModelOptions, PlanOptions};
+use crate::commands::say;
+use crate::progress::Bar;
+use altiplano::{Error, plan, report, write_file};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Plan how a model is trained on a cluster
+#[derive(Args)]
+pub struct Plan {
+    /// StableHLO text as JAX prints it, or altiplano.graph JSON
+    model: PathBuf,
+    #[command(flatten)]
+    options: ModelOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// Write the plan to this file
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Print the plan file itself instead of the report
+    #[arg(long)]
+    json: bool,
+}
+
+impl Plan {
+    pub fn run(self) -> Result<(), Error> {
+        let request = self.plan.request(&self.model, &self.options)?;
+        let bar = Bar::new();
+        let plan = plan(&request, &bar)?;
+        drop(bar);
+        if let Some(file) = &self.output {
+            write_file(file, &plan.to_json())?;
+        }
+        if self.json { say(plan.to_json()) } else { say(report(&plan)) }
+    }
+}

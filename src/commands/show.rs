@@ -1,0 +1,45 @@
+//! `altiplano show FILE`: the text form of a model, a cluster or a plan.
+
+use crate::commands::options::ModelOptions;
+use crate::commands::{say, warn};
+use altiplano::cost_models::{ClusterFile, toml_file::print};
+use altiplano::{Error, Format, load_cluster, load_cluster_file, load_model, load_plan, read_bytes, report};
+use clap::Args;
+use std::path::Path;
+
+/// Print a model's graph, a cluster or a plan as text
+#[derive(Args)]
+pub struct Show {
+    /// A model, a plan, a cluster's TOML file, or a cluster preset (dgx-a100:2)
+    file: String,
+    #[command(flatten)]
+    options: ModelOptions,
+}
+
+impl Show {
+    pub fn run(self) -> Result<(), Error> {
+        let path = Path::new(&self.file);
+        if !path.exists() {
+            return match load_cluster(&self.file) {
+                Ok(cluster) => say(print(&ClusterFile { cluster, between_groups: None }).trim_end()),
+                // Whoever names a file wants to hear about the file.
+                Err(Error::Cluster { .. }) if is_path(path) => read_bytes(path).map(|_| ()),
+                Err(error) => Err(error),
+            };
+        }
+        match Format::of(&read_bytes(path)?) {
+            Format::PlanJson => say(report(&load_plan(path)?)),
+            Format::ClusterToml => say(print(&load_cluster_file(path)?).trim_end()),
+            _ => {
+                let model = load_model(path, &self.options.import())?;
+                warn(&model);
+                say(model.graph.to_string().trim_end())
+            }
+        }
+    }
+}
+
+fn is_path(path: &Path) -> bool {
+    let known = ["mlir", "json", "toml", "onnx", "pt2", "txt"];
+    path.components().count() > 1 || path.extension().is_some_and(|e| known.iter().any(|k| e == *k))
+}

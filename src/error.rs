@@ -1,0 +1,200 @@
+//! Everything that the facade can fail with. Each message names the file and the place in it, or the option, so that the
+//! reader knows what to change.
+
+use crate::arguments::ArgumentError;
+use altiplano_cost_models::ClusterError;
+use altiplano_ir::autodiff::AutodiffError;
+use altiplano_ir::batch::SettleError;
+use altiplano_ir::graph::GraphError;
+use altiplano_ir::import::json::JsonError;
+use altiplano_ir::import::stablehlo::ImportError;
+use altiplano_ir::op::ShapeError;
+use altiplano_ir::plan::PlanError;
+use altiplano_ir::types::TensorType;
+use altiplano_planner::PlanFailure;
+use altiplano_runtime::RuntimeError;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Errors of the facade and of the command line.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{}: {error}", file.display())]
+    Read { file: PathBuf, error: std::io::Error },
+    #[error("{}: {error}", file.display())]
+    Write { file: PathBuf, error: std::io::Error },
+    #[error("{}:1:1: the file is empty", file.display())]
+    Empty { file: PathBuf },
+    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir) and altiplano.graph JSON", file.display())]
+    UnsupportedFormat { file: PathBuf, found: &'static str },
+    #[error("{}:1:1: not a model: expected StableHLO text (`module ...`) or altiplano.graph JSON", file.display())]
+    UnknownFormat { file: PathBuf },
+    #[error("{}: this is {found}; {advice}", file.display())]
+    OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
+    #[error("{}", stablehlo(file, error))]
+    StableHlo { file: PathBuf, error: ImportError },
+    #[error("{}", graph_json(file, error))]
+    Json { file: PathBuf, error: JsonError },
+    #[error("{}: {error}", file.display())]
+    Graph { file: PathBuf, error: GraphError },
+    #[error("{}: {error}", file.display())]
+    Arguments { file: PathBuf, error: ArgumentError },
+    #[error("--batch-dim: there is no input '{name}'; the inputs are {inputs}")]
+    UnknownInput { name: String, inputs: Names },
+    #[error("--batch-dim: input '{name}' is {ty} and has no dimension {dim}")]
+    NoSuchDimension { name: String, ty: TensorType, dim: usize },
+    #[error("{}: --also {}: {error}", file.display(), also.display())]
+    Settle { file: PathBuf, also: PathBuf, error: SettleError },
+    #[error("--precision: {error}")]
+    Precision { error: ShapeError },
+    #[error("--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them")]
+    UnknownValue { name: String },
+    #[error("{}", At(file, error))]
+    PlanFile { file: PathBuf, error: PlanError },
+    #[error("{}", cluster(.text, error))]
+    Cluster { text: String, error: ClusterError },
+    #[error(transparent)]
+    Plan(#[from] PlanFailure),
+    #[error(transparent)]
+    Gradient(#[from] AutodiffError),
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error("{}: {problem}", file.display())]
+    Data { file: PathBuf, problem: DataProblem },
+    #[error("{option}: {problem}")]
+    Option { option: &'static str, problem: &'static str },
+    #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
+    TooManyWorkers { devices: u32, most: u32 },
+    #[error("the loss is {loss} at step {step}: training diverged; try a smaller --lr")]
+    Diverged { step: u64, loss: f64 },
+    #[error("the numbers differ: {what} of '{tensor}' is off by {difference:.2e}, more than {tolerance:.0e}")]
+    NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
+    #[error("writing to standard output: {0}")]
+    Output(std::io::Error),
+}
+
+/// What is wrong with a file of data, weights or expected values.
+#[derive(Debug, thiserror::Error)]
+pub enum DataProblem {
+    #[error("it has no tensor '{name}'")]
+    Missing { name: String },
+    #[error("tensor '{name}' is {found}, expected {expected}")]
+    Type { name: String, found: TensorType, expected: TensorType },
+    #[error("a .npy file holds one tensor, but the model has {inputs} inputs; give a .safetensors file with their names")]
+    OneTensor { inputs: usize },
+    #[error("it has {samples} samples, fewer than the {needed} of one batch")]
+    TooFewSamples { samples: u64, needed: u64 },
+    #[error("tensor '{name}' holds {value}, but table {table} that it indexes has {rows} rows")]
+    IndexOutOfRange { name: String, value: i64, table: String, rows: u64 },
+}
+
+impl Error {
+    /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Error::Plan(failure) => failure.is_usage(),
+            Error::Runtime(error) => matches!(
+                error,
+                RuntimeError::Io { .. }
+                    | RuntimeError::Safetensors { .. }
+                    | RuntimeError::Npy { .. }
+                    | RuntimeError::Tensor { .. }
+                    | RuntimeError::FileKind { .. }
+                    | RuntimeError::TensorType { .. }
+                    | RuntimeError::InputType { .. }
+            ),
+            Error::Write { .. } | Error::Diverged { .. } | Error::NumbersDiffer { .. } | Error::Output(_) => false,
+            _ => true,
+        }
+    }
+
+    /// The reader of the output has gone away, which is no error.
+    pub fn is_broken_pipe(&self) -> bool {
+        matches!(self, Error::Output(error) if error.kind() == std::io::ErrorKind::BrokenPipe)
+    }
+}
+
+/// A few names, for messages.
+#[derive(Clone, Debug)]
+pub struct Names(pub Vec<String>);
+
+impl fmt::Display for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        let quoted: Vec<String> = self.0.iter().take(SHOWN).map(|n| format!("'{n}'")).collect();
+        write!(f, "{}", quoted.join(", "))?;
+        if self.0.len() > SHOWN {
+            write!(f, " and {} more", self.0.len() - SHOWN)?;
+        }
+        Ok(())
+    }
+}
+
+/// A file and a message, which follows directly where it starts with a line and a column.
+struct At<'a, E>(&'a Path, &'a E);
+
+impl<E: fmt::Display> fmt::Display for At<'_, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let message = self.1.to_string();
+        let gap = if starts_with_place(&message) { "" } else { " " };
+        write!(f, "{}:{gap}{message}", self.0.display())
+    }
+}
+
+/// `12:7: ...`
+fn starts_with_place(message: &str) -> bool {
+    let mut parts = message.split(':');
+    let mut number = || parts.next().is_some_and(|p| !p.is_empty() && p.bytes().all(|b| b.is_ascii_digit()));
+    number() && number()
+}
+
+/// Where ops cannot be expressed, the first place of the first of them leads the list.
+fn stablehlo(file: &Path, error: &ImportError) -> String {
+    match error {
+        ImportError::Operations { unsupported, problems } if problems.is_empty() => {
+            let first = unsupported.iter().filter_map(|u| u.places.first()).min();
+            let place = first.map(|p| format!("{p}: ")).unwrap_or_default();
+            format!("{}:{place}{error}", file.display())
+        }
+        _ => At(file, error).to_string(),
+    }
+}
+
+/// A syntax error has its place at the end of its message; it belongs behind the file's name.
+fn graph_json(file: &Path, error: &JsonError) -> String {
+    match error {
+        JsonError::Syntax(syntax) => {
+            let message = syntax.to_string();
+            let message = message.split(" at line ").next().unwrap_or_default();
+            format!("{}:{}:{}: not JSON: {message}", file.display(), syntax.line(), syntax.column())
+        }
+        _ => At(file, error).to_string(),
+    }
+}
+
+/// The place of a cluster error is `line 3, column 5`; the file's name makes it complete. A preset has no file.
+fn cluster(text: &str, error: &ClusterError) -> String {
+    match error.to_string() {
+        message if message.starts_with("line ") => {
+            let place = message.replacen("line ", "", 1).replacen(", column ", ":", 1);
+            format!("{text}:{place}")
+        }
+        message => format!("cluster {text}: {message}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_cost_models::error::Place;
+
+    #[test]
+    fn places_follow_the_file_directly() {
+        let negative = ClusterError::Negative { place: Place { line: 3, column: 5 }, key: "latency_s", value: -1.0 };
+        let error = Error::Cluster { text: "c.toml".into(), error: negative };
+        assert!(error.to_string().starts_with("c.toml:3:5: `latency_s`"), "{error}");
+        let file = Path::new("m.mlir");
+        assert_eq!(At(file, &"3:5: x").to_string(), "m.mlir:3:5: x");
+        assert_eq!(At(file, &"3 functions: x").to_string(), "m.mlir: 3 functions: x");
+    }
+}

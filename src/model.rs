@@ -1,0 +1,338 @@
+//! From a file to a model that can be planned: the format is recognised by content, arguments become parameters and
+//! inputs, the sizes that scale with the batch are found, and the graph is simplified.
+
+use crate::arguments::{self, Argument};
+use crate::error::{Error, Names};
+use crate::precision::with_precision;
+use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, settle};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::import::{json, stablehlo};
+use altiplano_ir::op::Op;
+use altiplano_ir::simplify::simplify;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// What a file does not say of itself.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ImportOptions {
+    /// Arguments that are trained, and those that are not: see [`arguments::trained`].
+    pub params: Vec<String>,
+    pub inputs: Vec<String>,
+    /// The batch dimension of an input, or that it has none. Default: dimension 0 of each.
+    pub batch_dims: Vec<(String, Option<usize>)>,
+    /// The same model traced at another batch size, which settles what scales with the batch.
+    pub also: Option<PathBuf>,
+    /// Values through which no gradient flows: names of leaves or ops, or `%12`.
+    pub stop_gradients: Vec<String>,
+    /// Floating-point type to compute in; default: the traced ones.
+    pub precision: Option<DType>,
+}
+
+/// A model that can be planned.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// File name without its ending.
+    pub name: String,
+    /// Forward graph, simplified, with its batch found; its first output is the loss.
+    pub graph: Graph,
+    pub loss: LossKind,
+    /// Why the graph keeps to its traced batch, if it does.
+    pub doubt: Option<Doubt>,
+    pub stop_gradients: Vec<ValueId>,
+    /// What the reader should know of the import.
+    pub warnings: Vec<Warning>,
+}
+
+/// Something odd that does not stop the import.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Warning {
+    #[error("{0}; the batch stays as traced")]
+    Batch(Doubt),
+    #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
+    OtherResults(usize),
+    #[error("the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics")]
+    LossKind,
+}
+
+/// Reads a model file.
+///
+/// ```no_run
+/// let model = altiplano::load_model("gpt.mlir".as_ref(), &altiplano::ImportOptions::default())?;
+/// println!("{} parameters", model.graph.parameters().count());
+/// # Ok::<(), altiplano::Error>(())
+/// ```
+pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
+    load(file, options, false)
+}
+
+/// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
+pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
+    load(file, options, true)
+}
+
+fn load(file: &Path, options: &ImportOptions, all_results: bool) -> Result<Model, Error> {
+    let traced = read_traced(file, options)?;
+    let results = traced.outputs.len();
+    let batched = match &options.also {
+        None => found_batch(&traced, &batch_dims(&traced, &options.batch_dims)?, options),
+        Some(also) => {
+            let second = read_traced(also, options)?;
+            settle(&traced, &second).map_err(|error| Error::Settle {
+                file: file.to_path_buf(),
+                also: also.clone(),
+                error,
+            })?
+        }
+    };
+    let Batched { mut graph, loss, doubt } = batched;
+    if !all_results {
+        graph.outputs.truncate(1);
+    }
+    if let Some(precision) = options.precision {
+        graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
+    }
+    let graph = simplify(&graph);
+    let mut warnings: Vec<Warning> = Vec::new();
+    warnings.extend((results > 1 && !all_results).then_some(Warning::OtherResults(results)));
+    warnings.extend(doubt.clone().map(Warning::Batch));
+    warnings.extend((loss == LossKind::Other && doubt.is_none()).then_some(Warning::LossKind));
+    Ok(Model {
+        name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+        stop_gradients: find_values(&graph, &options.stop_gradients)?,
+        graph,
+        loss,
+        doubt,
+        warnings,
+    })
+}
+
+/// The traced graph with its parameters told apart, nothing else changed.
+fn read_traced(file: &Path, options: &ImportOptions) -> Result<Graph, Error> {
+    let (graph, arguments) = read_graph(file)?;
+    if let Some(error) = graph.verify().into_iter().next() {
+        return Err(Error::Graph { file: file.to_path_buf(), error });
+    }
+    let said = graph.parameters().next().is_some();
+    if said && options.params.is_empty() && options.inputs.is_empty() {
+        return Ok(graph);
+    }
+    let trained = arguments::trained(&arguments, &options.params, &options.inputs)
+        .map_err(|error| Error::Arguments { file: file.to_path_buf(), error })?;
+    Ok(arguments::with_parameters(&graph, &arguments, &trained))
+}
+
+/// What a file is, as far as its content says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    StableHlo,
+    GraphJson,
+    PlanJson,
+    ClusterToml,
+    Onnx,
+    TorchExport,
+    MlirBytecode,
+    HuggingFaceConfig,
+    Unknown,
+}
+
+impl Format {
+    /// Looks at the content; the file's name decides nothing.
+    pub fn of(bytes: &[u8]) -> Format {
+        if bytes.starts_with(b"PK\x03\x04") {
+            return Format::TorchExport;
+        }
+        if bytes.starts_with(b"ML\xefR") {
+            return Format::MlirBytecode;
+        }
+        let Ok(text) = std::str::from_utf8(bytes) else {
+            // An ONNX file is a protocol buffer whose first field is the version of its IR.
+            return if bytes.starts_with(&[0x08]) { Format::Onnx } else { Format::Unknown };
+        };
+        match text.trim_start().chars().next() {
+            Some('{') => json_format(text),
+            Some('\u{8}') => Format::Onnx,
+            _ if looks_like_toml(text) => Format::ClusterToml,
+            _ if ["module", "func", "#loc", "//", "\"builtin.module\"", "\"func"]
+                .iter()
+                .any(|start| text.trim_start().starts_with(start)) =>
+            {
+                Format::StableHlo
+            }
+            _ => Format::Unknown,
+        }
+    }
+}
+
+/// By the document's `format`; a document that is cut off is judged by its beginning.
+fn json_format(text: &str) -> Format {
+    #[derive(Deserialize)]
+    struct Header {
+        format: Option<String>,
+        model_type: Option<serde::de::IgnoredAny>,
+        architectures: Option<serde::de::IgnoredAny>,
+    }
+    match serde_json::from_str::<Header>(text) {
+        Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
+        Ok(header) if header.format.is_none() && (header.model_type.is_some() || header.architectures.is_some()) => {
+            Format::HuggingFaceConfig
+        }
+        Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
+        _ => Format::GraphJson,
+    }
+}
+
+/// A cluster file's first statement is a name or a table header.
+fn looks_like_toml(text: &str) -> bool {
+    let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
+    let first = lines.clone().next().unwrap_or("");
+    let table = |l: &str| ["[[group]]", "[device", "[between_groups]"].iter().any(|t| l.starts_with(t));
+    table(first) || first.split('=').next().is_some_and(|key| key.trim() == "name" && first.contains('='))
+}
+
+/// The whole file. What is not text is caught by the caller.
+pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
+    let bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    if bytes.iter().all(u8::is_ascii_whitespace) {
+        return Err(Error::Empty { file: file.to_path_buf() });
+    }
+    Ok(bytes)
+}
+
+fn read_graph(file: &Path) -> Result<(Graph, Vec<Argument>), Error> {
+    let bytes = read_bytes(file)?;
+    let file = file.to_path_buf();
+    let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
+    let text = std::str::from_utf8(&bytes).unwrap_or_default();
+    match Format::of(&bytes) {
+        Format::StableHlo => {
+            let imported = stablehlo::import(text).map_err(|error| Error::StableHlo { file, error })?;
+            let arguments = imported.arguments.into_iter();
+            let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
+            Ok((imported.graph, arguments))
+        }
+        Format::GraphJson => {
+            let graph = json::read(text).map_err(|error| Error::Json { file, error })?;
+            let arguments = leaves(&graph);
+            Ok((graph, arguments))
+        }
+        Format::PlanJson => Err(Error::OtherArtefact {
+            file,
+            found: "a plan",
+            advice: "use it with inspect, show, run or verify, or give the model that it was made from",
+        }),
+        Format::ClusterToml => Err(Error::OtherArtefact {
+            file,
+            found: "a cluster",
+            advice: "give it with --cluster, and a model here",
+        }),
+        Format::Onnx => unsupported("an ONNX model"),
+        Format::TorchExport => unsupported("a zip archive, such as torch.export writes (.pt2)"),
+        Format::MlirBytecode => unsupported("MLIR bytecode"),
+        Format::HuggingFaceConfig => unsupported("a Hugging Face config"),
+        Format::Unknown => Err(Error::UnknownFormat { file }),
+    }
+}
+
+/// The leaves of a graph in order, which are its arguments.
+fn leaves(graph: &Graph) -> Vec<Argument> {
+    let leaf = |v: ValueId| match &graph.node(v).op {
+        Op::Parameter(altiplano_ir::op::Parameter { name, ty }) | Op::Input(altiplano_ir::op::Input { name, ty }) => {
+            Some(Argument { name: Some(name.clone()), ty: ty.clone(), value: v })
+        }
+        _ => None,
+    };
+    graph.values().filter_map(leaf).collect()
+}
+
+/// A graph file may say itself what scales with its batch; where that says more than could be found out, it holds.
+fn found_batch(graph: &Graph, dims: &[Option<usize>], options: &ImportOptions) -> Batched {
+    let found = find_batch(graph, dims);
+    match &found.doubt {
+        Some(doubt) if graph.batch != 0 && options.batch_dims.is_empty() => {
+            let loss = if matches!(doubt, Doubt::BatchOfOne { .. }) { LossKind::Mean } else { found.loss };
+            Batched { graph: graph.clone(), loss, doubt: None }
+        }
+        _ => found,
+    }
+}
+
+/// The batch dimension of each input: what the user says, else what the file says, else the first. A scalar has none,
+/// nor has a random key as JAX passes it (two or four `u32`).
+fn batch_dims(graph: &Graph, said: &[(String, Option<usize>)]) -> Result<Vec<Option<usize>>, Error> {
+    for (name, dim) in said {
+        let Some((v, _)) = graph.inputs().find(|(_, n)| n == name) else {
+            let inputs = Names(graph.inputs().map(|(_, n)| n.to_string()).collect());
+            return Err(Error::UnknownInput { name: name.clone(), inputs });
+        };
+        if let Some(dim) = dim.filter(|&d| d >= graph.shape(v).len()) {
+            return Err(Error::NoSuchDimension { name: name.clone(), ty: graph.ty(v).clone(), dim });
+        }
+    }
+    let dim = |(v, name): (ValueId, &str)| {
+        let ty = graph.ty(v);
+        let is_key = ty.dtype == DType::U32 && matches!(ty.shape.as_slice(), [2] | [4]);
+        let marked = graph.node(v).batch_dims;
+        let default = match graph.batch {
+            0 => (ty.rank() > 0 && !is_key).then_some(0),
+            _ => (marked != 0).then_some(marked.trailing_zeros() as usize),
+        };
+        said.iter().rev().find(|(n, _)| n == name).map_or(default, |(_, dim)| *dim)
+    };
+    Ok(graph.inputs().map(dim).collect())
+}
+
+/// The values of these names: `%12`, a leaf's name, an op's name or its last part.
+fn find_values(graph: &Graph, names: &[String]) -> Result<Vec<ValueId>, Error> {
+    let mut found = Vec::new();
+    for name in names {
+        let number = name.strip_prefix('%').and_then(|n| n.parse::<u32>().ok());
+        let before = found.len();
+        for v in graph.values() {
+            let node = graph.node(v);
+            let leaf = match &node.op {
+                Op::Parameter(p) => p.name == *name,
+                Op::Input(i) => i.name == *name,
+                _ => false,
+            };
+            let op = node.name == *name || node.name.ends_with(&format!("/{name}"));
+            if number == Some(v.0) || leaf || (op && !name.is_empty()) {
+                found.push(v);
+            }
+        }
+        if found.len() == before {
+            return Err(Error::UnknownValue { name: name.clone() });
+        }
+    }
+    found.sort();
+    found.dedup();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_are_recognised_by_content() {
+        let cases: [(&[u8], Format); 14] = [
+            (b"module @jit_f {", Format::StableHlo),
+            (b"#loc1 = loc(\"x\")\nmodule {", Format::StableHlo),
+            (b"// a comment\nmodule", Format::StableHlo),
+            (b"{\"format\": \"altiplano.graph\"}", Format::GraphJson),
+            (b"{\"nodes\": []}", Format::GraphJson),
+            (b"{\"version\": 1, \"format\": \"altiplano.plan\"}", Format::PlanJson),
+            (b"{\"format\": \"altiplano.plan\", \"vers", Format::PlanJson),
+            (b"{\"model_type\": \"gpt2\"}", Format::HuggingFaceConfig),
+            (b"PK\x03\x04..", Format::TorchExport),
+            (b"\x08\x0a\x12\x07pytorch", Format::Onnx),
+            (b"\x08\x0a\xff\x07pytorch", Format::Onnx),
+            (b"ML\xefR\x01", Format::MlirBytecode),
+            (b"# mine\nname = \"x\"\n[[group]]", Format::ClusterToml),
+            (b"hello", Format::Unknown),
+        ];
+        for (bytes, format) in cases {
+            assert_eq!(Format::of(bytes), format, "{}", String::from_utf8_lossy(bytes));
+        }
+    }
+}

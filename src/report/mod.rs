@@ -1,0 +1,328 @@
+//! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
+
+mod programs;
+mod words;
+
+pub use programs::programs;
+
+use crate::units::{bytes, count, digits, percent, seconds};
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted};
+use comfy_table::{CellAlignment, Table, presets};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// The report of a plan. Times and rates have three significant digits; equal lines of repeated layers are one line.
+pub fn report(plan: &Plan) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_report(&mut out, plan);
+    out
+}
+
+fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
+    write_summary(out, plan)?;
+    writeln!(out, "\nStages\n{}", stages(plan))?;
+    writeln!(out, "\nSeconds of a step, on each device of a stage\n{}", times(plan))?;
+    writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
+    for (title, stages) in equal_stages(plan) {
+        writeln!(out, "\nParameters of {title}\n{}", parameters(plan, stages[0]))?;
+        writeln!(out, "\nMain activations of {title} (one microbatch)\n{}", activations(plan, stages[0]))?;
+    }
+    writeln!(out, "\nAlternatives under the same judge\n{}", alternatives(plan))
+}
+
+fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
+    let group = &plan.cluster.groups[0];
+    let devices = plan.cluster.num_devices();
+    let device = &group.device;
+    writeln!(
+        out,
+        "{} on {} ({devices} x {}, {} each)\n",
+        plan.model,
+        plan.cluster.name,
+        device.name,
+        bytes(device.memory_bytes)
+    )?;
+    let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0);
+    for (v, _) in plan.graph.parameters() {
+        elements = elements.saturating_add(plan.graph.ty(v).elements());
+        parameter_bytes = parameter_bytes.saturating_add(plan.graph.ty(v).bytes());
+        tensors += 1;
+    }
+    writeln!(out, "  parameters      {} in {tensors} tensors, {}", count(elements), bytes(parameter_bytes))?;
+    let samples = match (plan.graph.batch, plan.num_microbatches) {
+        (0, 1) => "as traced, in one microbatch".to_string(),
+        (0, n) => format!("as traced, in {n} microbatches"),
+        (_, 1) => format!("{} samples in one microbatch", plan.global_batch),
+        (_, n) => format!("{} samples in {n} microbatches of {}", plan.global_batch, plan.microbatch),
+    };
+    writeln!(out, "  global batch    {samples}")?;
+    let loss = match plan.loss {
+        LossKind::Mean => "mean over samples",
+        LossKind::Sum => "sum over samples",
+        LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
+    };
+    writeln!(out, "  loss            {loss}")?;
+    let optimizer = plan.optimizer.name();
+    match plan.stages.len() {
+        1 => writeln!(out, "  schedule        {}, one stage; optimizer {optimizer}", plan.schedule)?,
+        n => writeln!(out, "  schedule        {} over {n} stages; optimizer {optimizer}", plan.schedule)?,
+    }
+    let p = &plan.predicted;
+    writeln!(
+        out,
+        "  predicted step  {} = {} samples/s, {} of the devices' peak (MFU)",
+        seconds(p.step_time_s),
+        digits(p.samples_per_s),
+        percent(p.mfu)
+    )?;
+    writeln!(out, "  lower bound     {} (the step's FLOPs at peak rate)", seconds(p.lower_bound_s))
+}
+
+fn stages(plan: &Plan) -> String {
+    let mut table = Grid::new(&["stage", "layers", "submesh", "devices", "mesh", "recompute", "storage"]);
+    for (i, stage) in plan.stages.iter().enumerate() {
+        let zero = match stage.zero {
+            0 => "not sharded (ZeRO-0)".to_string(),
+            n => format!("ZeRO-{n}"),
+        };
+        table.row([
+            format!("stage{i}"),
+            range(stage.layers.start, stage.layers.end),
+            format!("{}x{}", stage.submesh.0, stage.submesh.1),
+            devices(&stage.devices),
+            stage.mesh.to_string(),
+            if stage.recompute { "full" } else { "none" }.to_string(),
+            zero,
+        ]);
+    }
+    table.left()
+}
+
+fn times(plan: &Plan) -> String {
+    let mut table = Grid::new(&["stage", "compute", "communication", "bubble", "step", "forward", "backward", "update"]);
+    for (i, stage) in plan.stages.iter().enumerate() {
+        let p: &StagePredicted = &stage.predicted;
+        table.row([
+            format!("stage{i}"),
+            seconds(p.compute_s),
+            seconds(p.communication_s),
+            seconds(p.bubble_s),
+            seconds(p.compute_s + p.communication_s + p.bubble_s),
+            seconds(p.forward_s),
+            seconds(p.backward_s),
+            seconds(p.step_s),
+        ]);
+    }
+    let note = "  forward and backward are of one microbatch, update is once per step; all three include communication";
+    format!("{}\n{note}", table.right())
+}
+
+fn memory(plan: &Plan) -> String {
+    let limit = plan.cluster.groups[0].device.memory_bytes;
+    let mut table =
+        Grid::new(&["stage", "parameters", "gradients", "optimizer state", "activations", "in all", "of the device"]);
+    for (i, stage) in plan.stages.iter().enumerate() {
+        let m = &stage.predicted.memory;
+        table.row([
+            format!("stage{i}"),
+            bytes(m.parameters_bytes),
+            bytes(m.gradients_bytes),
+            bytes(m.optimizer_bytes),
+            bytes(m.activations_bytes),
+            bytes(stage.predicted.peak_bytes),
+            percent(stage.predicted.peak_bytes as f64 / limit.max(1) as f64),
+        ]);
+    }
+    table.right()
+}
+
+/// Stages whose parameters and activations read the same, under one title each.
+fn equal_stages(plan: &Plan) -> Vec<(String, Vec<&Stage>)> {
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for (i, stage) in plan.stages.iter().enumerate() {
+        let text = parameters(plan, stage) + &activations(plan, stage);
+        match groups.last_mut() {
+            Some((same, members)) if *same == text => members.push(i),
+            _ => groups.push((text, vec![i])),
+        }
+    }
+    let named = |(_, members): (String, Vec<usize>)| {
+        let (first, last) = (members[0], members[members.len() - 1]);
+        let title = if first == last { format!("stage{first}") } else { format!("stage{first} to stage{last}, each") };
+        (title, members.iter().map(|&i| &plan.stages[i]).collect())
+    };
+    groups.into_iter().map(named).collect()
+}
+
+fn parameters(plan: &Plan, stage: &Stage) -> String {
+    let users = plan.graph.users();
+    let values: BTreeMap<&str, ValueId> = plan.graph.parameters().map(|(v, name)| (name, v)).collect();
+    let mut lines = Lines::default();
+    let mut by_value: Vec<_> = stage.parameters.iter().filter_map(|(n, s)| Some((*values.get(n.as_str())?, n, s))).collect();
+    by_value.sort_by_key(|(v, ..)| *v);
+    for (v, name, storage) in by_value {
+        let layout = words::parameter(plan, stage, v, storage, &users);
+        lines.add(name, [plan.graph.ty(v).to_string(), layout, storage.parameter.display(&stage.mesh).to_string()]);
+    }
+    lines.print(["parameter", "type", "layout", "sharding"])
+}
+
+fn activations(plan: &Plan, stage: &Stage) -> String {
+    let words = words::Activations::new(plan);
+    let mut lines = Lines::default();
+    for (&v, value) in &stage.shardings {
+        let node = plan.graph.node(v);
+        let is_main = matches!(node.op, Op::DotGeneral(_) | Op::Gather(_)) && node.ty.rank() > 0;
+        if !is_main {
+            continue;
+        }
+        let name = if value.name.is_empty() { &node.name } else { &value.name };
+        let name = name.split_once(")/").map_or(name.as_str(), |(_, rest)| rest);
+        let name = if name.is_empty() { node.op.name() } else { name };
+        let sharding = plan.graph.rule(v).shardings(&value.strategy, &stage.mesh).result;
+        lines.add(name, [node.ty.to_string(), words.of(v, &sharding, &stage.mesh), value.sharding.clone()]);
+    }
+    lines.print(["value", "type", "layout", "sharding"])
+}
+
+fn alternatives(plan: &Plan) -> String {
+    let mut table = Grid::new(&["plan", "s/step", "samples/s", "MFU", "GB/device", "fits", "how"]);
+    let mut row = |name: &str, predicted: Option<&Predicted>, fits: bool, detail: &str| {
+        let number = |f: &dyn Fn(&Predicted) -> String| predicted.map_or("-".to_string(), f);
+        table.row([
+            name.to_string(),
+            number(&|p| digits(p.step_time_s)),
+            number(&|p| digits(p.samples_per_s)),
+            number(&|p| percent(p.mfu)),
+            number(&|p| digits(p.peak_bytes.iter().copied().max().unwrap_or(0) as f64 / 1e9)),
+            match predicted {
+                None => "-",
+                Some(_) if fits => "yes",
+                Some(_) => "no",
+            }
+            .to_string(),
+            detail.to_string(),
+        ]);
+    };
+    for Alternative { name, predicted, fits, detail } in &plan.alternatives {
+        row(name, predicted.as_ref(), *fits, detail);
+    }
+    if !plan.alternatives.iter().any(|a| a.name == "chosen") {
+        let limit = plan.cluster.groups[0].device.memory_bytes;
+        let fits = plan.predicted.peak_bytes.iter().all(|&b| b <= limit);
+        row("chosen", Some(&plan.predicted), fits, &degrees(plan));
+    }
+    table.right_but_last()
+}
+
+/// `2 stages; mesh<data=2, tensor=2>`.
+fn degrees(plan: &Plan) -> String {
+    let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    meshes.dedup();
+    let stages = plan.stages.len();
+    format!("{stages} stage{}; {}", if stages == 1 { "" } else { "s" }, meshes.join(", "))
+}
+
+fn range(start: u32, end: u32) -> String {
+    if start + 1 == end { start.to_string() } else { format!("{start}-{}", end.saturating_sub(1)) }
+}
+
+/// `0-3` or `0, 2`.
+fn devices(ids: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &id in ids {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == id => *last = id,
+            _ => parts.push((id, id)),
+        }
+    }
+    parts.iter().map(|&(a, b)| range(a, b + 1)).collect::<Vec<_>>().join(", ")
+}
+
+/// Lines that differ only in a layer's number are one line.
+#[derive(Default)]
+struct Lines {
+    /// By pattern and columns: position of the first, its name, how many.
+    groups: BTreeMap<(String, [String; 3]), (usize, String, usize)>,
+}
+
+impl Lines {
+    fn add(&mut self, name: &str, columns: [String; 3]) {
+        let position = self.groups.len();
+        let group = self.groups.entry((pattern(name), columns)).or_insert((position, name.to_string(), 0));
+        group.2 += 1;
+    }
+
+    fn print(&self, header: [&str; 4]) -> String {
+        let mut ordered: Vec<_> = self.groups.iter().collect();
+        ordered.sort_by_key(|(_, (position, ..))| *position);
+        let mut table = Grid::new(&header);
+        for ((pattern, columns), (_, name, count)) in ordered {
+            let name = if *count == 1 { name.clone() } else { format!("{pattern} x {count}") };
+            let [ty, layout, sharding] = columns.clone();
+            table.row([name, ty, layout, sharding]);
+        }
+        table.left()
+    }
+}
+
+/// The name with its first number, which is a layer's, as `*`: `params['h*']['fc']['w']`.
+fn pattern(name: &str) -> String {
+    let Some(start) = name.find(|c: char| c.is_ascii_digit()) else { return name.to_string() };
+    let rest = name[start..].trim_start_matches(|c: char| c.is_ascii_digit());
+    format!("{}*{rest}", &name[..start])
+}
+
+/// A table without lines, indented by two spaces.
+struct Grid(Table);
+
+impl Grid {
+    fn new(header: &[&str]) -> Self {
+        let mut table = Table::new();
+        table.load_preset(presets::NOTHING).set_header(header);
+        Grid(table)
+    }
+
+    fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.0.add_row(cells);
+    }
+
+    fn left(self) -> String {
+        self.aligned(0)
+    }
+
+    /// All columns but the first to the right.
+    fn right(self) -> String {
+        let columns = self.0.column_count();
+        self.aligned(columns)
+    }
+
+    fn right_but_last(self) -> String {
+        let columns = self.0.column_count();
+        self.aligned(columns.saturating_sub(1))
+    }
+
+    fn aligned(mut self, right_until: usize) -> String {
+        for (i, column) in self.0.column_iter_mut().enumerate() {
+            column.set_padding((if i == 0 { 2 } else { 1 }, 1));
+            column.set_cell_alignment(if i > 0 && i < right_until { CellAlignment::Right } else { CellAlignment::Left });
+        }
+        self.0.lines().map(|line| line.trim_end().to_string()).collect::<Vec<_>>().join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_layer_number_is_left_out() {
+        assert_eq!(pattern("params['h003']['ln2']['g']"), "params['h*']['ln2']['g']");
+        assert_eq!(pattern("wte"), "wte");
+        assert_eq!(devices(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
+    }
+}

@@ -1,0 +1,161 @@
+//! The words of machine learning for a sharding. Which word fits follows from the op that uses a value: a weight whose
+//! contracted dimension is split is row-parallel whatever it is called.
+
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Plan, Stage, Storage};
+use altiplano_ir::rule::{AxisUse, FactorKind};
+use altiplano_ir::sharding::Sharding;
+use std::collections::BTreeSet;
+
+/// What splitting a parameter over an axis means where it is used.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Role {
+    Vocabulary,
+    Column,
+    Row,
+    /// Along a dimension of an embedding table's rows.
+    Embedding,
+    /// With the activation that it is added to or multiplied with.
+    Elementwise,
+    /// Each device computes with all of it.
+    Whole,
+}
+
+/// How a stage keeps a parameter, its gradient and its optimizer state.
+pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> String {
+    let mesh = &stage.mesh;
+    let mut said: Vec<String> = Vec::new();
+    let split: BTreeSet<AxisId> = storage.parameter.split_axes().collect();
+    for &axis in split.iter().filter(|&&a| mesh.size(a) > 1) {
+        let name = mesh.name(axis);
+        said.push(match role(plan, stage, value, axis, users) {
+            Role::Vocabulary => format!("vocabulary-parallel over {name}"),
+            Role::Column => format!("column-parallel over {name}"),
+            Role::Row => format!("row-parallel over {name}"),
+            Role::Embedding => format!("embedding dimension over {name}"),
+            Role::Elementwise => format!("split over {name} like the activation"),
+            Role::Whole => format!("sharded over {name}, gathered for use (ZeRO-3)"),
+        });
+    }
+    if said.is_empty() {
+        said.push("replicated".to_string());
+    }
+    let extra = |sharding: &Sharding| {
+        let axes = sharding.split_axes().filter(|a| !split.contains(a) && mesh.size(*a) > 1);
+        axes.map(|a| mesh.name(a)).collect::<Vec<_>>().join(", ")
+    };
+    let (gradient, state) = (extra(&storage.gradient), extra(&storage.state));
+    match (gradient.is_empty(), state.is_empty()) {
+        (false, _) => said.push(format!("gradient and state sharded over {gradient} (ZeRO-2)")),
+        (true, false) => said.push(format!("state sharded over {state} (ZeRO-1)")),
+        (true, true) => {}
+    }
+    said.join("; ")
+}
+
+/// The most telling role among the uses of a parameter on this stage.
+fn role(plan: &Plan, stage: &Stage, value: ValueId, axis: AxisId, users: &[Vec<ValueId>]) -> Role {
+    let graph = &plan.graph;
+    let mut best = Role::Whole;
+    let mut pending = vec![value];
+    let mut seen = BTreeSet::new();
+    while let Some(from) = pending.pop() {
+        for &user in &users[from.index()] {
+            if !seen.insert((from, user)) {
+                continue;
+            }
+            let node = graph.node(user);
+            if passes_on(&node.op) {
+                pending.push(user);
+                continue;
+            }
+            let Some(strategy) = stage.shardings.get(&user).map(|s| &s.strategy) else { continue };
+            let Some(AxisUse::Factor { factor, .. }) = strategy.0.get(axis.0 as usize) else { continue };
+            let rule = graph.rule(user);
+            let indexes = |dims: &Vec<Vec<u8>>| dims.iter().any(|d| d.contains(factor));
+            let here = node.operands.iter().zip(&rule.operands).any(|(o, dims)| *o == from && indexes(dims));
+            if !here {
+                continue;
+            }
+            let reduced = matches!(rule.factors[*factor as usize].kind, FactorKind::Reduction(_));
+            best = best.min(match (&node.op, reduced) {
+                (Op::Gather(_), true) => Role::Vocabulary,
+                (Op::Gather(_), false) => Role::Embedding,
+                (Op::DotGeneral(_), true) => Role::Row,
+                (Op::DotGeneral(_), false) => Role::Column,
+                _ => Role::Elementwise,
+            });
+        }
+    }
+    best
+}
+
+/// Ops that hand a parameter on in another form.
+fn passes_on(op: &Op) -> bool {
+    matches!(op, Op::Convert(_) | Op::Transpose(_) | Op::Reshape(_) | Op::BroadcastInDim(_))
+}
+
+/// What is known of a model's sizes, to name the dimensions of its activations.
+pub struct Activations<'a> {
+    graph: &'a Graph,
+    /// Sizes of the dimension after the batch of integer inputs: sequence lengths.
+    sequences: BTreeSet<u64>,
+    /// Rows of tables that the inputs index.
+    vocabularies: BTreeSet<u64>,
+}
+
+impl<'a> Activations<'a> {
+    pub fn new(plan: &'a Plan) -> Self {
+        let graph = &plan.graph;
+        let ids = graph.inputs().filter(|&(v, _)| graph.ty(v).dtype.is_integer() && graph.ty(v).rank() == 2);
+        let sequences = ids.map(|(v, _)| graph.shape(v)[1]).collect();
+        let table = |v: ValueId| match &graph.node(v).op {
+            Op::Gather(gather) => {
+                let table = graph.node(v).operands[0];
+                let rows = gather.dims.start_index_map.first().map(|&d| graph.shape(table)[d]);
+                rows.filter(|_| matches!(graph.node(table).op, Op::Parameter(_)))
+            }
+            _ => None,
+        };
+        Activations { graph, sequences, vocabularies: graph.values().filter_map(table).collect() }
+    }
+
+    /// The layout of a value in words.
+    pub fn of(&self, value: ValueId, sharding: &Sharding, mesh: &Mesh) -> String {
+        let mut said = Vec::new();
+        for (d, layout) in sharding.dims.iter().enumerate() {
+            let axes: Vec<&str> = layout.axes().filter(|&a| mesh.size(a) > 1).map(|a| mesh.name(a)).collect();
+            if !axes.is_empty() {
+                said.push(format!("{} over {}", self.dimension(value, d), axes.join(", ")));
+            }
+        }
+        let partial: Vec<&str> =
+            sharding.partial.iter().filter(|(a, _)| mesh.size(*a) > 1).map(|(a, _)| mesh.name(*a)).collect();
+        if !partial.is_empty() {
+            said.push(format!("partial sums over {}", partial.join(", ")));
+        }
+        if said.is_empty() { "replicated".to_string() } else { said.join("; ") }
+    }
+
+    /// What a dimension of an activation is called.
+    fn dimension(&self, value: ValueId, dim: usize) -> String {
+        let node = self.graph.node(value);
+        let (size, rank) = (node.ty.shape[dim], node.ty.rank());
+        let is_last = dim + 1 == rank;
+        if node.batch_dims >> dim & 1 == 1 {
+            "batch".to_string()
+        } else if is_last && self.vocabularies.contains(&size) {
+            "vocabulary".to_string()
+        } else if self.sequences.contains(&size) && (!is_last || rank == 4) {
+            "sequence".to_string()
+        } else if is_last {
+            "features".to_string()
+        } else if rank >= 4 {
+            "heads".to_string()
+        } else {
+            format!("dimension {dim}")
+        }
+    }
+}

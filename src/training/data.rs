@@ -1,0 +1,217 @@
+//! Batches: cut from a file whose tensors have more samples than one batch, or made up.
+
+use crate::error::{DataProblem, Error};
+use crate::training::bounds::{Bound, bound};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::plan::Plan;
+use altiplano_ir::types::TensorType;
+use altiplano_runtime::data::{read_npy, read_safetensors};
+use altiplano_runtime::host::{HostData, HostTensor};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The inputs of one step, by name.
+pub type Batch = BTreeMap<String, HostTensor>;
+
+/// An endless supply of batches.
+pub struct Batches {
+    inputs: Vec<InputType>,
+    source: Source,
+    /// Batches given out.
+    taken: u64,
+}
+
+/// What a step needs of one input.
+struct InputType {
+    name: String,
+    /// At the global batch.
+    ty: TensorType,
+    batch_dim: Option<usize>,
+    bound: Option<Bound>,
+}
+
+enum Source {
+    Synthetic { seed: u64 },
+    File { file: PathBuf, tensors: BTreeMap<String, HostTensor>, samples: u64 },
+}
+
+impl Batches {
+    /// Integers that index what the model looks up, normal floats; the same for the same seed, plan or not.
+    pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
+        Batches { inputs: inputs(plan), source: Source::Synthetic { seed }, taken: 0 }
+    }
+
+    /// Batches from a `.safetensors` file that names tensors as the model's inputs (`tokens` or `input/tokens`), or
+    /// from a `.npy` file where there is one input. Of a model with tokens and labels, a `.npy` file of ids is cut
+    /// into sequences whose labels are the next ids. After the last whole batch the first follows again.
+    pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
+        let inputs = inputs(plan);
+        let problem = |problem| Error::Data { file: file.to_path_buf(), problem };
+        let is_npy = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("npy"));
+        let found = if is_npy { named(&inputs, read_npy(file)?).map_err(problem)? } else { read_safetensors(file)? };
+        let mut tensors = BTreeMap::new();
+        let mut samples: Option<(u64, u64)> = None;
+        for input in &inputs {
+            let name = &input.name;
+            let tensor = found.get(name).or_else(|| found.get(&format!("input/{name}")));
+            let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.clone() }))?;
+            let mut wanted = input.ty.clone();
+            if let Some(dim) = input.batch_dim {
+                let given = tensor.ty.shape.get(dim).copied().unwrap_or(0);
+                let needed = wanted.shape[dim];
+                samples = Some(samples.map_or((given, needed), |(s, n)| (s.min(given), n)));
+                wanted.shape[dim] = given;
+            }
+            let same_kind = tensor.ty.dtype.is_float() == wanted.dtype.is_float();
+            if tensor.ty.shape != wanted.shape || !same_kind {
+                let (found, expected) = (tensor.ty.clone(), input.ty.clone());
+                return Err(problem(DataProblem::Type { name: name.clone(), found, expected }));
+            }
+            check_bound(input, tensor).map_err(problem)?;
+            tensors.insert(name.clone(), tensor.cast(wanted.dtype));
+        }
+        if let Some((samples, needed)) = samples.filter(|(samples, needed)| samples < needed) {
+            return Err(problem(DataProblem::TooFewSamples { samples, needed }));
+        }
+        let samples = samples.map_or(0, |(samples, _)| samples);
+        Ok(Batches { inputs, source: Source::File { file: file.to_path_buf(), tensors, samples }, taken: 0 })
+    }
+
+    /// The file that batches are cut from.
+    pub fn file(&self) -> Option<&Path> {
+        match &self.source {
+            Source::File { file, .. } => Some(file),
+            Source::Synthetic { .. } => None,
+        }
+    }
+
+    /// The next batch.
+    pub fn take(&mut self) -> Batch {
+        let number = self.taken;
+        self.taken += 1;
+        let tensor = |(i, input): (usize, &InputType)| {
+            let tensor = match &self.source {
+                Source::Synthetic { seed } => input.made_up(Random::new(*seed, number, i as u64)),
+                Source::File { tensors, samples, .. } => input.cut(&tensors[&input.name], number, *samples),
+            };
+            (input.name.clone(), tensor)
+        };
+        self.inputs.iter().enumerate().map(tensor).collect()
+    }
+}
+
+/// The inputs of a plan's graph at the global batch.
+fn inputs(plan: &Plan) -> Vec<InputType> {
+    let input = |(v, name): (ValueId, &str)| {
+        let mut ty = plan.graph.ty(v).clone();
+        let marked = plan.graph.node(v).batch_dims;
+        let batch_dim = (marked != 0).then(|| marked.trailing_zeros() as usize);
+        if let Some(dim) = batch_dim {
+            ty.shape[dim] *= plan.num_microbatches as u64;
+        }
+        let bound = if ty.dtype.is_integer() { bound(&plan.graph, v) } else { None };
+        InputType { name: name.to_string(), ty, batch_dim, bound }
+    };
+    plan.graph.inputs().map(input).collect()
+}
+
+/// One array of ids serves a model of one input as it is, and one of tokens and labels shifted by one.
+fn named(inputs: &[InputType], ids: HostTensor) -> Result<BTreeMap<String, HostTensor>, DataProblem> {
+    let is_label = |i: &InputType| i.name.contains("label") || i.name.contains("target");
+    match inputs {
+        [only] => Ok(BTreeMap::from([(only.name.clone(), ids)])),
+        [a, b] if a.ty == b.ty && a.ty.rank() == 2 && a.ty.dtype.is_integer() && ids.ty.dtype.is_integer() => {
+            let (tokens, labels) = if is_label(a) { (b, a) } else { (a, b) };
+            let length = a.ty.shape[1] as usize;
+            // Rows that are one longer than a sequence, or one long row of which every sequence takes its next id too.
+            let all = ids.to_f64();
+            let stride = if ids.ty.shape.last() == Some(&(length as u64 + 1)) { length + 1 } else { length };
+            let count = all.len().saturating_sub(1) / stride.max(1);
+            let rows = |shift: usize| {
+                let row = |r: usize| all[r * stride + shift..][..length].iter().copied();
+                let data: Vec<f64> = (0..count).flat_map(row).collect();
+                HostTensor::from_f64(TensorType::new(a.ty.dtype, [count as u64, length as u64]), &data)
+            };
+            Ok(BTreeMap::from([(tokens.name.clone(), rows(0)), (labels.name.clone(), rows(1))]))
+        }
+        _ => Err(DataProblem::OneTensor { inputs: inputs.len() }),
+    }
+}
+
+fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem> {
+    let Some(Bound { table, rows }) = &input.bound else { return Ok(()) };
+    let outside = |x: i64| x < 0 || x as u64 >= *rows;
+    let found = match &tensor.data {
+        HostData::I32(v) => v.iter().map(|&x| x as i64).find(|&x| outside(x)),
+        HostData::I64(v) => v.iter().copied().find(|&x| outside(x)),
+        _ => None,
+    };
+    match found {
+        // Labels of -100 and the like mark what is left out of a loss, and the graph says how.
+        Some(value) if value >= 0 => {
+            let (name, table) = (input.name.clone(), table.clone());
+            Err(DataProblem::IndexOutOfRange { name, value, table, rows: *rows })
+        }
+        _ => Ok(()),
+    }
+}
+
+impl InputType {
+    fn made_up(&self, mut random: Random) -> HostTensor {
+        let n = self.ty.elements() as usize;
+        let rows = self.bound.as_ref().map_or(2, |b| b.rows).max(1);
+        let data: Vec<f64> = match self.ty.dtype {
+            d if d.is_float() => (0..n).map(|_| random.normal()).collect(),
+            DType::Bool => (0..n).map(|_| (random.bits() & 1) as f64).collect(),
+            _ => (0..n).map(|_| (random.bits() % rows) as f64).collect(),
+        };
+        HostTensor::from_f64(self.ty.clone(), &data)
+    }
+
+    /// Batch `number` of a tensor of `samples`.
+    fn cut(&self, tensor: &HostTensor, number: u64, samples: u64) -> HostTensor {
+        let Some(dim) = self.batch_dim else { return tensor.clone() };
+        let size = self.ty.shape[dim];
+        let first = number % (samples / size.max(1)).max(1) * size;
+        let class = tensor.data.class();
+        let inner = self.ty.shape[dim + 1..].iter().product::<u64>() as usize * class.bytes();
+        let outer = self.ty.shape[..dim].iter().product::<u64>() as usize;
+        let (row, from, length) =
+            (tensor.ty.shape[dim] as usize * inner, first as usize * inner, size as usize * inner);
+        let bytes = tensor.data.as_bytes();
+        let cut: Vec<u8> = (0..outer).flat_map(|o| &bytes[o * row + from..][..length]).copied().collect();
+        HostTensor { ty: self.ty.clone(), data: HostData::from_bytes(class, &cut) }
+    }
+}
+
+/// Random numbers that depend on what they are for, not on what was drawn before (SplitMix64, Steele et al. 2014).
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64, batch: u64, input: u64) -> Random {
+        let mut random = Random(seed);
+        for part in [batch, input] {
+            random.0 = random.bits() ^ part;
+        }
+        random
+    }
+
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// In (0, 1).
+    fn uniform(&mut self) -> f64 {
+        ((self.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
+    }
+
+    /// Box & Muller 1958.
+    fn normal(&mut self) -> f64 {
+        let (u, v) = (self.uniform(), self.uniform());
+        (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+    }
+}

@@ -1,0 +1,116 @@
+//! Training a plan on the workers of this machine.
+
+mod bounds;
+mod data;
+
+pub use bounds::{Bound, bound};
+pub use data::{Batch, Batches};
+
+use crate::error::{DataProblem, Error};
+use altiplano_ir::plan::Plan;
+use altiplano_planner::programs;
+use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::host::HostTensor;
+use altiplano_runtime::init::initial;
+use altiplano_runtime::{Options, Session};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// The most devices that are run as threads of one machine.
+pub const MAX_WORKERS: u32 = 64;
+
+/// What to train with.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Training {
+    pub steps: u64,
+    pub learning_rate: f64,
+    /// Of weights and of made-up batches.
+    pub seed: u64,
+    /// Weights by the names of the parameters; default: initialised by seed.
+    pub weights: Option<PathBuf>,
+    /// Batches; default: made up.
+    pub data: Option<PathBuf>,
+}
+
+/// One step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// Counted from 1.
+    pub number: u64,
+    pub loss: f64,
+    pub seconds: f64,
+    pub samples_per_s: f64,
+}
+
+/// Trains `training.steps` steps and tells `on_step` of each. Returns the most bytes that each worker held.
+pub fn train(
+    plan: &Plan,
+    training: &Training,
+    mut on_step: impl FnMut(&Step) -> Result<(), Error>,
+) -> Result<Vec<u64>, Error> {
+    let mut session = session(plan)?;
+    for (name, weights) in weights(plan, training)? {
+        session.load_parameter(&name, &weights)?;
+    }
+    let mut batches = match &training.data {
+        Some(file) => Batches::open(plan, file)?,
+        None => Batches::synthetic(plan, training.seed),
+    };
+    for number in 1..=training.steps {
+        let batch = batches.take();
+        let start = Instant::now();
+        let loss = session.step(&batch, &scalars(training.learning_rate, number))?.loss;
+        let seconds = start.elapsed().as_secs_f64();
+        on_step(&Step { number, loss, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
+        if !loss.is_finite() {
+            return Err(Error::Diverged { step: number, loss });
+        }
+    }
+    Ok(session.peak_bytes())
+}
+
+/// Workers for a plan, with nothing loaded yet.
+pub fn session(plan: &Plan) -> Result<Session, Error> {
+    let devices: u32 = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+    if devices > MAX_WORKERS {
+        return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
+    }
+    Ok(Session::new(&programs(plan)?, &Options::default())?)
+}
+
+/// The scalars that a step is given; `step` counts from 1.
+pub fn scalars(learning_rate: f64, step: u64) -> BTreeMap<String, f64> {
+    BTreeMap::from([("learning_rate".to_string(), learning_rate), ("step".to_string(), step as f64)])
+}
+
+/// The weights to start from, by name.
+pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, HostTensor>, Error> {
+    match &training.weights {
+        Some(file) => weights_of(plan, file, &read_safetensors(file)?),
+        None => {
+            let graph = &plan.graph;
+            Ok(graph.parameters().map(|(v, name)| (name.to_string(), initial(graph, v, training.seed))).collect())
+        }
+    }
+}
+
+/// The parameters among the tensors of a file, in the parameters' types.
+pub fn weights_of(
+    plan: &Plan,
+    file: &Path,
+    tensors: &BTreeMap<String, HostTensor>,
+) -> Result<BTreeMap<String, HostTensor>, Error> {
+    let mut weights = BTreeMap::new();
+    for (v, name) in plan.graph.parameters() {
+        let problem = |problem| Error::Data { file: file.to_path_buf(), problem };
+        let tensor = tensors.get(name).ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
+        let expected = plan.graph.ty(v);
+        if tensor.ty.shape != expected.shape || !tensor.ty.dtype.is_float() {
+            let (found, expected) = (tensor.ty.clone(), expected.clone());
+            return Err(problem(DataProblem::Type { name: name.to_string(), found, expected }));
+        }
+        weights.insert(name.to_string(), tensor.cast(expected.dtype));
+    }
+    Ok(weights)
+}

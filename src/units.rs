@@ -1,0 +1,65 @@
+//! Quantities as people read them: three significant digits and a unit.
+
+/// `1.23 ms`.
+pub fn seconds(value: f64) -> String {
+    match value {
+        v if !v.is_finite() => "-".to_string(),
+        0.0 => "0 s".to_string(),
+        v if v < 1e-3 => format!("{} us", digits(v * 1e6)),
+        v if v < 1.0 => format!("{} ms", digits(v * 1e3)),
+        v => format!("{} s", digits(v)),
+    }
+}
+
+/// `1.23 GB`, decimal.
+pub fn bytes(value: u64) -> String {
+    match value {
+        v if v < 1000 => format!("{v} B"),
+        v if v < 1_000_000 => format!("{} kB", digits(v as f64 / 1e3)),
+        v if v < 1_000_000_000 => format!("{} MB", digits(v as f64 / 1e6)),
+        v if v < 1_000_000_000_000 => format!("{} GB", digits(v as f64 / 1e9)),
+        v => format!("{} TB", digits(v as f64 / 1e12)),
+    }
+}
+
+/// `124 M`, of things.
+pub fn count(value: u64) -> String {
+    match value {
+        v if v < 10_000 => v.to_string(),
+        v if v < 1_000_000 => format!("{} k", digits(v as f64 / 1e3)),
+        v if v < 1_000_000_000 => format!("{} M", digits(v as f64 / 1e6)),
+        v => format!("{} G", digits(v as f64 / 1e9)),
+    }
+}
+
+/// `41.3 %` of one.
+pub fn percent(part: f64) -> String {
+    format!("{} %", digits(part * 100.0))
+}
+
+/// Three significant digits, no exponent.
+pub fn digits(value: f64) -> String {
+    if !value.is_finite() {
+        return "-".to_string();
+    }
+    let magnitude = if value == 0.0 { 0 } else { value.abs().log10().floor() as i32 };
+    let decimals = (2 - magnitude).clamp(0, 6) as usize;
+    format!("{value:.decimals$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn three_digits() {
+        assert_eq!(seconds(0.001234), "1.23 ms");
+        assert_eq!(seconds(2.5e-7), "0.250 us");
+        assert_eq!(seconds(123.4), "123 s");
+        assert_eq!(bytes(6_442_450_944), "6.44 GB");
+        assert_eq!(bytes(999), "999 B");
+        assert_eq!(count(124_439_808), "124 M");
+        assert_eq!(percent(0.4567), "45.7 %");
+        assert_eq!(digits(0.0), "0.00");
+    }
+}
