@@ -26,8 +26,10 @@ mod model;
 mod plan_file;
 pub mod precision;
 mod report;
+#[cfg(any())]
 pub mod training;
 pub mod units;
+#[cfg(any())]
 pub mod verify;
 
 pub use altiplano_cost_models as cost_models;
@@ -40,7 +42,7 @@ pub use error::{DataProblem, Error, Names};
 pub use model::{Format, ImportOptions, Model, Warning, load_all_results, load_model, read_bytes};
 pub use plan_file::{load_plan, write_file};
 pub use planner::{plan, programs};
-pub use report::{programs as programs_text, report};
+pub use report::{one_line, programs as programs_text, report};
 
 use altiplano_ir::cluster::Cluster;
 use altiplano_planner::Request;

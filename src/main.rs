@@ -22,8 +22,11 @@ enum Command {
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
     Import(commands::import::Import),
+    #[cfg(any())]
     Run(commands::run::Run),
+    #[cfg(any())]
     Verify(commands::verify::Verify),
+    #[cfg(any())]
     Demo(commands::demo::Demo),
 }
 
@@ -34,8 +37,11 @@ fn main() -> ExitCode {
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),
         Command::Import(command) => command.run(),
+        #[cfg(any())]
         Command::Run(command) => command.run(),
+        #[cfg(any())]
         Command::Verify(command) => command.run(),
+        #[cfg(any())]
         Command::Demo(command) => command.run(),
     };
     match done {

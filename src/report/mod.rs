@@ -214,17 +214,19 @@ fn alternatives(plan: &Plan) -> String {
     if !plan.alternatives.iter().any(|a| a.name == "chosen") {
         let limit = plan.cluster.groups[0].device.memory_bytes;
         let fits = plan.predicted.peak_bytes.iter().all(|&b| b <= limit);
-        row("chosen", Some(&plan.predicted), fits, &degrees(plan));
+        row("chosen", Some(&plan.predicted), fits, &one_line(plan));
     }
     table.right_but_last()
 }
 
-/// `2 stages; mesh<data=2, tensor=2>`.
-fn degrees(plan: &Plan) -> String {
+/// The plan in one line: `2 stages of mesh<data=2, tensor=1>, 4 microbatches of 2, 1f1b`.
+pub fn one_line(plan: &Plan) -> String {
     let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     meshes.dedup();
     let stages = plan.stages.len();
-    format!("{stages} stage{}; {}", if stages == 1 { "" } else { "s" }, meshes.join(", "))
+    let stages = if stages == 1 { "1 stage".to_string() } else { format!("{stages} stages") };
+    let meshes = meshes.join(" + ");
+    format!("{stages} of {meshes}, {} microbatches of {}, {}", plan.num_microbatches, plan.microbatch, plan.schedule)
 }
 
 fn range(start: u32, end: u32) -> String {

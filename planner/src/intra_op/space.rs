@@ -340,7 +340,7 @@ pub fn batch_layout(ty: &TensorType, batch_dims: u32, mesh: &Mesh) -> Sharding {
     if let Some(dim) = (0..ty.rank()).find(|d| batch_dims >> d & 1 == 1) {
         let mut axes = Vec::new();
         let mut left = ty.shape[dim];
-        for axis in mesh.axis_ids() {
+        for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
             if left % mesh.size(axis) == 0 {
                 left /= mesh.size(axis);
                 axes.push(axis);

@@ -1,0 +1,337 @@
+//! Collectives among device threads of one process. Members lend each other their tensors, read them in the order of
+//! the group, so that all get the same bits, and then tell each other that they are done. After that every device
+//! owns its tensors alone again, and what it holds does not depend on timing.
+
+use crate::arena::Storage;
+use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
+use crate::error::KernelError;
+use crate::kernel::copy::Copy;
+use crate::kernel::instruction::{float_reducer, integer_binary};
+use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::view::row_major;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
+use altiplano_ir::reshard::Collective;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// All-reduces below this many elements are computed by every member for itself.
+pub const SMALL: usize = 2048;
+
+/// Elements of a chunk that one member of an all-reduce over `n` computes.
+pub fn chunk_elements(elements: usize, n: usize) -> usize {
+    if n == 1 { 0 } else if elements < SMALL { elements } else { elements.div_ceil(n) }
+}
+
+/// A device's place in the group of a collective.
+pub struct Member<'a> {
+    pub mailbox: &'a mut Mailbox,
+    /// Ranks of the members, in the group's order.
+    pub ranks: Vec<usize>,
+    /// This device's position among them.
+    pub me: usize,
+}
+
+impl Member<'_> {
+    fn share(&mut self, tensor: &Arc<Storage>) -> Result<Vec<Arc<Storage>>, KernelError> {
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i != self.me {
+                self.mailbox.send(rank, Tag::Collective, Payload::Shared(tensor.clone()));
+            }
+        }
+        let mut all = Vec::with_capacity(self.ranks.len());
+        for i in 0..self.ranks.len() {
+            if i == self.me {
+                all.push(tensor.clone());
+                continue;
+            }
+            match self.mailbox.receive(self.ranks[i], Tag::Collective)? {
+                Payload::Shared(storage) => all.push(storage),
+                _ => return Err(KernelError::Disconnected),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Waits until nobody reads what this device shared. Call after dropping what was received.
+    fn done(&mut self) -> Result<(), KernelError> {
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i != self.me {
+                self.mailbox.send(rank, Tag::Collective, Payload::Done);
+            }
+        }
+        for i in 0..self.ranks.len() {
+            if i != self.me {
+                match self.mailbox.receive(self.ranks[i], Tag::Collective)? {
+                    Payload::Done => {}
+                    _ => return Err(KernelError::Disconnected),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a collective on the operand of `shape`. Where `in_place`, the operand's storage becomes the result.
+    pub fn run(
+        &mut self,
+        collective: &Collective,
+        dtype: DType,
+        shape: &[usize],
+        operand: Arc<Storage>,
+        in_place: bool,
+    ) -> Result<Storage, KernelError> {
+        let class = Class::of(dtype);
+        let n = self.ranks.len();
+        let arena = operand.arena().clone();
+        let elements: usize = shape.iter().product();
+        match collective {
+            Collective::AllReduce { reducer, .. } => {
+                if n == 1 {
+                    return own(operand, class, in_place);
+                }
+                self.all_reduce(*reducer, dtype, elements, operand, in_place)
+            }
+            Collective::ReduceScatter { reducer, dim, outer, .. } => {
+                let mut result = arena.allocate(class, elements / n)?;
+                let operands = self.share(&operand)?;
+                let blocks = Blocks::of_part(shape, *dim, *outer, n);
+                with_class!(class, T => {
+                    let slices: Vec<&[T]> = operands.iter().map(|o| o.slice()).collect();
+                    let target = result.slice_mut::<T>();
+                    for block in 0..blocks.count {
+                        let first = (block * n + self.me) * blocks.length;
+                        let part = &mut target[block * blocks.length..(block + 1) * blocks.length];
+                        reduce(&slices, first, part, *reducer, dtype);
+                    }
+                });
+                drop(operands);
+                self.done()?;
+                Ok(result)
+            }
+            Collective::AllGather { dim, outer, .. } => {
+                let mut result = arena.allocate(class, elements * n)?;
+                let operands = self.share(&operand)?;
+                let blocks = Blocks::of_whole(shape, *dim, *outer);
+                for (which, part) in operands.iter().enumerate() {
+                    let dims = [(blocks.count, blocks.length, blocks.length * n), (blocks.length, 1, 1)];
+                    let copy = Copy::new(0, which * blocks.length, dims);
+                    with_width!(class, T => copy.run(part.slice::<T>(), result.slice_mut::<T>()));
+                }
+                drop(operands);
+                self.done()?;
+                Ok(result)
+            }
+            Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
+                let mut result = arena.allocate(class, elements)?;
+                let operands = self.share(&operand)?;
+                for (which, part) in operands.iter().enumerate() {
+                    let copies = exchange(
+                        shape,
+                        (*split_dim as usize, *split_outer as usize),
+                        (*concat_dim as usize, *concat_outer as usize),
+                        n,
+                        self.me,
+                        which,
+                    );
+                    with_width!(class, T => match &copies {
+                        (copy, None) => copy.run(part.slice::<T>(), result.slice_mut::<T>()),
+                        (cut, Some(join)) => {
+                            let mut between = vec![0 as T; elements / n];
+                            cut.run(part.slice::<T>(), &mut between);
+                            join.run(&between, result.slice_mut::<T>());
+                        }
+                    });
+                }
+                drop(operands);
+                self.done()?;
+                Ok(result)
+            }
+            Collective::LocalSlice { dim, outer, .. } => {
+                let mut result = arena.allocate(class, elements / n)?;
+                let blocks = Blocks::of_part(shape, *dim, *outer, n);
+                let dims = [(blocks.count, blocks.length * n, blocks.length), (blocks.length, 1, 1)];
+                let copy = Copy::new(self.me * blocks.length, 0, dims);
+                with_width!(class, T => copy.run(operand.slice::<T>(), result.slice_mut::<T>()));
+                Ok(result)
+            }
+            Collective::KeepFirst { reducer, .. } => {
+                let mut result = own(operand, class, in_place)?;
+                if self.me != 0 {
+                    let neutral = reducer.neutral(dtype);
+                    with_class!(class, T => {
+                        let value = if class.is_integer() {
+                            T::from_i64(integer_from_f64(neutral, dtype))
+                        } else {
+                            T::from_f32(neutral as f32)
+                        };
+                        result.slice_mut::<T>().fill(value);
+                    });
+                }
+                Ok(result)
+            }
+        }
+    }
+
+    /// Each member reduces a chunk of all operands and then collects everybody's chunks.
+    fn all_reduce(
+        &mut self,
+        reducer: Reducer,
+        dtype: DType,
+        elements: usize,
+        operand: Arc<Storage>,
+        in_place: bool,
+    ) -> Result<Storage, KernelError> {
+        let class = Class::of(dtype);
+        let n = self.ranks.len();
+        let arena = operand.arena().clone();
+        let size = chunk_elements(elements, n);
+        let shared = size < elements;
+        let bounds = |i: usize| -> Range<usize> {
+            if shared { (i * size).min(elements)..((i + 1) * size).min(elements) } else { 0..elements }
+        };
+        let mine = bounds(self.me);
+        let mut chunk = arena.allocate(class, size)?;
+        let operands = self.share(&operand)?;
+        with_class!(class, T => {
+            let slices: Vec<&[T]> = operands.iter().map(|o| o.slice()).collect();
+            reduce(&slices, mine.start, &mut chunk.slice_mut::<T>()[..mine.len()], reducer, dtype);
+        });
+        drop(operands);
+        let chunk = Arc::new(chunk);
+        // A member sends its chunk after its last look at the operands, so that these are free to be overwritten.
+        let chunks = if shared {
+            self.share(&chunk)?
+        } else {
+            self.done()?;
+            vec![chunk.clone()]
+        };
+        let mut result = if in_place { own(operand, class, true)? } else { arena.allocate(class, elements)? };
+        with_width!(class, T => {
+            let target = result.slice_mut::<T>();
+            for (i, part) in chunks.iter().enumerate() {
+                let range = bounds(i);
+                target[range.clone()].copy_from_slice(&part.slice::<T>()[..range.len()]);
+            }
+        });
+        drop(chunks);
+        if shared {
+            self.done()?;
+        }
+        Ok(result)
+    }
+}
+
+/// The storage itself where nobody else has it, else a copy.
+pub fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, KernelError> {
+    if !take {
+        return storage.duplicate(class);
+    }
+    match Arc::try_unwrap(storage) {
+        Ok(storage) => Ok(storage),
+        Err(shared) => shared.duplicate(class),
+    }
+}
+
+/// A dimension seen as `count` runs of `length` elements that belong to one member.
+struct Blocks {
+    count: usize,
+    length: usize,
+}
+
+impl Blocks {
+    /// Runs of one of `n` parts of dimension `dim`, cut within each of its `outer` blocks.
+    fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
+        let (dim, outer) = (dim as usize, outer as usize);
+        let before: usize = shape[..dim].iter().product();
+        let after: usize = shape[dim + 1..].iter().product();
+        Blocks { count: before * outer, length: shape[dim] / n / outer * after }
+    }
+
+    /// Runs of a tensor that is itself such a part.
+    fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
+        Blocks::of_part(shape, dim, outer, 1)
+    }
+}
+
+/// The copy from member `which`'s operand into the result of member `me`; two copies where both dimensions are the same.
+fn exchange(
+    shape: &[usize],
+    (split, split_outer): (usize, usize),
+    (concat, concat_outer): (usize, usize),
+    n: usize,
+    me: usize,
+    which: usize,
+) -> (Copy, Option<Copy>) {
+    let mut part = shape.to_vec();
+    part[split] /= n;
+    let mut joined = part.clone();
+    joined[concat] *= n;
+    let (source, between, target) = (row_major(shape), row_major(&part), row_major(&joined));
+    let inner = part[split] / split_outer;
+    let cut_offset = me * inner * source[split];
+    let run = part[concat] / concat_outer;
+    let join_offset = which * run * target[concat];
+    let mut cut = Vec::new();
+    let mut join = Vec::new();
+    let mut both = Vec::new();
+    for (d, &size) in part.iter().enumerate() {
+        let (s, b, t) = (source[d], between[d], target[d]);
+        if d == split {
+            cut.extend([(split_outer, n * inner * s, inner * b), (inner, s, b)]);
+            both.extend([(split_outer, n * inner * s, inner * t), (inner, s, t)]);
+        } else {
+            cut.push((size, s, b));
+        }
+        if d == concat {
+            join.extend([(concat_outer, run * b, n * run * t), (run, b, t)]);
+            both.extend([(concat_outer, run * s, n * run * t), (run, s, t)]);
+        } else {
+            join.push((size, b, t));
+        }
+        if d != split && d != concat {
+            both.push((size, s, t));
+        }
+    }
+    if split == concat {
+        (Copy::new(cut_offset, 0, cut), Some(Copy::new(0, join_offset, join)))
+    } else {
+        (Copy::new(cut_offset, join_offset, both), None)
+    }
+}
+
+/// `target[i]` is the reduction of `operands[..][first + i]`, in the order of the operands.
+fn reduce<T: Element>(operands: &[&[T]], first: usize, target: &mut [T], reducer: Reducer, dtype: DType) {
+    const BLOCK: usize = 512;
+    let integers = Class::of(dtype).is_integer();
+    let float = float_reducer(reducer, dtype);
+    for (b, part) in target.chunks_mut(BLOCK).enumerate() {
+        let n = part.len();
+        let range = first + b * BLOCK..first + b * BLOCK + n;
+        if integers {
+            for (i, t) in part.iter_mut().enumerate() {
+                let terms = operands.iter().map(|o| o[range.start + i].to_i64());
+                let sum = terms.reduce(|x, y| integer_binary(reducer.combine(), x, y, dtype));
+                *t = T::from_i64(sum.unwrap_or(0));
+            }
+            continue;
+        }
+        let mut sums = [0.0f32; BLOCK];
+        for (k, operand) in operands.iter().enumerate() {
+            let pairs = sums.iter_mut().zip(&operand[range.clone()]);
+            match float {
+                _ if k == 0 => pairs.for_each(|(s, x)| *s = x.to_f32()),
+                Reducer::Sum => pairs.for_each(|(s, x)| *s += x.to_f32()),
+                Reducer::Product => pairs.for_each(|(s, x)| *s *= x.to_f32()),
+                Reducer::Max | Reducer::Or => pairs.for_each(|(s, x)| {
+                    let x = x.to_f32();
+                    *s = if *s > x || s.is_nan() { *s } else { x };
+                }),
+                Reducer::Min | Reducer::And => pairs.for_each(|(s, x)| {
+                    let x = x.to_f32();
+                    *s = if *s < x || s.is_nan() { *s } else { x };
+                }),
+            }
+        }
+        part.iter_mut().zip(sums).for_each(|(t, s)| *t = T::from_f32(s));
+    }
+}

@@ -1,0 +1,60 @@
+//! `altiplano demo`: the whole way on a small GPT that comes with the project.
+
+use crate::commands::run::{line, memory};
+use crate::commands::say;
+use altiplano::planner::Silent;
+use altiplano::training::{Step, Training, train};
+use altiplano::verify::single_device;
+use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, report, request};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Plan a small GPT for four workers, train it on four and on one, and compare the losses
+#[derive(Args)]
+pub struct Demo {
+    /// The model
+    #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir"), hide_default_value = true)]
+    model: PathBuf,
+    /// Optimizer steps
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    steps: u64,
+}
+
+impl Demo {
+    pub fn run(self) -> Result<(), Error> {
+        let model = load_model(&self.model, &ImportOptions::default())?;
+        let plan = plan(&request(&model, load_cluster("local:4")?), &Silent)?;
+        say(report(&plan))?;
+
+        let training = Training { steps: self.steps, learning_rate: 3e-3, ..Training::default() };
+        say("\nTraining on four workers")?;
+        let four = self.losses(&plan, &training)?;
+        say("\nThe same on one")?;
+        let one = self.losses(&single_device(&plan)?, &training)?;
+
+        say("\nstep  four workers  one worker  relative difference")?;
+        let mut worst = 0.0f64;
+        for (a, b) in four.iter().zip(&one) {
+            let difference = (a.loss - b.loss).abs() / b.loss.abs();
+            worst = worst.max(difference);
+            say(format!("{:>4}  {:<12.6}  {:<10.6}  {difference:.1e}", a.number, a.loss, b.loss))?;
+        }
+        // Rounding grows from step to step, since each starts where the last one ended.
+        let tolerance = 1e-4;
+        if worst > tolerance {
+            let tensor = "loss".to_string();
+            return Err(Error::NumbersDiffer { what: "the course", tensor, difference: worst, tolerance });
+        }
+        say("The losses agree.")
+    }
+
+    fn losses(&self, plan: &altiplano::ir::plan::Plan, training: &Training) -> Result<Vec<Step>, Error> {
+        let mut steps = Vec::new();
+        let peaks = train(plan, training, |step| {
+            steps.push(*step);
+            say(line(step))
+        })?;
+        say(memory(plan, &peaks))?;
+        Ok(steps)
+    }
+}

@@ -1,0 +1,69 @@
+//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine.
+
+use crate::commands::options::PlanOrModel;
+use crate::commands::say;
+use crate::progress::Bar;
+use altiplano::planner::Progress;
+use altiplano::training::{Step, Training, train};
+use altiplano::units::{bytes, digits, seconds};
+use altiplano::{Error, ir::plan::Plan, one_line};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Train a plan on CPU workers of this machine
+#[derive(Args)]
+pub struct Run {
+    #[command(flatten)]
+    plan: PlanOrModel,
+    /// Optimizer steps
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    steps: u64,
+    /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Start from these weights: .safetensors with tensors named as the parameters
+    #[arg(long, value_name = "FILE", conflicts_with = "init")]
+    weights: Option<PathBuf>,
+    /// Initialise weights with this seed
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    init: u64,
+    /// Learning rate
+    #[arg(long, value_name = "X", default_value_t = 1e-3)]
+    lr: f64,
+}
+
+impl Run {
+    pub fn run(self) -> Result<(), Error> {
+        let plan = self.plan.plan()?;
+        let training = Training {
+            steps: self.steps,
+            learning_rate: self.lr,
+            seed: self.init,
+            weights: self.weights,
+            data: self.data,
+        };
+        say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        let bar = Bar::new();
+        let peaks = train(&plan, &training, |step| {
+            let said = bar.suspend(|| say(line(step)));
+            bar.step("training", step.number as usize, training.steps as usize);
+            said
+        })?;
+        drop(bar);
+        say(memory(&plan, &peaks))
+    }
+}
+
+/// `step 3  loss 6.2146  0.123 s/step  65.0 samples/s`
+pub fn line(step: &Step) -> String {
+    let Step { number, loss, seconds: time_s, samples_per_s } = step;
+    format!("step {number:>4}  loss {loss:<9.6}  {}/step  {} samples/s", seconds(*time_s), digits(*samples_per_s))
+}
+
+/// The most bytes that any worker held, beside what was predicted of it.
+pub fn memory(plan: &Plan, peaks: &[u64]) -> String {
+    let predicted = plan.stages.iter().flat_map(|s| s.devices.iter().map(|_| s.predicted.peak_bytes));
+    let worst = peaks.iter().copied().zip(predicted).max_by_key(|(measured, _)| *measured);
+    let (measured, predicted) = worst.unwrap_or((0, 0));
+    format!("peak memory of a worker: {} held, {} predicted", bytes(measured), bytes(predicted))
+}

@@ -1,0 +1,70 @@
+//! `altiplano verify PLAN|MODEL`: does the plan compute what one device computes?
+
+use crate::commands::options::PlanOrModel;
+use crate::commands::say;
+use altiplano::training::Training;
+use altiplano::verify::{Comparison, verify};
+use altiplano::{Error, one_line};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Run a plan on CPU workers and on one device, and compare loss, gradients and updated weights
+#[derive(Args)]
+pub struct Verify {
+    #[command(flatten)]
+    plan: PlanOrModel,
+    /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME (.safetensors)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
+    expect: Option<PathBuf>,
+    /// Take the batch from this file (.safetensors or .npy) [default: made up]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Start from these weights (.safetensors)
+    #[arg(long, value_name = "FILE", conflicts_with = "init")]
+    weights: Option<PathBuf>,
+    /// Initialise weights with this seed
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    init: u64,
+    /// Learning rate of the step
+    #[arg(long, value_name = "X", default_value_t = 1e-3)]
+    lr: f64,
+}
+
+impl Verify {
+    pub fn run(self) -> Result<(), Error> {
+        let plan = self.plan.plan()?;
+        let training =
+            Training { steps: 1, learning_rate: self.lr, seed: self.init, weights: self.weights, data: self.data };
+        say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        let verified = verify(&plan, &training, self.expect.as_deref())?;
+        say(format!("loss {:.6}", verified.loss))?;
+        say(table("one device", &verified.one_device))?;
+        if let Some(file) = &self.expect {
+            say(table(&file.display().to_string(), &verified.expected))?;
+        }
+        match verified.failure() {
+            None => say("the numbers agree"),
+            Some(failure) => Err(Error::NumbersDiffer {
+                what: failure.quantity.name(),
+                tensor: failure.worst.tensor.clone(),
+                difference: failure.worst.relative,
+                tolerance: failure.tolerance,
+            }),
+        }
+    }
+}
+
+fn table(reference: &str, comparisons: &[Comparison]) -> String {
+    let mut lines = vec![format!("against {reference}:")];
+    for c in comparisons {
+        let verdict = if c.agrees() { "agrees" } else { "DIFFERS" };
+        let worst = if c.tensors > 1 { format!("  worst of {}: {}", c.tensors, c.worst.tensor) } else { String::new() };
+        lines.push(format!(
+            "  {:<15}  {verdict:<7}  {:.2e} relative, {:.0e} allowed{worst}",
+            c.quantity.name(),
+            c.worst.relative,
+            c.tolerance
+        ));
+    }
+    lines.join("\n")
+}

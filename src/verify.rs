@@ -1,0 +1,315 @@
+//! Does a plan compute what one device computes? One step of the plan and one of the unpartitioned graph, from the same
+//! weights and batch, compared in loss, gradients and updated weights; and with values that another framework recorded.
+
+use crate::error::{DataProblem, Error};
+use crate::training::{Batch, Batches, Training, scalars, session, weights, weights_of};
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_planner::{PlanFailure, Request, Silent};
+use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::host::HostTensor;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quantity {
+    Loss,
+    Gradient,
+    Weights,
+}
+
+impl Quantity {
+    pub fn name(self) -> &'static str {
+        match self {
+            Quantity::Loss => "loss",
+            Quantity::Gradient => "gradient",
+            Quantity::Weights => "updated weights",
+        }
+    }
+}
+
+/// A tensor of the plan against the same tensor of a reference.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Difference {
+    pub tensor: String,
+    /// Norm of the difference over the norm of the reference.
+    pub relative: f64,
+    /// Below 1 where the two agree: the difference over what is tolerated.
+    pub severity: f64,
+}
+
+/// All tensors of one quantity against one reference.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Comparison {
+    pub quantity: Quantity,
+    pub tensors: usize,
+    pub worst: Difference,
+    pub tolerance: f64,
+}
+
+impl Comparison {
+    pub fn agrees(&self) -> bool {
+        // A difference that is not a number agrees with nothing.
+        self.worst.severity <= 1.0
+    }
+}
+
+/// What a step gave.
+struct Outcome {
+    loss: f64,
+    gradients: BTreeMap<String, Vec<f64>>,
+    weights: BTreeMap<String, Vec<f64>>,
+}
+
+/// The comparisons of a plan: with one device, and with the file where there is one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Verified {
+    pub loss: f64,
+    pub one_device: Vec<Comparison>,
+    pub expected: Vec<Comparison>,
+}
+
+impl Verified {
+    /// The worst of what does not agree.
+    pub fn failure(&self) -> Option<&Comparison> {
+        let all = self.one_device.iter().chain(&self.expected).filter(|c| !c.agrees());
+        all.max_by(|a, b| a.worst.severity.total_cmp(&b.worst.severity))
+    }
+}
+
+/// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
+/// gradients as `grad/NAME`; without it weights and batch are as for training.
+pub fn verify(plan: &Plan, training: &Training, expect: Option<&Path>) -> Result<Verified, Error> {
+    let recorded = expect.map(|file| Ok::<_, Error>((file, read_safetensors(file)?))).transpose()?;
+    let (weights, batch) = match &recorded {
+        Some((file, tensors)) => (weights_of(plan, file, tensors)?, recorded_batch(plan, file, tensors)?),
+        None => {
+            let mut batches = match &training.data {
+                Some(file) => Batches::open(plan, file)?,
+                None => Batches::synthetic(plan, training.seed),
+            };
+            (weights(plan, training)?, batches.take())
+        }
+    };
+    let ours = outcome(plan, &weights, &batch, training.learning_rate)?;
+    let single = outcome(&single_device(plan)?, &weights, &batch, training.learning_rate)?;
+    let tolerance = Tolerance::of(plan);
+    let expected = match &recorded {
+        None => Vec::new(),
+        Some((file, tensors)) => {
+            let (loss, gradients) = recorded_values(plan, file, tensors)?;
+            vec![tolerance.loss(ours.loss, loss), tolerance.tensors(Quantity::Gradient, &ours.gradients, &gradients)]
+        }
+    };
+    let one_device = vec![
+        tolerance.loss(ours.loss, single.loss),
+        tolerance.tensors(Quantity::Gradient, &ours.gradients, &single.gradients),
+        tolerance.weights(&ours, &single),
+    ];
+    Ok(Verified { loss: ours.loss, one_device, expected })
+}
+
+/// The same training on one device with memory enough, in the same microbatches.
+pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
+    let mut cluster = plan.cluster.clone();
+    cluster.name = "one device".to_string();
+    cluster.groups.truncate(1);
+    for group in &mut cluster.groups {
+        group.nodes = 1;
+        group.devices_per_node = 1;
+        group.device.memory_bytes = 1 << 60;
+    }
+    let mut request = Request::new(plan.model.clone(), plan.graph.clone(), plan.loss, cluster);
+    request.stop_gradients = plan.stop_gradients.clone();
+    request.global_batch = Some(plan.global_batch);
+    request.num_microbatches = Some(plan.num_microbatches);
+    request.optimizer = plan.optimizer;
+    request.allow_microbatch_semantics = true;
+    (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
+    request.zero = Some(0);
+    request.recompute = Some(false);
+    request.schedule = Some(Schedule::OneFOneB);
+    request.baselines = false;
+    altiplano_planner::plan(&request, &Silent)
+}
+
+/// One step from these weights.
+fn outcome(
+    plan: &Plan,
+    weights: &BTreeMap<String, HostTensor>,
+    batch: &Batch,
+    learning_rate: f64,
+) -> Result<Outcome, Error> {
+    let mut session = session(plan)?;
+    for (name, tensor) in weights {
+        session.load_parameter(name, tensor)?;
+    }
+    let loss = session.step(batch, &scalars(learning_rate, 1))?.loss;
+    // Accumulators hold sums over microbatches.
+    let scale = if plan.loss == LossKind::Sum { 1.0 } else { 1.0 / plan.num_microbatches as f64 };
+    let (mut gradients, mut updated) = (BTreeMap::new(), BTreeMap::new());
+    for name in weights.keys() {
+        let sum = session.accumulator(name)?.to_f64();
+        gradients.insert(name.clone(), sum.into_iter().map(|g| g * scale).collect());
+        updated.insert(name.clone(), session.parameter(name)?.to_f64());
+    }
+    Ok(Outcome { loss, gradients, weights: updated })
+}
+
+/// The batch in a file of recorded values, which must be exactly the plan's.
+fn recorded_batch(plan: &Plan, file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<Batch, Error> {
+    let batch = Batches::open(plan, file)?.take();
+    for (name, ours) in &batch {
+        let recorded = tensors.get(name).or_else(|| tensors.get(&format!("input/{name}")));
+        if let Some(recorded) = recorded.filter(|r| r.ty.shape != ours.ty.shape) {
+            let (found, expected) = (recorded.ty.clone(), ours.ty.clone());
+            let problem = DataProblem::Type { name: name.clone(), found, expected };
+            return Err(Error::Data { file: file.to_path_buf(), problem });
+        }
+    }
+    Ok(batch)
+}
+
+fn recorded_values(
+    plan: &Plan,
+    file: &Path,
+    tensors: &BTreeMap<String, HostTensor>,
+) -> Result<(f64, BTreeMap<String, Vec<f64>>), Error> {
+    let find = |name: String| {
+        let missing = || Error::Data { file: file.to_path_buf(), problem: DataProblem::Missing { name: name.clone() } };
+        tensors.get(&name).ok_or_else(missing)
+    };
+    let loss = find("loss".to_string())?.to_f64().first().copied().unwrap_or(f64::NAN);
+    let mut gradients = BTreeMap::new();
+    for (v, name) in plan.graph.parameters() {
+        let tensor = find(format!("grad/{name}"))?;
+        let expected = plan.graph.ty(v);
+        if tensor.ty.shape != expected.shape {
+            let (name, found) = (format!("grad/{name}"), tensor.ty.clone());
+            let problem = DataProblem::Type { name, found, expected: expected.clone() };
+            return Err(Error::Data { file: file.to_path_buf(), problem });
+        }
+        gradients.insert(name.to_string(), tensor.to_f64());
+    }
+    Ok((loss, gradients))
+}
+
+/// How far results may be apart that differ only in the order of additions.
+struct Tolerance {
+    loss: f64,
+    tensor: f64,
+}
+
+/// Norms below this are noise; there the difference itself counts.
+const TINY_NORM: f64 = 1e-6;
+/// What it may then be.
+const TINY_DIFFERENCE: f64 = 1e-7;
+
+impl Tolerance {
+    /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for.
+    fn of(plan: &Plan) -> Tolerance {
+        let unit = |dtype: DType| match dtype {
+            DType::BF16 => 2f64.powi(-8),
+            DType::F16 => 2f64.powi(-11),
+            _ => 0.0,
+        };
+        let unit = plan.graph.parameters().map(|(v, _)| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
+        Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
+    }
+
+    fn loss(&self, ours: f64, reference: f64) -> Comparison {
+        let worst = difference("loss", &[ours], &[reference], self.loss);
+        Comparison { quantity: Quantity::Loss, tensors: 1, worst, tolerance: self.loss }
+    }
+
+    fn tensors(
+        &self,
+        quantity: Quantity,
+        ours: &BTreeMap<String, Vec<f64>>,
+        reference: &BTreeMap<String, Vec<f64>>,
+    ) -> Comparison {
+        let nothing: Vec<f64> = Vec::new();
+        let all = reference.iter().map(|(name, reference)| {
+            difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor)
+        });
+        self.worst_of(quantity, reference.len(), all)
+    }
+
+    /// Adam divides a gradient by its own size: where the gradient is mere rounding, its sign, and with it the whole
+    /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
+    fn weights(&self, ours: &Outcome, reference: &Outcome) -> Comparison {
+        let all = reference.weights.iter().map(|(name, updated)| {
+            let (Some(ours_updated), Some(gradient)) = (ours.weights.get(name), reference.gradients.get(name)) else {
+                return difference(name, &[], updated, self.tensor);
+            };
+            let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
+            let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
+            let kept: Vec<usize> = (0..updated.len()).filter(|&i| gradient[i].abs() > noise).collect();
+            let pick = |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
+            difference(name, &pick(ours_updated), &pick(updated), self.tensor)
+        });
+        self.worst_of(Quantity::Weights, reference.weights.len(), all)
+    }
+
+    fn worst_of(
+        &self,
+        quantity: Quantity,
+        tensors: usize,
+        differences: impl Iterator<Item = Difference>,
+    ) -> Comparison {
+        let none = Difference { tensor: String::new(), relative: 0.0, severity: 0.0 };
+        let worst = differences.fold(none, |worst, d| {
+            // Written so that a severity that is not a number wins.
+            if worst.severity.is_nan() || d.severity <= worst.severity && !worst.tensor.is_empty() { worst } else { d }
+        });
+        Comparison { quantity, tensors, worst, tolerance: self.tensor }
+    }
+}
+
+fn norm(x: &[f64]) -> f64 {
+    x.iter().map(|v| v * v).sum::<f64>().sqrt()
+}
+
+fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64) -> Difference {
+    let tensor = tensor.to_string();
+    if ours.len() != reference.len() {
+        return Difference { tensor, relative: f64::NAN, severity: f64::NAN };
+    }
+    let delta = norm(&ours.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>());
+    let size = norm(reference);
+    if size < TINY_NORM {
+        return Difference { tensor, relative: delta / TINY_NORM, severity: delta / TINY_DIFFERENCE };
+    }
+    Difference { tensor, relative: delta / size, severity: delta / size / tolerance }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_agrees_and_nothing_else_does() {
+        let severity = |a: &[f64], b: &[f64]| difference("x", a, b, 1e-4).severity;
+        assert!(severity(&[1.0, 2.0], &[1.0, 2.0 + 1e-5]) < 1.0);
+        assert!(severity(&[1.0, 2.0], &[1.0, 2.1]) > 1.0);
+        assert!(severity(&[1e-9], &[-1e-9]) < 1.0);
+        assert!(severity(&[1e-6], &[-1e-9]) > 1.0);
+        assert!(severity(&[f64::NAN], &[1.0]).is_nan());
+        assert!(severity(&[], &[1.0]).is_nan());
+    }
+
+    #[test]
+    fn what_is_no_number_is_the_worst() {
+        let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
+        let map = |x: f64, y: f64| BTreeMap::from([("a".to_string(), vec![x]), ("b".to_string(), vec![y])]);
+        let check = |ours: BTreeMap<String, Vec<f64>>| tolerance.tensors(Quantity::Gradient, &ours, &map(1.0, 1.0));
+        assert!(check(map(1.0, 1.0)).agrees());
+        assert_eq!(check(map(1.0, 2.0)).worst.tensor, "b");
+        for ours in [map(f64::NAN, 2.0), map(2.0, f64::NAN)] {
+            let found = check(ours);
+            assert!(!found.agrees() && found.worst.severity.is_nan());
+        }
+    }
+}
