@@ -12,7 +12,7 @@ use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::PlanError;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
-use altiplano_runtime::RuntimeError;
+use altiplano_runtime::error::RuntimeError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 

@@ -26,10 +26,8 @@ mod model;
 mod plan_file;
 pub mod precision;
 mod report;
-#[cfg(any())]
 pub mod training;
 pub mod units;
-#[cfg(any())]
 pub mod verify;
 
 pub use altiplano_cost_models as cost_models;

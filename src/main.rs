@@ -22,11 +22,8 @@ enum Command {
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
     Import(commands::import::Import),
-    #[cfg(any())]
     Run(commands::run::Run),
-    #[cfg(any())]
     Verify(commands::verify::Verify),
-    #[cfg(any())]
     Demo(commands::demo::Demo),
 }
 
@@ -37,11 +34,8 @@ fn main() -> ExitCode {
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),
         Command::Import(command) => command.run(),
-        #[cfg(any())]
         Command::Run(command) => command.run(),
-        #[cfg(any())]
         Command::Verify(command) => command.run(),
-        #[cfg(any())]
         Command::Demo(command) => command.run(),
     };
     match done {

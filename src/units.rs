@@ -4,7 +4,8 @@
 pub fn seconds(value: f64) -> String {
     match value {
         v if !v.is_finite() => "-".to_string(),
-        0.0 => "0 s".to_string(),
+        // Below the clock of any device.
+        v if v.abs() < 1e-12 => "0 s".to_string(),
         v if v < 1e-3 => format!("{} us", digits(v * 1e6)),
         v if v < 1.0 => format!("{} ms", digits(v * 1e3)),
         v => format!("{} s", digits(v)),

@@ -7,7 +7,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_planner::{PlanFailure, Request, Silent};
-use altiplano_runtime::data::read_safetensors;
+use crate::training::shim::read_safetensors;
 use altiplano_runtime::host::HostTensor;
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -52,8 +52,7 @@ pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiate
     let softmax_maxima = softmax_maxima(forward);
     for v in forward.values() {
         let stopped = stops.contains(&v) || softmax_maxima[v.index()] || !forward.ty(v).dtype.is_float();
-        varies[v.index()] =
-            !stopped && (is_parameter(v) || forward.node(v).operands.iter().any(|o| varies[o.index()]));
+        varies[v.index()] = !stopped && (is_parameter(v) || forward.node(v).operands.iter().any(|o| varies[o.index()]));
     }
     if !varies[loss.index()] {
         return Err(AutodiffError::NoParameters);
@@ -86,8 +85,7 @@ pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiate
         if !wanted.contains(&true) {
             continue;
         }
-        let mut cx =
-            Gradient { graph: &mut graph, operands: &node.operands, result: v, cotangent, wanted: &wanted };
+        let mut cx = Gradient { graph: &mut graph, operands: &node.operands, result: v, cotangent, wanted: &wanted };
         let contributions = node.op.gradient(&mut cx);
         owner.resize(graph.len(), v);
         for (i, contribution) in contributions.into_iter().enumerate() {
@@ -98,15 +96,7 @@ pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiate
         }
     }
     is_sum.resize(graph.len(), false);
-    Ok(Differentiated {
-        graph,
-        num_forward: forward.len(),
-        loss,
-        owner,
-        contributions: pending,
-        cotangents,
-        is_sum,
-    })
+    Ok(Differentiated { graph, num_forward: forward.len(), loss, owner, contributions: pending, cotangents, is_sum })
 }
 
 /// Values that softmax and log-softmax subtract for numerical range only: `m` in `s = x - m` where `m` is the

@@ -48,7 +48,10 @@ impl fmt::Display for Doubt {
                 "dimension 0 of '{first}' is {size} but that of '{second}' is {other}: name the batch dimension with --batch-dim NAME=DIM (or NAME=none)"
             ),
             Doubt::ParameterScales { name } => {
-                write!(f, "parameter '{name}' would have to grow with the batch: name the batch dimensions with --batch-dim")
+                write!(
+                    f,
+                    "parameter '{name}' would have to grow with the batch: name the batch dimensions with --batch-dim"
+                )
             }
             Doubt::ConstantScales { value } => write!(
                 f,
@@ -85,9 +88,7 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
             // The proof that all of this is consistent is that the graph can be rebuilt at another size.
             match rebatch(&batched, 2 * batch) {
                 Ok(_) => Batched { graph: batched, loss, doubt: None },
-                Err(value) => {
-                    Batched { graph: graph.clone(), loss, doubt: Some(Doubt::CannotResize { value }) }
-                }
+                Err(value) => Batched { graph: graph.clone(), loss, doubt: Some(Doubt::CannotResize { value }) },
             }
         }
         Err(doubt) => {
@@ -134,9 +135,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
             let node = graph.node(v);
             let mut carries = vec![false; rule.factors.len()];
             // A dimension that scales does so by its major-most factor that the batch divides.
-            let carrier = |dim: &Vec<u8>| {
-                dim.iter().copied().find(|&f| rule.factors[f as usize].size % batch == 0)
-            };
+            let carrier = |dim: &Vec<u8>| dim.iter().copied().find(|&f| rule.factors[f as usize].size % batch == 0);
             let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
             for (value, dims) in tensors() {
                 for (d, dim) in dims.iter().enumerate() {
@@ -201,7 +200,11 @@ fn normalise(graph: &mut Graph) -> LossKind {
         let kind = match &node.op {
             _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
             op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
-                if has_batch { Aggregate::PerSample } else { Aggregate::None }
+                if has_batch {
+                    Aggregate::PerSample
+                } else {
+                    Aggregate::None
+                }
             }
             Op::Reduce(r) => {
                 let from = graph.node(node.operands[0]);
@@ -240,11 +243,11 @@ fn normalise(graph: &mut Graph) -> LossKind {
                 };
                 match sum {
                     Some(Aggregate::Sum { count }) => {
-                        let divisor = splat(graph, node.operands[other])
-                            .map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
+                        let divisor =
+                            splat(graph, node.operands[other]).map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
                         let counts = [count, graph.batch];
-                        let counted = divisor
-                            .is_some_and(|d| counts.iter().any(|&n| (d - n as f64).abs() <= 1e-6 * n as f64));
+                        let counted =
+                            divisor.is_some_and(|d| counts.iter().any(|&n| (d - n as f64).abs() <= 1e-6 * n as f64));
                         if counted {
                             let power = if *op == Binary::Divide { 1 } else { -1 };
                             scale_constant(graph, v, other, power);
@@ -326,7 +329,11 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
     for v in graph.values() {
         let node = graph.node(v);
         let scale = |(d, &size): (usize, &u64)| {
-            if node.batch_dims >> d & 1 == 1 { size as u128 * batch as u128 / graph.batch as u128 } else { size as u128 }
+            if node.batch_dims >> d & 1 == 1 {
+                size as u128 * batch as u128 / graph.batch as u128
+            } else {
+                size as u128
+            }
         };
         let shape: Vec<u64> =
             node.ty.shape.iter().enumerate().map(scale).map(|s| u64::try_from(s).unwrap_or(u64::MAX)).collect();
@@ -343,7 +350,13 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
         if ty.shape != shape {
             return Err(v);
         }
-        to.append(Node { op, ty, operands: node.operands.clone(), batch_dims: node.batch_dims, name: node.name.clone() });
+        to.append(Node {
+            op,
+            ty,
+            operands: node.operands.clone(),
+            batch_dims: node.batch_dims,
+            name: node.name.clone(),
+        });
     }
     Ok(to)
 }
@@ -355,7 +368,9 @@ pub enum SettleError {
     Length { first: usize, second: usize },
     #[error("{value} is {first} in the first trace and {second} in the second")]
     Op { value: ValueId, first: &'static str, second: &'static str },
-    #[error("dimension {dim} of {value} is {first} in the first trace and {second} in the second, which is not in proportion to the batch")]
+    #[error(
+        "dimension {dim} of {value} is {first} in the first trace and {second} in the second, which is not in proportion to the batch"
+    )]
     Dim { value: ValueId, dim: usize, first: u64, second: u64 },
     #[error("the constant {value} differs between the traces, but not in proportion to the batch")]
     Constant { value: ValueId },
@@ -395,7 +410,13 @@ pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
                 (Some(m), Some(n)) => {
                     let ratio = second_batch as f64 / batch as f64;
                     let near = |x: f64| (n / m - x).abs() <= 1e-6 * x;
-                    let power = if near(ratio) { 1 } else if near(1.0 / ratio) { -1 } else { 0 };
+                    let power = if near(ratio) {
+                        1
+                    } else if near(1.0 / ratio) {
+                        -1
+                    } else {
+                        0
+                    };
                     if power == 0 {
                         return Err(SettleError::Constant { value: v });
                     }

@@ -199,15 +199,13 @@ impl Graph {
             }
             match node.op.infer(&self.operand_types(v)) {
                 Err(error) => errors.push(GraphError::Shape { node: v, op: node.op.name(), error }),
-                Ok(inferred) if inferred != node.ty => errors.push(GraphError::Type {
-                    node: v,
-                    op: node.op.name(),
-                    declared: node.ty.clone(),
-                    inferred,
-                }),
+                Ok(inferred) if inferred != node.ty => {
+                    errors.push(GraphError::Type { node: v, op: node.op.name(), declared: node.ty.clone(), inferred })
+                }
                 Ok(_) => {}
             }
-            if let Op::Parameter(crate::op::Parameter { name, .. }) | Op::Input(crate::op::Input { name, .. }) = &node.op
+            if let Op::Parameter(crate::op::Parameter { name, .. }) | Op::Input(crate::op::Input { name, .. }) =
+                &node.op
                 && !names.insert(name.as_str())
             {
                 errors.push(GraphError::DuplicateName { name: name.clone() });

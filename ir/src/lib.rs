@@ -7,8 +7,8 @@
 //! plain data, verified before use.
 
 pub mod autodiff;
-pub mod cluster;
 pub mod batch;
+pub mod cluster;
 pub mod dtype;
 pub mod graph;
 pub mod import;

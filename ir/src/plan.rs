@@ -200,9 +200,7 @@ pub enum PlanError {
 /// A 128-bit fingerprint of a graph's meaning, as 32 hex digits: two FNV-1a passes over its JSON form.
 pub fn graph_hash(graph: &Graph) -> String {
     let text = serde_json::to_string(graph).unwrap_or_default();
-    let fnv = |seed: u64| {
-        text.bytes().fold(seed, |h, b| (h ^ b as u64).wrapping_mul(0x0000_0100_0000_01b3))
-    };
+    let fnv = |seed: u64| text.bytes().fold(seed, |h, b| (h ^ b as u64).wrapping_mul(0x0000_0100_0000_01b3));
     format!("{:016x}{:016x}", fnv(0xcbf2_9ce4_8422_2325), fnv(0x6c62_272e_07bb_0142))
 }
 
@@ -269,7 +267,10 @@ impl Plan {
             && (self.graph.batch != self.microbatch
                 || self.microbatch.checked_mul(self.num_microbatches as u64) != Some(self.global_batch))
         {
-            fail("microbatch".into(), "microbatch x num_microbatches must be global_batch, at which the graph is written");
+            fail(
+                "microbatch".into(),
+                "microbatch x num_microbatches must be global_batch, at which the graph is written",
+            );
         }
         let sorted = self.layers.windows(2).all(|w| w[0] < w[1]);
         if self.layers.len() < 2 || !sorted || self.layers.last() != Some(&(self.graph.len() as u32)) {
@@ -354,10 +355,16 @@ impl Plan {
                 for &o in &self.graph.node(v).operands {
                     let missing = match &self.graph.node(o).op {
                         Op::Parameter(p) => !stage.parameters.contains_key(&p.name),
-                        _ => layer_of[o.index()].is_some_and(|l| l < stage.layers.start) && !stage.receives.contains_key(&o),
+                        _ => {
+                            layer_of[o.index()].is_some_and(|l| l < stage.layers.start)
+                                && !stage.receives.contains_key(&o)
+                        }
                     };
                     if missing {
-                        fail(here(&format!("shardings.{}", v.0)), "uses a value that the stage neither holds nor receives");
+                        fail(
+                            here(&format!("shardings.{}", v.0)),
+                            "uses a value that the stage neither holds nor receives",
+                        );
                     }
                 }
             }

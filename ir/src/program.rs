@@ -82,11 +82,21 @@ pub struct Body {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Call {
-    Run { body: u32, microbatch: Option<u32> },
+    Run {
+        body: u32,
+        microbatch: Option<u32>,
+    },
     /// Never waits for the receiver. `free`: the buffer instance is not needed afterwards.
-    Send { transfer: TransferId, microbatch: Option<u32>, free: bool },
+    Send {
+        transfer: TransferId,
+        microbatch: Option<u32>,
+        free: bool,
+    },
     /// Waits for the value; the target buffer instance lives from here.
-    Receive { transfer: TransferId, microbatch: Option<u32> },
+    Receive {
+        transfer: TransferId,
+        microbatch: Option<u32>,
+    },
 }
 
 /// The program of one submesh.

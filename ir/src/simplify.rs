@@ -99,10 +99,7 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
         Op::BroadcastInDim(outer) => match graph.node(operand(0)) {
             Node { op: Op::BroadcastInDim(inner), operands, .. } => {
                 let dims = inner.dims.iter().map(|&d| outer.dims[d]).collect();
-                Rewrite::Node(
-                    Op::BroadcastInDim(BroadcastInDim { shape: outer.shape.clone(), dims }),
-                    operands.clone(),
-                )
+                Rewrite::Node(Op::BroadcastInDim(BroadcastInDim { shape: outer.shape.clone(), dims }), operands.clone())
             }
             _ => Rewrite::Keep,
         },

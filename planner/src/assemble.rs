@@ -3,16 +3,20 @@
 use crate::inter_op::compose::chains;
 use crate::inter_op::search::{ChosenStage, Found, layer_tables};
 use crate::inter_op::submesh::place;
-use crate::intra_op::space::{Spaces, batch_layout};
+use crate::intra_op::layer::LayerTable;
+use crate::intra_op::space::{Spaces, batch_factors, batch_layout};
 use crate::lower::Prices;
+use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::CostModel;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::mesh::AxisId;
+use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{FORMAT, Plan, Predicted, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash};
+use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// Writes a search result out as a plan, predictions left open.
 pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
@@ -72,6 +76,7 @@ fn stage(
     let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
     let path = chain.path(&of_layers);
 
+    let mesh = named(layered, &of_layers, &path, &way.mesh);
     let mut shardings = BTreeMap::new();
     let mut base: BTreeMap<ValueId, Sharding> = BTreeMap::new();
     let mut partial: BTreeMap<ValueId, BTreeSet<AxisId>> = BTreeMap::new();
@@ -93,7 +98,7 @@ fn stage(
                 value,
                 ValueSharding {
                     name: graph.node(value).name.clone(),
-                    sharding: result.display(&way.mesh).to_string(),
+                    sharding: result.display(&mesh).to_string(),
                     strategy: picked.strategy,
                 },
             );
@@ -142,7 +147,7 @@ fn stage(
         layers: chosen.layers.start as u32..chosen.layers.end as u32,
         submesh,
         devices,
-        mesh: way.mesh.clone(),
+        mesh,
         recompute: way.recompute,
         zero: way.variant.zero,
         shardings,
@@ -150,4 +155,40 @@ fn stage(
         receives,
         predicted: StagePredicted::default(),
     })
+}
+
+/// The mesh with axes named for what they do: `data` where most matmul work on them splits the batch, else `tensor`.
+fn named(layered: &Layered, tables: &[Rc<LayerTable>], path: &[(usize, usize)], mesh: &Mesh) -> Mesh {
+    let graph = &layered.graph;
+    let mut batch_flop = vec![0.0; mesh.axes.len()];
+    let mut model_flop = vec![0.0; mesh.axes.len()];
+    for (table, &(i, o)) in tables.iter().zip(path) {
+        for (v, picked) in table.choice(i, o).strategies {
+            if !matches!(graph.node(v).op, Op::DotGeneral(_)) {
+                continue;
+            }
+            let is_batch = batch_factors(graph, v, &graph.rule(v));
+            for (axis, use_) in picked.strategy.0.iter().enumerate() {
+                if let AxisUse::Factor { factor, .. } = use_ {
+                    let side = if is_batch[*factor as usize] { &mut batch_flop } else { &mut model_flop };
+                    side[axis] += graph.flop(v) as f64;
+                }
+            }
+        }
+    }
+    let mut named = mesh.clone();
+    let mut used: BTreeSet<String> = BTreeSet::new();
+    let does_nothing = |a: &usize| batch_flop[*a] == 0.0 && model_flop[*a] == 0.0;
+    let mut order: Vec<usize> = (0..mesh.axes.len()).collect();
+    order.sort_by_key(does_nothing);
+    for a in order {
+        let is_data = if does_nothing(&a) { !used.contains("data") } else { batch_flop[a] >= model_flop[a] };
+        let base = if is_data { "data" } else { "tensor" };
+        let free =
+            std::iter::once(base.to_string()).chain((2..).map(|i| format!("{base}{i}"))).find(|n| !used.contains(n));
+        let name = free.unwrap_or_default();
+        used.insert(name.clone());
+        named.axes[a].name = name;
+    }
+    named
 }

@@ -13,8 +13,7 @@ pub const MAX_LAYERS: usize = 64;
 /// Layers as node positions: layer `i` is the nodes `starts[i]..starts[i + 1]`.
 pub fn cluster(graph: &Graph) -> Vec<u32> {
     let crossing = crossing_bytes(graph);
-    let heavy: Vec<usize> =
-        graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
+    let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
     let signature: Vec<String> = heavy
         .iter()
         .map(|&i| {
@@ -33,6 +32,11 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
                     best_cut(&crossing, from, to)
                 })
                 .collect();
+            // Before the first repetition there may be cheaper places (the tokens alone cross there), but a layer of
+            // its own is worth only what is cut off the other repetitions as well.
+            let lead = works(graph, cuts[1], heavy[first + period]).len();
+            let before = works(graph, if first == 0 { 0 } else { heavy[first - 1] + 1 }, heavy[first]);
+            cuts[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(cuts[0]);
             let group = count.div_ceil(MAX_LAYERS);
             let last = cuts.pop();
             let mut grouped: Vec<usize> = cuts.into_iter().step_by(group).collect();
@@ -52,12 +56,16 @@ fn is_heavy(graph: &Graph, v: ValueId) -> bool {
     matches!(graph.node(v).op, Op::DotGeneral(_))
 }
 
+/// Positions in a range of nodes that compute something from a leaf.
+fn works(graph: &Graph, from: usize, to: usize) -> Vec<usize> {
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    (from..to).filter(|&i| varies[i] && !graph.nodes[i].op.is_leaf()).collect()
+}
+
 /// Merges layers without work of their own (nothing but leaves and constants) into the next one.
 fn without_empty_layers(graph: &Graph, starts: Vec<u32>) -> Vec<u32> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-    let works = |from: u32, to: u32| {
-        (from..to).any(|i| varies[i as usize] && !graph.nodes[i as usize].op.is_leaf())
-    };
+    let works = |from: u32, to: u32| (from..to).any(|i| varies[i as usize] && !graph.nodes[i as usize].op.is_leaf());
     let mut kept = vec![0];
     for window in starts.windows(2).skip(1) {
         let (from, to) = (window[0], window[1]);

@@ -23,15 +23,24 @@ use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Freedom, Searched, search};
 use model::Layered;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let cost = cost_model(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
+    let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
     let layered = |count: u32| {
+        if let Some(known) = known.borrow().get(&count) {
+            return Some(known.clone());
+        }
         let graph = at_microbatches(request, count)?;
-        Some(Layered::new(graph, starts.clone(), &request.stop_gradients))
+        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients));
+        known.borrow_mut().insert(count, new.clone());
+        Some(new)
     };
     altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     let searched = best_that_fits(request, &freedom, &cost, &layered, progress);
@@ -111,7 +120,7 @@ fn best_that_fits(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Layered>,
+    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let searched = search(request, freedom, cost, layered, progress);
@@ -136,7 +145,7 @@ fn within_memory(
     let device = freedom.memory_bytes;
     let mut limit = device;
     let mut closest: Option<(u64, String)> = None;
-    for _ in 0..6 {
+    for _ in 0..12 {
         let found = match searched.best(request, freedom, limit) {
             Ok(found) => found,
             Err(failure) => {
@@ -300,6 +309,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
+        all_devices: dp.is_some() && tp.is_some() && pp.is_some(),
     })
 }
 
@@ -311,6 +321,7 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         tp: Some(tp),
         pp: Some(pp),
         zero: Some(zero),
+        all_devices: true,
         ..freedom.clone()
     };
     let layers = layers::cluster(&request.graph).len() as u32 - 1;

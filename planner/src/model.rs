@@ -50,8 +50,7 @@ impl Layered {
         let layers: Vec<Layer> = starts
             .windows(2)
             .map(|w| {
-                let nodes: Vec<ValueId> =
-                    (w[0]..w[1]).map(ValueId).filter(|v| layer_of[v.index()].is_some()).collect();
+                let nodes: Vec<ValueId> = (w[0]..w[1]).map(ValueId).filter(|v| layer_of[v.index()].is_some()).collect();
                 let (mut parameters, mut entering) = (Vec::new(), Vec::new());
                 for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
                     let list = match graph.node(o).op {
@@ -99,7 +98,8 @@ impl Layered {
         for &v in &layer.nodes {
             let node = self.graph.node(v);
             let crosses = self.users[v.index()].iter().any(|u| u.0 >= end);
-            let _ = write!(text, "{:?} {} {} {crosses} {:?}(", node.op, node.ty, node.batch_dims, self.blocks[v.index()]);
+            let _ =
+                write!(text, "{:?} {} {} {crosses} {:?}(", node.op, node.ty, node.batch_dims, self.blocks[v.index()]);
             for o in &node.operands {
                 let (kind, position) = if let Some(i) = layer.parameters.iter().position(|p| p == o) {
                     ('p', i)

@@ -42,10 +42,11 @@ pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
     };
     let replaces: BTreeSet<ValueId> = body.writes.iter().filter(|(b, _)| lives_on(*b)).map(|(_, v)| *v).collect();
     let written: BTreeSet<ValueId> = body.writes.iter().map(|(_, v)| *v).collect();
+    let fused: Vec<bool> = graph.values().map(|v| is_free(graph, &users, v, &written)).collect();
     let bytes: Vec<u64> = graph
         .values()
         .map(|v| {
-            let none = bound.contains(&v) || replaces.contains(&v) || is_free(graph, &users, v, &written);
+            let none = bound.contains(&v) || replaces.contains(&v) || fused[v.index()];
             if none { 0 } else { graph.ty(v).bytes() }
         })
         .collect();
@@ -54,7 +55,7 @@ pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
     for v in graph.values().rev() {
         let end = users[v.index()]
             .iter()
-            .map(|u| if bytes[u.index()] == 0 { last[u.index()].max(u.index()) } else { u.index() })
+            .map(|u| if fused[u.index()] { last[u.index()].max(u.index()) } else { u.index() })
             .max();
         last[v.index()] = end.unwrap_or(v.index()).max(v.index());
         if written.contains(&v) {
@@ -118,7 +119,13 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
             let path = transfer_path(&group, stage.submesh, target.submesh, same_node);
             let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
-            let slot = if microbatch.is_none() { 2 } else if t.target.0 > i as u32 { 0 } else { 1 };
+            let slot = if microbatch.is_none() {
+                2
+            } else if t.target.0 > i as u32 {
+                0
+            } else {
+                1
+            };
             sends[slot] += seconds;
         }
         let batches = plan.num_microbatches as f64;

@@ -17,7 +17,7 @@ use crate::view::{View, row_major, sizes};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Values;
-use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{DotGeneral, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce};
 use altiplano_ir::program::{Body, BufferId};
 use altiplano_ir::reshard::Collective;
@@ -37,10 +37,10 @@ pub enum Kernel {
     Chain(Chain),
     Copy(Copy),
     /// One value for all elements.
-    Fill(f64),
+    Fill { value: f64, dtype: DType },
     Dense(Arc<HostData>),
     Iota(DType),
-    AxisIndex { axes: Vec<AxisId>, mesh: Mesh },
+    AxisIndex { axes: Vec<AxisId>, dtype: DType },
     Dot(Dot),
     Reduce(Reduction),
     /// Each operand's copy into the result.
@@ -49,7 +49,7 @@ pub enum Kernel {
     Pad(Copy),
     Gather { lookup: Lookup, index: Class, clamp: bool },
     ScatterAdd { lookup: Lookup, index: Class, dtype: DType },
-    Collective { collective: Collective, dtype: DType, shape: Vec<usize> },
+    Collective { collective: Collective, dtype: DType, shape: Vec<usize>, group_size: usize },
 }
 
 /// A stored result of a step.
@@ -320,11 +320,12 @@ impl Compiler<'_> {
                     collective: op.collective.clone(),
                     dtype: node.ty.dtype,
                     shape: sizes(self.graph.shape(node.operands[0])),
+                    group_size: op.mesh.product(op.collective.axes()) as usize,
                 };
                 self.whole_step(v, kernel, vec![input]);
             }
             Op::AxisIndex(op) => {
-                self.whole_step(v, Kernel::AxisIndex { axes: op.axes.clone(), mesh: op.mesh.clone() }, Vec::new());
+                self.whole_step(v, Kernel::AxisIndex { axes: op.axes.clone(), dtype: op.dtype }, Vec::new());
             }
         }
     }
@@ -365,7 +366,8 @@ impl Compiler<'_> {
             }
             Place::Splat(value) => {
                 let root = self.fresh(elements);
-                self.step(v, Kernel::Fill(value), Vec::new(), Output { value: root, class, elements });
+                let kernel = Kernel::Fill { value, dtype: self.graph.ty(v).dtype };
+                self.step(v, kernel, Vec::new(), Output { value: root, class, elements });
                 root
             }
         };
@@ -383,7 +385,8 @@ impl Compiler<'_> {
             Place::Splat(value) => {
                 // A single element, repeated by strides of zero.
                 let root = self.fresh(1);
-                self.step(v, Kernel::Fill(value), Vec::new(), Output { value: root, class: self.class(v), elements: 1 });
+                let kernel = Kernel::Fill { value, dtype: self.graph.ty(v).dtype };
+                self.step(v, kernel, Vec::new(), Output { value: root, class: self.class(v), elements: 1 });
                 View::whole(root, Vec::new()).broadcast(self.graph.shape(v), &[])
             }
         }

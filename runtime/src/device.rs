@@ -3,13 +3,12 @@
 use crate::arena::{Arena, Storage};
 use crate::collective::{Member, own};
 use crate::compile::{Compiled, Kernel, Step};
-use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
+use crate::element::{Class, Element, with_class, with_width};
 use crate::error::{KernelError, Place, RuntimeError};
+use crate::execute::{fill, run_kernel};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, summand_of};
 use crate::mailbox::{Mailbox, Payload, Tag};
-use altiplano_ir::graph::ValueId;
-use altiplano_ir::mesh::Mesh;
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Program, Transfer, TransferId};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -199,7 +198,7 @@ impl Device {
                     let class = Class::of(buffer.ty.dtype);
                     let mut storage = self.arena.allocate(class, 1)?;
                     let value = scalars.get(name).copied().unwrap_or(0.0);
-                    fill(&mut storage, class, value, buffer.ty.dtype);
+                    fill(&mut storage, value, buffer.ty.dtype);
                     self.buffers.insert((id, None), Arc::new(storage));
                 }
                 _ => {}
@@ -325,12 +324,9 @@ impl Device {
         }
         let inputs: Vec<&Storage> =
             step.inputs.iter().map(|v| values[v.index()].as_deref().unwrap_or(&self.empty)).collect();
-        let dtype_of = |v: ValueId, body: &Program| -> altiplano_ir::dtype::DType {
-            let _ = (v, body);
-            altiplano_ir::dtype::DType::F32
-        };
-        let _ = dtype_of;
-        run_kernel(step, &inputs, &mut outputs, &self.plan.program.mesh, &self.coordinates, self.threads)?;
+        let mesh = &self.plan.program.mesh;
+        let class = step.outputs.first().map_or(Class::F32, |o| o.class);
+        run_kernel(&step.kernel, class, &inputs, &mut outputs, (mesh, &self.coordinates), self.threads)?;
         drop(inputs);
         for (output, storage) in step.outputs.iter().zip(outputs) {
             values[output.value.index()] = Some(Arc::new(storage));
@@ -346,13 +342,14 @@ impl Device {
         let storage = self.find(buffer, microbatch)?;
         for (number, message) in messages.iter().enumerate().filter(|(_, m)| m.source == self.position) {
             let selection = Selection::new(&shape, &message.source_indices);
-            let mut bytes = vec![0; selection.elements() * class.bytes()];
+            let mut words = vec![0u64; (selection.elements() * class.bytes()).div_ceil(8)];
             with_width!(class, T => {
-                selection.read(storage.slice::<T>(), &mut aligned::<T>(&mut bytes, selection.elements()).0);
+                let target = &mut bytemuck::cast_slice_mut::<u64, T>(&mut words)[..selection.elements()];
+                selection.read(storage.slice::<T>(), target);
             });
             let to = plan.first_rank[transfer.target.0 as usize] + message.target as usize;
             let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
-            self.mailbox.send(to, tag, Payload::Bytes(bytes));
+            self.mailbox.send(to, tag, Payload::Words(words));
         }
         if free {
             self.buffers.remove(&self.key(buffer, microbatch));
@@ -369,17 +366,26 @@ impl Device {
         for (number, message) in messages.iter().enumerate().filter(|(_, m)| m.target == self.position) {
             let from = plan.first_rank[transfer.source.0 as usize] + message.source as usize;
             let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
-            let Payload::Bytes(bytes) = self.mailbox.receive(from, tag)? else {
+            let Payload::Words(words) = self.mailbox.receive(from, tag)? else {
                 return Err(KernelError::Disconnected);
             };
             let selection = Selection::new(&shape, &message.target_indices);
-            let expected = selection.elements() * class.bytes();
-            if bytes.len() != expected {
-                return Err(KernelError::MessageSize { expected, found: bytes.len() });
+            let expected = (selection.elements() * class.bytes()).div_ceil(8);
+            if words.len() != expected {
+                return Err(KernelError::MessageSize { expected: 8 * expected, found: 8 * words.len() });
             }
-            with_width!(class, T => selection.write(&bytemuck::pod_collect_to_vec::<u8, T>(&bytes), storage.slice_mut::<T>()));
+            with_width!(class, T => {
+                let source = &bytemuck::cast_slice::<u64, T>(&words)[..selection.elements()];
+                selection.write(source, storage.slice_mut::<T>());
+            });
         }
         self.buffers.insert(self.target_key(buffer, microbatch), Arc::new(storage));
         Ok(())
     }
+}
+
+/// What a panic said.
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| s.to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".to_string())
 }

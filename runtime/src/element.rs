@@ -181,7 +181,7 @@ pub fn wrap(x: i64, dtype: DType) -> i64 {
 
 /// A value of the reference semantics as a stored integer of `dtype`; `u64` keeps its bits.
 pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
-    if dtype == DType::U64 { x as u64 as i64 } else { wrap(x as i64, dtype) }
+    if dtype == DType::U64 { x as i128 as u64 as i64 } else { wrap(x as i64, dtype) }
 }
 
 /// The inverse of [`integer_from_f64`].

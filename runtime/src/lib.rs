@@ -1,12 +1,28 @@
-//! Executes programs on the CPU.
+//! Executes programs on the CPU: every device is a thread that interprets its program's schedule, with collectives and
+//! transfers through memory.
+//!
+//! [`Session`] is the way in. A body is compiled once for all devices of its program (see [`compile`]); what tensors
+//! look like outside of devices is a [`HostTensor`].
+
 pub mod arena;
+mod check;
+pub mod collective;
 pub mod compile;
+pub mod device;
 pub mod element;
 pub mod error;
+pub mod execute;
+mod fuse;
 pub mod host;
 pub mod kernel;
+pub mod layout;
+mod liveness;
+pub mod mailbox;
 pub mod math;
+pub mod session;
 pub mod view;
 
-mod fuse;
-mod liveness;
+pub use compile::body_transient_bytes;
+pub use error::RuntimeError;
+pub use host::{HostData, HostTensor};
+pub use session::{Options, Session, StepReport};

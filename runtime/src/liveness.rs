@@ -1,5 +1,6 @@
 //! When stored values die, which results take over the storage of a dying operand, and the bytes that follow from it.
 
+use crate::collective::chunk_elements;
 use crate::compile::{Compiled, Kernel, Step};
 use crate::element::Class;
 use crate::kernel::chain::Source;
@@ -87,6 +88,10 @@ pub(crate) fn workspace_bytes(step: &Step) -> u64 {
     match &step.kernel {
         Kernel::Dot(dot) => dot.workspace_bytes(),
         Kernel::ScatterAdd { lookup, dtype, .. } => lookup.workspace_bytes(Class::of(*dtype)),
+        Kernel::Collective { collective: Collective::AllReduce { .. }, shape, group_size, .. } => {
+            let class = step.outputs[0].class;
+            (class.bytes() * chunk_elements(shape.iter().product(), *group_size)) as u64
+        }
         _ => 0,
     }
 }

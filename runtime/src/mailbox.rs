@@ -20,8 +20,8 @@ pub enum Tag {
 /// What a message carries.
 #[derive(Debug)]
 pub enum Payload {
-    /// Elements that left their device.
-    Bytes(Vec<u8>),
+    /// Elements that left their device, in blocks of eight bytes.
+    Words(Vec<u64>),
     /// A tensor that its owner keeps unchanged until all members of a collective are done.
     Shared(Arc<Storage>),
     /// The sender no longer reads what others shared.

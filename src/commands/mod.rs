@@ -1,16 +1,13 @@
 //! The subcommands, and the writing to stdout that they share.
 
 pub mod clusters;
-#[cfg(any())]
 pub mod demo;
 pub mod import;
 pub mod inspect;
 pub mod options;
 pub mod plan;
-#[cfg(any())]
 pub mod run;
 pub mod show;
-#[cfg(any())]
 pub mod verify;
 
 use altiplano::{Error, Model};

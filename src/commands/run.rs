@@ -62,8 +62,8 @@ pub fn line(step: &Step) -> String {
 
 /// The most bytes that any worker held, beside what was predicted of it.
 pub fn memory(plan: &Plan, peaks: &[u64]) -> String {
-    let predicted = plan.stages.iter().flat_map(|s| s.devices.iter().map(|_| s.predicted.peak_bytes));
-    let worst = peaks.iter().copied().zip(predicted).max_by_key(|(measured, _)| *measured);
-    let (measured, predicted) = worst.unwrap_or((0, 0));
+    let devices = plan.stages.iter().flat_map(|s| s.devices.iter().map(|&d| (d, s.predicted.peak_bytes)));
+    let both = devices.map(|(d, predicted)| (peaks.get(d as usize).copied().unwrap_or(0), predicted));
+    let (measured, predicted) = both.max().unwrap_or((0, 0));
     format!("peak memory of a worker: {} held, {} predicted", bytes(measured), bytes(predicted))
 }

@@ -298,12 +298,12 @@ impl Grid {
     }
 
     /// All columns but the first to the right.
-    fn right(self) -> String {
+    fn right(mut self) -> String {
         let columns = self.0.column_count();
         self.aligned(columns)
     }
 
-    fn right_but_last(self) -> String {
+    fn right_but_last(mut self) -> String {
         let columns = self.0.column_count();
         self.aligned(columns.saturating_sub(1))
     }

@@ -35,7 +35,7 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
             Role::Column => format!("column-parallel over {name}"),
             Role::Row => format!("row-parallel over {name}"),
             Role::Embedding => format!("embedding dimension over {name}"),
-            Role::Elementwise => format!("split over {name} like the activation"),
+            Role::Elementwise => format!("with the activation over {name}"),
             Role::Whole => format!("sharded over {name}, gathered for use (ZeRO-3)"),
         });
     }
@@ -48,8 +48,8 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
     };
     let (gradient, state) = (extra(&storage.gradient), extra(&storage.state));
     match (gradient.is_empty(), state.is_empty()) {
-        (false, _) => said.push(format!("gradient and state sharded over {gradient} (ZeRO-2)")),
-        (true, false) => said.push(format!("state sharded over {state} (ZeRO-1)")),
+        (false, _) => said.push(format!("gradient and state over {gradient} (ZeRO-2)")),
+        (true, false) => said.push(format!("state over {state} (ZeRO-1)")),
         (true, true) => {}
     }
     said.join("; ")
@@ -100,10 +100,9 @@ fn passes_on(op: &Op) -> bool {
 /// What is known of a model's sizes, to name the dimensions of its activations.
 pub struct Activations<'a> {
     graph: &'a Graph,
+    users: Vec<Vec<ValueId>>,
     /// Sizes of the dimension after the batch of integer inputs: sequence lengths.
     sequences: BTreeSet<u64>,
-    /// Rows of tables that the inputs index.
-    vocabularies: BTreeSet<u64>,
 }
 
 impl<'a> Activations<'a> {
@@ -111,15 +110,26 @@ impl<'a> Activations<'a> {
         let graph = &plan.graph;
         let ids = graph.inputs().filter(|&(v, _)| graph.ty(v).dtype.is_integer() && graph.ty(v).rank() == 2);
         let sequences = ids.map(|(v, _)| graph.shape(v)[1]).collect();
-        let table = |v: ValueId| match &graph.node(v).op {
-            Op::Gather(gather) => {
-                let table = graph.node(v).operands[0];
-                let rows = gather.dims.start_index_map.first().map(|&d| graph.shape(table)[d]);
-                rows.filter(|_| matches!(graph.node(table).op, Op::Parameter(_)))
+        Activations { graph, users: graph.users(), sequences }
+    }
+
+    /// Whether labels are looked up in the value, perhaps after a softmax: then it holds a score for each word.
+    fn is_scores(&self, value: ValueId) -> bool {
+        let shape = self.graph.shape(value);
+        let mut pending = vec![value];
+        let mut seen = BTreeSet::new();
+        while let Some(v) = pending.pop().filter(|_| seen.len() < 64) {
+            for &user in &self.users[v.index()] {
+                let node = self.graph.node(user);
+                if matches!(node.op, Op::Gather(_)) && node.operands[0] == v {
+                    return true;
+                }
+                if node.op.is_elementwise() && node.ty.shape == shape && seen.insert(user) {
+                    pending.push(user);
+                }
             }
-            _ => None,
-        };
-        Activations { graph, sequences, vocabularies: graph.values().filter_map(table).collect() }
+        }
+        false
     }
 
     /// The layout of a value in words.
@@ -146,7 +156,7 @@ impl<'a> Activations<'a> {
         let is_last = dim + 1 == rank;
         if node.batch_dims >> dim & 1 == 1 {
             "batch".to_string()
-        } else if is_last && self.vocabularies.contains(&size) {
+        } else if is_last && self.is_scores(value) {
             "vocabulary".to_string()
         } else if self.sequences.contains(&size) && (!is_last || rank == 4) {
             "sequence".to_string()

@@ -6,7 +6,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::types::TensorType;
-use altiplano_runtime::data::{read_npy, read_safetensors};
+use crate::training::shim::{read_npy, read_safetensors};
 use altiplano_runtime::host::{HostData, HostTensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

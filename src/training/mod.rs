@@ -2,6 +2,7 @@
 
 mod bounds;
 mod data;
+pub(crate) mod shim;
 
 pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};
@@ -9,9 +10,8 @@ pub use data::{Batch, Batches};
 use crate::error::{DataProblem, Error};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
-use altiplano_runtime::data::read_safetensors;
+use shim::{read_safetensors, initial};
 use altiplano_runtime::host::HostTensor;
-use altiplano_runtime::init::initial;
 use altiplano_runtime::{Options, Session};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -245,11 +245,7 @@ impl Operator for Op {
 
 /// Checks the number of operands.
 fn expect_operands(operands: &[&TensorType], expected: usize) -> Result<(), ShapeError> {
-    if operands.len() == expected {
-        Ok(())
-    } else {
-        Err(ShapeError::OperandCount { expected, found: operands.len() })
-    }
+    if operands.len() == expected { Ok(()) } else { Err(ShapeError::OperandCount { expected, found: operands.len() }) }
 }
 
 /// Checks that dimensions are distinct and below `rank`.

@@ -47,19 +47,10 @@ impl Chain {
                     };
                     Some((before + cost, so_far + terms, i))
                 };
-                table
-                    .entries
-                    .iter()
-                    .enumerate()
-                    .filter_map(|(i, row)| step(i, row))
-                    .min_by(|a, b| a.0.total_cmp(&b.0))
+                table.entries.iter().enumerate().filter_map(|(i, row)| step(i, row)).min_by(|a, b| a.0.total_cmp(&b.0))
             })
             .collect();
-        Chain {
-            ends,
-            prefix: Some(self.clone()),
-            transient_bytes: self.transient_bytes.max(table.transient_bytes),
-        }
+        Chain { ends, prefix: Some(self.clone()), transient_bytes: self.transient_bytes.max(table.transient_bytes) }
     }
 
     /// Objective, terms and leaving layout of the cheapest way.

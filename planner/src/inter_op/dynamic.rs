@@ -44,9 +44,7 @@ impl Candidate {
     }
 
     fn has_times(&self) -> bool {
-        [self.microbatch_s, self.step_s]
-            .iter()
-            .all(|seconds| (0.0..1e200).contains(seconds))
+        [self.microbatch_s, self.step_s].iter().all(|seconds| (0.0..1e200).contains(seconds))
     }
 }
 
@@ -63,11 +61,7 @@ impl StageTable {
     pub fn new(num_layers: usize, shapes: Vec<SubmeshShape>) -> Self {
         let num_ranges = num_layers * (num_layers + 1) / 2;
         let candidates = vec![Vec::new(); num_ranges * shapes.len()];
-        StageTable {
-            num_layers,
-            shapes,
-            candidates,
-        }
+        StageTable { num_layers, shapes, candidates }
     }
 
     /// Adds a way of running layers `first..end` on a submesh of `shapes[shape]`.
@@ -85,8 +79,7 @@ impl StageTable {
     /// The ways of running layers `first..end` (`end` exclusive) on `shapes[shape]`, in the order they were
     /// pushed; empty for a range or shape that does not exist.
     pub fn candidates(&self, first: usize, end: usize, shape: usize) -> &[Candidate] {
-        self.cell(first, end, shape)
-            .map_or(&[], |cell| &self.candidates[cell])
+        self.cell(first, end, shape).map_or(&[], |cell| &self.candidates[cell])
     }
 
     fn cell(&self, first: usize, end: usize, shape: usize) -> Option<usize> {
@@ -109,12 +102,7 @@ pub enum Schedule {
 
 /// Microbatches that stage `stage_index` of `num_stages` holds at its peak: all `B` for GPipe, `min(B, S - i)` for
 /// 1F1B. Depends on `num_stages - stage_index` only and never falls with it; the program here relies on both.
-pub fn in_flight(
-    schedule: Schedule,
-    num_microbatches: u32,
-    num_stages: u32,
-    stage_index: u32,
-) -> u32 {
+pub fn in_flight(schedule: Schedule, num_microbatches: u32, num_stages: u32, stage_index: u32) -> u32 {
     match schedule {
         Schedule::GPipe => num_microbatches,
         Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage_index)),
@@ -174,20 +162,11 @@ pub enum NoStages {
         num_stages.map_or("any stages".to_string(), |n| format!("{n} stages")),
         if *all_devices { " and uses every device" } else { "" }
     )]
-    NoTiling {
-        nodes: u32,
-        devices_per_node: u32,
-        num_stages: Option<u32>,
-        all_devices: bool,
-    },
-    #[error(
-        "{num_stages} stages were asked for, but there are only {num_layers} layers to put into them"
-    )]
+    NoTiling { nodes: u32, devices_per_node: u32, num_stages: Option<u32>, all_devices: bool },
+    #[error("{num_stages} stages were asked for, but there are only {num_layers} layers to put into them")]
     MoreStagesThanLayers { num_stages: u32, num_layers: usize },
     /// Submeshes fit the cluster, but the table has no candidates for the ranges of layers that would need them.
-    #[error(
-        "the stage candidates do not cover layers 0..{num_layers} on any combination of submeshes"
-    )]
+    #[error("the stage candidates do not cover layers 0..{num_layers} on any combination of submeshes")]
     NoCandidates { num_layers: usize },
 }
 
@@ -208,11 +187,7 @@ pub fn plan_stages(table: &StageTable, query: &Query) -> Result<Stages, NoStages
     let every_shape: Vec<usize> = (0..table.shapes.len()).collect();
     let unrestricted = search_stages(table, query, &every_shape)?;
     let packs = |found: &Stages| {
-        let shapes: Vec<SubmeshShape> = found
-            .stages
-            .iter()
-            .map(|(_, shape, _)| table.shapes[*shape])
-            .collect();
+        let shapes: Vec<SubmeshShape> = found.stages.iter().map(|(_, shape, _)| table.shapes[*shape]).collect();
         place(&shapes, query.nodes, query.devices_per_node).is_some()
     };
     if packs(&unrestricted) {
@@ -228,10 +203,7 @@ pub fn plan_stages(table: &StageTable, query: &Query) -> Result<Stages, NoStages
             (best, _) => best,
         };
     }
-    best.map(|found| Stages {
-        bound_s: unrestricted.bound_s,
-        ..found
-    })
+    best.map(|found| Stages { bound_s: unrestricted.bound_s, ..found })
 }
 
 fn no_tiling(query: &Query) -> NoStages {
@@ -251,22 +223,14 @@ fn search_stages(table: &StageTable, query: &Query, shapes: &[usize]) -> Result<
     };
     let bound_s = found.step_s * (1.0 - tolerance(query));
     Ok(Stages {
-        stages: found
-            .legs
-            .iter()
-            .map(|leg| (leg.first..leg.end, leg.shape, leg.choice.id))
-            .collect(),
+        stages: found.legs.iter().map(|leg| (leg.first..leg.end, leg.shape, leg.choice.id)).collect(),
         step_s: found.step_s,
         bound_s,
     })
 }
 
 fn tolerance(query: &Query) -> f64 {
-    if query.relative_tolerance > 0.0 {
-        query.relative_tolerance.min(1.0)
-    } else {
-        0.0
-    }
+    if query.relative_tolerance > 0.0 { query.relative_tolerance.min(1.0) } else { 0.0 }
 }
 
 /// Says why the search found nothing.
@@ -275,10 +239,7 @@ fn explain_failure(table: &StageTable, query: &Query, shapes: &[usize]) -> NoSta
     if let Some(num_stages) = query.num_stages
         && usize::try_from(num_stages).map_or(true, |n| n > num_layers)
     {
-        return NoStages::MoreStagesThanLayers {
-            num_stages,
-            num_layers,
-        };
+        return NoStages::MoreStagesThanLayers { num_stages, num_layers };
     }
     if num_layers > 0 && !tiles(table, query, shapes) {
         return no_tiling(query);
@@ -312,11 +273,7 @@ fn tiles(table: &StageTable, query: &Query, shapes: &[usize]) -> bool {
             }
         }
         reached = next;
-        let done = if query.all_devices {
-            reached[total]
-        } else {
-            reached.contains(&true)
-        };
+        let done = if query.all_devices { reached[total] } else { reached.contains(&true) };
         if done && count >= at_least {
             return true;
         }
@@ -325,10 +282,7 @@ fn tiles(table: &StageTable, query: &Query, shapes: &[usize]) -> bool {
 }
 
 fn distinct_sizes(table: &StageTable, shapes: &[usize]) -> Vec<usize> {
-    let mut sizes: Vec<usize> = shapes
-        .iter()
-        .map(|&i| table.shapes[i].num_devices() as usize)
-        .collect();
+    let mut sizes: Vec<usize> = shapes.iter().map(|&i| table.shapes[i].num_devices() as usize).collect();
     sizes.sort_unstable();
     sizes.dedup();
     sizes

@@ -17,6 +17,7 @@ use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// What is left open of a request: one baseline fixes what another searches.
 #[derive(Clone, Debug)]
@@ -29,6 +30,8 @@ pub struct Freedom {
     pub schedules: Vec<Schedule>,
     /// Numbers of microbatches to try.
     pub num_microbatches: Vec<u32>,
+    /// Every device must be used, even if fewer are faster.
+    pub all_devices: bool,
     /// Memory of a device that stages may use.
     pub memory_bytes: u64,
     /// Prefer layouts that keep less, even if that takes time.
@@ -63,7 +66,9 @@ pub struct Found<'a> {
 /// Logical meshes of a submesh under the degrees that are fixed.
 fn meshes(shape: SubmeshShape, freedom: &Freedom) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
+    // Most data parallelism first: of equal meshes the one that says what it does.
     (1..=devices)
+        .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
         .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
@@ -122,7 +127,8 @@ fn candidates_of_mesh(
         let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
         let entering: Vec<f64> = (0..layered.layers.len())
             .map(|l| {
-                let path = transfer_path(group, (shape.nodes, shape.devices), (shape.nodes, shape.devices), shape.nodes == 1);
+                let path =
+                    transfer_path(group, (shape.nodes, shape.devices), (shape.nodes, shape.devices), shape.nodes == 1);
                 if l == 0 { 0.0 } else { 2.0 * cost.transfer_s(layered.entering_bytes(l), &path) }
             })
             .collect();
@@ -177,11 +183,7 @@ fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)
         // The fastest and the leanest, and between them an even choice.
         kept.sort_by(|a, b| a.0.microbatch_s.total_cmp(&b.0.microbatch_s));
         let step = (kept.len() - 1) as f64 / (most - 1) as f64;
-        let leanest = kept
-            .iter()
-            .enumerate()
-            .min_by_key(|(_, (c, _))| c.peak_bytes(1))
-            .map_or(0, |(i, _)| i);
+        let leanest = kept.iter().enumerate().min_by_key(|(_, (c, _))| c.peak_bytes(1)).map_or(0, |(i, _)| i);
         let mut picks: Vec<usize> = (0..most).map(|i| (i as f64 * step).round() as usize).chain([leanest]).collect();
         picks.sort_unstable();
         picks.dedup();
@@ -192,7 +194,7 @@ fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)
 
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
 pub struct Candidates {
-    pub layered: Layered,
+    pub layered: Arc<Layered>,
     pub num_microbatches: u32,
     shapes: Vec<SubmeshShape>,
     table: StageTable,
@@ -204,7 +206,7 @@ pub fn candidates(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: Layered,
+    layered: Arc<Layered>,
     num_microbatches: u32,
 ) -> Candidates {
     let group = &request.cluster.groups[0];
@@ -266,7 +268,7 @@ impl Candidates {
                 },
                 device_memory_bytes: memory_bytes,
                 num_stages: freedom.pp,
-                all_devices: true,
+                all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
             };
             match plan_stages(&self.table, &query) {
@@ -301,7 +303,7 @@ pub fn search(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Layered>,
+    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
     progress: &dyn Progress,
 ) -> Searched {
     let mut searched = Searched { candidates: Vec::new() };

@@ -52,14 +52,8 @@ impl fmt::Display for SubmeshShape {
 /// ```
 pub fn shapes(nodes: u32, devices_per_node: u32) -> Vec<SubmeshShape> {
     let parts = (1..=devices_per_node).map(|devices| SubmeshShape { nodes: 1, devices });
-    let wholes = (2..=nodes).map(|nodes| SubmeshShape {
-        nodes,
-        devices: devices_per_node,
-    });
-    parts
-        .chain(wholes)
-        .filter(|shape| shape.is_block_of(nodes, devices_per_node))
-        .collect()
+    let wholes = (2..=nodes).map(|nodes| SubmeshShape { nodes, devices: devices_per_node });
+    parts.chain(wholes).filter(|shape| shape.is_block_of(nodes, devices_per_node)).collect()
 }
 
 /// Puts one block per stage on the cluster: for each stage its global device ids
@@ -85,9 +79,7 @@ pub fn shapes(nodes: u32, devices_per_node: u32) -> Vec<SubmeshShape> {
 /// ```
 pub fn place(shapes: &[SubmeshShape], nodes: u32, devices_per_node: u32) -> Option<Vec<Vec<u32>>> {
     let total = nodes.checked_mul(devices_per_node)?;
-    let known = shapes
-        .iter()
-        .all(|shape| shape.is_block_of(nodes, devices_per_node));
+    let known = shapes.iter().all(|shape| shape.is_block_of(nodes, devices_per_node));
     let needed: u64 = shapes.iter().map(SubmeshShape::num_devices).sum();
     if !known || needed > u64::from(total) {
         return None;
@@ -95,9 +87,7 @@ pub fn place(shapes: &[SubmeshShape], nodes: u32, devices_per_node: u32) -> Opti
     let stage_order: Vec<usize> = (0..shapes.len()).collect();
     let mut largest_first = stage_order.clone();
     largest_first.sort_by_key(|&stage| Reverse(shapes[stage].num_devices()));
-    let lay = |order: &[usize], rising, aligned| {
-        lay_blocks(shapes, order, rising, aligned, total, devices_per_node)
-    };
+    let lay = |order: &[usize], rising, aligned| lay_blocks(shapes, order, rising, aligned, total, devices_per_node);
     lay(&stage_order, true, true)
         .or_else(|| lay(&largest_first, false, true))
         .or_else(|| lay(&stage_order, true, false))
@@ -129,10 +119,7 @@ fn lay_blocks(
             }
         };
         let start = (floor..=total.checked_sub(size)?).find(|&start| {
-            starts_well(start)
-                && used[start as usize..(start + size) as usize]
-                    .iter()
-                    .all(|used| !used)
+            starts_well(start) && used[start as usize..(start + size) as usize].iter().all(|used| !used)
         })?;
         used[start as usize..(start + size) as usize].fill(true);
         devices[stage] = (start..start + size).collect();
@@ -149,23 +136,13 @@ fn lay_blocks(
 /// has one family, since there everything fits that is not too large.
 ///
 /// With 6 devices per node the sizes 1, 2, 3, 6 give the families 1, 2, 6 and 1, 3, 6.
-pub fn packable_families(
-    shapes: &[SubmeshShape],
-    nodes: u32,
-    devices_per_node: u32,
-) -> Vec<Vec<usize>> {
-    let usable: Vec<usize> = (0..shapes.len())
-        .filter(|&i| shapes[i].is_block_of(nodes, devices_per_node))
-        .collect();
+pub fn packable_families(shapes: &[SubmeshShape], nodes: u32, devices_per_node: u32) -> Vec<Vec<usize>> {
+    let usable: Vec<usize> = (0..shapes.len()).filter(|&i| shapes[i].is_block_of(nodes, devices_per_node)).collect();
     if nodes == 1 {
         return vec![usable];
     }
     let is_part = |i: usize| shapes[i].nodes == 1 && shapes[i].devices < devices_per_node;
-    let mut sizes: Vec<u32> = usable
-        .iter()
-        .filter(|&&i| is_part(i))
-        .map(|&i| shapes[i].devices)
-        .collect();
+    let mut sizes: Vec<u32> = usable.iter().filter(|&&i| is_part(i)).map(|&i| shapes[i].devices).collect();
     sizes.sort_unstable_by_key(|&size| Reverse(size));
     sizes.dedup();
 
@@ -175,19 +152,11 @@ pub fn packable_families(
     let mut open: Vec<Vec<u32>> = vec![vec![devices_per_node]];
     while let Some(chain) = open.pop() {
         let last = chain.last().copied().unwrap_or(devices_per_node);
-        let below: Vec<u32> = sizes
-            .iter()
-            .copied()
-            .filter(|&size| size < last && last.is_multiple_of(size))
-            .collect();
+        let below: Vec<u32> = sizes.iter().copied().filter(|&size| size < last && last.is_multiple_of(size)).collect();
         let next: Vec<u32> = below
             .iter()
             .copied()
-            .filter(|&size| {
-                !below
-                    .iter()
-                    .any(|&between| between > size && between.is_multiple_of(size))
-            })
+            .filter(|&size| !below.iter().any(|&between| between > size && between.is_multiple_of(size)))
             .collect();
         if next.is_empty() {
             finished.push(chain);
@@ -201,13 +170,7 @@ pub fn packable_families(
     }
     finished
         .iter()
-        .map(|chain| {
-            usable
-                .iter()
-                .copied()
-                .filter(|&i| !is_part(i) || chain.contains(&shapes[i].devices))
-                .collect()
-        })
+        .map(|chain| usable.iter().copied().filter(|&i| !is_part(i) || chain.contains(&shapes[i].devices)).collect())
         .collect()
 }
 
@@ -250,10 +213,7 @@ mod tests {
         let expect = vec![vec![0], vec![1], vec![2, 3], (4..12).collect()];
         assert_eq!(place(&stages, 3, 4), Some(expect));
         // Room to spare: the second block skips one device to start at a multiple of its size.
-        assert_eq!(
-            place(&parts(&[1, 2]), 1, 4),
-            Some(vec![vec![0], vec![2, 3]])
-        );
+        assert_eq!(place(&parts(&[1, 2]), 1, 4), Some(vec![vec![0], vec![2, 3]]));
     }
 
     #[test]
@@ -261,10 +221,7 @@ mod tests {
         let stages = [block(1, 1), block(2, 4), block(1, 1), block(1, 2)];
         let expect = vec![vec![10], (0..8).collect(), vec![11], vec![8, 9]];
         assert_eq!(place(&stages, 3, 4), Some(expect));
-        assert_eq!(
-            place(&parts(&[1, 3, 3]), 1, 7),
-            Some(vec![vec![6], vec![0, 1, 2], vec![3, 4, 5]])
-        );
+        assert_eq!(place(&parts(&[1, 3, 3]), 1, 7), Some(vec![vec![6], vec![0, 1, 2], vec![3, 4, 5]]));
     }
 
     #[test]

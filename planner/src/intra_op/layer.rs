@@ -84,7 +84,7 @@ enum Variable {
     /// Layouts of a parameter before storage sharding.
     Parameter(ValueId, Vec<LayoutId>),
     /// Layouts in which the main value enters or leaves.
-    In(ValueId, Vec<LayoutId>),
+    In(Vec<LayoutId>),
     Out(Vec<LayoutId>),
     /// A materialised layout of a value and the layout in which its cotangent is collected.
     Relay(Vec<(LayoutId, LayoutId)>),
@@ -151,8 +151,11 @@ pub fn solve_layer(
             .iter()
             .map(|p| {
                 let small: Vec<Vec<f64>> = p.terms.iter().map(|row| row.iter().map(objective).collect()).collect();
-                let cost =
-                    p.from_key.iter().flat_map(|&f| p.to_key.iter().map(|&t| small[f][t]).collect::<Vec<_>>()).collect();
+                let cost = p
+                    .from_key
+                    .iter()
+                    .flat_map(|&f| p.to_key.iter().map(|&t| small[f][t]).collect::<Vec<_>>())
+                    .collect();
                 solve::Edge { from: p.from, to: p.to, cost }
             })
             .collect(),
@@ -161,13 +164,13 @@ pub fn solve_layer(
     let keep: Vec<usize> = variables
         .iter()
         .enumerate()
-        .filter(|(_, v)| matches!(v, Variable::In(..) | Variable::Out(_)))
+        .filter(|(_, v)| matches!(v, Variable::In(_) | Variable::Out(_)))
         .map(|(i, _)| i)
         .collect();
     let table = solve::boundary_table(&problem, &keep, &Options::default())?;
     let layouts = |wanted: bool| {
         variables.iter().find_map(|v| match v {
-            Variable::In(_, l) if wanted => Some(l.clone()),
+            Variable::In(l) if wanted => Some(l.clone()),
             Variable::Out(l) if !wanted => Some(l.clone()),
             _ => None,
         })
@@ -261,9 +264,8 @@ impl Builder<'_, '_, '_> {
         let passes = |v: &ValueId| users[v.index()].iter().any(|u| u.0 >= range.end && layer_of[u.index()].is_some());
         entering.sort();
         entering.dedup();
-        let widest = |values: &[ValueId]| {
-            values.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)))
-        };
+        let widest =
+            |values: &[ValueId]| values.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
         let main_in = widest(&entering);
         let leaving: Vec<ValueId> = nodes.iter().copied().filter(passes).collect();
         let main_out = widest(&leaving).or_else(|| main_in.filter(passes));
@@ -279,7 +281,7 @@ impl Builder<'_, '_, '_> {
                     Terms { kept_bytes: bytes, entering_bytes: bytes, ..Terms::default() }
                 })
                 .collect();
-            let id = self.add(Variable::In(v, layouts), terms);
+            let id = self.add(Variable::In(layouts), terms);
             variable_of.insert(v, id);
         }
         if let Some(v) = main_out {
@@ -376,9 +378,7 @@ impl Builder<'_, '_, '_> {
     fn forms(&self, user: User) -> Vec<(LayoutId, LayoutId)> {
         match user {
             User::Operand(id, k) => match &self.variables[id] {
-                Variable::Node(_, space) => {
-                    space.choices.iter().map(|c| (c.operands[k], c.cotangents[k])).collect()
-                }
+                Variable::Node(_, space) => space.choices.iter().map(|c| (c.operands[k], c.cotangents[k])).collect(),
                 _ => Vec::new(),
             },
             User::Out(id) => match &self.variables[id] {
@@ -393,7 +393,7 @@ impl Builder<'_, '_, '_> {
     fn sources(&self, source: usize) -> Vec<(LayoutId, LayoutId)> {
         match &self.variables[source] {
             Variable::Node(_, space) => space.choices.iter().map(|c| (c.result, c.resting)).collect(),
-            Variable::Parameter(_, layouts) | Variable::In(_, layouts) | Variable::Out(layouts) => {
+            Variable::Parameter(_, layouts) | Variable::In(layouts) | Variable::Out(layouts) => {
                 layouts.iter().map(|&l| (l, l)).collect()
             }
             Variable::Relay(forms) => forms.clone(),

@@ -181,7 +181,8 @@ impl<'a> Spaces<'a> {
                     let batch = batch_dims >> dim & 1 == 1;
                     let forbidden = axis.0 == 0 && self.roles.first_is_data && !batch
                         || axis.0 == 1 && self.roles.second_is_model && batch;
-                    if !forbidden && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh) {
+                    if !forbidden && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh)
+                    {
                         next.push(finer);
                     }
                 }
@@ -227,8 +228,7 @@ impl<'a> Spaces<'a> {
     pub fn with_partial_of(&mut self, dims: LayoutId, partial: LayoutId) -> LayoutId {
         let mut sharding = self.layout(dims).reduced();
         let split: Vec<AxisId> = sharding.split_axes().collect();
-        sharding.partial =
-            self.layout(partial).partial.iter().copied().filter(|(a, _)| !split.contains(a)).collect();
+        sharding.partial = self.layout(partial).partial.iter().copied().filter(|(a, _)| !split.contains(a)).collect();
         self.intern(sharding)
     }
 
@@ -238,7 +238,7 @@ impl<'a> Spaces<'a> {
 }
 
 /// Which factors of a node are the batch: the major one of any dimension that scales with it.
-fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
+pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
     let node = graph.node(v);
     let mut is_batch = vec![false; rule.factors.len()];
     let tensors = node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
@@ -258,8 +258,7 @@ fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
 /// of it (a fused q/k/v projection that is sliced), the split must run within blocks all the way back to the
 /// parameter.
 pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
-    let mut counts: Vec<Vec<Vec<u64>>> =
-        graph.values().map(|v| vec![Vec::new(); graph.shape(v).len()]).collect();
+    let mut counts: Vec<Vec<Vec<u64>>> = graph.values().map(|v| vec![Vec::new(); graph.shape(v).len()]).collect();
     let add = |list: &mut Vec<u64>, outer: u64| {
         let new = outer > 1 && list.len() < 2 && !list.contains(&outer);
         if new {
@@ -288,7 +287,8 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
                         }
                         // Leading factors that cannot be split: the rest is worth splitting within their blocks.
                         many => {
-                            let whole = many.iter().take_while(|&&f| rule.factors[f as usize].kind == FactorKind::Whole);
+                            let whole =
+                                many.iter().take_while(|&&f| rule.factors[f as usize].kind == FactorKind::Whole);
                             let outer: u64 = whole.map(|&f| rule.factors[f as usize].size).product();
                             let size: u64 = many.iter().map(|&f| rule.factors[f as usize].size).product();
                             if outer > 1 && outer < size {

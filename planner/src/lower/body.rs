@@ -173,8 +173,7 @@ impl<'a> BodyBuilder<'a> {
             map[v.index()] = kept.append(node);
         }
         kept.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
-        let reads =
-            self.reads.into_iter().filter(|(v, _)| live[v.index()]).map(|(v, b)| (map[v.index()], b)).collect();
+        let reads = self.reads.into_iter().filter(|(v, _)| live[v.index()]).map(|(v, b)| (map[v.index()], b)).collect();
         let writes = writes.into_iter().map(|(b, v)| (b, map[v.index()])).collect();
         (kept, reads, writes)
     }

@@ -61,10 +61,8 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available]) 
         let mut seconds = stage.compute_s(value, &shardings);
         for ((available, sharding), &o) in operands.iter().zip(&shardings.operands).zip(&node.operands) {
             if let Available::Layouts(layouts) = available {
-                seconds += layouts
-                    .iter()
-                    .map(|l| stage.reshard_s(graph.ty(o), l, sharding))
-                    .fold(f64::INFINITY, f64::min);
+                seconds +=
+                    layouts.iter().map(|l| stage.reshard_s(graph.ty(o), l, sharding)).fold(f64::INFINITY, f64::min);
             }
         }
         if best.as_ref().is_none_or(|(least, _)| seconds < *least) {

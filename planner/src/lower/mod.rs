@@ -24,8 +24,8 @@ use altiplano_ir::reshard::{Collective, reshard};
 use altiplano_ir::rule::{OpShardings, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
-use std::cell::RefCell;
 use rustc_hash::FxHashMap;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 /// Everything that lowering one stage looks at.
@@ -190,11 +190,8 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
     let mut transfers: Vec<Transfer> = Vec::new();
     let mut lowered: Vec<stage::Lowered> = contexts.iter().map(stage::lower_stage).collect();
     let links = stage::connect(&contexts, &mut lowered, &mut transfers);
-    let programs: Vec<Program> = lowered
-        .into_iter()
-        .zip(&contexts)
-        .map(|(lowered, cx)| schedule::program(cx, lowered, &links))
-        .collect();
+    let programs: Vec<Program> =
+        lowered.into_iter().zip(&contexts).map(|(lowered, cx)| schedule::program(cx, lowered, &links)).collect();
     Ok(Programs {
         programs,
         transfers,

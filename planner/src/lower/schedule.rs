@@ -86,7 +86,12 @@ mod tests {
     use super::*;
 
     fn text(calls: &[(bool, u32)]) -> String {
-        calls.iter().map(|&(f, m)| format!("{}{m} ", if f { "F" } else { "B" })).collect::<String>().trim_end().to_string()
+        calls
+            .iter()
+            .map(|&(f, m)| format!("{}{m} ", if f { "F" } else { "B" }))
+            .collect::<String>()
+            .trim_end()
+            .to_string()
     }
 
     #[test]

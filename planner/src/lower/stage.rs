@@ -217,7 +217,9 @@ impl<'a> StageLowering<'a> {
         for &(user, value) in cx.training.contributions[v.index()].iter().filter(|(user, _)| here(*user)) {
             if cx.is_constant(value) {
                 parts.push((to.clone(), b.want(value, to)));
-            } else if let Some((sharding, local)) = b.layouts(value).iter().find(|(s, _)| s == to).or(b.layouts(value).first()) {
+            } else if let Some((sharding, local)) =
+                b.layouts(value).iter().find(|(s, _)| s == to).or(b.layouts(value).first())
+            {
                 parts.push((sharding.clone(), *local));
             } else {
                 debug_assert!(false, "the contribution of {user} to {v} was not emitted");
@@ -295,8 +297,7 @@ impl<'a> StageLowering<'a> {
             b.define(cotangent, to, total);
             for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
                 let operands = &graph.node(n).operands;
-                let available: Vec<Available> =
-                    operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
+                let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
                 let strategy = cx.choose(n, &available);
                 let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
                 for (&o, to) in operands.iter().zip(&shardings.operands) {
@@ -423,7 +424,8 @@ impl<'a> StageLowering<'a> {
             let state = cx.stage.parameters[name].state.clone();
             let sum = b.read(accumulator, &sharding, &ty);
             let reduced = b.reshard(sum, &sharding, &state);
-            let buffer = self.buffer(format!("reduced gradient of {name}"), BufferKind::Value, ty.clone(), state.clone());
+            let buffer =
+                self.buffer(format!("reduced gradient of {name}"), BufferKind::Value, ty.clone(), state.clone());
             writes.push((buffer, reduced));
             own.insert(p, buffer);
             for stage in others {

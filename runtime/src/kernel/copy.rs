@@ -81,10 +81,10 @@ fn copy_dims<T: Pod>(dims: &[(usize, usize, usize)], source: &[T], target: &mut 
                 target[i * t] = source[i * s];
             }
         }
-        [(m, 1, t), (n, s, 1)] => transpose(*m, *t, *n, *s, source, target),
+        [(m, 1, t), (n, s, 1)] if *s > 1 => transpose(*m, *t, *n, *s, source, target),
         [(m, s, t), rest @ ..] => {
             // A dimension with neighbours in the source goes next to the innermost one, for the tiles above.
-            let inward = rest.len() > 1 && *s == 1 && rest[rest.len() - 1].1 != 1;
+            let inward = rest.len() > 1 && *s == 1 && rest[rest.len() - 1].1 > 1;
             if inward {
                 let mut dims = rest.to_vec();
                 dims.insert(dims.len() - 1, (*m, *s, *t));
@@ -105,7 +105,7 @@ fn transpose<T: Pod>(m: usize, t: usize, n: usize, s: usize, source: &[T], targe
             let j1 = (j0 + TILE).min(n);
             for i in i0..i1 {
                 let row = &mut target[i * t + j0..i * t + j1];
-                let column = source[i + j0 * s..].iter().step_by(s.max(1));
+                let column = source[i + j0 * s..].iter().step_by(s);
                 row.iter_mut().zip(column).for_each(|(t, &x)| *t = x);
             }
         }

@@ -170,7 +170,7 @@ impl Registers {
                     *t = if p != 0.0 { x } else { y };
                 }
             }
-            Code::FToI(DType::U64) => map!(target, float(i.a), x => x as u64 as i64),
+            Code::FToI(DType::U64) => map!(target, float(i.a), x => if x < 0.0 { x as i64 } else { x as u64 as i64 }),
             Code::FToI(dtype) => map!(target, float(i.a), x => wrap(x as i64, dtype)),
             Code::IWrap(dtype) => map!(target, integer(i.a), x => wrap(x, dtype)),
             _ => {}

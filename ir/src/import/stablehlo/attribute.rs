@@ -35,11 +35,7 @@ impl<'a> Parser<'a> {
                 _ => return Err(self.expected("an attribute name")),
             };
             self.advance()?;
-            let value = if self.eat(b'=')? {
-                self.attribute(typed)?
-            } else {
-                Attribute::Unit
-            };
+            let value = if self.eat(b'=')? { self.attribute(typed)? } else { Attribute::Unit };
             attributes.push((name, value));
             self.separator(close)?;
         }
@@ -133,9 +129,7 @@ impl<'a> Parser<'a> {
                 }
                 Ok(Attribute::Array(items))
             }
-            "tensor" | "tuple" | "vector" | "memref" | "complex" if bracket => {
-                Ok(Attribute::Type(self.ty()?))
-            }
+            "tensor" | "tuple" | "vector" | "memref" | "complex" if bracket => Ok(Attribute::Type(self.ty()?)),
             "loc" if self.lexer.byte(self.current.end) == b'(' => {
                 self.location()?;
                 Ok(Attribute::Opaque("loc"))
@@ -147,9 +141,7 @@ impl<'a> Parser<'a> {
                 if self.eat(b':')? {
                     self.ty()?;
                 }
-                Ok(Attribute::Opaque(
-                    self.lexer.slice(start, self.previous_end),
-                ))
+                Ok(Attribute::Opaque(self.lexer.slice(start, self.previous_end)))
             }
             _ => {
                 self.advance()?;
@@ -174,22 +166,17 @@ impl<'a> Parser<'a> {
             "stablehlo.conv" => self.convolution_dimensions(),
             _ if name.contains('.') => {
                 self.advance()?;
-                self.attribute_list(b'>', false)
-                    .map(Attribute::DimensionNumbers)
+                self.attribute_list(b'>', false).map(Attribute::DimensionNumbers)
             }
             _ => self.enum_attribute(),
         };
         match known {
             Ok(attribute) => Ok(attribute),
             // Whatever another dialect writes between the brackets is kept as it stands.
-            Err(error)
-                if name != "stablehlo.conv" || matches!(error, ParseError::TooDeep { .. }) =>
-            {
+            Err(error) if name != "stablehlo.conv" || matches!(error, ParseError::TooDeep { .. }) => {
                 (self.lexer, self.current, self.previous_end, self.depth) = bracket;
                 self.balanced()?;
-                Ok(Attribute::Opaque(
-                    self.lexer.slice(start, self.previous_end),
-                ))
+                Ok(Attribute::Opaque(self.lexer.slice(start, self.previous_end)))
             }
             Err(error) => Err(error),
         }
@@ -208,9 +195,7 @@ impl<'a> Parser<'a> {
     fn convolution_dimensions(&mut self) -> Result<Attribute<'a>, ParseError> {
         self.expect(b'<', "'<'")?;
         if self.eat_word("raw")? {
-            return self
-                .attribute_list(b'>', false)
-                .map(Attribute::DimensionNumbers);
+            return self.attribute_list(b'>', false).map(Attribute::DimensionNumbers);
         }
         let dimensions = self.convolution_labels()?;
         self.expect(b'>', "'>'")?;
@@ -263,12 +248,8 @@ impl<'a> Parser<'a> {
         let mut position = 0;
         while !self.eat(b']')? {
             match self.current.token {
-                Token::Word(word) if word == letters[0] && found[0].is_none() => {
-                    found[0] = Some(position)
-                }
-                Token::Word(word) if word == letters[1] && found[1].is_none() => {
-                    found[1] = Some(position)
-                }
+                Token::Word(word) if word == letters[0] && found[0].is_none() => found[0] = Some(position),
+                Token::Word(word) if word == letters[1] && found[1].is_none() => found[1] = Some(position),
                 Token::Integer(digits) => positions.push((self.integer(digits)?, position)),
                 // An unknown dimension has no role; the op will not convert, but it does parse.
                 Token::Punctuation(b'?') => {}
@@ -282,10 +263,7 @@ impl<'a> Parser<'a> {
             return Err(self.expected("a label for each of the dimensions before this"));
         };
         positions.sort_unstable();
-        let spatial_dims = positions
-            .iter()
-            .map(|(_, position)| Attribute::Int(*position))
-            .collect();
+        let spatial_dims = positions.iter().map(|(_, position)| Attribute::Int(*position)).collect();
         fields.push((first.into(), Attribute::Int(a)));
         fields.push((second.into(), Attribute::Int(b)));
         fields.push((spatial.into(), Attribute::Array(spatial_dims)));
@@ -298,10 +276,7 @@ impl<'a> Parser<'a> {
         let elements = match self.current.token {
             Token::Punctuation(b'[') => self.dense_list()?,
             // `dense<>` is the literal of a tensor without elements.
-            Token::Punctuation(b'>') => Elements::List {
-                shape: vec![0],
-                values: Vec::new(),
-            },
+            Token::Punctuation(b'>') => Elements::List { shape: vec![0], values: Vec::new() },
             Token::String(raw) => {
                 let Some(digits) = raw.strip_prefix("0x") else {
                     return Err(self.expected("a string of hexadecimal digits"));
@@ -356,10 +331,7 @@ impl<'a> Parser<'a> {
                         known => *known = Some(length),
                     }
                     if open.is_empty() {
-                        let shape = shape
-                            .into_iter()
-                            .map(|length| length.unwrap_or(0))
-                            .collect();
+                        let shape = shape.into_iter().map(|length| length.unwrap_or(0)).collect();
                         return Ok(Elements::List { shape, values });
                     }
                     self.count_item(&mut open);
@@ -411,9 +383,7 @@ impl<'a> Parser<'a> {
             Token::Float(digits) => {
                 let value: f64 = digits.parse().map_err(|_| self.expected("a number"))?;
                 if value.is_infinite() {
-                    return Err(ParseError::NumberTooLarge {
-                        place: self.current.place,
-                    });
+                    return Err(ParseError::NumberTooLarge { place: self.current.place });
                 }
                 Scalar::Float(if negative { -value } else { value })
             }
@@ -439,9 +409,7 @@ impl<'a> Parser<'a> {
         };
         match value {
             Ok(value) => Ok(i128::from(value)),
-            Err(_) => Err(ParseError::NumberTooLarge {
-                place: self.current.place,
-            }),
+            Err(_) => Err(ParseError::NumberTooLarge { place: self.current.place }),
         }
     }
 
@@ -455,9 +423,7 @@ impl<'a> Parser<'a> {
     fn type_inside(&mut self) -> Result<Type<'a>, ParseError> {
         let start = self.current.start;
         match self.current.token {
-            Token::Word("tensor") if self.lexer.byte(self.current.end) == b'<' => {
-                self.tensor_type()
-            }
+            Token::Word("tensor") if self.lexer.byte(self.current.end) == b'<' => self.tensor_type(),
             Token::Word("tuple") if self.lexer.byte(self.current.end) == b'<' => {
                 self.advance()?;
                 self.advance()?;
@@ -474,11 +440,7 @@ impl<'a> Parser<'a> {
             }
             Token::Bang(name) if self.type_aliases.contains_key(name) && !self.in_alias => {
                 self.advance()?;
-                Ok(self
-                    .type_aliases
-                    .get(name)
-                    .cloned()
-                    .unwrap_or(Type::Other(name)))
+                Ok(self.type_aliases.get(name).cloned().unwrap_or(Type::Other(name)))
             }
             Token::Word(_) | Token::Bang(_) => {
                 self.advance()?;
@@ -530,9 +492,7 @@ impl<'a> Parser<'a> {
             let end = position + self.lexer.digits(position);
             if end > position && self.lexer.byte(end) == b'x' {
                 let Ok(dim) = self.lexer.slice(position, end).parse::<u64>() else {
-                    return Err(ParseError::NumberTooLarge {
-                        place: self.lexer.place(position),
-                    });
+                    return Err(ParseError::NumberTooLarge { place: self.lexer.place(position) });
                 };
                 dims.push(Some(dim));
                 position = end + 1;
@@ -558,12 +518,7 @@ impl<'a> Parser<'a> {
             encoding = Some(self.lexer.slice(start, self.previous_end));
         }
         self.expect(b'>', "'>'")?;
-        Ok(Type::Tensor(TensorType {
-            dims,
-            ranked,
-            element,
-            encoding,
-        }))
+        Ok(Type::Tensor(TensorType { dims, ranked, element, encoding }))
     }
 
     /// `loc(...)` where one stands.
@@ -633,9 +588,7 @@ impl<'a> Parser<'a> {
 
     fn add_location(&mut self, node: LocationNode<'a>) -> Result<LocationId, ParseError> {
         let Ok(id) = u32::try_from(self.locations.len()) else {
-            return Err(ParseError::NumberTooLarge {
-                place: self.current.place,
-            });
+            return Err(ParseError::NumberTooLarge { place: self.current.place });
         };
         self.locations.push(node);
         Ok(LocationId(id))
@@ -688,13 +641,7 @@ impl<'a> Parser<'a> {
 
     /// Printers put a location after those it refers to or before, chains are short, and a cycle has no name:
     /// hence a depth limit and a mark are all that is needed.
-    fn name_location(
-        &self,
-        index: usize,
-        depth: u32,
-        names: &mut [Option<Cow<'a, str>>],
-        done: &mut [bool],
-    ) {
+    fn name_location(&self, index: usize, depth: u32, names: &mut [Option<Cow<'a, str>>], done: &mut [bool]) {
         if depth > super::lexer::MAX_DEPTH || done[index] {
             return;
         }
@@ -712,9 +659,7 @@ impl<'a> Parser<'a> {
                 None => Some(name.clone()),
             },
             LocationNode::Name(name, None) => Some(name.clone()),
-            LocationNode::File(file, line, column) => {
-                Some(format!("{file}:{line}:{column}").into())
-            }
+            LocationNode::File(file, line, column) => Some(format!("{file}:{line}:{column}").into()),
             LocationNode::First(parts) => parts.iter().find_map(follow),
             LocationNode::Alias(alias) => self.location_aliases.get(alias).and_then(follow),
         };
@@ -745,11 +690,7 @@ pub(super) fn unescape(raw: &str) -> Cow<'_, str> {
             bytes.push(*first);
             continue;
         }
-        let hex = |byte: &u8| {
-            char::from(*byte)
-                .to_digit(16)
-                .and_then(|digit| u8::try_from(digit).ok())
-        };
+        let hex = |byte: &u8| char::from(*byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
         match tail {
             [high, low, after @ ..] if hex(high).is_some() && hex(low).is_some() => {
                 bytes.push(hex(high).unwrap_or(0) * 16 + hex(low).unwrap_or(0));

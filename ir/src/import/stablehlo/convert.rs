@@ -42,18 +42,10 @@ pub struct Argument {
 pub enum ImportError {
     #[error(transparent)]
     Parse(#[from] ParseError),
-    #[error(
-        "found {functions} functions, but none is named @main and there is not just one public function"
-    )]
+    #[error("found {functions} functions, but none is named @main and there is not just one public function")]
     NoMain { functions: usize },
-    #[error(
-        "{place}: argument {index} has type {ty}; supported are tensors of known sizes of {DTYPES}"
-    )]
-    ArgumentType {
-        place: Place,
-        index: usize,
-        ty: Box<str>,
-    },
+    #[error("{place}: argument {index} has type {ty}; supported are tensors of known sizes of {DTYPES}")]
+    ArgumentType { place: Place, index: usize, ty: Box<str> },
     #[error("{place}: %{name} is not defined before this")]
     Undefined { place: Place, name: Box<str> },
     #[error("{place}: %{name} is defined twice")]
@@ -64,30 +56,16 @@ pub enum ImportError {
     Recursive { place: Place, name: Box<str> },
     #[error("{place}: calls are nested more than {MAX_DEPTH} levels deep")]
     CallsTooDeep { place: Place },
-    #[error(
-        "{place}: @{name} takes {expected} arguments and gives {results} results, which this call does not match"
-    )]
-    CallMismatch {
-        place: Place,
-        name: Box<str>,
-        expected: usize,
-        results: usize,
-    },
+    #[error("{place}: @{name} takes {expected} arguments and gives {results} results, which this call does not match")]
+    CallMismatch { place: Place, name: Box<str>, expected: usize, results: usize },
     #[error("{place}: @{name} does not end with a return of {expected} results")]
-    NoReturn {
-        place: Place,
-        name: Box<str>,
-        expected: usize,
-    },
+    NoReturn { place: Place, name: Box<str>, expected: usize },
     #[error("{place}: the module has more than {limit} operations once its calls are inlined")]
     TooManyOperations { place: Place, limit: u64 },
     #[error("{place}: @{name} returns nothing; a model returns its loss first")]
     NoResults { place: Place, name: Box<str> },
     #[error("{}", list(.unsupported, .problems))]
-    Operations {
-        unsupported: Vec<Unsupported>,
-        problems: Vec<Problem>,
-    },
+    Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
 const DTYPES: &str = "f64, f32, f16, bf16, i64, i32, i16, i8, ui64, ui32, ui16, ui8 or i1";
@@ -118,16 +96,9 @@ pub enum ProblemKind {
     #[error("{0}")]
     Shape(#[from] ShapeError),
     #[error("is declared to give {declared}, but gives {inferred}")]
-    ResultType {
-        declared: Box<str>,
-        inferred: TensorType,
-    },
+    ResultType { declared: Box<str>, inferred: TensorType },
     #[error("operand {index} is declared as {declared}, but is {actual}")]
-    OperandType {
-        index: usize,
-        declared: Box<str>,
-        actual: TensorType,
-    },
+    OperandType { index: usize, declared: Box<str>, actual: TensorType },
     #[error("takes {expected} operands, found {found}")]
     OperandCount { expected: usize, found: usize },
     #[error("gives {expected} results, but {found} are declared")]
@@ -163,11 +134,7 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
     let main = entry(&module)?;
     let mut converter = Converter {
         module: &module,
-        functions: module
-            .functions
-            .iter()
-            .map(|function| (&*function.name, function))
-            .collect(),
+        functions: module.functions.iter().map(|function| (&*function.name, function)).collect(),
         graph: Graph::new(module.name.as_deref().unwrap_or(&main.name)),
         location: None,
         placeholders: BTreeMap::new(),
@@ -180,26 +147,18 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
     let values = arguments.iter().map(|argument| argument.value).collect();
     let results = converter.inline(main, values, main.place)?;
     if results.is_empty() {
-        return Err(ImportError::NoResults {
-            place: main.place,
-            name: main.name.as_ref().into(),
-        });
+        return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
     }
     converter.graph.outputs = results;
     converter.finish(arguments)
 }
 
 fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError> {
-    let mut public = module
-        .functions
-        .iter()
-        .filter(|function| function.visibility != "private");
+    let mut public = module.functions.iter().filter(|function| function.visibility != "private");
     match (module.function("main"), public.next(), public.next()) {
         (Some(main), ..) => Ok(main),
         (None, Some(only), None) => Ok(only),
-        _ => Err(ImportError::NoMain {
-            functions: module.functions.len(),
-        }),
+        _ => Err(ImportError::NoMain { functions: module.functions.len() }),
     }
 }
 
@@ -245,33 +204,17 @@ impl<'t, 'a> Converter<'t, 'a> {
         for (index, argument) in main.arguments.iter().enumerate() {
             let Some(ty) = tensor_type(&argument.ty) else {
                 let ty = argument.ty.to_string().into();
-                return Err(ImportError::ArgumentType {
-                    place: argument.place,
-                    index,
-                    ty,
-                });
+                return Err(ImportError::ArgumentType { place: argument.place, index, ty });
             };
             // A name that two arguments share tells nothing.
-            let name = self
-                .module
-                .location_name(argument.location)
-                .map(str::to_owned);
+            let name = self.module.location_name(argument.location).map(str::to_owned);
             let name = name.filter(|name| names.insert(name.clone()));
             let mut leaf = name.clone().unwrap_or_else(|| format!("arg{index}"));
             while name.is_none() && !names.insert(leaf.clone()) {
                 leaf.push('_');
             }
-            let op = Op::Input(Input {
-                name: leaf.clone(),
-                ty: ty.clone(),
-            });
-            let value = self.graph.append(Node {
-                op,
-                operands: Vec::new(),
-                ty: ty.clone(),
-                batch_dims: 0,
-                name: leaf,
-            });
+            let op = Op::Input(Input { name: leaf.clone(), ty: ty.clone() });
+            let value = self.graph.append(Node { op, operands: Vec::new(), ty: ty.clone(), batch_dims: 0, name: leaf });
             arguments.push(Argument { name, ty, value });
         }
         Ok(arguments)
@@ -286,44 +229,31 @@ impl<'t, 'a> Converter<'t, 'a> {
     ) -> Result<Vec<ValueId>, ImportError> {
         let name = || function.name.as_ref().into();
         if self.callers.contains(&&*function.name) {
-            return Err(ImportError::Recursive {
-                place,
-                name: name(),
-            });
+            return Err(ImportError::Recursive { place, name: name() });
         }
         if self.callers.len() >= MAX_DEPTH as usize {
             return Err(ImportError::CallsTooDeep { place });
         }
         self.callers.push(&function.name);
         let call = self.location;
-        let mut scope: HashMap<(&'t str, u32), ValueId> =
-            HashMap::with_capacity(2 * function.operations.len());
+        let mut scope: HashMap<(&'t str, u32), ValueId> = HashMap::with_capacity(2 * function.operations.len());
         for (argument, value) in function.arguments.iter().zip(arguments) {
             // Arguments of a declaration have no names.
             let named = !argument.name.is_empty();
             if named && scope.insert((argument.name, 0), value).is_some() {
-                return Err(ImportError::Redefined {
-                    place: argument.place,
-                    name: argument.name.into(),
-                });
+                return Err(ImportError::Redefined { place: argument.place, name: argument.name.into() });
             }
         }
         let mut returned = None;
         for operation in &function.operations {
             self.operations += 1;
             if self.operations > self.limit {
-                return Err(ImportError::TooManyOperations {
-                    place: operation.place,
-                    limit: self.limit,
-                });
+                return Err(ImportError::TooManyOperations { place: operation.place, limit: self.limit });
             }
             let mut operands = Vec::with_capacity(operation.operands.len());
             for operand in &operation.operands {
                 let Some(value) = scope.get(&(operand.name, operand.index)) else {
-                    return Err(ImportError::Undefined {
-                        place: operand.place,
-                        name: operand.name.into(),
-                    });
+                    return Err(ImportError::Undefined { place: operand.place, name: operand.name.into() });
                 };
                 operands.push(*value);
             }
@@ -336,10 +266,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             for result in &operation.results {
                 for (index, value) in (0..result.count).zip(&mut results) {
                     if scope.insert((result.name, index), value).is_some() {
-                        return Err(ImportError::Redefined {
-                            place: operation.place,
-                            name: result.name.into(),
-                        });
+                        return Err(ImportError::Redefined { place: operation.place, name: result.name.into() });
                     }
                 }
             }
@@ -353,11 +280,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 }
                 Ok(values)
             }
-            _ => Err(ImportError::NoReturn {
-                place: function.place,
-                name: name(),
-                expected,
-            }),
+            _ => Err(ImportError::NoReturn { place: function.place, name: name(), expected }),
         }
     }
 
@@ -374,30 +297,19 @@ impl<'t, 'a> Converter<'t, 'a> {
             None => call,
         };
         if operands.len() == operation.operand_types.len() {
-            for (index, (declared, operand)) in
-                operation.operand_types.iter().zip(&operands).enumerate()
-            {
+            for (index, (declared, operand)) in operation.operand_types.iter().zip(&operands).enumerate() {
                 self.check_operand(index, declared, *operand, operation);
             }
         }
         if let Some(callee) = callee(operation) {
             let Some(&function) = self.functions.get(callee) else {
-                return Err(ImportError::UnknownFunction {
-                    place,
-                    name: callee.into(),
-                });
+                return Err(ImportError::UnknownFunction { place, name: callee.into() });
             };
             let (expected, results) = (function.arguments.len(), function.results.len());
             if operands.len() != expected || operation.result_types.len() != results {
-                return Err(ImportError::CallMismatch {
-                    place,
-                    name: callee.into(),
-                    expected,
-                    results,
-                });
+                return Err(ImportError::CallMismatch { place, name: callee.into(), expected, results });
             }
-            for (index, (argument, operand)) in function.arguments.iter().zip(&operands).enumerate()
-            {
+            for (index, (argument, operand)) in function.arguments.iter().zip(&operands).enumerate() {
                 self.check_operand(index, &argument.ty, *operand, operation);
             }
             self.location = location;
@@ -410,17 +322,12 @@ impl<'t, 'a> Converter<'t, 'a> {
         let types = operation.result_types.len();
         let rejected = match self.lower(operation, &operands) {
             Ok(values) if values.len() == types => return Ok(self.check_results(operation, values)),
-            Ok(values) => Reject::Invalid(ProblemKind::ResultCount {
-                expected: values.len(),
-                found: types,
-            }),
+            Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
             Err(reject) => reject,
         };
         let unsupported = match rejected {
             Reject::Unsupported("") => Some((full_name(operation), place)),
-            Reject::Unsupported(detail) => {
-                Some((format!("{} ({detail})", full_name(operation)), place))
-            }
+            Reject::Unsupported(detail) => Some((format!("{} ({detail})", full_name(operation)), place)),
             Reject::Invalid(kind) => {
                 self.report(operation, kind);
                 None
@@ -429,25 +336,12 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.stand_in(operation, &operands, unsupported))
     }
 
-    fn check_operand(
-        &mut self,
-        index: usize,
-        declared: &Type,
-        operand: ValueId,
-        operation: &Operation,
-    ) {
+    fn check_operand(&mut self, index: usize, declared: &Type, operand: ValueId, operation: &Operation) {
         let actual = self.graph.ty(operand);
         if !self.is_untyped(operand) && !same_type(declared, actual) {
             let declared = declared.to_string().into();
             let actual = actual.clone();
-            self.report(
-                operation,
-                ProblemKind::OperandType {
-                    index,
-                    declared,
-                    actual,
-                },
-            );
+            self.report(operation, ProblemKind::OperandType { index, declared, actual });
         }
     }
 
@@ -458,11 +352,7 @@ impl<'t, 'a> Converter<'t, 'a> {
 
     /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
     fn report(&mut self, operation: &Operation, kind: ProblemKind) {
-        let problem = Problem {
-            place: operation.place,
-            op: full_name(operation),
-            kind,
-        };
+        let problem = Problem { place: operation.place, op: full_name(operation), kind };
         if self.problems.len() < 100 && !self.problems.contains(&problem) {
             self.problems.push(problem);
         }
@@ -476,22 +366,14 @@ impl<'t, 'a> Converter<'t, 'a> {
                 continue;
             }
             let inferred = inferred.clone();
-            let kind = ProblemKind::ResultType {
-                declared: declared.to_string().into(),
-                inferred,
-            };
+            let kind = ProblemKind::ResultType { declared: declared.to_string().into(), inferred };
             self.report(operation, kind);
             *value = self.placeholder(declared, &[], None);
         }
         values
     }
 
-    fn stand_in(
-        &mut self,
-        operation: &Operation,
-        operands: &[ValueId],
-        op: Option<(String, Place)>,
-    ) -> Vec<ValueId> {
+    fn stand_in(&mut self, operation: &Operation, operands: &[ValueId], op: Option<(String, Place)>) -> Vec<ValueId> {
         // Results after the first depend on it, so that an op with several is counted once.
         let mut depends = operands.to_vec();
         let mut op = op;
@@ -505,29 +387,13 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// An input that is none: it has operands, and no graph is given out that contains it.
-    fn placeholder(
-        &mut self,
-        ty: &Type,
-        operands: &[ValueId],
-        op: Option<(String, Place)>,
-    ) -> ValueId {
+    fn placeholder(&mut self, ty: &Type, operands: &[ValueId], op: Option<(String, Place)>) -> ValueId {
         let known = tensor_type(ty);
-        let placeholder = Placeholder {
-            op,
-            typed: known.is_some(),
-        };
+        let placeholder = Placeholder { op, typed: known.is_some() };
         let ty = known.unwrap_or_else(|| TensorType::scalar(DType::Bool));
-        let leaf = Op::Input(Input {
-            name: String::new(),
-            ty: ty.clone(),
-        });
-        let value = self.graph.append(Node {
-            op: leaf,
-            operands: operands.to_vec(),
-            ty,
-            batch_dims: 0,
-            name: String::new(),
-        });
+        let leaf = Op::Input(Input { name: String::new(), ty: ty.clone() });
+        let value =
+            self.graph.append(Node { op: leaf, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() });
         self.placeholders.insert(value, placeholder);
         value
     }
@@ -562,12 +428,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             };
             let position = *positions.entry(name).or_insert(unsupported.len());
             if position == unsupported.len() {
-                unsupported.push(Unsupported {
-                    name: name.clone(),
-                    count: 0,
-                    places: Vec::new(),
-                    more_places: false,
-                });
+                unsupported.push(Unsupported { name: name.clone(), count: 0, places: Vec::new(), more_places: false });
             }
             let entry = &mut unsupported[position];
             entry.count += 1;
@@ -580,10 +441,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
         }
         if !unsupported.is_empty() || !self.problems.is_empty() {
-            return Err(ImportError::Operations {
-                unsupported,
-                problems: self.problems,
-            });
+            return Err(ImportError::Operations { unsupported, problems: self.problems });
         }
         for argument in &arguments {
             live[argument.value.index()] = true;
@@ -598,12 +456,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 renumbered[old] = graph.append(node);
             }
         }
-        graph.outputs = self
-            .graph
-            .outputs
-            .iter()
-            .map(|output| renumbered[output.index()])
-            .collect();
+        graph.outputs = self.graph.outputs.iter().map(|output| renumbered[output.index()]).collect();
         for argument in &mut arguments {
             argument.value = renumbered[argument.value.index()];
         }
@@ -648,13 +501,7 @@ impl fmt::Display for Unsupported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let places: Vec<String> = self.places.iter().map(Place::to_string).collect();
         let more = if self.more_places { ", ..." } else { "" };
-        write!(
-            f,
-            "{}: {} at {}{more}",
-            self.name,
-            self.count,
-            places.join(", ")
-        )
+        write!(f, "{}: {} at {}{more}", self.name, self.count, places.join(", "))
     }
 }
 

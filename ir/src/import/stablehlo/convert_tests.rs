@@ -22,18 +22,10 @@ fn show(graph: &Graph) -> String {
             continue;
         }
         let op = serde_json::to_string(&node.op).unwrap().replace('"', "");
-        let operands: String = node
-            .operands
-            .iter()
-            .map(|operand| format!(" {operand}"))
-            .collect();
+        let operands: String = node.operands.iter().map(|operand| format!(" {operand}")).collect();
         writeln!(out, "{value} = {op}{operands} : {}", node.ty).unwrap();
     }
-    let outputs = graph
-        .outputs
-        .iter()
-        .map(ValueId::to_string)
-        .collect::<Vec<_>>();
+    let outputs = graph.outputs.iter().map(ValueId::to_string).collect::<Vec<_>>();
     write!(out, "return {}", outputs.join(" ")).unwrap();
     out
 }
@@ -171,7 +163,11 @@ fn ops_become_nodes() {
             "tensor<5x4xf32>",
             "%7 = {gather:{offset_dims:[1],collapsed_slice_dims:[0],operand_batching_dims:[],indices_batching_dims:[],start_index_map:[0],index_vector_dim:1,slice_sizes:[1,4],out_of_bounds:clamp}} %1 %3 : f32[5,4]\nreturn %7",
         ),
-        ("%r, %q = stablehlo.optimization_barrier %a, %b : tensor<2x3xf32>, tensor<3x4xf32>", "tensor<2x3xf32>", "return %0"),
+        (
+            "%r, %q = stablehlo.optimization_barrier %a, %b : tensor<2x3xf32>, tensor<3x4xf32>",
+            "tensor<2x3xf32>",
+            "return %0",
+        ),
         (
             "%r = stablehlo.custom_call @Sharding(%a) {backend_config = \"\"} : (tensor<2x3xf32>) -> tensor<2x3xf32>",
             "tensor<2x3xf32>",
@@ -191,10 +187,7 @@ fn reductions() {
             "%c = stablehlo.constant dense<{constant}> : tensor<f32>
              %r = stablehlo.reduce(%a init: %c) applies stablehlo.{applies} across dimensions = [1] : (tensor<2x3xf32>, tensor<f32>) -> tensor<2xf32>"
         );
-        let text = function(
-            &format!("{body}\nreturn %r : tensor<2xf32>"),
-            "tensor<2xf32>",
-        );
+        let text = function(&format!("{body}\nreturn %r : tensor<2xf32>"), "tensor<2xf32>");
         show(&imported(&text).graph)
     };
     for (constant, applies, reducer) in [
@@ -204,8 +197,7 @@ fn reductions() {
         ("0xFF800000", "maximum", "max"),
         ("0x7F800000", "minimum", "min"),
     ] {
-        let expected =
-            format!("%7 = {{reduce:{{reducer:{reducer},dims:[1]}}}} %0 : f32[2]\nreturn %7");
+        let expected = format!("%7 = {{reduce:{{reducer:{reducer},dims:[1]}}}} %0 : f32[2]\nreturn %7");
         assert_eq!(reduce(constant, applies), expected);
     }
     assert_eq!(
@@ -247,10 +239,7 @@ fn scatters() {
                stablehlo.return %0 : tensor<f32>
              }}) : (tensor<3x4xf32>, tensor<5x1xi32>, tensor<5x4xf32>) -> tensor<3x4xf32>"
         );
-        let text = function(
-            &format!("{body}\nreturn %r : tensor<3x4xf32>"),
-            "tensor<3x4xf32>",
-        );
+        let text = function(&format!("{body}\nreturn %r : tensor<3x4xf32>"), "tensor<3x4xf32>");
         show(&imported(&text).graph)
     };
     let dims = "offset_dims:[1],collapsed_slice_dims:[0],operand_batching_dims:[],indices_batching_dims:[],\
@@ -297,28 +286,12 @@ fn calls_are_inlined_and_unused_ops_dropped() {
         "%3 = {binary:add} %0 %2 : f32[2]\n%4 = {unary:tanh} %3 : f32[2]\n%5 = {binary:add} %3 %4 : f32[2]\n\
          %6 = {reduce:{reducer:sum,dims:[0]}} %5 : f32[]\nreturn %6 %0"
     );
-    let names: Vec<&str> = imported
-        .graph
-        .nodes
-        .iter()
-        .map(|node| node.name.as_str())
-        .collect();
-    assert_eq!(
-        names,
-        ["params['w']", "arg1", "y", "inner", "outer", "inner", "sum"]
-    );
-    let arguments: Vec<_> = imported
-        .arguments
-        .iter()
-        .map(|a| (a.name.as_deref(), a.ty.to_string()))
-        .collect();
+    let names: Vec<&str> = imported.graph.nodes.iter().map(|node| node.name.as_str()).collect();
+    assert_eq!(names, ["params['w']", "arg1", "y", "inner", "outer", "inner", "sum"]);
+    let arguments: Vec<_> = imported.arguments.iter().map(|a| (a.name.as_deref(), a.ty.to_string())).collect();
     assert_eq!(
         arguments,
-        [
-            (Some("params['w']"), "f32[2]".into()),
-            (None, "f32[3]".into()),
-            (Some("y"), "f32[2]".into())
-        ]
+        [(Some("params['w']"), "f32[2]".into()), (None, "f32[3]".into()), (Some("y"), "f32[2]".into())]
     );
     assert_eq!(imported.graph.name, "jit_f");
     assert_eq!(import(text), import(text));
@@ -345,15 +318,9 @@ const SMALL: &str = r#"
 #[test]
 fn a_small_model_computes() {
     let Imported { graph, arguments } = imported(SMALL);
-    let data = [
-        vec![10.0, 1.0, 20.0, 2.0, 30.0, 3.0],
-        vec![0.0, 2.0, 2.0, 9.0],
-    ];
+    let data = [vec![10.0, 1.0, 20.0, 2.0, 30.0, 3.0], vec![0.0, 2.0, 2.0, 9.0]];
     let loss = interpret::run(&graph, |leaf| {
-        let argument = arguments
-            .iter()
-            .position(|argument| argument.value == leaf)
-            .unwrap();
+        let argument = arguments.iter().position(|argument| argument.value == leaf).unwrap();
         Tensor::new(arguments[argument].ty.clone(), data[argument].clone())
     });
     // Rows 0, 2, 2 and, moved inside, 2.
@@ -363,9 +330,7 @@ fn a_small_model_computes() {
 #[test]
 fn literals_keep_their_values() {
     let value = |literal: &str, ty: &str| {
-        let text = format!(
-            "func.func @f() -> {ty} {{ %c = stablehlo.constant {literal} : {ty}\n return %c : {ty} }}"
-        );
+        let text = format!("func.func @f() -> {ty} {{ %c = stablehlo.constant {literal} : {ty}\n return %c : {ty} }}");
         match import(&text) {
             Ok(imported) => match &imported.graph.node(imported.graph.outputs[0]).op {
                 Op::Constant(literal) => literal.to_tensor().data,
@@ -376,11 +341,7 @@ fn literals_keep_their_values() {
     };
     let third = 1.0 / 3.0;
     let cases: &[(&str, &str, &[f64])] = &[
-        (
-            "dense<0.333333343>",
-            "tensor<f32>",
-            &[f64::from(third as f32)],
-        ),
+        ("dense<0.333333343>", "tensor<f32>", &[f64::from(third as f32)]),
         ("dense<3.333740e-01>", "tensor<f16>", &[0.333_251_953_125]),
         ("dense<3.339840e-01>", "tensor<bf16>", &[0.333_984_375]),
         ("dense<0.33333333333333331>", "tensor<f64>", &[third]),
@@ -388,66 +349,34 @@ fn literals_keep_their_values() {
         ("dense<0xFF800000>", "tensor<f32>", &[f64::NEG_INFINITY]),
         ("dense<0xFC00>", "tensor<f16>", &[f64::NEG_INFINITY]),
         ("dense<0xFF80>", "tensor<bf16>", &[f64::NEG_INFINITY]),
-        (
-            "dense<-9007199254740992>",
-            "tensor<i64>",
-            &[-9_007_199_254_740_992.0],
-        ),
-        (
-            "dense<[-2147483648, 2147483647]>",
-            "tensor<2xi32>",
-            &[-2_147_483_648.0, 2_147_483_647.0],
-        ),
+        ("dense<-9007199254740992>", "tensor<i64>", &[-9_007_199_254_740_992.0]),
+        ("dense<[-2147483648, 2147483647]>", "tensor<2xi32>", &[-2_147_483_648.0, 2_147_483_647.0]),
         ("dense<4294967295>", "tensor<i32>", &[-1.0]),
         ("dense<-32768>", "tensor<i16>", &[-32768.0]),
         ("dense<-128>", "tensor<i8>", &[-128.0]),
         ("dense<0xFF>", "tensor<i8>", &[-1.0]),
-        (
-            "dense<9223372036854775808>",
-            "tensor<ui64>",
-            &[9_223_372_036_854_775_808.0],
-        ),
+        ("dense<9223372036854775808>", "tensor<ui64>", &[9_223_372_036_854_775_808.0]),
         ("dense<4294967295>", "tensor<ui32>", &[4_294_967_295.0]),
         ("dense<65535>", "tensor<ui16>", &[65535.0]),
         ("dense<255>", "tensor<ui8>", &[255.0]),
         ("dense<[true, false]>", "tensor<2xi1>", &[1.0, 0.0]),
-        (
-            "dense<[[1.0, 2.0], [3.0, 4.0]]>",
-            "tensor<2x2xf32>",
-            &[1.0, 2.0, 3.0, 4.0],
-        ),
+        ("dense<[[1.0, 2.0], [3.0, 4.0]]>", "tensor<2x2xf32>", &[1.0, 2.0, 3.0, 4.0]),
         ("dense<5>", "tensor<3xi32>", &[5.0, 5.0, 5.0]),
         ("dense<>", "tensor<0x3xf32>", &[]),
-        (
-            "dense<\"0x0000803F000000C0\">",
-            "tensor<2xf32>",
-            &[1.0, -2.0],
-        ),
+        ("dense<\"0x0000803F000000C0\">", "tensor<2xf32>", &[1.0, -2.0]),
         ("dense<\"0x0000803F\">", "tensor<2xf32>", &[1.0, 1.0]),
         ("dense<\"0x803F00C0\">", "tensor<2xbf16>", &[1.0, -2.0]),
         ("dense<\"0x003C00C0\">", "tensor<2xf16>", &[1.0, -2.0]),
         ("dense<\"0x000000000000F03F\">", "tensor<f64>", &[1.0]),
-        (
-            "dense<\"0x01000000FFFFFFFF\">",
-            "tensor<2xi32>",
-            &[1.0, -1.0],
-        ),
-        (
-            "dense<\"0x01000000FFFFFFFF\">",
-            "tensor<2xui32>",
-            &[1.0, 4_294_967_295.0],
-        ),
+        ("dense<\"0x01000000FFFFFFFF\">", "tensor<2xi32>", &[1.0, -1.0]),
+        ("dense<\"0x01000000FFFFFFFF\">", "tensor<2xui32>", &[1.0, 4_294_967_295.0]),
         ("dense<\"0xFEFFFFFFFFFFFFFF\">", "tensor<i64>", &[-2.0]),
         ("dense<\"0x0500000000000000\">", "tensor<ui64>", &[5.0]),
         ("dense<\"0x0100FFFF\">", "tensor<2xi16>", &[1.0, -1.0]),
         ("dense<\"0x0100FFFF\">", "tensor<2xui16>", &[1.0, 65535.0]),
         ("dense<\"0x01FF\">", "tensor<2xi8>", &[1.0, -1.0]),
         ("dense<\"0x01FF\">", "tensor<2xui8>", &[1.0, 255.0]),
-        (
-            "dense<\"0x0502\">",
-            "tensor<10xi1>",
-            &[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0],
-        ),
+        ("dense<\"0x0502\">", "tensor<10xi1>", &[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]),
     ];
     for (literal, ty, expected) in cases {
         assert_eq!(value(literal, ty), *expected, "{literal} : {ty}");
@@ -553,18 +482,12 @@ fn refusals_name_the_place() {
         }
     }
     let modules = [
-        (
-            "",
-            "found 0 functions, but none is named @main and there is not just one public function",
-        ),
+        ("", "found 0 functions, but none is named @main and there is not just one public function"),
         (
             "func.func @f() { return }\nfunc.func @g() { return }",
             "found 2 functions, but none is named @main and there is not just one public function",
         ),
-        (
-            "module {",
-            "1:9: expected a function or a module, found the end of the file",
-        ),
+        ("module {", "1:9: expected a function or a module, found the end of the file"),
         (
             "func.func @f(%a: tensor<f32>, %b: tensor<?xf32>) { return }",
             "1:31: argument 1 has type tensor<?xf32>; supported are tensors of known sizes of f64, f32, f16, bf16, i64, i32, i16, i8, ui64, ui32, ui16, ui8 or i1",
@@ -573,10 +496,7 @@ fn refusals_name_the_place() {
             "func.func @f(%a: tensor<1000000000000000000x2xf32>) { return }",
             "1:14: argument 0 has type tensor<1000000000000000000x2xf32>; supported are tensors of known sizes of f64, f32, f16, bf16, i64, i32, i16, i8, ui64, ui32, ui16, ui8 or i1",
         ),
-        (
-            "func.func @f(%a: tensor<f32>, %a: tensor<f32>) { return }",
-            "1:31: %a is defined twice",
-        ),
+        ("func.func @f(%a: tensor<f32>, %a: tensor<f32>) { return }", "1:31: %a is defined twice"),
         (
             "func.func @f(%a: tensor<f32>) -> tensor<f32> {\n%0 = call @g(%a) : (tensor<f32>) -> tensor<f32>\nreturn %0 : tensor<f32>\n}\n\
              func.func private @g(%a: tensor<f32>) -> tensor<f32> {\n%0 = call @f(%a) : (tensor<f32>) -> tensor<f32>\nreturn %0 : tensor<f32>\n}",
@@ -602,12 +522,7 @@ fn inlining_is_limited() {
     let mut text = String::new();
     for level in 0..60 {
         let visibility = if level == 0 { "public" } else { "private" };
-        let call = |operand| {
-            format!(
-                "call @f{}({operand}) : (tensor<f32>) -> tensor<f32>",
-                level + 1
-            )
-        };
+        let call = |operand| format!("call @f{}({operand}) : (tensor<f32>) -> tensor<f32>", level + 1);
         writeln!(
             text,
             "func.func {visibility} @f{level}(%a: tensor<f32>) -> tensor<f32> {{\n%0 = {}\n%1 = {}\nreturn %1 : tensor<f32>\n}}",
@@ -618,10 +533,7 @@ fn inlining_is_limited() {
     }
     text += "func.func private @f60(%a: tensor<f32>) -> tensor<f32> { return %a : tensor<f32> }";
     let error = import_limited(&text, 10_000).unwrap_err().to_string();
-    assert!(
-        error.ends_with("the module has more than 10000 operations once its calls are inlined"),
-        "{error}"
-    );
+    assert!(error.ends_with("the module has more than 10000 operations once its calls are inlined"), "{error}");
 
     let mut chain = String::new();
     for level in 0..300 {
@@ -630,10 +542,7 @@ fn inlining_is_limited() {
         writeln!(chain, "func.func {visibility} @f{level}(%a: tensor<f32>) -> tensor<f32> {{\n%0 = {call}\nreturn %0 : tensor<f32>\n}}").unwrap();
     }
     chain += "func.func private @f300(%a: tensor<f32>) -> tensor<f32> { return %a : tensor<f32> }";
-    assert_eq!(
-        import(&chain).unwrap_err().to_string(),
-        "510:1: calls are nested more than 128 levels deep"
-    );
+    assert_eq!(import(&chain).unwrap_err().to_string(), "510:1: calls are nested more than 128 levels deep");
 }
 
 /// Files of the models that this project is measured on, or nothing where they are not at hand.
@@ -641,26 +550,16 @@ fn models() -> BTreeMap<String, String> {
     let default = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared"));
     let shared = std::env::var_os("ALTIPLANO_SHARED").map_or(default, PathBuf::from);
     let mut models = BTreeMap::new();
-    for entry in std::fs::read_dir(shared.join("models"))
-        .into_iter()
-        .flatten()
-        .flatten()
-    {
+    for entry in std::fs::read_dir(shared.join("models")).into_iter().flatten().flatten() {
         let path = entry.path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "mlir")
-        {
+        if path.extension().is_some_and(|extension| extension == "mlir") {
             let name = path.file_stem().unwrap().to_string_lossy().into_owned();
             models.insert(name, std::fs::read_to_string(&path).unwrap());
         }
     }
     if models.is_empty() {
         // Written past the test harness, which hides what a passing test prints.
-        let skipped = format!(
-            "SKIPPED: no model files in {}; set ALTIPLANO_SHARED\n",
-            shared.display()
-        );
+        let skipped = format!("SKIPPED: no model files in {}; set ALTIPLANO_SHARED\n", shared.display());
         let _ = std::io::stderr().write_all(skipped.as_bytes());
     }
     models
@@ -708,36 +607,12 @@ fn real_models_convert() {
         };
         let graph = &imported.graph;
         assert_eq!(graph.verify(), [], "{name}");
-        let count = |name: &str| {
-            graph
-                .nodes
-                .iter()
-                .filter(|node| node.op.name() == name)
-                .count()
-        };
+        let count = |name: &str| graph.nodes.iter().filter(|node| node.op.name() == name).count();
         // One more matmul makes the logits; tokens and labels are looked up once each.
-        assert_eq!(
-            (count("dot_general"), count("gather")),
-            (layers * matmuls + 1, 2),
-            "{name}"
-        );
+        assert_eq!((count("dot_general"), count("gather")), (layers * matmuls + 1, 2), "{name}");
         assert_eq!(imported.arguments.len(), arguments, "{name}");
         assert_eq!(graph.ty(graph.outputs[0]).rank(), 0, "{name}");
-        assert!(
-            imported
-                .arguments
-                .iter()
-                .all(|argument| argument.name.is_some()),
-            "{name}"
-        );
-        assert_eq!(
-            graph
-                .nodes
-                .iter()
-                .filter(|node| node.name.is_empty())
-                .count(),
-            0,
-            "{name}"
-        );
+        assert!(imported.arguments.iter().all(|argument| argument.name.is_some()), "{name}");
+        assert_eq!(graph.nodes.iter().filter(|node| node.name.is_empty()).count(), 0, "{name}");
     }
 }

@@ -22,11 +22,7 @@ impl fmt::Display for Place {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     #[error("{place}: expected {expected}, found {found}")]
-    Expected {
-        place: Place,
-        expected: &'static str,
-        found: Box<str>,
-    },
+    Expected { place: Place, expected: &'static str, found: Box<str> },
     #[error("{place}: this string has no closing quote on its line")]
     OpenString { place: Place },
     #[error("{place}: this number is too large")]
@@ -36,11 +32,7 @@ pub enum ParseError {
     #[error("{place}: the rows of this literal have different lengths")]
     RaggedLiteral { place: Place },
     #[error("{place}: {names} results are named, but the type has {types}")]
-    ResultCount {
-        place: Place,
-        names: u64,
-        types: usize,
-    },
+    ResultCount { place: Place, names: u64, types: usize },
     #[error("{place}: function @{name} is defined twice")]
     DuplicateFunction { place: Place, name: Box<str> },
 }
@@ -92,12 +84,7 @@ pub(super) struct Lexer<'a> {
 
 impl<'a> Lexer<'a> {
     pub fn new(text: &'a str) -> Self {
-        Lexer {
-            text,
-            position: 0,
-            line: 1,
-            line_start: 0,
-        }
+        Lexer { text, position: 0, line: 1, line_start: 0 }
     }
 
     /// Continues at `position`, which must lie on the current line.
@@ -116,10 +103,7 @@ impl<'a> Lexer<'a> {
 
     pub fn place(&self, position: usize) -> Place {
         let column = position.saturating_sub(self.line_start) + 1;
-        Place {
-            line: self.line,
-            column: u32::try_from(column).unwrap_or(u32::MAX),
-        }
+        Place { line: self.line, column: u32::try_from(column).unwrap_or(u32::MAX) }
     }
 
     pub fn next(&mut self) -> Result<Lexed<'a>, ParseError> {
@@ -145,19 +129,14 @@ impl<'a> Lexer<'a> {
                 self.position = start + 2;
                 Token::Arrow
             }
-            b'(' | b')' | b'{' | b'}' | b'[' | b']' | b'<' | b'>' | b',' | b':' | b'=' | b'-'
-            | b'+' | b'*' | b'?' | b'/' | b'|' => {
+            b'(' | b')' | b'{' | b'}' | b'[' | b']' | b'<' | b'>' | b',' | b':' | b'=' | b'-' | b'+' | b'*' | b'?'
+            | b'/' | b'|' => {
                 self.position = start + 1;
                 Token::Punctuation(byte)
             }
             _ => return Err(self.unexpected(start, "MLIR text")),
         };
-        Ok(Lexed {
-            token,
-            start,
-            end: self.position,
-            place,
-        })
+        Ok(Lexed { token, start, end: self.position, place })
     }
 
     /// How many decimal digits stand at `position`.
@@ -166,19 +145,11 @@ impl<'a> Lexer<'a> {
     }
 
     fn unexpected(&self, position: usize, expected: &'static str) -> ParseError {
-        let found = match self
-            .text
-            .get(position..)
-            .and_then(|rest| rest.chars().next())
-        {
+        let found = match self.text.get(position..).and_then(|rest| rest.chars().next()) {
             Some(char) => format!("{char:?}"),
             None => "the end of the file".to_owned(),
         };
-        ParseError::Expected {
-            place: self.place(position),
-            expected,
-            found: found.into(),
-        }
+        ParseError::Expected { place: self.place(position), expected, found: found.into() }
     }
 
     /// Skips white space, comments and the `{-# ... #-}` block that carries external resources.
@@ -196,8 +167,7 @@ impl<'a> Lexer<'a> {
                     self.position += rest.iter().position(|&b| b == b'\n').unwrap_or(rest.len());
                 }
                 b'{' if bytes[self.position..].starts_with(b"{-#") => {
-                    while self.position < bytes.len() && !bytes[self.position..].starts_with(b"#-}")
-                    {
+                    while self.position < bytes.len() && !bytes[self.position..].starts_with(b"#-}") {
                         self.position += 1;
                         if bytes[self.position - 1] == b'\n' {
                             self.new_line();
@@ -242,9 +212,7 @@ impl<'a> Lexer<'a> {
                 Some(b'"') => break,
                 Some(b'\\') => end += 2,
                 Some(b'\n') | None => {
-                    return Err(ParseError::OpenString {
-                        place: self.place(quote),
-                    });
+                    return Err(ParseError::OpenString { place: self.place(quote) });
                 }
                 Some(_) => end += 1,
             }
@@ -254,10 +222,7 @@ impl<'a> Lexer<'a> {
     }
 
     fn number(&mut self, start: usize) -> Token<'a> {
-        if self.byte(start) == b'0'
-            && self.byte(start + 1) == b'x'
-            && self.byte(start + 2).is_ascii_hexdigit()
-        {
+        if self.byte(start) == b'0' && self.byte(start + 1) == b'x' && self.byte(start + 2).is_ascii_hexdigit() {
             self.position = self.run(start + 2, |b| b.is_ascii_hexdigit());
             return Token::Integer(self.slice(start, self.position));
         }

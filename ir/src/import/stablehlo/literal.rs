@@ -23,13 +23,7 @@ pub(super) enum LiteralError {
 
 /// The graph's type, where it has one: a ranked tensor of known sizes and of a number type.
 pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
-    let Type::Tensor(SyntaxTensor {
-        dims,
-        ranked: true,
-        element,
-        ..
-    }) = ty
-    else {
+    let Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) = ty else {
         return None;
     };
     let shape: Option<Vec<u64>> = dims.iter().copied().collect();
@@ -40,17 +34,9 @@ pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
 /// Is `ty` the way MLIR writes `known`?
 pub(super) fn same_type(ty: &Type, known: &TensorType) -> bool {
     match ty {
-        Type::Tensor(SyntaxTensor {
-            dims,
-            ranked: true,
-            element,
-            ..
-        }) => {
+        Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) => {
             dims.len() == known.rank()
-                && dims
-                    .iter()
-                    .zip(&known.shape)
-                    .all(|(dim, size)| *dim == Some(*size))
+                && dims.iter().zip(&known.shape).all(|(dim, size)| *dim == Some(*size))
                 && dtype(element) == Some(known.dtype)
         }
         _ => false,
@@ -89,10 +75,7 @@ pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
             if !empty && *shape != ty.shape {
                 return Err(LiteralError::Count);
             }
-            let values: Result<Vec<f64>, LiteralError> = values
-                .iter()
-                .map(|value| element(*value, ty.dtype))
-                .collect();
+            let values: Result<Vec<f64>, LiteralError> = values.iter().map(|value| element(*value, ty.dtype)).collect();
             let values = values?;
             if u64::try_from(values.len()) != Ok(ty.elements()) {
                 return Err(LiteralError::Count);
@@ -180,11 +163,7 @@ fn from_bytes(bytes: &[u8], dtype: DType) -> f64 {
 /// `dense<"0x...">`: the bytes of all elements, or of one that stands for all. Booleans are eight to a byte or one.
 fn hexadecimal(ty: TensorType, digits: &str) -> Result<Literal, LiteralError> {
     let nibble = |byte: u8| char::from(byte).to_digit(16).unwrap_or(0) as u8;
-    let bytes: Vec<u8> = digits
-        .as_bytes()
-        .chunks(2)
-        .map(|pair| nibble(pair[0]) * 16 + nibble(pair[1]))
-        .collect();
+    let bytes: Vec<u8> = digits.as_bytes().chunks(2).map(|pair| nibble(pair[0]) * 16 + nibble(pair[1])).collect();
     let count = usize::try_from(ty.elements()).map_err(|_| LiteralError::Count)?;
     let size = byte_count(ty.dtype);
     let packed = ty.dtype == DType::Bool && bytes.len() == count.div_ceil(8) && count > 1;
@@ -199,9 +178,6 @@ fn hexadecimal(ty: TensorType, digits: &str) -> Result<Literal, LiteralError> {
     if count.checked_mul(size) != Some(bytes.len()) {
         return Err(LiteralError::Count);
     }
-    let values = bytes
-        .chunks(size)
-        .map(|element| from_bytes(element, ty.dtype))
-        .collect();
+    let values = bytes.chunks(size).map(|element| from_bytes(element, ty.dtype)).collect();
     Ok(Literal::dense(ty, values))
 }

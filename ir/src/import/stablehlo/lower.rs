@@ -9,9 +9,8 @@ use super::syntax::{Attribute, Operation};
 use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::op::{
-    Binary, BroadcastInDim, Compare, Concatenate, Convert, Direction, DotGeneral, Gather,
-    GatherDims, Iota, Op, OutOfBounds, Pad, Reduce, Reducer, Reshape, ScatterAdd, Select, Slice,
-    Transpose, Unary,
+    Binary, BroadcastInDim, Compare, Concatenate, Convert, Direction, DotGeneral, Gather, GatherDims, Iota, Op,
+    OutOfBounds, Pad, Reduce, Reducer, Reshape, ScatterAdd, Select, Slice, Transpose, Unary,
 };
 use crate::types::TensorType;
 
@@ -24,12 +23,7 @@ impl Converter<'_, '_> {
         match operation.dialect {
             "stablehlo" | "chlo" => {}
             // Hints about where values should live; the planner decides that itself.
-            "sdy"
-                if matches!(
-                    name,
-                    "sharding_constraint" | "reshard" | "propagation_barrier"
-                ) =>
-            {
+            "sdy" if matches!(name, "sharding_constraint" | "reshard" | "propagation_barrier") => {
                 return Ok(operands.to_vec());
             }
             _ => return Err(Reject::Unsupported("")),
@@ -47,13 +41,7 @@ impl Converter<'_, '_> {
             "constant" => self.constant(operation),
             "iota" => {
                 let ty = result_type(operation)?;
-                self.one(
-                    Op::Iota(Iota {
-                        ty,
-                        dim: dim(operation, "iota_dimension")?,
-                    }),
-                    operands,
-                )
+                self.one(Op::Iota(Iota { ty, dim: dim(operation, "iota_dimension")? }), operands)
             }
             "square" => {
                 let [x] = exactly(operands)?;
@@ -69,21 +57,13 @@ impl Converter<'_, '_> {
             "broadcast_in_dim" => {
                 let [x] = exactly(operands)?;
                 let dims = dims(operation, "broadcast_dimensions")?;
-                Ok(vec![self.broadcast(
-                    x,
-                    result_type(operation)?.shape,
-                    dims,
-                )?])
+                Ok(vec![self.broadcast(x, result_type(operation)?.shape, dims)?])
             }
             "broadcast" => {
                 let [x] = exactly(operands)?;
                 let added = dims(operation, "broadcast_sizes")?.len();
                 let rank = self.graph.ty(x).rank();
-                Ok(vec![self.broadcast(
-                    x,
-                    result_type(operation)?.shape,
-                    (added..added + rank).collect(),
-                )?])
+                Ok(vec![self.broadcast(x, result_type(operation)?.shape, (added..added + rank).collect())?])
             }
             "reshape" => {
                 let [x] = exactly(operands)?;
@@ -109,35 +89,16 @@ impl Converter<'_, '_> {
                     Some(_) => sizes(operation, "strides")?,
                     None => vec![1; start.len()],
                 };
-                self.one(
-                    Op::Slice(Slice {
-                        start,
-                        limit,
-                        stride,
-                    }),
-                    &[x],
-                )
+                self.one(Op::Slice(Slice { start, limit, stride }), &[x])
             }
             "dynamic_slice" => self.dynamic_slice(operation, operands),
-            "concatenate" => self.one(
-                Op::Concatenate(Concatenate {
-                    dim: dim(operation, "dimension")?,
-                }),
-                operands,
-            ),
+            "concatenate" => self.one(Op::Concatenate(Concatenate { dim: dim(operation, "dimension")? }), operands),
             "pad" => {
                 let [x, value] = exactly(operands)?;
                 let low = ints(operation, "edge_padding_low")?;
                 let high = ints(operation, "edge_padding_high")?;
                 let interior = sizes(operation, "interior_padding")?;
-                self.one(
-                    Op::Pad(Pad {
-                        low,
-                        high,
-                        interior,
-                    }),
-                    &[x, value],
-                )
+                self.one(Op::Pad(Pad { low, high, interior }), &[x, value])
             }
             "reduce" => self.reduce(operation, operands),
             "dot_general" | "dot" => self.dot(operation, operands),
@@ -170,10 +131,7 @@ impl Converter<'_, '_> {
 
     fn compare(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [a, b] = exactly(operands)?;
-        let direction = match operation
-            .attribute("comparison_direction")
-            .and_then(Attribute::as_word)
-        {
+        let direction = match operation.attribute("comparison_direction").and_then(Attribute::as_word) {
             Some("EQ") => Direction::Eq,
             Some("NE") => Direction::Ne,
             Some("LT") => Direction::Lt,
@@ -210,12 +168,7 @@ impl Converter<'_, '_> {
         self.broadcast(x, shape, Vec::new())
     }
 
-    fn broadcast(
-        &mut self,
-        x: ValueId,
-        shape: Vec<u64>,
-        dims: Vec<usize>,
-    ) -> Result<ValueId, Reject> {
+    fn broadcast(&mut self, x: ValueId, shape: Vec<u64>, dims: Vec<usize>) -> Result<ValueId, Reject> {
         if self.graph.shape(x) == shape && dims.iter().copied().eq(0..shape.len()) {
             return Ok(x);
         }
@@ -253,23 +206,14 @@ impl Converter<'_, '_> {
         }
         let (mut start, mut limit) = (Vec::new(), Vec::new());
         for ((&at, &length), &size) in starts.iter().zip(&lengths).zip(&shape) {
-            let at = self
-                .splat(at)
-                .ok_or(Reject::Unsupported("from a computed position"))?;
+            let at = self.splat(at).ok_or(Reject::Unsupported("from a computed position"))?;
             // Starts are moved so that the slice lies inside.
             let at = (at.max(0.0) as u64).min(size.saturating_sub(length));
             start.push(at);
             limit.push(at.saturating_add(length));
         }
         let stride = vec![1; shape.len()];
-        self.one(
-            Op::Slice(Slice {
-                start,
-                limit,
-                stride,
-            }),
-            &[x],
-        )
+        self.one(Op::Slice(Slice { start, limit, stride }), &[x])
     }
 
     fn reduce(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
@@ -283,11 +227,7 @@ impl Converter<'_, '_> {
         let (ty, init_ty) = (self.graph.ty(x), self.graph.ty(init));
         if init_ty.rank() != 0 || init_ty.dtype != ty.dtype {
             let declared = format!("a scalar of {}", ty.dtype).into();
-            return Err(Reject::Invalid(ProblemKind::OperandType {
-                index: 1,
-                declared,
-                actual: init_ty.clone(),
-            }));
+            return Err(Reject::Invalid(ProblemKind::OperandType { index: 1, declared, actual: init_ty.clone() }));
         }
         let applied = operation.attribute("applies").and_then(Attribute::as_word);
         let applied = applied.or_else(|| operation.regions.first()?.applies());
@@ -302,9 +242,7 @@ impl Converter<'_, '_> {
             Some("and") => Reducer::And,
             Some("or") => Reducer::Or,
             _ => {
-                return Err(Reject::Unsupported(
-                    "with another function than add, multiply, maximum, minimum, and, or",
-                ));
+                return Err(Reject::Unsupported("with another function than add, multiply, maximum, minimum, and, or"));
             }
         };
         let neutral = reducer.neutral(ty.dtype);
@@ -338,14 +276,7 @@ impl Converter<'_, '_> {
         };
         let dtype = result_type(operation)?.dtype;
         // The graph's dot has one element type. Converting the operands up keeps every digit of the wider sum.
-        if dtype.bytes()
-            >= self
-                .graph
-                .ty(lhs)
-                .dtype
-                .bytes()
-                .max(self.graph.ty(rhs).dtype.bytes())
-        {
+        if dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes()) {
             lhs = self.converted(lhs, dtype)?;
             rhs = self.converted(rhs, dtype)?;
         }
@@ -365,13 +296,7 @@ impl Converter<'_, '_> {
             slice_sizes: sizes(operation, "slice_sizes")?,
         };
         // StableHLO moves indices to where the slice lies inside; other behaviours are ops around it.
-        self.one(
-            Op::Gather(Gather {
-                dims,
-                out_of_bounds: OutOfBounds::Clamp,
-            }),
-            &[x, indices],
-        )
+        self.one(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
     }
 
     /// Addition into a tensor: that tensor plus the scattered updates, or just these where it is zero.
@@ -379,12 +304,7 @@ impl Converter<'_, '_> {
         let &[x, indices, updates] = operands else {
             return Err(Reject::Unsupported("of several operands"));
         };
-        if operation
-            .regions
-            .first()
-            .and_then(|region| region.applies())
-            != Some("add")
-        {
+        if operation.regions.first().and_then(|region| region.applies()) != Some("add") {
             return Err(Reject::Unsupported("other than addition"));
         }
         let shape = self.graph.shape(x).to_vec();
@@ -399,25 +319,13 @@ impl Converter<'_, '_> {
             slice_sizes: Vec::new(),
         };
         // The windows have the sizes of the updates; dimensions without one have windows of a single element.
-        let mut windows = dims
-            .offset_dims
-            .iter()
-            .map(|&dim| updates_shape.get(dim).copied());
+        let mut windows = dims.offset_dims.iter().map(|&dim| updates_shape.get(dim).copied());
         for dim in 0..shape.len() {
-            let single = dims.collapsed_slice_dims.contains(&dim)
-                || dims.operand_batching_dims.contains(&dim);
-            let size = if single {
-                Some(1)
-            } else {
-                windows.next().flatten()
-            };
-            dims.slice_sizes
-                .push(size.ok_or_else(|| attribute("update_window_dims"))?);
+            let single = dims.collapsed_slice_dims.contains(&dim) || dims.operand_batching_dims.contains(&dim);
+            let size = if single { Some(1) } else { windows.next().flatten() };
+            dims.slice_sizes.push(size.ok_or_else(|| attribute("update_window_dims"))?);
         }
-        let sum = self.push(
-            Op::ScatterAdd(ScatterAdd { dims, shape }),
-            &[indices, updates],
-        )?;
+        let sum = self.push(Op::ScatterAdd(ScatterAdd { dims, shape }), &[indices, updates])?;
         if self.splat(x) == Some(0.0) {
             return Ok(vec![sum]);
         }
@@ -425,9 +333,7 @@ impl Converter<'_, '_> {
     }
 
     fn custom_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let target = operation
-            .attribute("call_target_name")
-            .and_then(Attribute::as_word);
+        let target = operation.attribute("call_target_name").and_then(Attribute::as_word);
         let unary = match target {
             Some("Sharding" | "annotate_device_placement") => return Ok(operands.to_vec()),
             Some("mhlo.erf") => Unary::Erf,
@@ -455,33 +361,21 @@ fn attribute(name: &'static str) -> Reject {
 fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => tensor_type(ty).ok_or(Reject::Unsupported("with a result of this type")),
-        types => Err(Reject::Invalid(ProblemKind::ResultCount {
-            expected: 1,
-            found: types.len(),
-        })),
+        types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),
     }
 }
 
 fn ints(operation: &Operation, name: &'static str) -> Result<Vec<i64>, Reject> {
-    operation
-        .attribute(name)
-        .and_then(Attribute::ints)
-        .ok_or_else(|| attribute(name))
+    operation.attribute(name).and_then(Attribute::ints).ok_or_else(|| attribute(name))
 }
 
 fn sizes(operation: &Operation, name: &'static str) -> Result<Vec<u64>, Reject> {
-    let sizes: Result<Vec<u64>, _> = ints(operation, name)?
-        .into_iter()
-        .map(u64::try_from)
-        .collect();
+    let sizes: Result<Vec<u64>, _> = ints(operation, name)?.into_iter().map(u64::try_from).collect();
     sizes.map_err(|_| attribute(name))
 }
 
 fn dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
-    let dims: Result<Vec<usize>, _> = ints(operation, name)?
-        .into_iter()
-        .map(usize::try_from)
-        .collect();
+    let dims: Result<Vec<usize>, _> = ints(operation, name)?.into_iter().map(usize::try_from).collect();
     dims.map_err(|_| attribute(name))
 }
 

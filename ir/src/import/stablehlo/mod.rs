@@ -18,8 +18,6 @@ mod convert_tests;
 #[cfg(test)]
 mod parse_tests;
 
-pub use convert::{
-    Argument, ImportError, Imported, MAX_OPERATIONS, Problem, ProblemKind, Unsupported, import,
-};
+pub use convert::{Argument, ImportError, Imported, MAX_OPERATIONS, Problem, ProblemKind, Unsupported, import};
 pub use lexer::{ParseError, Place};
 pub use parse::parse;

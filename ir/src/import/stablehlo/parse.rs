@@ -9,18 +9,14 @@ use std::collections::{HashMap, HashSet};
 use super::attribute::{LocationNode, unescape};
 use super::lexer::{Lexed, Lexer, MAX_DEPTH, ParseError, Token};
 use super::syntax::{
-    Argument, Attribute, Attributes, Function, FunctionResult, LocationId, Module, Operand,
-    Operation, Place, Region, ResultName, Type,
+    Argument, Attribute, Attributes, Function, FunctionResult, LocationId, Module, Operand, Operation, Place, Region,
+    ResultName, Type,
 };
 
 /// Parses the text of one module, or of functions without a module around them.
 pub fn parse(text: &str) -> Result<Module<'_>, ParseError> {
     let mut parser = Parser::new(text)?;
-    let mut module = Module {
-        name: None,
-        functions: Vec::new(),
-        location_names: Vec::new(),
-    };
+    let mut module = Module { name: None, functions: Vec::new(), location_names: Vec::new() };
     while parser.current.token != Token::End {
         if matches!(parser.current.token, Token::Hash(_) | Token::Bang(_)) {
             parser.alias()?;
@@ -32,10 +28,7 @@ pub fn parse(text: &str) -> Result<Module<'_>, ParseError> {
     for function in &module.functions {
         if !names.insert(&function.name) {
             let name = function.name.as_ref().into();
-            return Err(ParseError::DuplicateFunction {
-                place: function.place,
-                name,
-            });
+            return Err(ParseError::DuplicateFunction { place: function.place, name });
         }
     }
     module.location_names = parser.location_names();
@@ -133,20 +126,14 @@ impl<'a> Parser<'a> {
 
     pub fn expected(&self, expected: &'static str) -> ParseError {
         let Lexed { token, place, .. } = &self.current;
-        ParseError::Expected {
-            place: *place,
-            expected,
-            found: token.describe(),
-        }
+        ParseError::Expected { place: *place, expected, found: token.describe() }
     }
 
     /// Goes one level deeper, to be undone by `leave` unless there is an error.
     pub fn enter(&mut self) -> Result<(), ParseError> {
         self.depth += 1;
         match self.depth > MAX_DEPTH {
-            true => Err(ParseError::TooDeep {
-                place: self.current.place,
-            }),
+            true => Err(ParseError::TooDeep { place: self.current.place }),
             false => Ok(()),
         }
     }
@@ -196,9 +183,7 @@ impl<'a> Parser<'a> {
                 Token::Punctuation(b'[') => open.push(b']'),
                 Token::Punctuation(b'{') => open.push(b'}'),
                 Token::Punctuation(b'<') => open.push(b'>'),
-                Token::Punctuation(byte @ (b')' | b']' | b'}' | b'>'))
-                    if open.pop() != Some(byte) =>
-                {
+                Token::Punctuation(byte @ (b')' | b']' | b'}' | b'>')) if open.pop() != Some(byte) => {
                     return Err(self.expected("the bracket that closes the last one opened"));
                 }
                 Token::End => return Err(self.expected("a closing bracket")),
@@ -285,11 +270,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Modules and functions in the generic form are ops like any other.
-    fn generic_item(
-        &mut self,
-        mut operation: Operation<'a>,
-        module: &mut Module<'a>,
-    ) -> Result<(), ParseError> {
+    fn generic_item(&mut self, mut operation: Operation<'a>, module: &mut Module<'a>) -> Result<(), ParseError> {
         let name = match operation.attribute("sym_name") {
             Some(Attribute::String(name)) => Some(name.clone()),
             _ => None,
@@ -299,11 +280,7 @@ impl<'a> Parser<'a> {
                 if module.name.is_none() {
                     module.name = name;
                 }
-                for operation in operation
-                    .regions
-                    .into_iter()
-                    .flat_map(|region| region.operations)
-                {
+                for operation in operation.regions.into_iter().flat_map(|region| region.operations) {
                     self.generic_item(operation, module)?;
                 }
             }
@@ -312,10 +289,7 @@ impl<'a> Parser<'a> {
                 let (Some(name), Some(region)) = (name, region) else {
                     return Ok(());
                 };
-                let visibility = match operation
-                    .attribute("sym_visibility")
-                    .and_then(Attribute::as_word)
-                {
+                let visibility = match operation.attribute("sym_visibility").and_then(Attribute::as_word) {
                     Some("private") => "private",
                     _ => "public",
                 };
@@ -323,10 +297,7 @@ impl<'a> Parser<'a> {
                     Some(Attribute::Type(Type::Function(_, results))) => results.clone(),
                     _ => Vec::new(),
                 };
-                let results = results.into_iter().map(|ty| FunctionResult {
-                    ty,
-                    attributes: Vec::new(),
-                });
+                let results = results.into_iter().map(|ty| FunctionResult { ty, attributes: Vec::new() });
                 module.functions.push(Function {
                     name,
                     visibility,
@@ -359,17 +330,11 @@ impl<'a> Parser<'a> {
             if self.eat(b'(')? {
                 while !self.eat(b')')? {
                     let ty = self.ty()?;
-                    results.push(FunctionResult {
-                        ty,
-                        attributes: self.optional_dictionary()?,
-                    });
+                    results.push(FunctionResult { ty, attributes: self.optional_dictionary()? });
                     self.separator(b')')?;
                 }
             } else {
-                results.push(FunctionResult {
-                    ty: self.ty()?,
-                    attributes: Vec::new(),
-                });
+                results.push(FunctionResult { ty: self.ty()?, attributes: Vec::new() });
             }
         }
         if self.eat_word("attributes")? {
@@ -380,14 +345,7 @@ impl<'a> Parser<'a> {
             false => Vec::new(),
         };
         self.optional_location()?;
-        Ok(Function {
-            name,
-            visibility,
-            arguments,
-            results,
-            operations,
-            place,
-        })
+        Ok(Function { name, visibility, arguments, results, operations, place })
     }
 
     fn optional_dictionary(&mut self) -> Result<Attributes<'a>, ParseError> {
@@ -412,13 +370,7 @@ impl<'a> Parser<'a> {
             let ty = self.ty()?;
             let attributes = self.optional_dictionary()?;
             let location = self.optional_location()?;
-            arguments.push(Argument {
-                name,
-                ty,
-                attributes,
-                location,
-                place,
-            });
+            arguments.push(Argument { name, ty, attributes, location, place });
             self.separator(b')')?;
         }
         Ok(arguments)
@@ -440,10 +392,7 @@ impl<'a> Parser<'a> {
             operations.push(self.operation()?);
         }
         self.leave();
-        Ok(Region {
-            arguments,
-            operations,
-        })
+        Ok(Region { arguments, operations })
     }
 
     fn operation(&mut self) -> Result<Operation<'a>, ParseError> {
@@ -457,11 +406,8 @@ impl<'a> Parser<'a> {
                 let Token::Integer(digits) = self.current.token else {
                     return Err(self.expected("a number of results"));
                 };
-                count = u32::try_from(self.integer(digits)?).map_err(|_| {
-                    ParseError::NumberTooLarge {
-                        place: self.current.place,
-                    }
-                })?;
+                count = u32::try_from(self.integer(digits)?)
+                    .map_err(|_| ParseError::NumberTooLarge { place: self.current.place })?;
                 self.advance()?;
             }
             results.push(ResultName { name, count });
@@ -483,11 +429,7 @@ impl<'a> Parser<'a> {
             return Err(self.expected("':' and the type of the operation"));
         }
         if !results.is_empty() && u64::try_from(types) != Ok(names) {
-            return Err(ParseError::ResultCount {
-                place,
-                names,
-                types,
-            });
+            return Err(ParseError::ResultCount { place, names, types });
         }
         operation.results = results;
         self.leave();
@@ -529,12 +471,7 @@ impl<'a> Parser<'a> {
     }
 
     pub fn operand(&mut self) -> Result<Operand<'a>, ParseError> {
-        let Lexed {
-            token: Token::Value(name),
-            place,
-            ..
-        } = self.current
-        else {
+        let Lexed { token: Token::Value(name), place, .. } = self.current else {
             return Err(self.expected("a value '%name'"));
         };
         self.advance()?;
@@ -542,9 +479,7 @@ impl<'a> Parser<'a> {
         if let Token::Hash(digits) = self.current.token
             && self.current.start == self.previous_end
         {
-            index = digits
-                .parse()
-                .map_err(|_| self.expected("a result number"))?;
+            index = digits.parse().map_err(|_| self.expected("a result number"))?;
             self.advance()?;
         }
         Ok(Operand { name, index, place })

@@ -20,56 +20,32 @@ fn show(operation: &Operation) -> String {
     out += ")";
     out += &show_attributes(&operation.attributes);
     for region in &operation.regions {
-        let arguments = region
-            .arguments
-            .iter()
-            .map(|a| format!("{}:{}", a.name, show_type(&a.ty)));
+        let arguments = region.arguments.iter().map(|a| format!("{}:{}", a.name, show_type(&a.ty)));
         write!(out, " |{}|", arguments.collect::<Vec<_>>().join(",")).unwrap();
         let operations = region.operations.iter().map(show).collect::<Vec<_>>();
         write!(out, " {}", operations.join("; ")).unwrap();
     }
     let types = |types: &[Type]| types.iter().map(show_type).collect::<Vec<_>>().join(",");
-    write!(
-        out,
-        " : {} -> {}",
-        types(&operation.operand_types),
-        types(&operation.result_types)
-    )
-    .unwrap();
+    write!(out, " : {} -> {}", types(&operation.operand_types), types(&operation.result_types)).unwrap();
     out
 }
 
 fn show_type(ty: &Type) -> String {
     match ty {
         Type::Tensor(tensor) => {
-            let dims = tensor
-                .dims
-                .iter()
-                .map(|dim| dim.map_or("?x".into(), |dim| format!("{dim}x")));
+            let dims = tensor.dims.iter().map(|dim| dim.map_or("?x".into(), |dim| format!("{dim}x")));
             let star = if tensor.ranked { "" } else { "*x" };
-            let encoding = tensor
-                .encoding
-                .map_or(String::new(), |text| format!(" {text}"));
-            format!(
-                "{star}{}{}{encoding}",
-                dims.collect::<String>(),
-                tensor.element
-            )
+            let encoding = tensor.encoding.map_or(String::new(), |text| format!(" {text}"));
+            format!("{star}{}{}{encoding}", dims.collect::<String>(), tensor.element)
         }
-        Type::Tuple(items) => format!(
-            "tuple({})",
-            items.iter().map(show_type).collect::<Vec<_>>().join(",")
-        ),
+        Type::Tuple(items) => format!("tuple({})", items.iter().map(show_type).collect::<Vec<_>>().join(",")),
         Type::Function(..) => "function".into(),
         Type::Other(text) => (*text).into(),
     }
 }
 
 fn show_attributes(attributes: &Attributes) -> String {
-    attributes
-        .iter()
-        .map(|(name, value)| format!(" {name}={}", show_attribute(value)))
-        .collect()
+    attributes.iter().map(|(name, value)| format!(" {name}={}", show_attribute(value))).collect()
 }
 
 fn show_attribute(attribute: &Attribute) -> String {
@@ -79,14 +55,7 @@ fn show_attribute(attribute: &Attribute) -> String {
         Attribute::Int(value) => value.to_string(),
         Attribute::Float(value) => format!("{value:?}"),
         Attribute::String(value) => format!("{value:?}"),
-        Attribute::Array(items) => format!(
-            "[{}]",
-            items
-                .iter()
-                .map(show_attribute)
-                .collect::<Vec<_>>()
-                .join(",")
-        ),
+        Attribute::Array(items) => format!("[{}]", items.iter().map(show_attribute).collect::<Vec<_>>().join(",")),
         Attribute::Dictionary(items) => format!("{{{}}}", show_attributes(items).trim_start()),
         Attribute::DimensionNumbers(items) => format!("<{}>", show_attributes(items).trim_start()),
         Attribute::Dense(Dense { ty, elements }) => {
@@ -100,10 +69,7 @@ fn show_attribute(attribute: &Attribute) -> String {
             let elements = match elements {
                 Elements::Splat(value) => scalar(value),
                 Elements::List { shape, values } => {
-                    format!(
-                        "{shape:?}{}",
-                        values.iter().map(scalar).collect::<Vec<_>>().join(",")
-                    )
+                    format!("{shape:?}{}", values.iter().map(scalar).collect::<Vec<_>>().join(","))
                 }
                 Elements::Hex(digits) => format!("hex {digits}"),
             };
@@ -117,9 +83,7 @@ fn show_attribute(attribute: &Attribute) -> String {
 }
 
 fn module_with(line: &str) -> String {
-    format!(
-        "module @m {{\n  func.func public @main(%arg0: tensor<f32>) {{\n    {line}\n    return\n  }}\n}}\n"
-    )
+    format!("module @m {{\n  func.func public @main(%arg0: tensor<f32>) {{\n    {line}\n    return\n  }}\n}}\n")
 }
 
 fn check(line: &str, expected: &str) {
@@ -302,24 +266,12 @@ fn literals() {
         ("dense<0xFC00> : tensor<f16>", "0xfc00:f16"),
         ("dense<true> : tensor<i1>", "true:i1"),
         ("dense<[true, false]> : tensor<2xi1>", "[2]true,false:2xi1"),
-        (
-            "dense<[[1, 2], [3, -4]]> : tensor<2x2xi32>",
-            "[2, 2]1,2,3,-4:2x2xi32",
-        ),
-        (
-            "dense<18446744073709551615> : tensor<ui64>",
-            "18446744073709551615:ui64",
-        ),
-        (
-            "dense<\"0x0000803F00000040\"> : tensor<2xf32>",
-            "hex 0000803F00000040:2xf32",
-        ),
+        ("dense<[[1, 2], [3, -4]]> : tensor<2x2xi32>", "[2, 2]1,2,3,-4:2x2xi32"),
+        ("dense<18446744073709551615> : tensor<ui64>", "18446744073709551615:ui64"),
+        ("dense<\"0x0000803F00000040\"> : tensor<2xf32>", "hex 0000803F00000040:2xf32"),
         ("dense<> : tensor<0xf32>", "[0]:0xf32"),
         ("dense<[[], []]> : tensor<2x0xf32>", "[2, 0]:2x0xf32"),
-        (
-            "dense<(1.0,-2.0)> : tensor<complex<f32>>",
-            "(1.0,-2.0):complex<f32>",
-        ),
+        ("dense<(1.0,-2.0)> : tensor<complex<f32>>", "(1.0,-2.0):complex<f32>"),
     ];
     for (literal, expected) in cases {
         let ty = expected.rsplit_once(':').unwrap().1;
@@ -360,27 +312,12 @@ fn modules_and_functions() {
     "#;
     let module = parse(text).unwrap();
     assert_eq!(module.name.as_deref(), Some("jit_f"));
-    let names: Vec<_> = module
-        .functions
-        .iter()
-        .map(|f| (&*f.name, f.visibility))
-        .collect();
+    let names: Vec<_> = module.functions.iter().map(|f| (&*f.name, f.visibility)).collect();
     assert_eq!(names, [("main", "public"), ("declared", "private")]);
     let main = module.function("main").unwrap();
-    let arguments: Vec<_> = main
-        .arguments
-        .iter()
-        .map(|a| (a.name, module.location_name(a.location)))
-        .collect();
-    assert_eq!(
-        arguments,
-        [("arg0", Some("params['w']")), ("arg1", Some("a"))]
-    );
-    let places: Vec<_> = main
-        .operations
-        .iter()
-        .map(|op| module.location_name(op.location))
-        .collect();
+    let arguments: Vec<_> = main.arguments.iter().map(|a| (a.name, module.location_name(a.location))).collect();
+    assert_eq!(arguments, [("arg0", Some("params['w']")), ("arg1", Some("a"))]);
+    let places: Vec<_> = main.operations.iter().map(|op| module.location_name(op.location)).collect();
     assert_eq!(
         places,
         [
@@ -395,10 +332,7 @@ fn modules_and_functions() {
         ]
     );
     assert_eq!(main.operations[0].place.to_string(), "9:13");
-    assert_eq!(
-        show_attributes(&main.arguments[0].attributes),
-        " jax.buffer_donor=true"
-    );
+    assert_eq!(show_attributes(&main.arguments[0].attributes), " jax.buffer_donor=true");
     assert_eq!(main.results.len(), 2);
 
     let generic = parse(
@@ -411,77 +345,30 @@ fn modules_and_functions() {
     );
     let generic = generic.unwrap();
     assert_eq!(generic.name.as_deref(), Some("m"));
-    assert_eq!(
-        show(&generic.functions[0].operations[0]),
-        "func.return(arg0) : f32 -> "
-    );
-    assert_eq!(
-        (
-            generic.functions[0].visibility,
-            generic.functions[0].results.len()
-        ),
-        ("private", 1)
-    );
+    assert_eq!(show(&generic.functions[0].operations[0]), "func.return(arg0) : f32 -> ");
+    assert_eq!((generic.functions[0].visibility, generic.functions[0].results.len()), ("private", 1));
 
     assert_eq!(parse("").unwrap().functions, []);
-    assert_eq!(
-        parse("func.func @f() { return }").unwrap().functions[0]
-            .operations
-            .len(),
-        1
-    );
+    assert_eq!(parse("func.func @f() { return }").unwrap().functions[0].operations.len(), 1);
 }
 
 #[test]
 fn errors_name_the_place() {
     // The op stands on line 3, column 5.
     let cases = [
-        (
-            "%0 = stablehlo.add %a, %b : }",
-            "3:33: expected a type, found '}'",
-        ),
-        (
-            "%0 = stablehlo.add %a, %b : tensor<4xf32",
-            "4:5: expected '>', found 'return'",
-        ),
-        (
-            "%0 = stablehlo.slice %a [1;3] : tensor<f32>",
-            "3:31: expected MLIR text, found ';'",
-        ),
-        (
-            "%0 = stablehlo.slice %a [1 3] : tensor<f32>",
-            "3:32: expected ':', found '3'",
-        ),
+        ("%0 = stablehlo.add %a, %b : }", "3:33: expected a type, found '}'"),
+        ("%0 = stablehlo.add %a, %b : tensor<4xf32", "4:5: expected '>', found 'return'"),
+        ("%0 = stablehlo.slice %a [1;3] : tensor<f32>", "3:31: expected MLIR text, found ';'"),
+        ("%0 = stablehlo.slice %a [1 3] : tensor<f32>", "3:32: expected ':', found '3'"),
         ("%0 = = %a", "3:10: expected an operation, found '='"),
         ("%0 %1", "3:8: expected '=', found '%1'"),
-        (
-            "%0:2 = stablehlo.add %a, %b : tensor<f32>",
-            "3:5: 2 results are named, but the type has 1",
-        ),
-        (
-            "%0:99999999999 = stablehlo.add %a, %b : tensor<f32>",
-            "3:8: this number is too large",
-        ),
-        (
-            "%0 = \"stablehlo.add(%a",
-            "3:10: this string has no closing quote on its line",
-        ),
-        (
-            "%0 = \"stablehlo.add\"(%a) {} (",
-            "3:33: expected ':' and the type of the operation, found '('",
-        ),
-        (
-            "%0 = stablehlo.add %a : tensor<99999999999999999999xf32>",
-            "3:36: this number is too large",
-        ),
-        (
-            "%0 = stablehlo.constant dense<99999999999999999999> : tensor<i64>",
-            "3:35: this number is too large",
-        ),
-        (
-            "%0 = stablehlo.constant dense<1.0e999> : tensor<f64>",
-            "3:35: this number is too large",
-        ),
+        ("%0:2 = stablehlo.add %a, %b : tensor<f32>", "3:5: 2 results are named, but the type has 1"),
+        ("%0:99999999999 = stablehlo.add %a, %b : tensor<f32>", "3:8: this number is too large"),
+        ("%0 = \"stablehlo.add(%a", "3:10: this string has no closing quote on its line"),
+        ("%0 = \"stablehlo.add\"(%a) {} (", "3:33: expected ':' and the type of the operation, found '('"),
+        ("%0 = stablehlo.add %a : tensor<99999999999999999999xf32>", "3:36: this number is too large"),
+        ("%0 = stablehlo.constant dense<99999999999999999999> : tensor<i64>", "3:35: this number is too large"),
+        ("%0 = stablehlo.constant dense<1.0e999> : tensor<f64>", "3:35: this number is too large"),
         (
             "%0 = stablehlo.constant dense<[[1, 2], [3]]> : tensor<2x2xi32>",
             "3:46: the rows of this literal have different lengths",
@@ -494,14 +381,8 @@ fn errors_name_the_place() {
             "%0 = stablehlo.constant dense<\"0xABC\"> : tensor<2xi32>",
             "3:35: expected a string of hexadecimal digits, found a string",
         ),
-        (
-            "%0 = stablehlo.constant dense<x> : tensor<i32>",
-            "3:35: expected a number, found 'x'",
-        ),
-        (
-            "%é = stablehlo.abs %a : tensor<f32>",
-            "3:6: expected a name, found 'é'",
-        ),
+        ("%0 = stablehlo.constant dense<x> : tensor<i32>", "3:35: expected a number, found 'x'"),
+        ("%é = stablehlo.abs %a : tensor<f32>", "3:6: expected a name, found 'é'"),
         (
             "%0 = stablehlo.reduce(%a init: %b) over [0] : (tensor<f32>) -> tensor<f32>",
             "3:40: expected 'across dimensions = [...]', found 'over'",
@@ -510,10 +391,7 @@ fn errors_name_the_place() {
             "%0 = \"a.b\"() ({ ^bb0: %1 = \"c.d\"() : () -> i1 ^bb1: }) : () -> i1",
             "3:51: expected an operation, found '^bb1'",
         ),
-        (
-            "%0 = stablehlo.abs %a : i1 loc(1)",
-            "3:36: expected a location, found '1'",
-        ),
+        ("%0 = stablehlo.abs %a : i1 loc(1)", "3:36: expected a location, found '1'"),
         (
             "%0 = stablehlo.add %a abcdefghijklmnopqrstuvwxyz_abcdefghijklmnopqrstuvwxyz",
             "3:27: expected ':' and the type of the operation, found 'abcdefghijklmnopqrstuvwxyz_abcdefghijklm...'",
@@ -527,18 +405,12 @@ fn errors_name_the_place() {
         }
     }
     let twice = "func.func @f() { return }\nfunc.func @f() { return }";
-    assert_eq!(
-        parse(twice).unwrap_err().to_string(),
-        "2:1: function @f is defined twice"
-    );
+    assert_eq!(parse(twice).unwrap_err().to_string(), "2:1: function @f is defined twice");
     assert_eq!(
         parse("module {").unwrap_err().to_string(),
         "1:9: expected a function or a module, found the end of the file"
     );
-    assert_eq!(
-        parse("\u{0}").unwrap_err().to_string(),
-        "1:1: expected MLIR text, found '\\0'"
-    );
+    assert_eq!(parse("\u{0}").unwrap_err().to_string(), "1:1: expected MLIR text, found '\\0'");
 }
 
 #[test]
@@ -560,29 +432,17 @@ fn nesting_is_limited() {
         ("#x.y<a = ", ">"),
     ] {
         let nested = format!("{}{}", open.repeat(100_000), close.repeat(100_000));
-        for prefix in [
-            "",
-            "#a = ",
-            "!a = ",
-            "#a = loc(",
-            "\"a.b\"() {a = ",
-            "func.func @f() {",
-        ] {
+        for prefix in ["", "#a = ", "!a = ", "#a = loc(", "\"a.b\"() {a = ", "func.func @f() {"] {
             // Some combinations are text in brackets that is skipped; none may overflow the stack.
             let _ = parse(&format!("{prefix}{nested}"));
         }
     }
     let deep = |levels: usize| {
         let regions = "\"a.b\"() ({".repeat(levels) + &"}) : () -> ()\n".repeat(levels);
-        parse(&format!("func.func @f() {{ {regions} }}"))
-            .map(|_| ())
-            .map_err(|error| error.to_string())
+        parse(&format!("func.func @f() {{ {regions} }}")).map(|_| ()).map_err(|error| error.to_string())
     };
     assert_eq!(deep(60), Ok(()));
-    assert_eq!(
-        deep(70),
-        Err("1:657: nested more than 128 levels deep".into())
-    );
+    assert_eq!(deep(70), Err("1:657: nested more than 128 levels deep".into()));
 }
 
 const SMALL: &str = r#"#loc1 = loc("params['w']")
@@ -647,9 +507,7 @@ pub(super) fn for_each_damaged(text: &str, read: impl Fn(&str)) {
         read(&String::from_utf8_lossy(&bytes));
     }
     for _ in 0..2_000 {
-        let bytes: Vec<u8> = (0..200)
-            .map(|_| alphabet[random(&mut state) % alphabet.len()])
-            .collect();
+        let bytes: Vec<u8> = (0..200).map(|_| alphabet[random(&mut state) % alphabet.len()]).collect();
         read(&String::from_utf8_lossy(&bytes));
     }
 }
@@ -665,8 +523,5 @@ fn aliases_cannot_fill_the_memory() {
     }
     text += "func.func @f(%a: !a199 loc(#l199)) { \"x.y\"() {a = #a199} : () -> () }";
     let module: Module = parse(&text).unwrap();
-    assert_eq!(
-        show_type(&module.functions[0].arguments[0].ty),
-        "tuple(!a198,!a198)"
-    );
+    assert_eq!(show_type(&module.functions[0].arguments[0].ty), "tuple(!a198,!a198)");
 }

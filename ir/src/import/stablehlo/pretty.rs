@@ -46,9 +46,7 @@ impl<'a> Parser<'a> {
                         self.brackets_after_operand(operation)?;
                     } else if self.at(b'<') {
                         let text = self.balanced()?;
-                        operation
-                            .attributes
-                            .push(named("sharding", Attribute::Opaque(text)));
+                        operation.attributes.push(named("sharding", Attribute::Opaque(text)));
                     }
                 }
                 Token::Symbol(_) => {
@@ -66,13 +64,9 @@ impl<'a> Parser<'a> {
                 Token::String(raw) => {
                     self.advance()?;
                     comma_needed = false;
-                    operation
-                        .attributes
-                        .push(named("text", Attribute::String(unescape(raw))));
+                    operation.attributes.push(named("text", Attribute::String(unescape(raw))));
                 }
-                Token::Word(word) if word != "loc" && word != "attributes" => {
-                    self.word_item(operation, word)?
-                }
+                Token::Word(word) if word != "loc" && word != "attributes" => self.word_item(operation, word)?,
                 _ => return Ok(()),
             }
             // `convolution(%a, %b) dim_numbers = ..., window = {...}` follows no rule for commas.
@@ -83,11 +77,7 @@ impl<'a> Parser<'a> {
     }
 
     /// A bare word, or a `key = value` pair.
-    fn word_item(
-        &mut self,
-        operation: &mut Operation<'a>,
-        word: &'a str,
-    ) -> Result<(), ParseError> {
+    fn word_item(&mut self, operation: &mut Operation<'a>, word: &'a str) -> Result<(), ParseError> {
         self.advance()?;
         if !self.eat(b'=')? {
             // Of `compare LT, %a, %b, FLOAT` the first word is the direction.
@@ -95,9 +85,7 @@ impl<'a> Parser<'a> {
                 true => "comparison_direction",
                 false => "compare_type",
             };
-            operation
-                .attributes
-                .push(named(name, Attribute::Enum(word)));
+            operation.attributes.push(named(name, Attribute::Enum(word)));
             return Ok(());
         }
         match word {
@@ -116,9 +104,7 @@ impl<'a> Parser<'a> {
             }
             "dim_numbers" => {
                 let dimensions = self.convolution_labels()?;
-                operation
-                    .attributes
-                    .push(named("dimension_numbers", dimensions));
+                operation.attributes.push(named("dimension_numbers", dimensions));
             }
             "window" => {
                 self.expect(b'{', "'{'")?;
@@ -129,9 +115,7 @@ impl<'a> Parser<'a> {
             }
             _ => {
                 let value = self.attribute(false)?;
-                operation
-                    .attributes
-                    .push((Cow::Borrowed(generic_name(operation.name, word)), value));
+                operation.attributes.push((Cow::Borrowed(generic_name(operation.name, word)), value));
             }
         }
         Ok(())
@@ -157,15 +141,9 @@ impl<'a> Parser<'a> {
             });
             self.separator(b']')?;
         }
-        operation
-            .attributes
-            .push(named("start_indices", Attribute::Array(starts)));
-        operation
-            .attributes
-            .push(named("limit_indices", Attribute::Array(limits)));
-        operation
-            .attributes
-            .push(named("strides", Attribute::Array(strides)));
+        operation.attributes.push(named("start_indices", Attribute::Array(starts)));
+        operation.attributes.push(named("limit_indices", Attribute::Array(limits)));
+        operation.attributes.push(named("strides", Attribute::Array(strides)));
         Ok(())
     }
 
@@ -250,9 +228,7 @@ impl<'a> Parser<'a> {
         if self.eat_word("applies")? {
             let reducer = self.word()?;
             let reducer = reducer.split_once('.').map_or(reducer, |(_, name)| name);
-            operation
-                .attributes
-                .push(named("applies", Attribute::Enum(reducer)));
+            operation.attributes.push(named("applies", Attribute::Enum(reducer)));
         }
         for word in ["across", "dimensions"] {
             if !self.eat_word(word)? {

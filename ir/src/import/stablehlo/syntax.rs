@@ -170,9 +170,7 @@ impl<'a> Module<'a> {
 
     /// The name of a location, such as `jit(gpt)/dot_general` or `params['wte']`.
     pub fn location_name(&self, location: Option<LocationId>) -> Option<&str> {
-        let name = self
-            .location_names
-            .get(usize::try_from(location?.0).ok()?)?;
+        let name = self.location_names.get(usize::try_from(location?.0).ok()?)?;
         name.as_deref()
     }
 }
@@ -196,11 +194,9 @@ impl<'a> Region<'a> {
         let [apply, end] = self.operations.as_slice() else {
             return None;
         };
-        let ([left, right], [result], [returned]) = (
-            self.arguments.as_slice(),
-            apply.results.as_slice(),
-            end.operands.as_slice(),
-        ) else {
+        let ([left, right], [result], [returned]) =
+            (self.arguments.as_slice(), apply.results.as_slice(), end.operands.as_slice())
+        else {
             return None;
         };
         let [first, second] = apply.operands.as_slice() else {
@@ -278,9 +274,7 @@ impl Attribute<'_> {
                         _ => false,
                     }
                 }
-                Elements::List { values, .. } => values
-                    .iter()
-                    .all(|value| value.as_int().is_some_and(&mut push)),
+                Elements::List { values, .. } => values.iter().all(|value| value.as_int().is_some_and(&mut push)),
                 Elements::Hex(_) => false,
             },
             _ => false,
@@ -292,11 +286,9 @@ impl Type<'_> {
     /// Of a tensor whose dimensions are all known and whose element count fits.
     pub fn num_elements(&self) -> Option<u64> {
         match self {
-            Type::Tensor(TensorType {
-                dims, ranked: true, ..
-            }) => dims
-                .iter()
-                .try_fold(1u64, |product, dim| product.checked_mul((*dim)?)),
+            Type::Tensor(TensorType { dims, ranked: true, .. }) => {
+                dims.iter().try_fold(1u64, |product, dim| product.checked_mul((*dim)?))
+            }
             _ => None,
         }
     }

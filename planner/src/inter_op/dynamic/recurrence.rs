@@ -76,18 +76,12 @@ pub(super) struct Space {
 impl Space {
     /// `None` if the cluster has no devices, no usable shape or no layers. Without `check_memory` every
     /// candidate is kept and fits everywhere.
-    pub(super) fn new(
-        table: &StageTable,
-        query: &Query,
-        shapes: &[usize],
-        check_memory: bool,
-    ) -> Option<Self> {
+    pub(super) fn new(table: &StageTable, query: &Query, shapes: &[usize], check_memory: bool) -> Option<Self> {
         let shapes = usable_shapes(table, query, shapes);
         let total = u64::from(query.nodes) * u64::from(query.devices_per_node);
         let sizes = shapes.iter().map(|&i| table.shapes[i].num_devices());
         let unit = sizes.fold(0, greatest_common_divisor);
-        if unit == 0 || table.num_layers == 0 || (query.all_devices && !total.is_multiple_of(unit))
-        {
+        if unit == 0 || table.num_layers == 0 || (query.all_devices && !total.is_multiple_of(unit)) {
             return None;
         }
         let budget = usize::try_from(total / unit).ok()?;
@@ -111,11 +105,7 @@ impl Space {
             choices: Vec::new(),
         };
         let max_position = |candidate: &Candidate| {
-            if check_memory {
-                max_position(candidate, query, max_stages as u32)
-            } else {
-                u32::MAX
-            }
+            if check_memory { max_position(candidate, query, max_stages as u32) } else { u32::MAX }
         };
         for first in 0..table.num_layers {
             space.arcs.starts.push(space.arcs.list.len());
@@ -169,9 +159,9 @@ impl Space {
         let mut kept = start;
         for i in start..self.choices.len() {
             let choice = self.choices[i];
-            let beaten = self.choices[start..kept].iter().any(|better| {
-                better.step_s <= choice.step_s && better.max_position >= choice.max_position
-            });
+            let beaten = self.choices[start..kept]
+                .iter()
+                .any(|better| better.step_s <= choice.step_s && better.max_position >= choice.max_position);
             if choice.max_position > 0 && !beaten {
                 self.choices[kept] = choice;
                 kept += 1;
@@ -185,9 +175,7 @@ impl Space {
         self.choices[arc.choices.clone()]
             .iter()
             .take_while(|choice| choice.microbatch_s <= limits.microbatch_s)
-            .find(|choice| {
-                choice.step_s <= limits.step_s && choice.max_position as usize >= position
-            })
+            .find(|choice| choice.step_s <= limits.step_s && choice.max_position as usize >= position)
             .copied()
     }
 
@@ -207,19 +195,11 @@ impl Space {
 
 /// Indices of the shapes that the cluster has.
 pub(super) fn usable_shapes(table: &StageTable, query: &Query, shapes: &[usize]) -> Vec<usize> {
-    shapes
-        .iter()
-        .copied()
-        .filter(|&i| table.shapes[i].is_block_of(query.nodes, query.devices_per_node))
-        .collect()
+    shapes.iter().copied().filter(|&i| table.shapes[i].is_block_of(query.nodes, query.devices_per_node)).collect()
 }
 
 fn greatest_common_divisor(a: u64, b: u64) -> u64 {
-    if b == 0 {
-        a
-    } else {
-        greatest_common_divisor(b, a % b)
-    }
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The largest number of stages from this one to the last with which the candidate fits: 0 if it never does,
@@ -323,9 +303,7 @@ impl Space {
         live[layers] = 0..no_layers_left;
         for level in 1..=levels {
             let last = saturating && level == levels;
-            let bound = prune
-                .as_ref()
-                .and_then(|prune| Some((prune.before(level)?, prune.cap)));
+            let bound = prune.as_ref().and_then(|prune| Some((prune.before(level)?, prune.cap)));
             costs.rows.resize((level + 1) * level_len, f64::INFINITY);
             let (done, current) = costs.rows.split_at_mut(level * level_len);
             let previous = &done[(level - 1) * level_len..];
@@ -344,8 +322,7 @@ impl Space {
                     Some(n) if !saturating => n - level,
                     _ => usize::from(layer > 0),
                 };
-                let possible =
-                    layer >= before && (layer == 0 || before > 0) && layers - layer >= level;
+                let possible = layer >= before && (layer == 0 || before > 0) && layers - layer >= level;
                 if possible {
                     let limit = width - before.min(width);
                     for arc in arcs.starting_at(layer) {
@@ -506,10 +483,7 @@ fn drop_above(row: &mut [f64], opposite: &[f64], cap: f64) {
 /// The range from the first to the last finite value.
 fn finite_part(row: &[f64]) -> Range<usize> {
     let is_finite = |value: &f64| *value < f64::INFINITY;
-    match (
-        row.iter().position(is_finite),
-        row.iter().rposition(is_finite),
-    ) {
+    match (row.iter().position(is_finite), row.iter().rposition(is_finite)) {
         (Some(first), Some(last)) => first..last + 1,
         _ => 0..0,
     }
@@ -519,8 +493,7 @@ impl Space {
     /// The fullest stage of the plan whose fullest stage is least full, found by the same recurrence with the
     /// maximum of bytes for the sum of times; `None` if there is no plan however large the memory.
     pub(super) fn least_memory(&self, table: &StageTable, query: &Query) -> Option<NoStages> {
-        let held =
-            |position: usize| in_flight(query.schedule, self.num_microbatches, position as u32, 0);
+        let held = |position: usize| in_flight(query.schedule, self.num_microbatches, position as u32, 0);
         let bytes = |arc: &Arc, position: usize| -> u64 {
             table
                 .candidates(arc.first, arc.end, arc.shape)

@@ -22,10 +22,7 @@ struct Region {
 impl Ord for Region {
     /// The greatest is the one with the least bound: `BinaryHeap` pops the greatest.
     fn cmp(&self, other: &Self) -> Ordering {
-        other
-            .bound_s
-            .total_cmp(&self.bound_s)
-            .then(other.serial.cmp(&self.serial))
+        other.bound_s.total_cmp(&self.bound_s).then(other.serial.cmp(&self.serial))
     }
 }
 
@@ -62,19 +59,12 @@ impl Space {
         let times = distinct(self.choices.iter().map(|choice| choice.microbatch_s));
         let steps = distinct(self.choices.iter().map(|choice| choice.step_s));
         let (last_time, last_step) = (times.len().checked_sub(1)?, steps.len().checked_sub(1)?);
-        let unlimited = Limits {
-            microbatch_s: f64::INFINITY,
-            step_s: f64::INFINITY,
-        };
+        let unlimited = Limits { microbatch_s: f64::INFINITY, step_s: f64::INFINITY };
         let least_sum = self.relaxed(&self.arcs, unlimited, 0.0).1?;
         // Every stage is charged a trifle, so that of equal sums the one with fewer stages is least.
         // All together they stay below the tie, also where times are zero.
         let positive = times.iter().chain(&steps).copied().filter(|&t| t > 0.0);
-        let scale = if least_sum > 0.0 {
-            least_sum
-        } else {
-            positive.reduce(f64::min).unwrap_or(1.0)
-        };
+        let scale = if least_sum > 0.0 { least_sum } else { positive.reduce(f64::min).unwrap_or(1.0) };
         let per_stage = scale * TIE / (2.0 * self.max_stages as f64);
         // With one microbatch the slowest stage does not matter: one region for all times.
         let first_time = if weight > 0.0 { 0 } else { last_time };
@@ -89,9 +79,8 @@ impl Space {
             serial,
         }]);
         while let Some(region) = open.pop() {
-            let cutoff = best.as_ref().map_or(f64::INFINITY, |best| {
-                best.step_s * (1.0 - self.relative_tolerance + TIE)
-            });
+            let cutoff =
+                best.as_ref().map_or(f64::INFINITY, |best| best.step_s * (1.0 - self.relative_tolerance + TIE));
             if region.bound_s > cutoff {
                 break;
             }
@@ -100,24 +89,15 @@ impl Space {
             let left = cutoff - region.sum_s;
             let high_time = last_at_most(&times, region.times, |t| weight * t + step <= left);
             let high_step = last_at_most(&steps, region.steps, |p| weight * time + p <= left);
-            let limits = Limits {
-                microbatch_s: times[high_time],
-                step_s: steps[high_step],
-            };
+            let limits = Limits { microbatch_s: times[high_time], step_s: steps[high_step] };
             let cap = cutoff - weight * time - step;
             let Some((sum_s, legs)) = self.solve(limits, per_stage, cap) else {
                 continue;
             };
-            let longest = legs
-                .iter()
-                .map(|leg| leg.choice.microbatch_s)
-                .fold(0.0, f64::max);
+            let longest = legs.iter().map(|leg| leg.choice.microbatch_s).fold(0.0, f64::max);
             let largest = legs.iter().map(|leg| leg.choice.step_s).fold(0.0, f64::max);
             let sum: f64 = legs.iter().map(|leg| leg.choice.microbatch_s).sum();
-            let found = Found {
-                step_s: sum + weight * longest + largest,
-                legs,
-            };
+            let found = Found { step_s: sum + weight * longest + largest, legs };
             if best.as_ref().is_none_or(|best| is_better(&found, best)) {
                 best = Some(found);
             }
@@ -126,13 +106,7 @@ impl Space {
             let mut add = |times_in: (usize, usize), steps_in: (usize, usize)| {
                 let lower = weight * times[times_in.0] + steps[steps_in.0];
                 serial += 1;
-                open.push(Region {
-                    bound_s: sum_s + lower,
-                    sum_s,
-                    times: times_in,
-                    steps: steps_in,
-                    serial,
-                });
+                open.push(Region { bound_s: sum_s + lower, sum_s, times: times_in, steps: steps_in, serial });
             };
             let mut split = |times_in: (usize, usize), steps_in: (usize, usize)| {
                 let time_span = weight * (times[times_in.1] - times[times_in.0]);
@@ -164,8 +138,7 @@ impl Space {
 
     fn cost_within(&self, limits: Limits, per_stage: f64) -> impl Fn(&Arc, usize) -> f64 {
         move |arc, position| {
-            self.pick(arc, limits, position)
-                .map_or(f64::INFINITY, |choice| choice.microbatch_s + per_stage)
+            self.pick(arc, limits, position).map_or(f64::INFINITY, |choice| choice.microbatch_s + per_stage)
         }
     }
 
@@ -222,9 +195,7 @@ impl Space {
                 let after = after.as_ref().map(|costs| (costs, cap));
                 self.prefix_costs(&arcs, |arc| cost(arc, position), after)
             };
-            let prefixes = positions
-                .map(|p| (p, prefix(p.min(self.saturation))))
-                .collect();
+            let prefixes = positions.map(|p| (p, prefix(p.min(self.saturation)))).collect();
             Prune { prefixes, cap }
         });
         let costs = self.costs(&arcs, levels, saturating, &cost, add, prune);
@@ -240,9 +211,7 @@ fn is_better(found: &Found, best: &Found) -> bool {
     if (found.step_s - best.step_s).abs() > tie {
         return found.step_s < best.step_s;
     }
-    let ends = |found: &Found| -> Vec<(usize, usize)> {
-        found.legs.iter().map(|leg| (leg.end, leg.shape)).collect()
-    };
+    let ends = |found: &Found| -> Vec<(usize, usize)> { found.legs.iter().map(|leg| (leg.end, leg.shape)).collect() };
     (found.legs.len(), ends(found)) < (best.legs.len(), ends(best))
 }
 

@@ -16,22 +16,11 @@ fn query(nodes: u32, devices_per_node: u32, num_microbatches: u32) -> Query {
 }
 
 fn candidate(microbatch_s: f64, id: u32) -> Candidate {
-    Candidate {
-        microbatch_s,
-        step_s: 0.0,
-        static_bytes: 0,
-        bytes_per_inflight_microbatch: 0,
-        transient_bytes: 0,
-        id,
-    }
+    Candidate { microbatch_s, step_s: 0.0, static_bytes: 0, bytes_per_inflight_microbatch: 0, transient_bytes: 0, id }
 }
 
 /// Every range on every shape, at a time that `seconds` gives for the number of layers and of devices.
-fn uniform(
-    num_layers: usize,
-    shapes: Vec<SubmeshShape>,
-    seconds: impl Fn(f64, f64) -> f64,
-) -> StageTable {
+fn uniform(num_layers: usize, shapes: Vec<SubmeshShape>, seconds: impl Fn(f64, f64) -> f64) -> StageTable {
     let mut table = StageTable::new(num_layers, shapes.clone());
     for first in 0..num_layers {
         for end in first + 1..=num_layers {
@@ -49,21 +38,12 @@ type Choice = (usize, usize, usize, Candidate);
 
 /// Bytes of the fullest stage.
 fn fullest(stages: &[Choice], query: &Query) -> u64 {
-    let held = |i: usize| {
-        in_flight(
-            query.schedule,
-            query.num_microbatches,
-            stages.len() as u32,
-            i as u32,
-        )
-    };
+    let held = |i: usize| in_flight(query.schedule, query.num_microbatches, stages.len() as u32, i as u32);
     stages
         .iter()
         .enumerate()
         .map(|(i, (_, _, _, c))| {
-            c.static_bytes
-                + c.transient_bytes
-                + c.bytes_per_inflight_microbatch * u64::from(held(i))
+            c.static_bytes + c.transient_bytes + c.bytes_per_inflight_microbatch * u64::from(held(i))
         })
         .max()
         .unwrap_or(0)
@@ -71,28 +51,15 @@ fn fullest(stages: &[Choice], query: &Query) -> u64 {
 
 fn step_s(stages: &[Choice], query: &Query) -> f64 {
     let times = || stages.iter().map(|(_, _, _, c)| c.microbatch_s);
-    let step = stages
-        .iter()
-        .map(|(_, _, _, c)| c.step_s)
-        .fold(0.0, f64::max);
-    times().sum::<f64>()
-        + f64::from(query.num_microbatches - 1) * times().fold(0.0, f64::max)
-        + step
+    let step = stages.iter().map(|(_, _, _, c)| c.step_s).fold(0.0, f64::max);
+    times().sum::<f64>() + f64::from(query.num_microbatches - 1) * times().fold(0.0, f64::max) + step
 }
 
 /// Every plan, whatever its memory: all partitions, shapes and candidates that can be placed.
 fn every_plan(table: &StageTable, query: &Query, visit: &mut dyn FnMut(&[Choice])) {
-    fn extend(
-        table: &StageTable,
-        query: &Query,
-        stages: &mut Vec<Choice>,
-        visit: &mut dyn FnMut(&[Choice]),
-    ) {
+    fn extend(table: &StageTable, query: &Query, stages: &mut Vec<Choice>, visit: &mut dyn FnMut(&[Choice])) {
         let first = stages.last().map_or(0, |(_, end, _, _)| *end);
-        let blocks: Vec<SubmeshShape> = stages
-            .iter()
-            .map(|(_, _, shape, _)| table.shapes[*shape])
-            .collect();
+        let blocks: Vec<SubmeshShape> = stages.iter().map(|(_, _, shape, _)| table.shapes[*shape]).collect();
         let used: u64 = blocks.iter().map(SubmeshShape::num_devices).sum();
         let total = u64::from(query.nodes * query.devices_per_node);
         if used > total {
@@ -129,10 +96,7 @@ fn chosen(table: &StageTable, found: &Stages) -> Vec<Choice> {
             assert_eq!(layers.start, next);
             next = layers.end;
             let ways = table.candidates(layers.start, layers.end, *shape);
-            let way = ways
-                .iter()
-                .find(|c| c.id == *id)
-                .expect("an id from the table");
+            let way = ways.iter().find(|c| c.id == *id).expect("an id from the table");
             (layers.start, layers.end, *shape, *way)
         })
         .collect();
@@ -163,29 +127,18 @@ fn check_against_every_plan(table: &StageTable, query: &Query) -> Result<Stages,
     match &found {
         Ok(stages) => {
             let plan = chosen(table, stages);
-            assert!(
-                close(stages.step_s, best_s),
-                "{} is not {best_s}",
-                stages.step_s
-            );
+            assert!(close(stages.step_s, best_s), "{} is not {best_s}", stages.step_s);
             assert!(close(step_s(&plan, query), stages.step_s));
             assert_eq!(plan.len(), fewest, "equally fast with fewer stages");
             assert!(fullest(&plan, query) <= query.device_memory_bytes);
-            let blocks: Vec<SubmeshShape> = plan
-                .iter()
-                .map(|(_, _, shape, _)| table.shapes[*shape])
-                .collect();
+            let blocks: Vec<SubmeshShape> = plan.iter().map(|(_, _, shape, _)| table.shapes[*shape]).collect();
             let placed = place(&blocks, query.nodes, query.devices_per_node).expect("placed");
             let used: usize = placed.iter().map(Vec::len).sum();
             assert!(!query.all_devices || used == (query.nodes * query.devices_per_node) as usize);
             assert!(query.num_stages.is_none_or(|n| n as usize == plan.len()));
             assert!(close(stages.bound_s, stages.step_s));
         }
-        Err(NoStages::Memory {
-            required_bytes,
-            limit_bytes,
-            ..
-        }) => {
+        Err(NoStages::Memory { required_bytes, limit_bytes, .. }) => {
             assert_eq!(best_s, f64::INFINITY);
             assert_eq!(*required_bytes, least_bytes);
             assert_eq!(*limit_bytes, query.device_memory_bytes);
@@ -199,15 +152,13 @@ fn check_against_every_plan(table: &StageTable, query: &Query) -> Result<Stages,
 fn any_candidate() -> impl Strategy<Value = Candidate> {
     let eighths = |most: u32| (0..=most).prop_map(|n| f64::from(n) / 8.0);
     (eighths(80), eighths(160), 0u64..60, 0u64..25, 0u64..20).prop_map(
-        |(microbatch_s, step_s, static_bytes, bytes_per_inflight_microbatch, transient_bytes)| {
-            Candidate {
-                microbatch_s,
-                step_s,
-                static_bytes,
-                bytes_per_inflight_microbatch,
-                transient_bytes,
-                id: 0,
-            }
+        |(microbatch_s, step_s, static_bytes, bytes_per_inflight_microbatch, transient_bytes)| Candidate {
+            microbatch_s,
+            step_s,
+            static_bytes,
+            bytes_per_inflight_microbatch,
+            transient_bytes,
+            id: 0,
         },
     )
 }
@@ -303,11 +254,7 @@ proptest! {
 
 #[test]
 fn microbatches_in_flight() {
-    let held = |schedule| {
-        (0..4)
-            .map(|i| in_flight(schedule, 3, 4, i))
-            .collect::<Vec<_>>()
-    };
+    let held = |schedule| (0..4).map(|i| in_flight(schedule, 3, 4, i)).collect::<Vec<_>>();
     assert_eq!(held(Schedule::OneFOneB), [3, 3, 2, 1]);
     assert_eq!(held(Schedule::GPipe), [3, 3, 3, 3]);
 }
@@ -329,11 +276,7 @@ fn tables_keep_what_was_pushed() {
     for first in 0..4 {
         for end in first + 1..=4 {
             for shape in 0..2 {
-                let found: Vec<u32> = table
-                    .candidates(first, end, shape)
-                    .iter()
-                    .map(|c| c.id)
-                    .collect();
+                let found: Vec<u32> = table.candidates(first, end, shape).iter().map(|c| c.id).collect();
                 assert_eq!(found, [id]);
                 id += 1;
             }
@@ -353,29 +296,17 @@ fn ties_go_to_fewer_stages_and_earlier_layers() {
     assert_eq!(stages, Ok(vec![(0..6, 4 - 1, 0)]), "on {}", table.shapes[3]);
 
     // Three layers on two devices: one and two, or two and one.
-    let table = uniform(3, shapes(2, 1)[..1].to_vec(), |layers, devices| {
-        layers / devices
-    });
+    let table = uniform(3, shapes(2, 1)[..1].to_vec(), |layers, devices| layers / devices);
     let found = plan_stages(&table, &query(2, 1, 4));
-    assert_eq!(
-        found.map(|found| found.stages),
-        Ok(vec![(0..1, 0, 0), (1..3, 0, 0)])
-    );
+    assert_eq!(found.map(|found| found.stages), Ok(vec![(0..1, 0, 0), (1..3, 0, 0)]));
 }
 
 /// With many microbatches the pipeline that balances wins, with one the fewest idle stages do.
 #[test]
 fn microbatches_decide_between_pipeline_and_one_stage() {
     // Two devices together are only 1.25 times as fast as one.
-    let table = uniform(4, shapes(2, 1), |layers, devices| {
-        if devices == 1.0 {
-            layers
-        } else {
-            layers / 1.25
-        }
-    });
-    let stages =
-        |b| plan_stages(&table, &query(2, 1, b)).map(|found| (found.stages.len(), found.step_s));
+    let table = uniform(4, shapes(2, 1), |layers, devices| if devices == 1.0 { layers } else { layers / 1.25 });
+    let stages = |b| plan_stages(&table, &query(2, 1, b)).map(|found| (found.stages.len(), found.step_s));
     assert_eq!(stages(1), Ok((1, 3.2)));
     assert_eq!(stages(8), Ok((2, 4.0 + 7.0 * 2.0)));
 }
@@ -385,24 +316,14 @@ fn microbatches_decide_between_pipeline_and_one_stage() {
 fn memory_depends_on_the_position() {
     let mut table = StageTable::new(3, shapes(3, 1)[..1].to_vec());
     for layer in 0..3 {
-        let fast = Candidate {
-            bytes_per_inflight_microbatch: 40,
-            ..candidate(1.0, 0)
-        };
-        let small = Candidate {
-            bytes_per_inflight_microbatch: 10,
-            ..candidate(1.5, 1)
-        };
+        let fast = Candidate { bytes_per_inflight_microbatch: 40, ..candidate(1.0, 0) };
+        let small = Candidate { bytes_per_inflight_microbatch: 10, ..candidate(1.5, 1) };
         table.push(layer, layer + 1, 0, fast);
         table.push(layer, layer + 1, 0, small);
     }
     let ids = |schedule| {
-        let query = Query {
-            schedule,
-            ..query(3, 1, 3)
-        };
-        plan_stages(&table, &query)
-            .map(|found| found.stages.iter().map(|s| s.2).collect::<Vec<_>>())
+        let query = Query { schedule, ..query(3, 1, 3) };
+        plan_stages(&table, &query).map(|found| found.stages.iter().map(|s| s.2).collect::<Vec<_>>())
     };
     assert_eq!(ids(Schedule::OneFOneB), Ok(vec![1, 0, 0]));
     assert_eq!(ids(Schedule::GPipe), Ok(vec![1, 1, 1]));
@@ -413,32 +334,12 @@ fn memory_depends_on_the_position() {
 fn the_largest_step_cost_counts_once() {
     let mut table = StageTable::new(2, shapes(2, 1)[..1].to_vec());
     for layer in 0..2 {
-        table.push(
-            layer,
-            layer + 1,
-            0,
-            Candidate {
-                step_s: 10.0,
-                ..candidate(1.0, 0)
-            },
-        );
-        table.push(
-            layer,
-            layer + 1,
-            0,
-            Candidate {
-                step_s: 1.0,
-                ..candidate(2.0, 1)
-            },
-        );
+        table.push(layer, layer + 1, 0, Candidate { step_s: 10.0, ..candidate(1.0, 0) });
+        table.push(layer, layer + 1, 0, Candidate { step_s: 1.0, ..candidate(2.0, 1) });
     }
     for (b, id, step_s) in [(2, 1, 4.0 + 2.0 + 1.0), (9, 0, 2.0 + 8.0 + 10.0)] {
         let found = plan_stages(&table, &query(2, 1, b));
-        let expect = Stages {
-            stages: vec![(0..1, 0, id), (1..2, 0, id)],
-            step_s,
-            bound_s: step_s,
-        };
+        let expect = Stages { stages: vec![(0..1, 0, id), (1..2, 0, id)], step_s, bound_s: step_s };
         assert_eq!(found, Ok(expect));
     }
 }
@@ -447,52 +348,21 @@ fn the_largest_step_cost_counts_once() {
 fn errors_say_what_fails() {
     // Two stages on one device each: the first holds two microbatches of 30 bytes beside 50 + 5.
     let mut table = StageTable::new(2, shapes(1, 2));
-    let way = Candidate {
-        static_bytes: 50,
-        bytes_per_inflight_microbatch: 30,
-        transient_bytes: 5,
-        ..candidate(1.0, 0)
-    };
+    let way =
+        Candidate { static_bytes: 50, bytes_per_inflight_microbatch: 30, transient_bytes: 5, ..candidate(1.0, 0) };
     table.push(0, 1, 0, way);
     table.push(1, 2, 0, way);
-    table.push(
-        0,
-        2,
-        1,
-        Candidate {
-            static_bytes: 90,
-            ..way
-        },
-    );
-    let with_stages = |num_stages, device_memory_bytes| Query {
-        num_stages,
-        device_memory_bytes,
-        ..query(1, 2, 8)
-    };
+    table.push(0, 2, 1, Candidate { static_bytes: 90, ..way });
+    let with_stages = |num_stages, device_memory_bytes| Query { num_stages, device_memory_bytes, ..query(1, 2, 8) };
     let memory = |required_bytes, limit_bytes, layers, shape: usize, num_stages, in_flight| {
         let shape = table.shapes[shape];
-        Err(NoStages::Memory {
-            required_bytes,
-            limit_bytes,
-            layers,
-            shape,
-            stage: 0,
-            num_stages,
-            in_flight,
-        })
+        Err(NoStages::Memory { required_bytes, limit_bytes, layers, shape, stage: 0, num_stages, in_flight })
     };
     for (num_stages, limit, expect) in [
         (None, 100, memory(115, 100, 0..1, 0, 2, 2)),
         (Some(2), 100, memory(115, 100, 0..1, 0, 2, 2)),
         (Some(1), 124, memory(125, 124, 0..2, 1, 1, 1)),
-        (
-            Some(3),
-            1000,
-            Err(NoStages::MoreStagesThanLayers {
-                num_stages: 3,
-                num_layers: 2,
-            }),
-        ),
+        (Some(3), 1000, Err(NoStages::MoreStagesThanLayers { num_stages: 3, num_layers: 2 })),
     ] {
         assert_eq!(plan_stages(&table, &with_stages(num_stages, limit)), expect);
     }
@@ -503,68 +373,27 @@ fn errors_say_what_fails() {
     assert!(plan_stages(&table, &with_stages(None, 115)).is_ok());
 
     // Two stages cannot use three devices when blocks have one.
-    let table = uniform(
-        4,
-        vec![SubmeshShape {
-            nodes: 1,
-            devices: 1,
-        }],
-        |layers, _| layers,
-    );
-    let three = Query {
-        num_stages: Some(2),
-        ..query(1, 3, 8)
-    };
-    let no_tiling = |num_stages, all_devices| {
-        Err(NoStages::NoTiling {
-            nodes: 1,
-            devices_per_node: 3,
-            num_stages,
-            all_devices,
-        })
-    };
+    let table = uniform(4, vec![SubmeshShape { nodes: 1, devices: 1 }], |layers, _| layers);
+    let three = Query { num_stages: Some(2), ..query(1, 3, 8) };
+    let no_tiling =
+        |num_stages, all_devices| Err(NoStages::NoTiling { nodes: 1, devices_per_node: 3, num_stages, all_devices });
     assert_eq!(plan_stages(&table, &three), no_tiling(Some(2), true));
-    assert!(
-        plan_stages(
-            &table,
-            &Query {
-                all_devices: false,
-                ..three
-            }
-        )
-        .is_ok()
-    );
-    let four = Query {
-        num_stages: Some(4),
-        all_devices: false,
-        ..three
-    };
+    assert!(plan_stages(&table, &Query { all_devices: false, ..three }).is_ok());
+    let four = Query { num_stages: Some(4), all_devices: false, ..three };
     assert_eq!(plan_stages(&table, &four), no_tiling(Some(4), false));
-    let zero = Query {
-        num_stages: Some(0),
-        ..three
-    };
+    let zero = Query { num_stages: Some(0), ..three };
     assert_eq!(plan_stages(&table, &zero), no_tiling(Some(0), true));
 
     // No candidate covers layer 1.
     let mut table = StageTable::new(2, shapes(1, 1));
     table.push(0, 1, 0, candidate(1.0, 0));
-    assert_eq!(
-        plan_stages(&table, &query(1, 1, 8)),
-        Err(NoStages::NoCandidates { num_layers: 2 })
-    );
+    assert_eq!(plan_stages(&table, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 2 }));
     table.push(0, 2, 0, candidate(f64::NAN, 0));
     table.push(0, 2, 0, candidate(f64::INFINITY, 1));
     table.push(0, 2, 0, candidate(-1.0, 2));
-    assert_eq!(
-        plan_stages(&table, &query(1, 1, 8)),
-        Err(NoStages::NoCandidates { num_layers: 2 })
-    );
+    assert_eq!(plan_stages(&table, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 2 }));
     let empty = StageTable::new(0, shapes(1, 1));
-    assert_eq!(
-        plan_stages(&empty, &query(1, 1, 8)),
-        Err(NoStages::NoCandidates { num_layers: 0 })
-    );
+    assert_eq!(plan_stages(&empty, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 0 }));
 }
 
 /// 15 + 10 + 10 + 6 + 6 + 6 + 6 devices are fewer than two nodes of 30 have, but do not pack into them.
@@ -574,21 +403,12 @@ fn stages_that_do_not_pack_are_not_returned() {
     let blocks = [6, 10, 15].map(|devices| SubmeshShape { nodes: 1, devices });
     let mut table = StageTable::new(7, blocks.to_vec());
     for (layer, size) in sizes.into_iter().enumerate() {
-        let shape = blocks
-            .iter()
-            .position(|block| block.devices == size)
-            .expect("a block");
+        let shape = blocks.iter().position(|block| block.devices == size).expect("a block");
         table.push(layer, layer + 1, shape, candidate(1.0, size));
     }
-    let query = Query {
-        all_devices: false,
-        ..query(2, 30, 4)
-    };
+    let query = Query { all_devices: false, ..query(2, 30, 4) };
     let found = plan_stages(&table, &query);
-    assert!(
-        matches!(found, Err(NoStages::NoCandidates { num_layers: 7 })),
-        "{found:?}"
-    );
+    assert!(matches!(found, Err(NoStages::NoCandidates { num_layers: 7 })), "{found:?}");
 
     // Slower, but with blocks of six devices only.
     for layer in 0..7 {
@@ -608,30 +428,11 @@ fn extreme_numbers_are_not_panics() {
         0,
         1,
         0,
-        Candidate {
-            static_bytes: u64::MAX,
-            bytes_per_inflight_microbatch: u64::MAX,
-            ..candidate(1.0, 0)
-        },
+        Candidate { static_bytes: u64::MAX, bytes_per_inflight_microbatch: u64::MAX, ..candidate(1.0, 0) },
     );
     let found = plan_stages(&table, &query(1, 1, u32::MAX));
-    assert!(
-        matches!(
-            found,
-            Err(NoStages::Memory {
-                required_bytes: u64::MAX,
-                ..
-            })
-        ),
-        "{found:?}"
-    );
-    let found = plan_stages(
-        &table,
-        &Query {
-            device_memory_bytes: u64::MAX,
-            ..query(1, 1, 0)
-        },
-    );
+    assert!(matches!(found, Err(NoStages::Memory { required_bytes: u64::MAX, .. })), "{found:?}");
+    let found = plan_stages(&table, &Query { device_memory_bytes: u64::MAX, ..query(1, 1, 0) });
     assert_eq!(found.map(|found| found.step_s), Ok(1.0));
     assert!(plan_stages(&table, &query(0, 1, 1)).is_err());
 }

@@ -100,14 +100,8 @@ impl Plan {
     /// Orders the elimination of all nodes but `keep`.
     pub fn new(reduced: &Reduced, keep: &[usize], caps: &Caps) -> Plan {
         let order = Order::new(reduced, keep);
-        let fits = order.largest <= caps.exact_entries
-            && order.work <= caps.work
-            && order.total <= caps.total_entries;
-        let cap = if fits {
-            f64::INFINITY
-        } else {
-            caps.split_entries
-        };
+        let fits = order.largest <= caps.exact_entries && order.work <= caps.work && order.total <= caps.total_entries;
+        let cap = if fits { f64::INFINITY } else { caps.split_entries };
         let n = reduced.cost.len();
         let sizes: Vec<usize> = reduced.cost.iter().map(Vec::len).collect();
         let mut position = vec![0; n];
@@ -121,32 +115,13 @@ impl Plan {
         let eliminated = order.nodes.len();
         for (p, pair) in reduced.pairs.iter().enumerate() {
             let swap = position[pair.a] > position[pair.b];
-            let (first, second) = if swap {
-                (pair.b, pair.a)
-            } else {
-                (pair.a, pair.b)
-            };
-            pairs.push(if swap {
-                transposed(&pair.cost, sizes[pair.b])
-            } else {
-                pair.cost.clone()
-            });
+            let (first, second) = if swap { (pair.b, pair.a) } else { (pair.a, pair.b) };
+            pairs.push(if swap { transposed(&pair.cost, sizes[pair.b]) } else { pair.cost.clone() });
             let table = (Source::Pair(p), vec![first, second]);
-            if position[first] < eliminated {
-                waiting[first].push(table)
-            } else {
-                rest.push(table)
-            }
+            if position[first] < eliminated { waiting[first].push(table) } else { rest.push(table) }
         }
-        let mut plan = Plan {
-            exact: true,
-            sizes,
-            buckets: vec![],
-            pairs,
-            rest: vec![],
-            keep: keep.to_vec(),
-            messages: 0,
-        };
+        let mut plan =
+            Plan { exact: true, sizes, buckets: vec![], pairs, rest: vec![], keep: keep.to_vec(), messages: 0 };
         for &node in &order.nodes {
             let tables = std::mem::take(&mut waiting[node]);
             let groups = plan.groups(node, tables, &position, cap);
@@ -162,21 +137,12 @@ impl Plan {
             }
             plan.buckets.push(Bucket { node, groups });
         }
-        plan.rest = rest
-            .into_iter()
-            .map(|(source, scope)| plan.input(source, &scope, None, &scope))
-            .collect();
+        plan.rest = rest.into_iter().map(|(source, scope)| plan.input(source, &scope, None, &scope)).collect();
         plan
     }
 
     /// Splits the tables that wait at a node in groups within the cap, widest first, each in the first group it fits.
-    fn groups(
-        &mut self,
-        node: usize,
-        mut tables: Vec<Table>,
-        position: &[usize],
-        cap: f64,
-    ) -> Vec<Group> {
+    fn groups(&mut self, node: usize, mut tables: Vec<Table>, position: &[usize], cap: f64) -> Vec<Group> {
         let mut split: Vec<(Vec<usize>, Vec<Table>)> = vec![];
         tables.sort_by_key(|(_, scope)| std::cmp::Reverse(scope.len()));
         for (source, scope) in tables {
@@ -204,10 +170,7 @@ impl Plan {
         let groups = split.into_iter().enumerate().map(|(at, (scope, members))| {
             self.messages += 1;
             Group {
-                inputs: members
-                    .iter()
-                    .map(|(source, own)| self.input(*source, own, Some(node), &scope))
-                    .collect(),
+                inputs: members.iter().map(|(source, own)| self.input(*source, own, Some(node), &scope)).collect(),
                 message: self.messages - 1,
                 entries: scope.iter().map(|&v| self.sizes[v]).product(),
                 with_unary: at == 0,
@@ -235,11 +198,7 @@ impl Plan {
             }
             stride *= self.sizes[v];
         }
-        Input {
-            source,
-            node_stride,
-            strides,
-        }
+        Input { source, node_stride, strides }
     }
 
     fn table<'a>(&'a self, messages: &'a [Vec<f64>], source: Source) -> &'a [f64] {
@@ -267,21 +226,12 @@ impl Plan {
 
     /// `out[scope] = min over x of unary[x] + sum of inputs[x, scope]`. The last node of the scope is the inner loop: all
     /// tables that have it have it last too, so it runs over consecutive numbers and the compiler vectorises it.
-    fn minimised(
-        &self,
-        node: usize,
-        group: &Group,
-        unary: &[f64],
-        messages: &[Vec<f64>],
-    ) -> Vec<f64> {
+    fn minimised(&self, node: usize, group: &Group, unary: &[f64], messages: &[Vec<f64>]) -> Vec<f64> {
         let count = self.sizes[node];
         let own = |x: usize| if group.with_unary { unary[x] } else { 0.0 };
         let Some((&last, outer)) = group.scope.split_last() else {
             let total = |x: usize| {
-                let inputs = group
-                    .inputs
-                    .iter()
-                    .map(|i| self.table(messages, i.source)[x * i.node_stride]);
+                let inputs = group.inputs.iter().map(|i| self.table(messages, i.source)[x * i.node_stride]);
                 own(x) + inputs.sum::<f64>()
             };
             return vec![(0..count).map(total).fold(f64::INFINITY, f64::min)];
@@ -294,37 +244,21 @@ impl Plan {
             let mut strides = vec![0; outer.len()];
             let mut has_last = false;
             for &(_, stride, axis) in &input.strides {
-                if axis == outer.len() {
-                    has_last = true
-                } else {
-                    strides[axis] = stride
-                }
+                if axis == outer.len() { has_last = true } else { strides[axis] = stride }
             }
             let table = self.table(messages, input.source);
-            let cursor = Cursor {
-                table,
-                node_stride: input.node_stride,
-                strides,
-                at: 0,
-            };
-            if has_last {
-                inner.push(cursor)
-            } else {
-                fixed.push(cursor)
-            }
+            let cursor = Cursor { table, node_stride: input.node_stride, strides, at: 0 };
+            if has_last { inner.push(cursor) } else { fixed.push(cursor) }
         }
         let mut digits = vec![0; outer.len()];
         let mut sum = vec![0.0; width];
         for row in out.chunks_exact_mut(width) {
             for x in 0..count {
-                let base = fixed
-                    .iter()
-                    .fold(own(x), |base, c| base + c.table[c.at + x * c.node_stride]);
+                let base = fixed.iter().fold(own(x), |base, c| base + c.table[c.at + x * c.node_stride]);
                 if base == f64::INFINITY {
                     continue;
                 }
-                let slice =
-                    |c: &Cursor<'_>| c.at + x * c.node_stride..c.at + x * c.node_stride + width;
+                let slice = |c: &Cursor<'_>| c.at + x * c.node_stride..c.at + x * c.node_stride + width;
                 match inner.as_slice() {
                     [] => row.iter_mut().for_each(|r| *r = least(*r, base)),
                     [one] => {
@@ -359,10 +293,7 @@ impl Plan {
     /// The least cost at the kept strategies in `local`.
     pub fn rest(&self, unary: &[Vec<f64>], messages: &Messages, local: &[usize]) -> f64 {
         let own: f64 = self.keep.iter().map(|&v| unary[v][local[v]]).sum();
-        let tables = self
-            .rest
-            .iter()
-            .map(|i| self.table(&messages.tables, i.source)[offset(i, local)]);
+        let tables = self.rest.iter().map(|i| self.table(&messages.tables, i.source)[offset(i, local)]);
         messages.value + own + tables.sum::<f64>()
     }
 
@@ -373,14 +304,7 @@ impl Plan {
 
     /// How much each strategy of the `depth`-th decision raises the lower bound, given the decisions before it in `local`.
     /// In an exact plan some strategy raises it by nothing.
-    pub fn regrets(
-        &self,
-        depth: usize,
-        unary: &[Vec<f64>],
-        messages: &Messages,
-        local: &[usize],
-        into: &mut Vec<f64>,
-    ) {
+    pub fn regrets(&self, depth: usize, unary: &[Vec<f64>], messages: &Messages, local: &[usize], into: &mut Vec<f64>) {
         let bucket = &self.buckets[self.buckets.len() - 1 - depth];
         let count = self.sizes[bucket.node];
         into.clear();
@@ -400,11 +324,7 @@ impl Plan {
             }
             let lowest = sum.iter().copied().fold(f64::INFINITY, least);
             for s in sum.iter_mut() {
-                *s = if *s < f64::INFINITY {
-                    *s - lowest
-                } else {
-                    f64::INFINITY
-                };
+                *s = if *s < f64::INFINITY { *s - lowest } else { f64::INFINITY };
             }
         };
         let Some((first, others)) = bucket.groups.split_first() else {
@@ -423,8 +343,7 @@ impl Plan {
     /// least of everything outside the bucket (the backward pass of Pearl's max-product, 1988).
     pub fn marginals(&self, unary: &[Vec<f64>], messages: &Messages) -> Vec<Vec<f64>> {
         let mut outside: Vec<Vec<f64>> = vec![vec![]; self.messages];
-        let mut marginals: Vec<Vec<f64>> =
-            self.sizes.iter().map(|&k| vec![f64::INFINITY; k]).collect();
+        let mut marginals: Vec<Vec<f64>> = self.sizes.iter().map(|&k| vec![f64::INFINITY; k]).collect();
         for bucket in self.buckets.iter().rev() {
             let [group] = bucket.groups.as_slice() else {
                 continue;
@@ -445,16 +364,11 @@ impl Plan {
                     local[v] = left % self.sizes[v];
                     left /= self.sizes[v];
                 }
-                let offsets: Vec<usize> = group
-                    .inputs
-                    .iter()
-                    .map(|input| offset(input, &local))
-                    .collect();
+                let offsets: Vec<usize> = group.inputs.iter().map(|input| offset(input, &local)).collect();
                 for (x, marginal) in marginals[bucket.node].iter_mut().enumerate() {
                     let mut sum = beyond + unary[bucket.node][x];
                     for (input, at) in group.inputs.iter().zip(&offsets) {
-                        sum +=
-                            self.table(&messages.tables, input.source)[at + x * input.node_stride];
+                        sum += self.table(&messages.tables, input.source)[at + x * input.node_stride];
                     }
                     *marginal = least(*marginal, sum);
                     for (input, at) in group.inputs.iter().zip(&offsets) {
@@ -469,11 +383,7 @@ impl Plan {
             for input in &group.inputs {
                 if let Source::Message(m) = input.source {
                     for (o, inside) in outside[m].iter_mut().zip(&messages.tables[m]) {
-                        *o = if *o < f64::INFINITY {
-                            *o - inside
-                        } else {
-                            f64::INFINITY
-                        };
+                        *o = if *o < f64::INFINITY { *o - inside } else { f64::INFINITY };
                     }
                 }
             }
@@ -537,11 +447,7 @@ fn least(a: f64, b: f64) -> f64 {
 }
 
 fn offset(input: &Input, local: &[usize]) -> usize {
-    input
-        .strides
-        .iter()
-        .map(|&(v, stride, _)| local[v] * stride)
-        .sum()
+    input.strides.iter().map(|&(v, stride, _)| local[v] * stride).sum()
 }
 
 pub(super) fn first_least(values: &[f64]) -> usize {
@@ -570,10 +476,8 @@ impl Order {
         let n = reduced.cost.len();
         let mut neighbours: Vec<Vec<usize>> = (0..n)
             .map(|v| {
-                let mut other: Vec<usize> = reduced.incident[v]
-                    .iter()
-                    .map(|&p| reduced.pairs[p].a + reduced.pairs[p].b - v)
-                    .collect();
+                let mut other: Vec<usize> =
+                    reduced.incident[v].iter().map(|&p| reduced.pairs[p].a + reduced.pairs[p].b - v).collect();
                 other.sort_unstable();
                 other
             })
@@ -588,16 +492,9 @@ impl Order {
         for &v in keep {
             left[v] = false;
         }
-        let mut order = Order {
-            nodes: vec![],
-            largest: 1.0,
-            total: 0.0,
-            work: 0.0,
-        };
+        let mut order = Order { nodes: vec![], largest: 1.0, total: 0.0, work: 0.0 };
         let cheapest = |left: &[bool], work: &[f64]| {
-            (0..n)
-                .filter(|&v| left[v])
-                .reduce(|best, v| if work[v] < work[best] { v } else { best })
+            (0..n).filter(|&v| left[v]).reduce(|best, v| if work[v] < work[best] { v } else { best })
         };
         while let Some(v) = cheapest(&left, &work) {
             left[v] = false;
@@ -607,12 +504,8 @@ impl Order {
             order.largest = order.largest.max(work[v] / size(v));
             order.total += work[v] / size(v);
             for &w in &around {
-                let mut joined: Vec<usize> = neighbours[w]
-                    .iter()
-                    .chain(&around)
-                    .copied()
-                    .filter(|&u| u != v && u != w)
-                    .collect();
+                let mut joined: Vec<usize> =
+                    neighbours[w].iter().chain(&around).copied().filter(|&u| u != v && u != w).collect();
                 joined.sort_unstable();
                 joined.dedup();
                 neighbours[w] = joined;

@@ -8,12 +8,7 @@ use super::search::{Incumbent, Search};
 use super::{Clock, Options, Problem, Solution, SolveError, TOLERANCE, bytes_of, conclude, finish};
 
 /// Solves a problem whose best choice without memory breaks a row; `floor` is a lower bound of its cost.
-pub(super) fn solve(
-    problem: &Problem,
-    options: &Options,
-    clock: &Clock,
-    floor: f64,
-) -> Result<Solution, SolveError> {
+pub(super) fn solve(problem: &Problem, options: &Options, clock: &Clock, floor: f64) -> Result<Solution, SolveError> {
     // Some node's least bytes may be of a forbidden strategy, which reduction has not dropped yet.
     for (row, memory) in problem.memory.iter().enumerate() {
         let least_bytes: u64 = memory
@@ -26,11 +21,7 @@ pub(super) fn solve(
             })
             .sum();
         if least_bytes > memory.limit_bytes {
-            return Err(SolveError::MemoryInfeasible {
-                row,
-                limit_bytes: memory.limit_bytes,
-                least_bytes,
-            });
+            return Err(SolveError::MemoryInfeasible { row, limit_bytes: memory.limit_bytes, least_bytes });
         }
     }
     let caps = Caps::for_seconds(options.time_limit_s);
@@ -48,12 +39,7 @@ pub(super) fn solve(
         }
         // A strategy that costs at least the best known even at these prices is in no better choice.
         let keep = (plan.marginals(&dual.unary, &dual.messages).iter())
-            .map(|costs| {
-                costs
-                    .iter()
-                    .map(|c| c + dual.offset < best.cutoff())
-                    .collect()
-            })
+            .map(|costs| costs.iter().map(|c| c + dual.offset < best.cutoff()).collect())
             .collect::<Vec<Vec<bool>>>();
         if !keep.iter().flatten().any(|keep| !keep) {
             break;
@@ -65,13 +51,8 @@ pub(super) fn solve(
         plan = Plan::new(&reduced, &[], &caps);
         dual = ascend(&reduced, &plan, &mut price, &mut best, clock);
     }
-    let search = Search {
-        reduced: &reduced,
-        plan: &plan,
-        messages: &dual.messages,
-        unary: &dual.unary,
-        offset: dual.offset,
-    };
+    let search =
+        Search { reduced: &reduced, plan: &plan, messages: &dual.messages, unary: &dual.unary, offset: dual.offset };
     // The strategies pruned on the way cost no less than the best known, to which the bound is cut in the end.
     let bound = finish(&search, &mut best, clock).max(floor);
     if best.choice.is_none() && bound == f64::INFINITY {
@@ -87,11 +68,7 @@ const PRUNINGS: usize = 3;
 /// The rows that can be broken and are not implied by another with more members and no higher limit.
 fn binding(problem: &Problem) -> Vec<usize> {
     let most = |v: usize| problem.nodes[v].bytes.iter().copied().max().unwrap_or(0);
-    let mut members: Vec<Vec<usize>> = problem
-        .memory
-        .iter()
-        .map(|row| row.members.clone())
-        .collect();
+    let mut members: Vec<Vec<usize>> = problem.memory.iter().map(|row| row.members.clone()).collect();
     for list in &mut members {
         list.retain(|&v| most(v) > 0);
         list.sort_unstable();
@@ -106,10 +83,7 @@ fn binding(problem: &Problem) -> Vec<usize> {
         if list.iter().map(|&v| most(v)).sum::<u64>() <= limit(row) {
             continue;
         }
-        if kept
-            .iter()
-            .any(|&k| limit(k) <= limit(row) && within(list, &members[k]))
-        {
+        if kept.iter().any(|&k| limit(k) <= limit(row) && within(list, &members[k])) {
             continue;
         }
         kept.retain(|&k| !(limit(row) <= limit(k) && within(&members[k], list)));
@@ -139,19 +113,10 @@ fn priced(reduced: &Reduced, plan: &Plan, price: &[f64]) -> Dual {
         }
     }
     let messages = plan.evaluate(&unary);
-    let offset = -reduced
-        .rows
-        .iter()
-        .zip(price)
-        .map(|(row, price)| price * (row.limit_bytes as f64 / scale(row)))
-        .sum::<f64>();
+    let offset =
+        -reduced.rows.iter().zip(price).map(|(row, price)| price * (row.limit_bytes as f64 / scale(row))).sum::<f64>();
     let bound = messages.value + offset;
-    Dual {
-        unary,
-        messages,
-        offset,
-        bound,
-    }
+    Dual { unary, messages, offset, bound }
 }
 
 /// Bytes are counted in units of their row's limit, so that all prices are of one size.
@@ -160,10 +125,7 @@ fn scale(row: &Row) -> f64 {
 }
 
 fn used(reduced: &Reduced, row: &Row, local: &[usize]) -> u64 {
-    row.members
-        .iter()
-        .map(|&v| reduced.bytes[v][local[v]])
-        .sum()
+    row.members.iter().map(|&v| reduced.bytes[v][local[v]]).sum()
 }
 
 /// By how much each row is exceeded, in units of its limit; negative where there is room.
@@ -179,13 +141,7 @@ const PRICE_SHARE: f64 = 0.4;
 
 /// Raises the lower bound by moving prices along the excess of the choice that is best at them, with steps by the
 /// distance to the best known cost (Polyak 1969). Choices on the way are repaired and offered to `best`.
-fn ascend(
-    reduced: &Reduced,
-    plan: &Plan,
-    price: &mut Vec<f64>,
-    best: &mut Incumbent,
-    clock: &Clock,
-) -> Dual {
+fn ascend(reduced: &Reduced, plan: &Plan, price: &mut Vec<f64>, best: &mut Incumbent, clock: &Clock) -> Dual {
     let stop_s = clock.left_s() * (1.0 - PRICE_SHARE);
     let rows = reduced.rows.len();
     if rows == 1 {
@@ -202,20 +158,11 @@ fn ascend(
         if top.bound >= best.cutoff() || stride < 1e-3 || clock.left_s() < stop_s {
             break;
         }
-        let norm: f64 = over
-            .iter()
-            .zip(price.iter())
-            .filter(|(o, p)| **o > 0.0 || **p > 0.0)
-            .map(|(o, _)| o * o)
-            .sum();
+        let norm: f64 = over.iter().zip(price.iter()).filter(|(o, p)| **o > 0.0 || **p > 0.0).map(|(o, _)| o * o).sum();
         if norm == 0.0 {
             break;
         }
-        let target = if best.cost < f64::INFINITY {
-            best.cost
-        } else {
-            top.bound + 0.1 * top.bound.abs()
-        };
+        let target = if best.cost < f64::INFINITY { best.cost } else { top.bound + 0.1 * top.bound.abs() };
         let length = stride * (target - top.bound) / norm;
         for (p, o) in price.iter_mut().zip(&over) {
             *p = (*p + length * o).max(0.0);
@@ -279,11 +226,7 @@ fn single_price(reduced: &Reduced, plan: &Plan, best: &mut Incumbent) -> Vec<f64
         if bound >= line - TOLERANCE * line.abs() || corner == breaks || corner == obeys {
             break;
         }
-        if corner.1 <= 0.0 {
-            obeys = corner
-        } else {
-            breaks = corner
-        }
+        if corner.1 <= 0.0 { obeys = corner } else { breaks = corner }
     }
     vec![price]
 }
@@ -296,10 +239,7 @@ fn forbidding(reduced: &Reduced) -> Reduced {
     let mut bare = reduced.clone();
     let clear = |c: &mut f64| *c = if *c < f64::INFINITY { 0.0 } else { *c };
     bare.cost.iter_mut().flatten().for_each(clear);
-    bare.pairs
-        .iter_mut()
-        .flat_map(|pair| &mut pair.cost)
-        .for_each(clear);
+    bare.pairs.iter_mut().flat_map(|pair| &mut pair.cost).for_each(clear);
     bare
 }
 
@@ -323,23 +263,14 @@ fn impossible_row(reduced: &Reduced, options: &Options) -> Option<SolveError> {
         let local = plan.dive(&dual.unary, &dual.messages);
         let row = &bare.rows[0];
         let least_bytes = used(&bare, row, &local);
-        (bare.cost_of(&local) < f64::INFINITY && least_bytes > row.limit_bytes).then_some(
-            SolveError::MemoryInfeasible {
-                row: row.row,
-                limit_bytes: row.limit_bytes,
-                least_bytes,
-            },
-        )
+        (bare.cost_of(&local) < f64::INFINITY && least_bytes > row.limit_bytes)
+            .then_some(SolveError::MemoryInfeasible { row: row.row, limit_bytes: row.limit_bytes, least_bytes })
     })
 }
 
 /// Repairs a choice until it obeys every row, betters it one node at a time, and offers it. Does nothing when stuck.
 fn settle(reduced: &Reduced, mut local: Vec<usize>, best: &mut Incumbent) {
-    let mut bytes: Vec<u64> = reduced
-        .rows
-        .iter()
-        .map(|row| used(reduced, row, &local))
-        .collect();
+    let mut bytes: Vec<u64> = reduced.rows.iter().map(|row| used(reduced, row, &local)).collect();
     let mut of_node = vec![vec![]; local.len()];
     for (r, row) in reduced.rows.iter().enumerate() {
         row.members.iter().for_each(|&v| of_node[v].push(r));
@@ -350,9 +281,8 @@ fn settle(reduced: &Reduced, mut local: Vec<usize>, best: &mut Incumbent) {
         }
         local[v] = to;
     };
-    let over = |r: usize, bytes: u64| {
-        bytes.saturating_sub(reduced.rows[r].limit_bytes) as f64 / scale(&reduced.rows[r])
-    };
+    let over =
+        |r: usize, bytes: u64| bytes.saturating_sub(reduced.rows[r].limit_bytes) as f64 / scale(&reduced.rows[r]);
     // Each move takes bytes from rows that are over, where a byte costs the fewest seconds.
     while (0..bytes.len()).any(|r| over(r, bytes[r]) > 0.0) {
         let mut cheapest: Option<(f64, usize, usize)> = None;
@@ -361,18 +291,11 @@ fn settle(reduced: &Reduced, mut local: Vec<usize>, best: &mut Incumbent) {
             if of_node[v].iter().all(|&r| over(r, bytes[r]) == 0.0) {
                 continue;
             }
-            for (to, &then) in reduced.bytes[v]
-                .iter()
-                .enumerate()
-                .filter(|(_, then)| **then < now)
-            {
+            for (to, &then) in reduced.bytes[v].iter().enumerate().filter(|(_, then)| **then < now) {
                 let less = |r: usize| over(r, bytes[r]) - over(r, bytes[r] - now + then);
                 let relief: f64 = of_node[v].iter().map(|&r| less(r)).sum();
                 let rate = reduced.change(&local, v, to) / relief;
-                if relief > 0.0
-                    && rate < f64::INFINITY
-                    && cheapest.is_none_or(|(known, ..)| rate < known)
-                {
+                if relief > 0.0 && rate < f64::INFINITY && cheapest.is_none_or(|(known, ..)| rate < known) {
                     cheapest = Some((rate, v, to));
                 }
             }
@@ -386,18 +309,10 @@ fn settle(reduced: &Reduced, mut local: Vec<usize>, best: &mut Incumbent) {
             let now = reduced.bytes[v][local[v]];
             let fits = |to: usize| {
                 let then = reduced.bytes[v][to];
-                of_node[v]
-                    .iter()
-                    .all(|&r| bytes[r] - now + then <= reduced.rows[r].limit_bytes)
+                of_node[v].iter().all(|&r| bytes[r] - now + then <= reduced.rows[r].limit_bytes)
             };
             let changes: Vec<f64> = (0..reduced.cost[v].len())
-                .map(|to| {
-                    if fits(to) {
-                        reduced.change(&local, v, to)
-                    } else {
-                        f64::INFINITY
-                    }
-                })
+                .map(|to| if fits(to) { reduced.change(&local, v, to) } else { f64::INFINITY })
                 .collect();
             let to = first_least(&changes);
             if changes[to] < 0.0 {

@@ -99,32 +99,20 @@ pub struct Solution {
 impl Solution {
     /// How far above the best possible cost this one can be at most, relative to it; zero when proven best.
     pub fn gap(&self) -> f64 {
-        if self.cost <= self.lower_bound {
-            0.0
-        } else {
-            (self.cost - self.lower_bound) / self.cost.abs()
-        }
+        if self.cost <= self.lower_bound { 0.0 } else { (self.cost - self.lower_bound) / self.cost.abs() }
     }
 }
 
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum SolveError {
     /// Forbidden strategies and pairs (with all the memory rows together, where there are any) leave no choice.
-    #[error(
-        "no choice of strategies is allowed: give some node another strategy or raise the memory limits"
-    )]
+    #[error("no choice of strategies is allowed: give some node another strategy or raise the memory limits")]
     Infeasible,
     /// One row alone cannot be met.
     #[error("memory row {row} needs at least {least_bytes} bytes and its limit is {limit_bytes}")]
-    MemoryInfeasible {
-        row: usize,
-        limit_bytes: u64,
-        least_bytes: u64,
-    },
+    MemoryInfeasible { row: usize, limit_bytes: u64, least_bytes: u64 },
     /// Neither a choice within the memory rows nor a proof that there is none.
-    #[error(
-        "no choice within the memory rows was found in {time_limit_s} s: raise the time or memory limit"
-    )]
+    #[error("no choice within the memory rows was found in {time_limit_s} s: raise the time or memory limit")]
     NotFound { time_limit_s: f64 },
     #[error("malformed problem: {fault}")]
     Malformed { fault: Fault },
@@ -136,11 +124,7 @@ pub enum Fault {
     #[error("node {node} has no strategies")]
     NoStrategies { node: usize },
     #[error("node {node} has {strategies} strategies but {bytes} entries of bytes")]
-    BytesLength {
-        node: usize,
-        strategies: usize,
-        bytes: usize,
-    },
+    BytesLength { node: usize, strategies: usize, bytes: usize },
     #[error("node {node} has a cost that is not a number or is minus infinity")]
     NodeCost { node: usize },
     #[error("edge {edge} names node {node}, which does not exist")]
@@ -148,11 +132,7 @@ pub enum Fault {
     #[error("edge {edge} joins node {node} to itself")]
     SelfLoop { edge: usize, node: usize },
     #[error("edge {edge} has {entries} costs where {expected} are needed")]
-    EdgeLength {
-        edge: usize,
-        entries: usize,
-        expected: usize,
-    },
+    EdgeLength { edge: usize, entries: usize, expected: usize },
     #[error("edge {edge} has a cost that is not a number or is minus infinity")]
     EdgeCost { edge: usize },
     #[error("memory row {row} names node {node}, which does not exist")]
@@ -187,24 +167,14 @@ pub fn solve(problem: &Problem, options: &Options) -> Result<Solution, SolveErro
     let cost = cost_of(problem, &choice);
     let obeys = obeys(problem, &choice);
     if plan.exact && obeys {
-        return Ok(Solution {
-            choice,
-            cost,
-            lower_bound: cost,
-        });
+        return Ok(Solution { choice, cost, lower_bound: cost });
     }
     // An inexact elimination proves nothing about the choice it dived to, so the rows stay in force even if it obeys.
     if !problem.memory.is_empty() {
         return memory::solve(problem, options, &clock, messages.value);
     }
     let mut best = Incumbent::none();
-    let search = Search {
-        reduced: &reduced,
-        plan: &plan,
-        messages: &messages,
-        unary: &reduced.cost,
-        offset: 0.0,
-    };
+    let search = Search { reduced: &reduced, plan: &plan, messages: &messages, unary: &reduced.cost, offset: 0.0 };
     let bound = finish(&search, &mut best, &clock);
     conclude(problem, options, best, bound)
 }
@@ -212,13 +182,7 @@ pub fn solve(problem: &Problem, options: &Options) -> Result<Solution, SolveErro
 /// Searches with a budget, then hands what is small enough to the integer program, then searches on to the time limit.
 /// Returns a lower bound, which is infinite when there is nothing below the incumbent.
 fn finish(search: &Search, best: &mut Incumbent, clock: &Clock) -> f64 {
-    let first = search.run(
-        best,
-        &Budget {
-            expansions: SEARCH_EXPANSIONS,
-            clock,
-        },
-    );
+    let first = search.run(best, &Budget { expansions: SEARCH_EXPANSIONS, clock });
     if first.complete || clock.over() {
         return first.bound;
     }
@@ -230,45 +194,20 @@ fn finish(search: &Search, best: &mut Incumbent, clock: &Clock) -> f64 {
             return bound;
         }
     }
-    bound.max(
-        search
-            .run(
-                best,
-                &Budget {
-                    expansions: u64::MAX,
-                    clock,
-                },
-            )
-            .bound,
-    )
+    bound.max(search.run(best, &Budget { expansions: u64::MAX, clock }).bound)
 }
 
-fn conclude(
-    problem: &Problem,
-    options: &Options,
-    best: Incumbent,
-    bound: f64,
-) -> Result<Solution, SolveError> {
+fn conclude(problem: &Problem, options: &Options, best: Incumbent, bound: f64) -> Result<Solution, SolveError> {
     match &best.choice {
         Some(choice) => {
             let choice = choice.clone();
             let cost = cost_of(problem, &choice);
             // The bound was reached by sums in another order: within the rounding of those it is the cost itself.
-            let lower_bound = if bound >= best.cutoff() {
-                cost
-            } else {
-                bound.min(cost)
-            };
-            Ok(Solution {
-                choice,
-                cost,
-                lower_bound,
-            })
+            let lower_bound = if bound >= best.cutoff() { cost } else { bound.min(cost) };
+            Ok(Solution { choice, cost, lower_bound })
         }
         None if bound == f64::INFINITY => Err(SolveError::Infeasible),
-        None => Err(SolveError::NotFound {
-            time_limit_s: options.time_limit_s,
-        }),
+        None => Err(SolveError::NotFound { time_limit_s: options.time_limit_s }),
     }
 }
 
@@ -283,18 +222,9 @@ pub struct BoundaryTable {
 #[derive(Clone, Debug)]
 enum Recover {
     /// Walk the elimination backwards from the kept assignment.
-    Walk {
-        reduced: Box<Reduced>,
-        plan: Box<Plan>,
-        messages: Box<eliminate::Messages>,
-        keep: Vec<usize>,
-    },
+    Walk { reduced: Box<Reduced>, plan: Box<Plan>, messages: Box<eliminate::Messages>, keep: Vec<usize> },
     /// One stored choice per entry; empty where the entry is infinite.
-    Stored {
-        choices: Vec<Vec<usize>>,
-        keep: Vec<usize>,
-        nodes: usize,
-    },
+    Stored { choices: Vec<Vec<usize>>, keep: Vec<usize>, nodes: usize },
 }
 
 impl BoundaryTable {
@@ -306,10 +236,7 @@ impl BoundaryTable {
     /// Least seconds of the whole problem with the kept nodes at these strategies; infinite where nothing is allowed, and
     /// where `kept` does not name one strategy for each kept node.
     pub fn cost(&self, kept: &[usize]) -> f64 {
-        self.index(kept)
-            .and_then(|i| self.cost.get(i))
-            .copied()
-            .unwrap_or(f64::INFINITY)
+        self.index(kept).and_then(|i| self.cost.get(i)).copied().unwrap_or(f64::INFINITY)
     }
 
     /// The strategy of every node of the problem that reaches [`cost`](Self::cost). Where the cost is infinite the kept
@@ -321,12 +248,7 @@ impl BoundaryTable {
             }
         };
         match &self.recover {
-            Recover::Walk {
-                reduced,
-                plan,
-                messages,
-                keep,
-            } => {
+            Recover::Walk { reduced, plan, messages, keep } => {
                 let mut local = vec![0; reduced.cost.len()];
                 if self.index(kept).is_some() {
                     place(&mut local, keep);
@@ -336,15 +258,8 @@ impl BoundaryTable {
                 place(&mut choice, keep);
                 choice
             }
-            Recover::Stored {
-                choices,
-                keep,
-                nodes,
-            } => {
-                let stored = self
-                    .index(kept)
-                    .and_then(|i| choices.get(i))
-                    .filter(|c| !c.is_empty());
+            Recover::Stored { choices, keep, nodes } => {
+                let stored = self.index(kept).and_then(|i| choices.get(i)).filter(|c| !c.is_empty());
                 stored.cloned().unwrap_or_else(|| {
                     let mut choice = vec![0; *nodes];
                     place(&mut choice, keep);
@@ -358,11 +273,7 @@ impl BoundaryTable {
         if kept.len() != self.dims.len() || kept.iter().zip(&self.dims).any(|(&s, &d)| s >= d) {
             return None;
         }
-        Some(
-            kept.iter()
-                .zip(&self.dims)
-                .fold(0, |at, (&s, &d)| at * d + s),
-        )
+        Some(kept.iter().zip(&self.dims).fold(0, |at, (&s, &d)| at * d + s))
     }
 }
 
@@ -375,11 +286,7 @@ impl BoundaryTable {
 /// # Errors
 /// [`SolveError::Infeasible`] when every entry would be infinite; [`SolveError::Malformed`] also for a kept node that
 /// does not exist or is named twice, and for more joint assignments than fit in a table.
-pub fn boundary_table(
-    problem: &Problem,
-    keep: &[usize],
-    options: &Options,
-) -> Result<BoundaryTable, SolveError> {
+pub fn boundary_table(problem: &Problem, keep: &[usize], options: &Options) -> Result<BoundaryTable, SolveError> {
     check(problem)?;
     let clock = Clock::start(options)?;
     let mut pinned = vec![false; problem.nodes.len()];
@@ -387,23 +294,14 @@ pub fn boundary_table(
         match pinned.get_mut(node) {
             Some(seen) if !*seen => *seen = true,
             _ => {
-                return Err(SolveError::Malformed {
-                    fault: Fault::Keep { node },
-                });
+                return Err(SolveError::Malformed { fault: Fault::Keep { node } });
             }
         }
     }
     let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
-    let size = dims
-        .iter()
-        .try_fold(1_usize, |n, &d| n.checked_mul(d))
-        .filter(|&n| n <= eliminate::TABLE_ENTRIES);
+    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= eliminate::TABLE_ENTRIES);
     let Some(size) = size else {
-        return Err(SolveError::Malformed {
-            fault: Fault::KeepTooMany {
-                most: eliminate::TABLE_ENTRIES,
-            },
-        });
+        return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: eliminate::TABLE_ENTRIES } });
     };
     let reduced = Reduced::new(problem, &[], &pinned)?;
     let plan = Plan::new(&reduced, keep, &Caps::for_seconds(options.time_limit_s));
@@ -422,34 +320,21 @@ pub fn boundary_table(
             messages: Box::new(messages),
             keep: keep.to_vec(),
         };
-        BoundaryTable {
-            dims,
-            cost,
-            recover,
-        }
+        BoundaryTable { dims, cost, recover }
     } else {
         let mut cost = Vec::with_capacity(size);
         let mut choices = Vec::with_capacity(size);
         let mut kept = vec![0; problem.nodes.len()];
         for entry in 0..size {
             unflatten(entry, &dims, keep, &mut kept);
-            let mut one = Problem {
-                nodes: problem.nodes.clone(),
-                edges: problem.edges.clone(),
-                memory: vec![],
-            };
+            let mut one = Problem { nodes: problem.nodes.clone(), edges: problem.edges.clone(), memory: vec![] };
             for &v in keep {
                 for (s, c) in one.nodes[v].cost.iter_mut().enumerate() {
                     *c = if s == kept[v] { *c } else { f64::INFINITY };
                 }
             }
             let share_s = clock.left_s() / (size - entry) as f64;
-            match solve(
-                &one,
-                &Options {
-                    time_limit_s: share_s,
-                },
-            ) {
+            match solve(&one, &Options { time_limit_s: share_s }) {
                 Ok(solution) => {
                     cost.push(solution.cost);
                     choices.push(solution.choice);
@@ -461,21 +346,9 @@ pub fn boundary_table(
                 Err(error) => return Err(error),
             }
         }
-        BoundaryTable {
-            dims,
-            cost,
-            recover: Recover::Stored {
-                choices,
-                keep: keep.to_vec(),
-                nodes: kept.len(),
-            },
-        }
+        BoundaryTable { dims, cost, recover: Recover::Stored { choices, keep: keep.to_vec(), nodes: kept.len() } }
     };
-    if table.cost.iter().all(|&c| c == f64::INFINITY) {
-        Err(SolveError::Infeasible)
-    } else {
-        Ok(table)
-    }
+    if table.cost.iter().all(|&c| c == f64::INFINITY) { Err(SolveError::Infeasible) } else { Ok(table) }
 }
 
 /// Writes the strategies of the kept nodes at table entry `entry`, the last node fastest.
@@ -503,26 +376,19 @@ struct Clock {
 impl Clock {
     fn start(options: &Options) -> Result<Clock, SolveError> {
         if options.time_limit_s.is_nan() || options.time_limit_s < 0.0 {
-            return Err(SolveError::Malformed {
-                fault: Fault::TimeLimit,
-            });
+            return Err(SolveError::Malformed { fault: Fault::TimeLimit });
         }
         // A limit too long for the clock is no limit.
         let limit = Duration::try_from_secs_f64(options.time_limit_s).ok();
-        Ok(Clock {
-            deadline: limit.and_then(|limit| Instant::now().checked_add(limit)),
-        })
+        Ok(Clock { deadline: limit.and_then(|limit| Instant::now().checked_add(limit)) })
     }
 
     fn over(&self) -> bool {
-        self.deadline
-            .is_some_and(|deadline| Instant::now() >= deadline)
+        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
     fn left_s(&self) -> f64 {
-        self.deadline.map_or(f64::INFINITY, |d| {
-            d.saturating_duration_since(Instant::now()).as_secs_f64()
-        })
+        self.deadline.map_or(f64::INFINITY, |d| d.saturating_duration_since(Instant::now()).as_secs_f64())
     }
 }
 
@@ -538,11 +404,7 @@ fn check_fault(problem: &Problem) -> Result<(), Fault> {
             return Err(Fault::NoStrategies { node });
         }
         if !bytes.is_empty() && bytes.len() != cost.len() {
-            return Err(Fault::BytesLength {
-                node,
-                strategies: cost.len(),
-                bytes: bytes.len(),
-            });
+            return Err(Fault::BytesLength { node, strategies: cost.len(), bytes: bytes.len() });
         }
         if cost.iter().any(bad) {
             return Err(Fault::NodeCost { node });
@@ -561,11 +423,7 @@ fn check_fault(problem: &Problem) -> Result<(), Fault> {
         }
         let expected = problem.nodes[*from].cost.len() * problem.nodes[*to].cost.len();
         if cost.len() != expected {
-            return Err(Fault::EdgeLength {
-                edge,
-                entries: cost.len(),
-                expected,
-            });
+            return Err(Fault::EdgeLength { edge, entries: cost.len(), expected });
         }
         if cost.iter().any(bad) {
             return Err(Fault::EdgeCost { edge });
@@ -586,12 +444,7 @@ fn check_fault(problem: &Problem) -> Result<(), Fault> {
 
 /// Seconds of a choice in the problem as given.
 fn cost_of(problem: &Problem, choice: &[usize]) -> f64 {
-    let nodes: f64 = problem
-        .nodes
-        .iter()
-        .zip(choice)
-        .map(|(node, &s)| node.cost[s])
-        .sum();
+    let nodes: f64 = problem.nodes.iter().zip(choice).map(|(node, &s)| node.cost[s]).sum();
     let edge = |e: &Edge| e.cost[choice[e.from] * problem.nodes[e.to].cost.len() + choice[e.to]];
     nodes + problem.edges.iter().map(edge).sum::<f64>()
 }
@@ -601,11 +454,8 @@ fn bytes_of(node: &Node, strategy: usize) -> u64 {
 }
 
 fn obeys(problem: &Problem, choice: &[usize]) -> bool {
-    problem.memory.iter().all(|row| {
-        row.members
-            .iter()
-            .map(|&v| bytes_of(&problem.nodes[v], choice[v]))
-            .sum::<u64>()
-            <= row.limit_bytes
-    })
+    problem
+        .memory
+        .iter()
+        .all(|row| row.members.iter().map(|&v| bytes_of(&problem.nodes[v], choice[v])).sum::<u64>() <= row.limit_bytes)
 }

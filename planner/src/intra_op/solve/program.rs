@@ -24,51 +24,29 @@ pub(super) fn solve(reduced: &Reduced, best: &mut Incumbent, time_limit_s: f64) 
     loop {
         let left_s = time_limit_s - start.elapsed().as_secs_f64();
         if left_s <= 0.0 {
-            return Outcome {
-                complete: false,
-                bound,
-            };
+            return Outcome { complete: false, bound };
         }
         let Some(answer) = relaxed(reduced, &stated, best, left_s) else {
-            return Outcome {
-                complete: false,
-                bound,
-            };
+            return Outcome { complete: false, bound };
         };
-        let Relaxed::Choice {
-            local,
-            least,
-            proven,
-        } = answer
-        else {
+        let Relaxed::Choice { local, least, proven } = answer else {
             // With an incumbent this is a numerical failure, which proves nothing.
             let complete = best.choice.is_none();
-            return Outcome {
-                complete,
-                bound: if complete { f64::INFINITY } else { bound },
-            };
+            return Outcome { complete, bound: if complete { f64::INFINITY } else { bound } };
         };
         bound = bound.max(least);
         let broken: Vec<usize> = (0..reduced.rows.len())
             .filter(|r| !stated.contains(r))
             .filter(|&r| {
                 let row = &reduced.rows[r];
-                row.members
-                    .iter()
-                    .map(|&v| reduced.bytes[v][local[v]])
-                    .sum::<u64>()
-                    > row.limit_bytes
+                row.members.iter().map(|&v| reduced.bytes[v][local[v]]).sum::<u64>() > row.limit_bytes
             })
             .collect();
         if broken.is_empty() {
             // A stated row may be exceeded by the solver's tolerance; such a choice is of no use.
             let kept = stated.iter().all(|&r| {
                 let row = &reduced.rows[r];
-                row.members
-                    .iter()
-                    .map(|&v| reduced.bytes[v][local[v]])
-                    .sum::<u64>()
-                    <= row.limit_bytes
+                row.members.iter().map(|&v| reduced.bytes[v][local[v]]).sum::<u64>() <= row.limit_bytes
             });
             if kept {
                 best.offer(reduced, &local);
@@ -82,31 +60,19 @@ pub(super) fn solve(reduced: &Reduced, best: &mut Incumbent, time_limit_s: f64) 
 }
 
 enum Relaxed {
-    Choice {
-        local: Vec<usize>,
-        least: f64,
-        proven: bool,
-    },
+    Choice { local: Vec<usize>, least: f64, proven: bool },
     Infeasible,
 }
 
 /// Solves the program with only the memory rows in `stated`. None when the solver ends without an answer.
-fn relaxed(
-    reduced: &Reduced,
-    stated: &[usize],
-    best: &Incumbent,
-    time_limit_s: f64,
-) -> Option<Relaxed> {
+fn relaxed(reduced: &Reduced, stated: &[usize], best: &Incumbent, time_limit_s: f64) -> Option<Relaxed> {
     // The solver's tolerances are absolute, so costs are brought to one size; they are times down to nanoseconds.
     let largest = (reduced.cost.iter().flatten())
         .chain(reduced.pairs.iter().flat_map(|pair| &pair.cost))
         .filter(|c| c.is_finite())
         .fold(0.0_f64, |most, c| most.max(c.abs()));
     let unit = if largest > 0.0 { 1e3 / largest } else { 1.0 };
-    let hint = best
-        .choice
-        .as_deref()
-        .and_then(|choice| reduced.lower(choice));
+    let hint = best.choice.as_deref().and_then(|choice| reduced.lower(choice));
     let hint = hint.as_deref();
     let mut vars = variables!();
     let mut hints: Vec<(Variable, f64)> = vec![];
@@ -148,10 +114,7 @@ fn relaxed(
         equalities.extend(rows);
         equalities.extend(columns);
     }
-    let mut model = vars
-        .minimise(objective)
-        .using(microlp)
-        .with_time_limit(time_limit_s.min(1e6));
+    let mut model = vars.minimise(objective).using(microlp).with_time_limit(time_limit_s.min(1e6));
     for expression in equalities {
         model.add_constraint(expression.eq(0.0));
     }
@@ -171,27 +134,12 @@ fn relaxed(
     }
     match model.solve() {
         Ok(solution) => {
-            let local = strategies
-                .iter()
-                .map(|list| {
-                    list.iter()
-                        .position(|&x| solution.value(x) > 0.5)
-                        .unwrap_or(0)
-                })
-                .collect();
+            let local =
+                strategies.iter().map(|list| list.iter().position(|&x| solution.value(x) > 0.5).unwrap_or(0)).collect();
             let proven = matches!(solution.status(), SolutionStatus::Optimal);
-            let least = solution
-                .into_inner()
-                .stats()
-                .best_bound
-                .unwrap_or(f64::NEG_INFINITY)
-                / unit;
+            let least = solution.into_inner().stats().best_bound.unwrap_or(f64::NEG_INFINITY) / unit;
             // The solver prunes within 1e-9 and reads feasibility within 1e-7 of numbers up to 1e3.
-            Some(Relaxed::Choice {
-                local,
-                least: least - 1e-9 * least.abs(),
-                proven,
-            })
+            Some(Relaxed::Choice { local, least: least - 1e-9 * least.abs(), proven })
         }
         Err(good_lp::ResolutionError::Infeasible) => Some(Relaxed::Infeasible),
         Err(_) => None,

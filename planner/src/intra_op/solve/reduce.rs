@@ -52,18 +52,12 @@ impl Reduced {
             counted[member] = true;
         }
         let mut reduced = Reduced {
-            alive: problem
-                .nodes
-                .iter()
-                .map(|node| (0..node.cost.len()).collect())
-                .collect(),
+            alive: problem.nodes.iter().map(|node| (0..node.cost.len()).collect()).collect(),
             cost: problem.nodes.iter().map(|node| node.cost.clone()).collect(),
             // Bytes that no row counts are zero, so that they do not stand in the way of dominance.
             bytes: (problem.nodes.iter().zip(&counted))
                 .map(|(node, &counted)| {
-                    (0..node.cost.len())
-                        .map(|s| if counted { bytes_of(node, s) } else { 0 })
-                        .collect()
+                    (0..node.cost.len()).map(|s| if counted { bytes_of(node, s) } else { 0 }).collect()
                 })
                 .collect(),
             pairs: merged(problem),
@@ -82,11 +76,7 @@ impl Reduced {
     /// Leaves only the strategies marked, and reduces again. At least one of each node is marked.
     pub fn restrict(&mut self, keep: &[Vec<bool>]) -> Result<(), SolveError> {
         let mut dirty = vec![false; self.cost.len()];
-        for (v, keep) in keep
-            .iter()
-            .enumerate()
-            .filter(|(_, keep)| keep.contains(&false))
-        {
+        for (v, keep) in keep.iter().enumerate().filter(|(_, keep)| keep.contains(&false)) {
             self.retain(v, keep, &mut dirty);
         }
         self.run(|_| false)?;
@@ -102,11 +92,7 @@ impl Reduced {
 
     /// The strategies, as numbered in the problem, of a choice among those that remain.
     pub fn lift(&self, local: &[usize]) -> Vec<usize> {
-        self.alive
-            .iter()
-            .zip(local)
-            .map(|(alive, &s)| alive[s])
-            .collect()
+        self.alive.iter().zip(local).map(|(alive, &s)| alive[s]).collect()
     }
 
     pub fn cost_of(&self, local: &[usize]) -> f64 {
@@ -146,9 +132,7 @@ impl Reduced {
         }
         // Nodes that became decided or strategies that became forbidden in the last round still have to be settled,
         // because the rest relies on decided nodes having no pairs.
-        while let Some(v) =
-            (0..n).find(|&v| self.cost[v].len() == 1 && !self.incident[v].is_empty())
-        {
+        while let Some(v) = (0..n).find(|&v| self.cost[v].len() == 1 && !self.incident[v].is_empty()) {
             self.fold(v, &mut dirty);
         }
         Ok(())
@@ -199,26 +183,17 @@ impl Reduced {
         let cost = &self.cost[v];
         let bytes = &self.bytes[v];
         let count = cost.len();
-        let tables: Vec<(usize, Vec<f64>)> = self.incident[v]
-            .iter()
-            .map(|&p| self.seen_from(p, v))
-            .collect();
+        let tables: Vec<(usize, Vec<f64>)> = self.incident[v].iter().map(|&p| self.seen_from(p, v)).collect();
         let least: Vec<Vec<f64>> = (tables.iter())
             .map(|(width, table)| {
-                table
-                    .chunks_exact(*width)
-                    .map(|r| r.iter().copied().fold(f64::INFINITY, f64::min))
-                    .collect()
+                table.chunks_exact(*width).map(|r| r.iter().copied().fold(f64::INFINITY, f64::min)).collect()
             })
             .collect();
-        let mut keep: Vec<bool> = (0..count)
-            .map(|s| cost[s] < f64::INFINITY && least.iter().all(|l| l[s] < f64::INFINITY))
-            .collect();
+        let mut keep: Vec<bool> =
+            (0..count).map(|s| cost[s] < f64::INFINITY && least.iter().all(|l| l[s] < f64::INFINITY)).collect();
         // The least cost a strategy can have. Dominance needs this to be no more, because the largest difference of two
         // rows is at least the difference of their minima.
-        let floor: Vec<f64> = (0..count)
-            .map(|s| cost[s] + least.iter().map(|l| l[s]).sum::<f64>())
-            .collect();
+        let floor: Vec<f64> = (0..count).map(|s| cost[s] + least.iter().map(|l| l[s]).sum::<f64>()).collect();
         for dropped in (0..count).rev() {
             keep[dropped] = keep[dropped]
                 && !(0..count).any(|other| {
@@ -237,11 +212,7 @@ impl Reduced {
     pub fn seen_from(&self, p: usize, v: usize) -> (usize, Vec<f64>) {
         let Pair { a, b, cost } = &self.pairs[p];
         let (rows, width) = (self.cost[*a].len(), self.cost[*b].len());
-        if *a == v {
-            (width, cost.clone())
-        } else {
-            (rows, transposed(cost, width))
-        }
+        if *a == v { (width, cost.clone()) } else { (rows, transposed(cost, width)) }
     }
 
     fn retain(&mut self, v: usize, keep: &[bool], dirty: &mut [bool]) {
@@ -252,11 +223,7 @@ impl Reduced {
             let by_row = pair.a == v;
             pair.cost.retain(|_| {
                 at += 1;
-                keep[if by_row {
-                    (at - 1) / width
-                } else {
-                    (at - 1) % width
-                }]
+                keep[if by_row { (at - 1) / width } else { (at - 1) % width }]
             });
             dirty[pair.a + pair.b - v] = true;
         }
@@ -314,17 +281,11 @@ fn merged(problem: &Problem) -> Vec<Pair> {
     for e in order {
         let edge = &problem.edges[e];
         let (a, b) = ends(e);
-        let cost = if edge.from == a {
-            edge.cost.clone()
-        } else {
-            transposed(&edge.cost, problem.nodes[edge.to].cost.len())
-        };
+        let cost =
+            if edge.from == a { edge.cost.clone() } else { transposed(&edge.cost, problem.nodes[edge.to].cost.len()) };
         match pairs.last_mut() {
             Some(last) if (last.a, last.b) == (a, b) => {
-                last.cost
-                    .iter_mut()
-                    .zip(cost)
-                    .for_each(|(sum, c)| *sum += c);
+                last.cost.iter_mut().zip(cost).for_each(|(sum, c)| *sum += c);
             }
             _ => pairs.push(Pair { a, b, cost }),
         }
@@ -334,9 +295,7 @@ fn merged(problem: &Problem) -> Vec<Pair> {
 
 /// A row-major table of the given width with rows and columns exchanged.
 pub(super) fn transposed(table: &[f64], width: usize) -> Vec<f64> {
-    (0..width)
-        .flat_map(|j| table.iter().skip(j).step_by(width).copied())
-        .collect()
+    (0..width).flat_map(|j| table.iter().skip(j).step_by(width).copied()).collect()
 }
 
 /// Whether `table[i][j] = table[i][0] + table[0][j] - table[0][0]` up to the rounding of these three operations.
@@ -348,8 +307,7 @@ fn is_separable(table: &[f64], width: usize) -> bool {
             row.iter().zip(first).all(|(&c, &f)| {
                 let expected = row[0] + f - first[0];
                 // An infinity on either side makes this false.
-                (c - expected).abs()
-                    <= rounding * (c.abs() + row[0].abs() + f.abs() + first[0].abs())
+                (c - expected).abs() <= rounding * (c.abs() + row[0].abs() + f.abs() + first[0].abs())
                     && c < f64::INFINITY
             })
         })
@@ -357,21 +315,11 @@ fn is_separable(table: &[f64], width: usize) -> bool {
 
 /// Whether `other` costs no more than `dropped` whatever the neighbours choose: the sum over edges of the largest
 /// difference of their rows does not exceed zero. Every row has a finite entry.
-fn dominates(
-    cost: &[f64],
-    tables: &[(usize, Vec<f64>)],
-    least: &[Vec<f64>],
-    other: usize,
-    dropped: usize,
-) -> bool {
+fn dominates(cost: &[f64], tables: &[(usize, Vec<f64>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
     let mut worst = cost[other] - cost[dropped];
     // What the edges not yet summed add at least.
     let mut rest: f64 = least.iter().map(|l| l[other] - l[dropped]).sum();
-    let slack = 1e-12
-        * least
-            .iter()
-            .map(|l| l[other].abs() + l[dropped].abs())
-            .sum::<f64>();
+    let slack = 1e-12 * least.iter().map(|l| l[other].abs() + l[dropped].abs()).sum::<f64>();
     for ((width, table), l) in tables.iter().zip(least) {
         rest -= l[other] - l[dropped];
         let mine = &table[other * width..][..*width];

@@ -16,30 +16,20 @@ pub(super) struct Incumbent {
 
 impl Incumbent {
     pub fn none() -> Incumbent {
-        Incumbent {
-            cost: f64::INFINITY,
-            choice: None,
-        }
+        Incumbent { cost: f64::INFINITY, choice: None }
     }
 
     /// Takes a choice among the strategies of `reduced` that obeys every row, if it is better.
     pub fn offer(&mut self, reduced: &Reduced, local: &[usize]) {
         let cost = reduced.cost_of(local);
         if cost < self.cost {
-            *self = Incumbent {
-                cost,
-                choice: Some(reduced.lift(local)),
-            };
+            *self = Incumbent { cost, choice: Some(reduced.lift(local)) };
         }
     }
 
     /// A bound from here on proves that there is nothing better, within rounding.
     pub fn cutoff(&self) -> f64 {
-        if self.cost == f64::INFINITY {
-            f64::INFINITY
-        } else {
-            self.cost - TOLERANCE * self.cost.abs()
-        }
+        if self.cost == f64::INFINITY { f64::INFINITY } else { self.cost - TOLERANCE * self.cost.abs() }
     }
 }
 
@@ -85,22 +75,12 @@ impl Search<'_> {
         let root = self.messages.value + self.offset;
         if order.is_empty() {
             best.offer(self.reduced, &[]);
-            return Outcome {
-                complete: true,
-                bound: best.cost,
-            };
+            return Outcome { complete: true, bound: best.cost };
         }
         if root >= best.cutoff() {
-            return Outcome {
-                complete: true,
-                bound: best.cost,
-            };
+            return Outcome { complete: true, bound: best.cost };
         }
-        let from = Opening {
-            depth: 0,
-            bound: root,
-            cutoff: best.cutoff(),
-        };
+        let from = Opening { depth: 0, bound: root, cutoff: best.cutoff() };
         self.open(&from, &local, &mut regrets, &mut frames[0]);
         let mut depth = 0;
         loop {
@@ -112,10 +92,7 @@ impl Search<'_> {
             let next = frame.open.pop().filter(|&(bound, _)| bound < best.cutoff());
             let Some((bound, strategy)) = next else {
                 if depth == 0 {
-                    return Outcome {
-                        complete: true,
-                        bound: best.cost,
-                    };
+                    return Outcome { complete: true, bound: best.cost };
                 }
                 depth -= 1;
                 continue;
@@ -130,41 +107,26 @@ impl Search<'_> {
                 continue;
             }
             expansions += 1;
-            let spent = expansions >= budget.expansions
-                || (expansions.is_multiple_of(512) && budget.clock.over());
+            let spent = expansions >= budget.expansions || (expansions.is_multiple_of(512) && budget.clock.over());
             if spent && (best.choice.is_some() || expansions > STUBBORN) {
-                let open = frames[..=depth]
-                    .iter()
-                    .filter_map(|frame| frame.open.last());
+                let open = frames[..=depth].iter().filter_map(|frame| frame.open.last());
                 let bound = open.fold(bound, |least, &(bound, _)| least.min(bound));
-                return Outcome {
-                    complete: false,
-                    bound: bound.min(best.cost),
-                };
+                return Outcome { complete: false, bound: bound.min(best.cost) };
             }
             depth += 1;
-            let from = Opening {
-                depth,
-                bound,
-                cutoff: best.cutoff(),
-            };
+            let from = Opening { depth, bound, cutoff: best.cutoff() };
             self.open(&from, &local, &mut regrets, &mut frames[depth]);
         }
     }
 
     fn open(&self, from: &Opening, local: &[usize], regrets: &mut Vec<f64>, frame: &mut Frame) {
-        self.plan
-            .regrets(from.depth, self.unary, self.messages, local, regrets);
+        self.plan.regrets(from.depth, self.unary, self.messages, local, regrets);
         frame.taken = false;
         frame.open.clear();
         let bounds = regrets.iter().enumerate().map(|(s, r)| (from.bound + r, s));
-        frame
-            .open
-            .extend(bounds.filter(|&(bound, _)| bound < from.cutoff));
+        frame.open.extend(bounds.filter(|&(bound, _)| bound < from.cutoff));
         // The lowest index is last among equals, hence first to be taken.
-        frame
-            .open
-            .sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)));
+        frame.open.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)));
     }
 }
 
@@ -188,25 +150,13 @@ struct Rows {
 
 impl Rows {
     fn new(reduced: &Reduced) -> Rows {
-        let least: Vec<u64> = reduced
-            .bytes
-            .iter()
-            .map(|b| b.iter().copied().min().unwrap_or(0))
-            .collect();
+        let least: Vec<u64> = reduced.bytes.iter().map(|b| b.iter().copied().min().unwrap_or(0)).collect();
         let mut of_node = vec![vec![]; least.len()];
         for (r, row) in reduced.rows.iter().enumerate() {
             row.members.iter().for_each(|&v| of_node[v].push(r));
         }
-        let bytes = reduced
-            .rows
-            .iter()
-            .map(|row| row.members.iter().map(|&v| least[v]).sum())
-            .collect();
-        Rows {
-            bytes,
-            of_node,
-            least,
-        }
+        let bytes = reduced.rows.iter().map(|row| row.members.iter().map(|&v| least[v]).sum()).collect();
+        Rows { bytes, of_node, least }
     }
 
     /// Whether all rows can still be met once `node` takes `strategy`.

@@ -7,8 +7,8 @@ use super::eliminate::{Caps, Plan};
 use super::reduce::Reduced;
 use super::search::{Budget, Incumbent, Search};
 use super::{
-    BoundaryTable, Clock, Edge, Fault, MemoryRow, Node, Options, Problem, SolveError,
-    boundary_table, cost_of, obeys, program, solve,
+    BoundaryTable, Clock, Edge, Fault, MemoryRow, Node, Options, Problem, SolveError, boundary_table, cost_of, obeys,
+    program, solve,
 };
 
 /// Every assignment of the nodes, in order.
@@ -28,17 +28,12 @@ fn dims(problem: &Problem) -> Vec<usize> {
 /// Least cost by trying everything; infinite when there is nothing.
 fn brute(problem: &Problem) -> f64 {
     let allowed = assignments(&dims(problem)).filter(|choice| obeys(problem, choice));
-    allowed
-        .map(|choice| cost_of(problem, &choice))
-        .fold(f64::INFINITY, f64::min)
+    allowed.map(|choice| cost_of(problem, &choice)).fold(f64::INFINITY, f64::min)
 }
 
 #[track_caller]
 fn assert_close(a: f64, b: f64) {
-    assert!(
-        a == b || (a - b).abs() <= 1e-9 * a.abs().max(b.abs()),
-        "{a} is not {b}"
-    );
+    assert!(a == b || (a - b).abs() <= 1e-9 * a.abs().max(b.abs()), "{a} is not {b}");
 }
 
 /// Solves and compares with the best cost.
@@ -53,24 +48,14 @@ fn check(problem: &Problem, best: f64) {
             assert!(solution.gap() <= 1e-9);
         }
         Err(SolveError::Infeasible) => assert_eq!(best, f64::INFINITY),
-        Err(SolveError::MemoryInfeasible {
-            row,
-            limit_bytes,
-            least_bytes,
-        }) => {
+        Err(SolveError::MemoryInfeasible { row, limit_bytes, least_bytes }) => {
             assert_eq!(best, f64::INFINITY);
             assert_eq!(problem.memory[row].limit_bytes, limit_bytes);
             assert!(least_bytes > limit_bytes);
             // Some allowed choice needs these bytes or more in that row, and none needs less.
-            let held = |choice: &[usize]| {
-                problem.memory[row]
-                    .members
-                    .iter()
-                    .map(|&v| problem.nodes[v].bytes[choice[v]])
-                    .sum()
-            };
-            let allowed = assignments(&dims(problem))
-                .filter(|choice| cost_of(problem, choice) < f64::INFINITY);
+            let held =
+                |choice: &[usize]| problem.memory[row].members.iter().map(|&v| problem.nodes[v].bytes[choice[v]]).sum();
+            let allowed = assignments(&dims(problem)).filter(|choice| cost_of(problem, choice) < f64::INFINITY);
             let least: Option<u64> = allowed.map(|choice| held(&choice)).min();
             assert!(least.is_none_or(|least| least >= least_bytes));
         }
@@ -99,27 +84,13 @@ impl SplitMix {
 }
 
 /// A problem with random costs over the given edges, every node with `strategies` strategies.
-fn random(
-    seed: u64,
-    nodes: usize,
-    strategies: usize,
-    edges: impl IntoIterator<Item = (usize, usize)>,
-) -> Problem {
+fn random(seed: u64, nodes: usize, strategies: usize, edges: impl IntoIterator<Item = (usize, usize)>) -> Problem {
     let mut random = SplitMix(seed);
     Problem {
-        nodes: (0..nodes)
-            .map(|_| Node {
-                cost: random.table(strategies),
-                bytes: vec![],
-            })
-            .collect(),
+        nodes: (0..nodes).map(|_| Node { cost: random.table(strategies), bytes: vec![] }).collect(),
         edges: edges
             .into_iter()
-            .map(|(from, to)| Edge {
-                from,
-                to,
-                cost: random.table(strategies * strategies),
-            })
+            .map(|(from, to)| Edge { from, to, cost: random.table(strategies * strategies) })
             .collect(),
         memory: vec![],
     }
@@ -161,18 +132,14 @@ fn problem(rows: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
             })
         };
         let edges = collection::vec(edge, if n > 1 { 0..=12 } else { 0..=0 });
-        let row = (0..16_u64, collection::vec(any::<bool>(), n)).prop_map(|(limit_bytes, on)| {
-            MemoryRow {
-                limit_bytes,
-                members: (0..on.len()).filter(|&v| on[v]).collect(),
-            }
+        let row = (0..16_u64, collection::vec(any::<bool>(), n)).prop_map(|(limit_bytes, on)| MemoryRow {
+            limit_bytes,
+            members: (0..on.len()).filter(|&v| on[v]).collect(),
         });
-        (nodes, edges, collection::vec(row, rows.clone())).prop_map(|(nodes, edges, memory)| {
-            Problem {
-                nodes,
-                edges,
-                memory,
-            }
+        (nodes, edges, collection::vec(row, rows.clone())).prop_map(|(nodes, edges, memory)| Problem {
+            nodes,
+            edges,
+            memory,
         })
     })
 }
@@ -211,9 +178,7 @@ fn check_marginals(problem: &Problem) {
         assert_eq!(costs.len(), problem.nodes[v].cost.len());
         for (s, &least) in costs.iter().enumerate() {
             let with = assignments(&dims(problem)).filter(|choice| choice[v] == s);
-            let expect = with
-                .map(|choice| cost_of(problem, &choice))
-                .fold(f64::INFINITY, f64::min);
+            let expect = with.map(|choice| cost_of(problem, &choice)).fold(f64::INFINITY, f64::min);
             assert_close_to(least, expect);
         }
     }
@@ -234,49 +199,20 @@ fn check_split(problem: &Problem, cap: f64) {
         Ok(reduced) => reduced,
         Err(error) => return assert_eq!((error, best), (SolveError::Infeasible, f64::INFINITY)),
     };
-    let caps = Caps {
-        exact_entries: 0.0,
-        split_entries: cap,
-        work: 0.0,
-        total_entries: 0.0,
-    };
+    let caps = Caps { exact_entries: 0.0, split_entries: cap, work: 0.0, total_entries: 0.0 };
     let plan = Plan::new(&reduced, &[], &caps);
     let messages = plan.evaluate(&reduced.cost);
     // The bound is of the problem without memory, so it is also below the best within memory.
     assert!(messages.value <= best + 1e-9 * best.abs());
-    let search = Search {
-        reduced: &reduced,
-        plan: &plan,
-        messages: &messages,
-        unary: &reduced.cost,
-        offset: 0.0,
-    };
-    let clock = Clock::start(&Options {
-        time_limit_s: f64::INFINITY,
-    })
-    .expect("no limit is a limit");
+    let search = Search { reduced: &reduced, plan: &plan, messages: &messages, unary: &reduced.cost, offset: 0.0 };
+    let clock = Clock::start(&Options { time_limit_s: f64::INFINITY }).expect("no limit is a limit");
     let mut found = Incumbent::none();
-    let outcome = search.run(
-        &mut found,
-        &Budget {
-            expansions: u64::MAX,
-            clock: &clock,
-        },
-    );
+    let outcome = search.run(&mut found, &Budget { expansions: u64::MAX, clock: &clock });
     assert!(outcome.complete);
     assert_close(found.cost, best);
     // A search that is cut short has a bound below the best cost and not below where it started.
-    let mut found = Incumbent {
-        cost: best,
-        choice: Some(vec![]),
-    };
-    let outcome = search.run(
-        &mut found,
-        &Budget {
-            expansions: 1,
-            clock: &clock,
-        },
-    );
+    let mut found = Incumbent { cost: best, choice: Some(vec![]) };
+    let outcome = search.run(&mut found, &Budget { expansions: 1, clock: &clock });
     assert!(outcome.bound <= best && outcome.bound >= messages.value.min(best) - 1e-9);
 }
 
@@ -321,19 +257,14 @@ fn check_table(problem: &Problem, keep: &[usize]) {
     let table = match boundary_table(problem, keep, &Options::default()) {
         Ok(table) => table,
         Err(error) => {
-            assert_eq!(
-                (error, brute(problem)),
-                (SolveError::Infeasible, f64::INFINITY)
-            );
+            assert_eq!((error, brute(problem)), (SolveError::Infeasible, f64::INFINITY));
             return;
         }
     };
     assert_eq!(table.dims(), kept_dims);
     for kept in assignments(&kept_dims) {
         let agrees = |choice: &Vec<usize>| keep.iter().zip(&kept).all(|(&v, &s)| choice[v] == s);
-        let costs = assignments(&all)
-            .filter(agrees)
-            .map(|choice| cost_of(problem, &choice));
+        let costs = assignments(&all).filter(agrees).map(|choice| cost_of(problem, &choice));
         assert_close(table.cost(&kept), costs.fold(f64::INFINITY, f64::min));
         check_choice(problem, keep, &table, &kept);
     }
@@ -354,11 +285,7 @@ fn chain_cost(problem: &Problem) -> f64 {
     for (edge, node) in problem.edges.iter().zip(&problem.nodes[1..]) {
         let width = node.cost.len();
         let into = |j: usize| {
-            reach
-                .iter()
-                .enumerate()
-                .map(|(i, r)| r + edge.cost[i * width + j])
-                .fold(f64::INFINITY, f64::min)
+            reach.iter().enumerate().map(|(i, r)| r + edge.cost[i * width + j]).fold(f64::INFINITY, f64::min)
         };
         reach = (0..width).map(|j| node.cost[j] + into(j)).collect();
     }
@@ -369,11 +296,8 @@ fn chain_cost(problem: &Problem) -> f64 {
 fn long_chain() {
     let problem = random(1, 500, 6, (1..500).map(|v| (v - 1, v)));
     check(&problem, chain_cost(&problem));
-    let table = boundary_table(&problem, &[499, 0], &Options::default())
-        .expect("a chain can be eliminated");
-    let least = assignments(&[6, 6])
-        .map(|kept| table.cost(&kept))
-        .fold(f64::INFINITY, f64::min);
+    let table = boundary_table(&problem, &[499, 0], &Options::default()).expect("a chain can be eliminated");
+    let least = assignments(&[6, 6]).map(|kept| table.cost(&kept)).fold(f64::INFINITY, f64::min);
     assert_close(least, chain_cost(&problem));
     check_choice(&problem, &[499, 0], &table, &[2, 3]);
 }
@@ -383,27 +307,16 @@ fn ladder() {
     // The same ladder as a chain of its rungs: two nodes of 3 strategies are one node of 9.
     let rungs = 40;
     let rails = (2..2 * rungs).map(|v| (v - 2, v));
-    let problem = random(
-        2,
-        2 * rungs,
-        3,
-        rails.chain((0..rungs).map(|r| (2 * r, 2 * r + 1))),
-    );
+    let problem = random(2, 2 * rungs, 3, rails.chain((0..rungs).map(|r| (2 * r, 2 * r + 1))));
     let split = |s: usize| (s / 3, s % 3);
     let rung = |r: usize| {
-        let across = problem
-            .edges
-            .iter()
-            .find(|e| (e.from, e.to) == (2 * r, 2 * r + 1))
-            .expect("every rung has an edge");
+        let across =
+            problem.edges.iter().find(|e| (e.from, e.to) == (2 * r, 2 * r + 1)).expect("every rung has an edge");
         let cost = |s| {
             let (a, b) = split(s);
             problem.nodes[2 * r].cost[a] + problem.nodes[2 * r + 1].cost[b] + across.cost[s]
         };
-        Node {
-            cost: (0..9).map(cost).collect(),
-            bytes: vec![],
-        }
+        Node { cost: (0..9).map(cost).collect(), bytes: vec![] }
     };
     let along = |r: usize| {
         let rail = |v: usize| &problem.edges[v].cost;
@@ -411,17 +324,10 @@ fn ladder() {
             let ((a, b), (c, d)) = (split(at / 9), split(at % 9));
             rail(2 * r)[a * 3 + c] + rail(2 * r + 1)[b * 3 + d]
         };
-        Edge {
-            from: r,
-            to: r + 1,
-            cost: (0..81).map(cost).collect(),
-        }
+        Edge { from: r, to: r + 1, cost: (0..81).map(cost).collect() }
     };
-    let chain = Problem {
-        nodes: (0..rungs).map(rung).collect(),
-        edges: (0..rungs - 1).map(along).collect(),
-        memory: vec![],
-    };
+    let chain =
+        Problem { nodes: (0..rungs).map(rung).collect(), edges: (0..rungs - 1).map(along).collect(), memory: vec![] };
     check(&problem, chain_cost(&chain));
 }
 
@@ -438,11 +344,7 @@ fn dense() {
         edge.cost.iter_mut().for_each(|c| *c += 0.2);
         edge.cost[planted[edge.from] * 6 + planted[edge.to]] = 0.1;
     }
-    problem
-        .nodes
-        .iter_mut()
-        .flat_map(|node| &mut node.cost)
-        .for_each(|c| *c = 0.0);
+    problem.nodes.iter_mut().flat_map(|node| &mut node.cost).for_each(|c| *c = 0.0);
     check(&problem, 6.6);
 }
 
@@ -470,10 +372,7 @@ fn memory_of_a_chain() {
         node.bytes = (0..5).map(|s| (s * 7 + v as u64) % 5).collect();
     }
     for limit_bytes in [8, 30, 60] {
-        problem.memory = vec![MemoryRow {
-            limit_bytes,
-            members: (0..60).collect(),
-        }];
+        problem.memory = vec![MemoryRow { limit_bytes, members: (0..60).collect() }];
         check(&problem, chain_cost_within(&problem, limit_bytes as usize));
     }
 }
@@ -506,33 +405,18 @@ fn chain_cost_within(problem: &Problem, limit: usize) -> f64 {
 fn same_answer_each_time() {
     // All costs tie, so the lowest strategies win.
     let mut problem = random(6, 20, 4, (1..20).map(|v| (v / 2, v)));
-    problem
-        .nodes
-        .iter_mut()
-        .flat_map(|node| &mut node.cost)
-        .for_each(|c| *c = 1.0);
-    problem
-        .edges
-        .iter_mut()
-        .flat_map(|edge| &mut edge.cost)
-        .for_each(|c| *c = 0.5);
+    problem.nodes.iter_mut().flat_map(|node| &mut node.cost).for_each(|c| *c = 1.0);
+    problem.edges.iter_mut().flat_map(|edge| &mut edge.cost).for_each(|c| *c = 0.5);
     let solution = solve(&problem, &Options::default()).expect("everything is allowed");
-    assert_eq!(
-        (solution.choice, solution.cost),
-        (vec![0; 20], 20.0 + 0.5 * 19.0)
-    );
+    assert_eq!((solution.choice, solution.cost), (vec![0; 20], 20.0 + 0.5 * 19.0));
 }
 
 #[test]
 fn nothing_to_choose() {
     let solution = solve(&Problem::default(), &Options::default());
     let solution = solution.expect("no node has nothing to pay");
-    assert_eq!(
-        (solution.choice, solution.cost, solution.lower_bound),
-        (vec![], 0.0, 0.0)
-    );
-    let table = boundary_table(&random(7, 3, 2, [(0, 1), (1, 2)]), &[], &Options::default())
-        .expect("allowed");
+    assert_eq!((solution.choice, solution.cost, solution.lower_bound), (vec![], 0.0, 0.0));
+    let table = boundary_table(&random(7, 3, 2, [(0, 1), (1, 2)]), &[], &Options::default()).expect("allowed");
     assert_eq!(table.dims(), &[] as &[usize]);
     assert_close(table.cost(&[]), brute(&random(7, 3, 2, [(0, 1), (1, 2)])));
     assert_eq!(table.cost(&[0]), f64::INFINITY);
@@ -540,67 +424,28 @@ fn nothing_to_choose() {
 
 #[test]
 fn memory_infeasible_names_the_row() {
-    let node = |bytes: [u64; 2]| Node {
-        cost: vec![0.0, f64::INFINITY],
-        bytes: bytes.to_vec(),
-    };
-    let row = |limit_bytes| MemoryRow {
-        limit_bytes,
-        members: vec![0, 1],
-    };
-    let problem = Problem {
-        nodes: vec![node([3, 0]), node([4, 0])],
-        edges: vec![],
-        memory: vec![row(9), row(6)],
-    };
+    let node = |bytes: [u64; 2]| Node { cost: vec![0.0, f64::INFINITY], bytes: bytes.to_vec() };
+    let row = |limit_bytes| MemoryRow { limit_bytes, members: vec![0, 1] };
+    let problem = Problem { nodes: vec![node([3, 0]), node([4, 0])], edges: vec![], memory: vec![row(9), row(6)] };
     let error = solve(&problem, &Options::default());
-    assert_eq!(
-        error,
-        Err(SolveError::MemoryInfeasible {
-            row: 1,
-            limit_bytes: 6,
-            least_bytes: 7
-        })
-    );
+    assert_eq!(error, Err(SolveError::MemoryInfeasible { row: 1, limit_bytes: 6, least_bytes: 7 }));
 }
 
 #[test]
 fn memory_infeasible_minds_forbidden_pairs() {
     // Each node alone could hold 1 byte, but not both.
-    let node = Node {
-        cost: vec![0.0, 0.0],
-        bytes: vec![1, 2],
-    };
-    let edge = Edge {
-        from: 0,
-        to: 1,
-        cost: vec![f64::INFINITY, 0.0, 0.0, 0.0],
-    };
-    let memory = vec![MemoryRow {
-        limit_bytes: 2,
-        members: vec![0, 1],
-    }];
-    let problem = Problem {
-        nodes: vec![node.clone(), node],
-        edges: vec![edge],
-        memory,
-    };
+    let node = Node { cost: vec![0.0, 0.0], bytes: vec![1, 2] };
+    let edge = Edge { from: 0, to: 1, cost: vec![f64::INFINITY, 0.0, 0.0, 0.0] };
+    let memory = vec![MemoryRow { limit_bytes: 2, members: vec![0, 1] }];
+    let problem = Problem { nodes: vec![node.clone(), node], edges: vec![edge], memory };
     let error = solve(&problem, &Options::default());
-    assert_eq!(
-        error,
-        Err(SolveError::MemoryInfeasible {
-            row: 0,
-            limit_bytes: 2,
-            least_bytes: 3
-        })
-    );
+    assert_eq!(error, Err(SolveError::MemoryInfeasible { row: 0, limit_bytes: 2, least_bytes: 3 }));
 }
 
 #[test]
 fn time_limit_is_data() {
     let problem = random(8, 30, 8, complete(30));
-    let solution =
-        solve(&problem, &Options { time_limit_s: 0.0 }).expect("a first choice is always found");
+    let solution = solve(&problem, &Options { time_limit_s: 0.0 }).expect("a first choice is always found");
     assert_close(cost_of(&problem, &solution.choice), solution.cost);
     assert!(solution.lower_bound > 0.0 && solution.lower_bound < solution.cost);
     assert!(solution.gap() > 0.0 && solution.gap() < 1.0);
@@ -621,87 +466,24 @@ fn malformed() {
         })
     };
     assert_eq!(with(&|_| {}), None);
-    assert_eq!(
-        with(&|p| p.nodes[1].cost.clear()),
-        Some(Fault::NoStrategies { node: 1 })
-    );
-    assert_eq!(
-        with(&|p| p.nodes[2].bytes = vec![1]),
-        Some(Fault::BytesLength {
-            node: 2,
-            strategies: 2,
-            bytes: 1
-        })
-    );
-    assert_eq!(
-        with(&|p| p.nodes[0].cost[1] = f64::NAN),
-        Some(Fault::NodeCost { node: 0 })
-    );
-    assert_eq!(
-        with(&|p| p.edges[1].to = 3),
-        Some(Fault::EdgeNode { edge: 1, node: 3 })
-    );
-    assert_eq!(
-        with(&|p| p.edges[1].to = 1),
-        Some(Fault::SelfLoop { edge: 1, node: 1 })
-    );
-    assert_eq!(
-        with(&|p| p.edges[0].cost = vec![0.0; 3]),
-        Some(Fault::EdgeLength {
-            edge: 0,
-            entries: 3,
-            expected: 4
-        })
-    );
-    assert_eq!(
-        with(&|p| p.edges[0].cost[3] = f64::NEG_INFINITY),
-        Some(Fault::EdgeCost { edge: 0 })
-    );
-    let row = |members: &[usize]| {
-        vec![MemoryRow {
-            limit_bytes: 1,
-            members: members.to_vec(),
-        }]
-    };
-    assert_eq!(
-        with(&|p| p.memory = row(&[0, 5])),
-        Some(Fault::RowNode { row: 0, node: 5 })
-    );
-    assert_eq!(
-        with(&|p| p.memory = row(&[2, 0, 2])),
-        Some(Fault::RowRepeats { row: 0, node: 2 })
-    );
-    assert_eq!(
-        with(&|p| p.nodes.iter_mut().for_each(|n| n.bytes = vec![u64::MAX; 2])),
-        Some(Fault::BytesOverflow)
-    );
+    assert_eq!(with(&|p| p.nodes[1].cost.clear()), Some(Fault::NoStrategies { node: 1 }));
+    assert_eq!(with(&|p| p.nodes[2].bytes = vec![1]), Some(Fault::BytesLength { node: 2, strategies: 2, bytes: 1 }));
+    assert_eq!(with(&|p| p.nodes[0].cost[1] = f64::NAN), Some(Fault::NodeCost { node: 0 }));
+    assert_eq!(with(&|p| p.edges[1].to = 3), Some(Fault::EdgeNode { edge: 1, node: 3 }));
+    assert_eq!(with(&|p| p.edges[1].to = 1), Some(Fault::SelfLoop { edge: 1, node: 1 }));
+    assert_eq!(with(&|p| p.edges[0].cost = vec![0.0; 3]), Some(Fault::EdgeLength { edge: 0, entries: 3, expected: 4 }));
+    assert_eq!(with(&|p| p.edges[0].cost[3] = f64::NEG_INFINITY), Some(Fault::EdgeCost { edge: 0 }));
+    let row = |members: &[usize]| vec![MemoryRow { limit_bytes: 1, members: members.to_vec() }];
+    assert_eq!(with(&|p| p.memory = row(&[0, 5])), Some(Fault::RowNode { row: 0, node: 5 }));
+    assert_eq!(with(&|p| p.memory = row(&[2, 0, 2])), Some(Fault::RowRepeats { row: 0, node: 2 }));
+    assert_eq!(with(&|p| p.nodes.iter_mut().for_each(|n| n.bytes = vec![u64::MAX; 2])), Some(Fault::BytesOverflow));
     let keep = |keep: &[usize]| boundary_table(&good, keep, &Options::default()).err();
-    assert_eq!(
-        keep(&[1, 1]),
-        Some(SolveError::Malformed {
-            fault: Fault::Keep { node: 1 }
-        })
-    );
-    assert_eq!(
-        keep(&[3]),
-        Some(SolveError::Malformed {
-            fault: Fault::Keep { node: 3 }
-        })
-    );
+    assert_eq!(keep(&[1, 1]), Some(SolveError::Malformed { fault: Fault::Keep { node: 1 } }));
+    assert_eq!(keep(&[3]), Some(SolveError::Malformed { fault: Fault::Keep { node: 3 } }));
     let many = random(10, 30, 2, []);
     let all: Vec<usize> = (0..30).collect();
     let error = boundary_table(&many, &all, &Options::default()).err();
-    assert!(matches!(
-        error,
-        Some(SolveError::Malformed {
-            fault: Fault::KeepTooMany { .. }
-        })
-    ));
+    assert!(matches!(error, Some(SolveError::Malformed { fault: Fault::KeepTooMany { .. } })));
     let error = solve(&good, &Options { time_limit_s: -1.0 }).err();
-    assert_eq!(
-        error,
-        Some(SolveError::Malformed {
-            fault: Fault::TimeLimit
-        })
-    );
+    assert_eq!(error, Some(SolveError::Malformed { fault: Fault::TimeLimit }));
 }

@@ -1,0 +1,170 @@
+//! Checks programs before anything runs: a plan file is data from outside, and what is wrong with it must be an error
+//! with a place, not a hang or a panic of some device.
+
+use crate::error::RuntimeError;
+use altiplano_ir::op::Op;
+use altiplano_ir::program::{BufferId, BufferKind, Call, Program, Programs, TransferId};
+use std::collections::BTreeSet;
+
+/// The first thing that is wrong with the programs.
+pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
+    for (index, program) in programs.programs.iter().enumerate() {
+        check_buffers(index as u32, program)?;
+        check_bodies(index as u32, program)?;
+    }
+    for (t, transfer) in programs.transfers.iter().enumerate() {
+        let fail = |problem| Err(RuntimeError::Transfer { transfer: TransferId(t as u32), problem });
+        let end = |(p, b): (u32, BufferId)| programs.programs.get(p as usize)?.buffers.get(b.0 as usize);
+        let (Some(source), Some(target)) = (end(transfer.source), end(transfer.target)) else {
+            return fail("names a buffer that does not exist");
+        };
+        if source.ty != target.ty {
+            return fail("source and target have different types");
+        }
+        if source.sharding.is_partial() || target.sharding.is_partial() {
+            return fail("a value that is partial cannot be transferred");
+        }
+    }
+    check_schedules(programs)
+}
+
+fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
+    let devices = program.mesh.axes.iter().try_fold(1u32, |n, a| n.checked_mul(a.size));
+    if devices != Some(program.devices.len() as u32) || program.devices.is_empty() {
+        return Err(RuntimeError::Program { program: index, problem: "must have as many devices as its mesh has positions" });
+    }
+    for (b, buffer) in program.buffers.iter().enumerate() {
+        let fail = |problem| Err(RuntimeError::Buffer { program: index, buffer: BufferId(b as u32), problem });
+        let in_mesh = |a: altiplano_ir::mesh::AxisId| (a.0 as usize) < program.mesh.axes.len();
+        let axes = buffer.sharding.split_axes().chain(buffer.sharding.partial.iter().map(|p| p.0));
+        if !buffer.ty.check() {
+            return fail("is larger than any tensor can be");
+        }
+        if !axes.into_iter().all(in_mesh) || !buffer.sharding.is_valid(&buffer.ty.shape, &program.mesh) {
+            return fail("its sharding does not fit its type and the mesh");
+        }
+        let scalar = matches!(buffer.kind, BufferKind::Scalar { .. } | BufferKind::Loss);
+        if scalar && buffer.ty.elements() != 1 {
+            return fail("must be a scalar");
+        }
+    }
+    Ok(())
+}
+
+fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
+    for body in &program.bodies {
+        let errors = body.graph.verify();
+        // A body's results are its writes; its graph need not list them again.
+        let serious = |e: &altiplano_ir::graph::GraphError| !matches!(e, altiplano_ir::graph::GraphError::NoOutputs);
+        if let Some(error) = errors.into_iter().find(serious) {
+            return Err(RuntimeError::Graph { program: index, body: body.name.clone(), error });
+        }
+        let fail = |value, problem| {
+            Err(RuntimeError::Body { program: index, body: body.name.clone(), value, problem })
+        };
+        let local = |b: BufferId| {
+            let buffer = program.buffers.get(b.0 as usize)?;
+            Some(buffer.sharding.local_type(&buffer.ty, &program.mesh))
+        };
+        let mut bound = BTreeSet::new();
+        for &(v, b) in &body.reads {
+            let is_leaf = body.graph.nodes.get(v.index()).is_some_and(|n| n.op.is_leaf());
+            if !is_leaf || !bound.insert(v) {
+                return fail(v, "is read from a buffer but is not a leaf, or is bound twice");
+            }
+            if local(b).as_ref() != Some(body.graph.ty(v)) {
+                return fail(v, "has another type than the local part of its buffer");
+            }
+        }
+        let mut written = BTreeSet::new();
+        for &(b, v) in &body.writes {
+            if v.index() >= body.graph.len() {
+                return fail(v, "is written but not defined");
+            }
+            if local(b).as_ref() != Some(body.graph.ty(v)) {
+                return fail(v, "has another type than the local part of its buffer");
+            }
+            if !written.insert(b) {
+                return fail(v, "goes to a buffer that the body writes twice");
+            }
+        }
+        for v in body.graph.values() {
+            match &body.graph.node(v).op {
+                op if op.is_leaf() && !bound.contains(&v) => return fail(v, "is a leaf that no buffer is bound to"),
+                Op::Collective(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
+                Op::AxisIndex(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
+                _ => {}
+            }
+        }
+        if let Some(&b) = body.frees.iter().find(|b| b.0 as usize >= program.buffers.len()) {
+            return Err(RuntimeError::Buffer { program: index, buffer: b, problem: "is freed but does not exist" });
+        }
+        let lasting = |b: &&BufferId| {
+            !matches!(program.buffer(**b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
+        };
+        if let Some(&b) = body.frees.iter().find(lasting) {
+            return Err(RuntimeError::Buffer { program: index, buffer: b, problem: "lives for the whole run or step, but is freed" });
+        }
+    }
+    Ok(())
+}
+
+/// Checks each call, then walks all schedules together, as devices will: each as far as what it waits for was sent.
+fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
+    for (p, program) in programs.programs.iter().enumerate() {
+        for (c, call) in program.schedule.iter().enumerate() {
+            let fail = |problem| Err(RuntimeError::Call { program: p as u32, call: c, problem });
+            let microbatch = match *call {
+                Call::Run { body, microbatch } => {
+                    if body as usize >= program.bodies.len() {
+                        return fail("runs a body that does not exist");
+                    }
+                    microbatch
+                }
+                Call::Send { transfer, microbatch, .. } => {
+                    match programs.transfers.get(transfer.0 as usize) {
+                        Some(t) if t.source.0 as usize == p => {}
+                        _ => return fail("sends what is not a transfer from this program"),
+                    }
+                    microbatch
+                }
+                Call::Receive { transfer, microbatch } => {
+                    match programs.transfers.get(transfer.0 as usize) {
+                        Some(t) if t.target.0 as usize == p => {}
+                        _ => return fail("receives what is not a transfer to this program"),
+                    }
+                    microbatch
+                }
+            };
+            if microbatch.is_some_and(|m| m >= programs.num_microbatches) {
+                return fail("names a microbatch beyond the last");
+            }
+        }
+    }
+    let mut at = vec![0; programs.programs.len()];
+    let mut sent = BTreeSet::new();
+    loop {
+        let mut moved = false;
+        for (p, program) in programs.programs.iter().enumerate() {
+            while let Some(call) = program.schedule.get(at[p]) {
+                match *call {
+                    Call::Send { transfer, microbatch, .. } => {
+                        sent.insert((transfer, microbatch));
+                    }
+                    Call::Receive { transfer, microbatch } if !sent.remove(&(transfer, microbatch)) => break,
+                    _ => {}
+                }
+                at[p] += 1;
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    let stuck = programs.programs.iter().zip(&at).position(|(p, &a)| a < p.schedule.len());
+    match stuck {
+        Some(p) => Err(RuntimeError::Deadlock { program: p as u32, call: at[p] }),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,73 @@
+//! Runs one step's kernel on stored tensors. Collectives are not here, since they need other devices.
+
+use crate::arena::Storage;
+use crate::compile::Kernel;
+use crate::element::{Class, Element, integer_from_f64, with_class, with_width, wrap};
+use crate::error::KernelError;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::mesh::Mesh;
+
+/// Runs a kernel on elements of `class`, the format of its first output. `position` is the device's mesh and its
+/// coordinates there.
+pub fn run_kernel(
+    kernel: &Kernel,
+    class: Class,
+    inputs: &[&Storage],
+    outputs: &mut [Storage],
+    position: (&Mesh, &[u32]),
+    threads: usize,
+) -> Result<(), KernelError> {
+    if let Kernel::Chain(chain) = kernel {
+        chain.run(inputs, outputs, threads);
+        return Ok(());
+    }
+    let Some(output) = outputs.first_mut() else { return Ok(()) };
+    match kernel {
+        Kernel::Chain(_) | Kernel::Collective { .. } => {}
+        Kernel::Copy(copy) => {
+            with_width!(class, T => copy.run_parallel(inputs[0].slice::<T>(), output.slice_mut::<T>(), threads));
+        }
+        Kernel::Fill { value, dtype } => fill(output, *value, *dtype),
+        Kernel::Dense(data) => output.slice_mut::<u8>().copy_from_slice(data.as_bytes()),
+        Kernel::Iota(dtype) => with_class!(class, T => {
+            for (i, x) in output.slice_mut::<T>().iter_mut().enumerate() {
+                *x = if class.is_integer() { T::from_i64(wrap(i as i64, *dtype)) } else { T::from_f32(i as f32) };
+            }
+        }),
+        Kernel::AxisIndex { axes, dtype } => {
+            let (mesh, coordinates) = position;
+            fill(output, mesh.index_along(axes, coordinates) as f64, *dtype);
+        }
+        Kernel::Dot(dot) => dot.run(inputs[0], inputs[1], output, threads)?,
+        Kernel::Reduce(reduction) => reduction.run(inputs[0], output, threads),
+        Kernel::Concatenate(copies) => with_width!(class, T => {
+            for (copy, input) in copies.iter().zip(inputs) {
+                copy.run(input.slice::<T>(), output.slice_mut::<T>());
+            }
+        }),
+        Kernel::Pad(copy) => with_width!(class, T => {
+            output.slice_mut::<T>().fill(inputs[1].slice::<T>()[0]);
+            copy.run(inputs[0].slice::<T>(), output.slice_mut::<T>());
+        }),
+        Kernel::Gather { lookup, index, clamp } => {
+            lookup.gather(class, *index, *clamp, inputs[0], inputs[1], output);
+        }
+        Kernel::ScatterAdd { lookup, index, dtype } => {
+            lookup.scatter_add(*dtype, *index, inputs[0], inputs[1], output)?;
+        }
+    }
+    Ok(())
+}
+
+/// Sets all elements to a value of the reference semantics.
+pub fn fill(storage: &mut Storage, value: f64, dtype: DType) {
+    let class = Class::of(dtype);
+    with_class!(class, T => {
+        let element = match class {
+            Class::Bool => T::from_i64((value != 0.0) as i64),
+            Class::I32 | Class::I64 => T::from_i64(integer_from_f64(value, dtype)),
+            _ => T::from_f32(value as f32),
+        };
+        storage.slice_mut::<T>().fill(element);
+    });
+}

@@ -1,0 +1,299 @@
+//! Every op's kernel against the op's reference semantics, on random shapes and values.
+
+mod common;
+
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::Graph;
+use altiplano_ir::literal::Literal;
+use altiplano_ir::op::*;
+use altiplano_ir::types::TensorType;
+use common::{Random, check_graph, input};
+
+/// Rounding of one op on an element type.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1.0 / 128.0,
+        DType::F16 => 1.0 / 1024.0,
+        _ => 1e-6,
+    }
+}
+
+#[test]
+fn unary_ops_on_all_types() {
+    let mut random = Random(1);
+    for dtype in DType::ALL {
+        for op in Unary::ALL {
+            let mut graph = Graph::new("unary");
+            let x = input(&mut graph, "x", dtype, &[3, 700]);
+            let Ok(y) = graph.push(Op::Unary(op), &[x]) else { continue };
+            graph.outputs = vec![y];
+            // Near a pole the reference value is huge; compare where it is not.
+            let scale = if op == Unary::Tan { 50.0 } else { 2.0 };
+            check_graph(&graph, &mut random, scale * tolerance(dtype), &format!("{} on {dtype}", op.name()));
+        }
+    }
+}
+
+#[test]
+fn binary_ops_comparisons_and_selections_on_all_types() {
+    let mut random = Random(2);
+    for dtype in DType::ALL {
+        let ops = Binary::ALL.map(Op::Binary).into_iter();
+        let directions = [Direction::Eq, Direction::Ne, Direction::Lt, Direction::Le, Direction::Gt, Direction::Ge];
+        let compares = directions.map(|direction| Op::Compare(Compare { direction })).into_iter();
+        for op in ops.chain(compares) {
+            let mut graph = Graph::new("binary");
+            let x = input(&mut graph, "x", dtype, &[1500]);
+            let y = input(&mut graph, "y", dtype, &[1500]);
+            let Ok(z) = graph.push(op.clone(), &[x, y]) else { continue };
+            graph.outputs = vec![z];
+            check_graph(&graph, &mut random, 4.0 * tolerance(dtype), &format!("{} on {dtype}", op.name()));
+        }
+        let mut graph = Graph::new("select");
+        let p = input(&mut graph, "p", DType::Bool, &[5, 13]);
+        let x = input(&mut graph, "x", dtype, &[5, 13]);
+        let y = input(&mut graph, "y", dtype, &[5, 13]);
+        let z = graph.select(p, x, y);
+        graph.outputs = vec![z];
+        check_graph(&graph, &mut random, 0.0, &format!("select on {dtype}"));
+    }
+}
+
+#[test]
+fn conversions_between_all_types() {
+    let mut random = Random(3);
+    for from in DType::ALL {
+        for to in DType::ALL {
+            let mut graph = Graph::new("convert");
+            let x = input(&mut graph, "x", from, &[600]);
+            let y = graph.emit(Op::Convert(Convert { dtype: to }), &[x]);
+            graph.outputs = vec![y];
+            check_graph(&graph, &mut random, tolerance(to), &format!("{from} to {to}"));
+        }
+    }
+}
+
+#[test]
+fn integers_wrap() {
+    for dtype in DType::ALL.into_iter().filter(|d| d.is_integer() && d.bytes() <= 4) {
+        let mut graph = Graph::new("wrap");
+        let x = input(&mut graph, "x", dtype, &[9]);
+        let big = graph.splat_like(x, (1u64 << (8 * dtype.bytes() - 2)) as f64);
+        let sum = graph.add(big, big);
+        let sum = graph.add(sum, x);
+        let product = graph.mul(sum, x);
+        let negative = graph.sub(x, product);
+        graph.outputs = vec![sum, product, negative];
+        check_graph(&graph, &mut Random(4), 0.0, &format!("wrapping {dtype}"));
+    }
+}
+
+#[test]
+fn reductions_of_all_kinds() {
+    let mut random = Random(5);
+    for reducer in Reducer::ALL {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::I32, DType::U8, DType::I64, DType::Bool] {
+            for (shape, dims) in [
+                (vec![4, 5, 6], vec![2]),
+                (vec![4, 5, 6], vec![0]),
+                (vec![4, 5, 6], vec![1]),
+                (vec![4, 5, 6], vec![0, 2]),
+                (vec![4, 5, 6], vec![0, 1, 2]),
+                (vec![3, 700], vec![1]),
+                (vec![3, 1300], vec![0]),
+                (vec![40, 7, 3], vec![1, 2]),
+                (vec![3, 0, 2], vec![1]),
+                (vec![3, 1, 2], vec![1]),
+                (vec![1, 600], vec![0]),
+            ] {
+                let mut graph = Graph::new("reduce");
+                let x = input(&mut graph, "x", dtype, &shape);
+                let op = Op::Reduce(Reduce { reducer, dims: dims.clone() });
+                let Ok(y) = graph.push(op, &[x]) else { continue };
+                graph.outputs = vec![y];
+                let what = format!("{} of {dtype}{shape:?} over {dims:?}", reducer.name());
+                // Results of half precision are rounded once.
+                check_graph(&graph, &mut random, 2.0 * tolerance(dtype), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn products_with_any_dimension_numbers() {
+    let mut random = Random(6);
+    for round in 0..120 {
+        // Random roles: some dimensions are batch, contracted, or free on one side; then each side is shuffled.
+        let sizes = [1u64, 2, 3, 5, 8];
+        let (mut left, mut right) = (Vec::new(), Vec::new());
+        for role in 0..5usize {
+            for _ in 0..random.below(3) {
+                let size = random.pick(&sizes);
+                let id = left.len() + right.len();
+                match role {
+                    0 | 1 => {
+                        left.push((id, role, size));
+                        right.push((id, role, size));
+                    }
+                    2 => left.push((id, role, size)),
+                    3 => right.push((id, role, size)),
+                    _ => {}
+                }
+            }
+        }
+        for list in [&mut left, &mut right] {
+            for i in (1..list.len()).rev() {
+                let j = random.below(i + 1);
+                list.swap(i, j);
+            }
+        }
+        let find = |list: &[(usize, usize, u64)], id: usize| list.iter().position(|d| d.0 == id).unwrap();
+        let mut op = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![], rhs_contract: vec![] };
+        for (l, &(id, role, _)) in left.iter().enumerate() {
+            match role {
+                0 => {
+                    op.lhs_batch.push(l);
+                    op.rhs_batch.push(find(&right, id));
+                }
+                1 => {
+                    op.lhs_contract.push(l);
+                    op.rhs_contract.push(find(&right, id));
+                }
+                _ => {}
+            }
+        }
+        let dtype = [DType::F32, DType::F32, DType::BF16, DType::I32, DType::F16, DType::I64][round % 6];
+        let mut graph = Graph::new("dot");
+        let shape = |list: &[(usize, usize, u64)]| list.iter().map(|d| d.2).collect::<Vec<_>>();
+        let x = input(&mut graph, "x", dtype, &shape(&left));
+        let y = input(&mut graph, "y", dtype, &shape(&right));
+        let z = graph.emit(Op::DotGeneral(op.clone()), &[x, y]);
+        graph.outputs = vec![z];
+        if round % 2 == 0 {
+            // Read only transposed: written transposed.
+            let mut permutation: Vec<usize> = (0..graph.shape(z).len()).collect();
+            permutation.reverse();
+            let t = graph.transpose(z, &permutation);
+            graph.outputs = vec![t];
+        }
+        check_graph(&graph, &mut random, 4.0 * tolerance(dtype), &format!("{op:?} on {left:?} x {right:?} {dtype}"));
+    }
+}
+
+#[test]
+fn a_large_product_is_spread_over_threads() {
+    let mut graph = Graph::new("dot");
+    let x = input(&mut graph, "x", DType::F32, &[4, 65, 40]);
+    let y = input(&mut graph, "y", DType::F32, &[4, 33, 40]);
+    let op = DotGeneral { lhs_batch: vec![0], rhs_batch: vec![0], lhs_contract: vec![2], rhs_contract: vec![2] };
+    let z = graph.emit(Op::DotGeneral(op), &[x, y]);
+    graph.outputs = vec![z];
+    check_graph(&graph, &mut Random(7), 1e-6, "batched");
+}
+
+#[test]
+fn data_movement() {
+    let mut random = Random(8);
+    for dtype in [DType::F32, DType::BF16, DType::I64, DType::Bool, DType::U8] {
+        for round in 0..20 {
+            let rank = 1 + random.below(4);
+            let shape: Vec<u64> = (0..rank).map(|_| 1 + random.below(7) as u64).collect();
+            let mut graph = Graph::new("movement");
+            let x = input(&mut graph, "x", dtype, &shape);
+            let value = input(&mut graph, "value", dtype, &[]);
+            let mut permutation: Vec<usize> = (0..rank).collect();
+            for i in (1..rank).rev() {
+                permutation.swap(i, random.below(i + 1));
+            }
+            let transposed = graph.transpose(x, &permutation);
+            let start: Vec<u64> = shape.iter().map(|&d| random.below(d as usize) as u64).collect();
+            let limit = start.iter().zip(&shape).map(|(&s, &d)| s + random.below((d - s) as usize + 1) as u64).collect();
+            let stride = (0..rank).map(|_| 1 + random.below(3) as u64).collect();
+            let sliced = graph.emit(Op::Slice(Slice { start, limit, stride }), &[x]);
+            let mut wide = vec![2];
+            wide.extend(&shape);
+            let broadcast = graph.broadcast(x, &wide, &(1..=rank).collect::<Vec<_>>());
+            let dim = random.below(rank);
+            let joined = graph.emit(Op::Concatenate(Concatenate { dim }), &[x, x, x]);
+            let pad = Pad {
+                low: (0..rank).map(|_| random.below(5) as i64 - 2).collect(),
+                high: (0..rank).map(|_| random.below(5) as i64 - 2).collect(),
+                interior: (0..rank).map(|_| random.below(3) as u64).collect(),
+            };
+            let flat = graph.reshape(transposed, &[shape.iter().product()]);
+            graph.outputs = vec![transposed, sliced, broadcast, joined, flat];
+            if let Ok(padded) = graph.push(Op::Pad(pad), &[x, value]) {
+                graph.outputs.push(padded);
+            }
+            check_graph(&graph, &mut random, 0.0, &format!("{dtype}{shape:?} round {round}"));
+        }
+    }
+}
+
+#[test]
+fn iota_and_constants() {
+    for dtype in DType::ALL.into_iter().filter(|d| *d != DType::Bool) {
+        let mut graph = Graph::new("leaves");
+        let ty = TensorType::new(dtype, [4, 5]);
+        let rows = graph.emit(Op::Iota(Iota { ty: ty.clone(), dim: 0 }), &[]);
+        let columns = graph.emit(Op::Iota(Iota { ty: ty.clone(), dim: 1 }), &[]);
+        let sum = graph.add(rows, columns);
+        let dense = graph.constant(Literal::dense(ty.clone(), (0..20).map(|i| (i % 7) as f64).collect()));
+        let splat = graph.constant(Literal::splat(ty, 3.0));
+        let folded = graph.mul(splat, splat);
+        let product = graph.mul(dense, folded);
+        graph.outputs = vec![rows, columns, sum, dense, splat, folded, product];
+        check_graph(&graph, &mut Random(9), 0.0, &format!("{dtype}"));
+    }
+}
+
+#[test]
+fn lookups_and_scatters() {
+    let dims = |offset: &[usize], collapsed: &[usize], map: &[usize], vector: usize, sizes: &[u64]| GatherDims {
+        offset_dims: offset.to_vec(),
+        collapsed_slice_dims: collapsed.to_vec(),
+        operand_batching_dims: vec![],
+        indices_batching_dims: vec![],
+        start_index_map: map.to_vec(),
+        index_vector_dim: vector,
+        slice_sizes: sizes.to_vec(),
+    };
+    // Table, indices, dimensions: an embedding; windows; two components; batching (take_along_axis).
+    let cases: Vec<(Vec<u64>, Vec<u64>, GatherDims)> = vec![
+        (vec![5, 8], vec![3, 4], dims(&[2], &[0], &[0], 2, &[1, 8])),
+        (vec![5, 8], vec![3, 4, 1], dims(&[0], &[0], &[0], 2, &[1, 8])),
+        (vec![5, 8], vec![6], dims(&[1, 2], &[], &[1], 1, &[5, 3])),
+        (vec![4, 5, 6], vec![7, 2], dims(&[1], &[0, 1], &[1, 0], 1, &[1, 1, 6])),
+        (vec![4, 5, 6], vec![2, 7], dims(&[1, 2], &[1], &[1, 2], 0, &[2, 1, 3])),
+        (
+            vec![3, 9],
+            vec![3, 4],
+            GatherDims {
+                operand_batching_dims: vec![0],
+                indices_batching_dims: vec![0],
+                ..dims(&[], &[1], &[1], 2, &[1, 1])
+            },
+        ),
+    ];
+    let mut random = Random(10);
+    for (table, indices, dims) in cases {
+        for dtype in [DType::F32, DType::BF16, DType::I32] {
+            for index in [DType::I32, DType::I64] {
+                // Indices from -6 to 6: some lie outside on either end.
+                let mut graph = Graph::new("lookup");
+                let t = input(&mut graph, "table", dtype, &table);
+                let i = input(&mut graph, "indices", index, &indices);
+                for out_of_bounds in [OutOfBounds::Clamp, OutOfBounds::Zero] {
+                    let op = Gather { dims: dims.clone(), out_of_bounds };
+                    let rows = graph.emit(Op::Gather(op), &[t, i]);
+                    graph.outputs.push(rows);
+                }
+                let rows = graph.outputs[0];
+                let scatter = ScatterAdd { dims: dims.clone(), shape: table.clone() };
+                let sum = graph.emit(Op::ScatterAdd(scatter), &[i, rows]);
+                graph.outputs.push(sum);
+                check_graph(&graph, &mut random, 2.0 * tolerance(dtype), &format!("{dims:?} {dtype} by {index}"));
+            }
+        }
+    }
+}
