@@ -25,6 +25,10 @@ fn unary_ops_on_all_types() {
         for op in Unary::ALL {
             let mut graph = Graph::new("unary");
             let x = input(&mut graph, "x", dtype, &[3, 700]);
+            // The reference's f64 cannot hold the 64-bit pattern.
+            if op == Unary::Not && dtype == DType::U64 {
+                continue;
+            }
             let Ok(y) = graph.push(Op::Unary(op), &[x]) else { continue };
             graph.outputs = vec![y];
             // Near a pole the reference value is huge; compare where it is not.

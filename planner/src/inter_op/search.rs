@@ -317,12 +317,9 @@ pub fn search(
             continue;
         }
         let candidates = candidates(request, freedom, cost, at_size, count);
-        match candidates.best(request, freedom, freedom.memory_bytes) {
-            Ok(found) => {
-                worse = if found.step_s < least { 0 } else { worse + 1 };
-                least = least.min(found.step_s);
-            }
-            Err(_) => {}
+        if let Ok(found) = candidates.best(request, freedom, freedom.memory_bytes) {
+            worse = if found.step_s < least { 0 } else { worse + 1 };
+            least = least.min(found.step_s);
         }
         searched.candidates.push(candidates);
         // More microbatches shrink the bubble and the work per call; once that only costs, it stays so.

@@ -15,6 +15,7 @@ use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::types::TensorType;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::{Add, AddAssign, Range};
 use std::rc::Rc;
 
@@ -123,13 +124,19 @@ pub struct LayerChoice {
 /// [`LEAN_FULL_MEMORY_S`].
 const LEAN_FULL_MEMORY_S: f64 = 1.0;
 
-/// States the program of the nodes `range` and eliminates all but its boundary.
-pub fn solve_layer(
-    model: &Model<'_>,
-    range: Range<u32>,
-    spaces: &mut Spaces<'_>,
-    variant: Variant,
-) -> Result<LayerTable, SolveError> {
+/// The program of one layer, stated but not solved.
+pub struct LayerProgram {
+    pub problem: Problem,
+    variables: Vec<Variable>,
+    unary: Vec<Vec<Terms>>,
+    pairs: Vec<Pair>,
+    has_in: bool,
+    has_out: bool,
+    transient_bytes: f64,
+}
+
+/// States the program of the nodes `range`.
+pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>, variant: Variant) -> LayerProgram {
     let mut builder = Builder { model, spaces, variant, variables: Vec::new(), unary: Vec::new(), pairs: Vec::new() };
     let (has_in, has_out, transient_bytes) = builder.state(range);
     let Builder { variables, unary, pairs, variant, spaces, .. } = builder;
@@ -161,6 +168,18 @@ pub fn solve_layer(
             .collect(),
         memory: Vec::new(),
     };
+    LayerProgram { problem, variables, unary, pairs, has_in, has_out, transient_bytes }
+}
+
+/// States the program of the nodes `range` and eliminates all but its boundary.
+pub fn solve_layer(
+    model: &Model<'_>,
+    range: Range<u32>,
+    spaces: &mut Spaces<'_>,
+    variant: Variant,
+) -> Result<LayerTable, SolveError> {
+    let LayerProgram { problem, variables, unary, pairs, has_in, has_out, transient_bytes } =
+        state_layer(model, range, spaces, variant);
     let keep: Vec<usize> = variables
         .iter()
         .enumerate()
@@ -318,12 +337,10 @@ impl Builder<'_, '_, '_> {
             for (k, &o) in graph.node(v).operands.iter().enumerate() {
                 match &graph.node(o).op {
                     Op::Parameter(_) => {
-                        if !variable_of.contains_key(&o) {
-                            let outers: Vec<Vec<u64>> = blocks[o.index()].clone();
-                            let layouts = self.spaces.parameter_layouts(graph.ty(o), &outers);
+                        if let Entry::Vacant(entry) = variable_of.entry(o) {
+                            let layouts = self.spaces.parameter_layouts(graph.ty(o), &blocks[o.index()]);
                             let terms = layouts.iter().map(|&l| self.parameter_terms(graph.ty(o), l)).collect();
-                            let parameter = self.add(Variable::Parameter(o, layouts), terms);
-                            variable_of.insert(o, parameter);
+                            entry.insert(self.add(Variable::Parameter(o, layouts), terms));
                         }
                         uses.entry(o).or_default().push(User::Operand(id, k));
                     }

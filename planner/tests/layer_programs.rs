@@ -1,0 +1,125 @@
+//! A layer's integer program against brute force: the tables that stages are made of are exact.
+
+mod support;
+
+use altiplano_cost_models::{Roofline, preset};
+use altiplano_ir::graph::Graph;
+use altiplano_ir::mesh::Mesh;
+use altiplano_ir::op::{Op, Parameter, Reducer, Unary};
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::types::TensorType;
+use altiplano_ir::{dtype::DType, op::Input};
+use altiplano_planner::intra_op::layer::{Model, Variant, solve_layer, state_layer};
+use altiplano_planner::intra_op::solve::Problem;
+use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
+use altiplano_planner::lower::Prices;
+use altiplano_planner::model::Layered;
+use proptest::prelude::*;
+
+/// A random graph of a few ops on `[4, 6]` matrices, ending in a scalar.
+fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
+    let mut g = Graph::new("random");
+    let ty = TensorType::new(DType::F32, vec![4, 6]);
+    let mut values = vec![g.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[])];
+    for (i, &(kind, a, b)) in steps.iter().enumerate() {
+        let a = values[a as usize % values.len()];
+        let b = values[b as usize % values.len()];
+        let value = match kind % 4 {
+            0 => g.add(a, b),
+            1 => g.unary(Unary::Tanh, a),
+            2 => {
+                let w = Parameter { name: format!("w{i}"), ty: TensorType::new(DType::F32, vec![6, 6]) };
+                let w = g.emit(Op::Parameter(w), &[]);
+                let dot = altiplano_ir::op::DotGeneral {
+                    lhs_batch: vec![],
+                    rhs_batch: vec![],
+                    lhs_contract: vec![1],
+                    rhs_contract: vec![0],
+                };
+                g.emit(Op::DotGeneral(dot), &[a, w])
+            }
+            _ => g.mul(a, b),
+        };
+        values.push(value);
+    }
+    let last = values[values.len() - 1];
+    let loss = g.reduce(last, Reducer::Sum, &[0, 1]);
+    g.outputs = vec![loss];
+    altiplano_ir::simplify::simplify(&g)
+}
+
+/// The least cost over all choices; `None` where there are too many to try.
+fn brute_force(problem: &Problem) -> Option<f64> {
+    let sizes: Vec<usize> = problem.nodes.iter().map(|n| n.cost.len()).collect();
+    let total = sizes.iter().try_fold(1usize, |n, &s| n.checked_mul(s).filter(|&n| n <= 400_000))?;
+    let mut least = f64::INFINITY;
+    let mut choice = vec![0; sizes.len()];
+    for _ in 0..total {
+        let nodes: f64 = problem.nodes.iter().zip(&choice).map(|(n, &c)| n.cost[c]).sum();
+        let edges: f64 = problem.edges.iter().map(|e| e.cost[choice[e.from] * sizes[e.to] + choice[e.to]]).sum();
+        least = least.min(nodes + edges);
+        for (c, &size) in choice.iter_mut().zip(&sizes) {
+            *c += 1;
+            if *c < size {
+                break;
+            }
+            *c = 0;
+        }
+    }
+    Some(least)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn tables_are_exact(steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 1..4), two in any::<bool>(), zero in 0u8..4) {
+        let graph = random_graph(&steps);
+        let end = graph.len() as u32;
+        let layered = Layered::new(graph, vec![0, end], &[]);
+        let cluster = preset("local:2").expect("a known preset");
+        let mesh = if two { Mesh::new(&[("data", 2), ("tensor", 1)]) } else { Mesh::new(&[("data", 1), ("tensor", 2)]) };
+        let cost = Roofline::new(cluster.groups[0].device.clone());
+        let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh);
+        let optimizer = Optimizer::adamw();
+        let model = Model {
+            graph: &layered.graph,
+            layer_of: &layered.layer_of,
+            users: &layered.users,
+            needs_gradient: &layered.needs_gradient,
+            blocks: &layered.blocks,
+            optimizer: &optimizer,
+        };
+        let variant = Variant { zero, lean: false, num_microbatches: 2 };
+        let mut spaces = Spaces::new(&prices, AxisRoles::default());
+        let stated = state_layer(&model, 0..end, &mut spaces, variant);
+        let Some(expected) = brute_force(&stated.problem) else { return Ok(()) };
+        let solved = solve_layer(&model, 0..end, &mut spaces, variant).expect("a layer that can be run");
+        let (cost, terms) = solved.entries[0][0].expect("a finite entry");
+        prop_assert!((cost - expected).abs() <= 1e-9 * expected, "{cost} {expected}");
+        // The parts add up to the objective.
+        let sum = terms.forward_s + terms.backward_s + terms.step_s / 2.0;
+        prop_assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
+    }
+}
+
+#[test]
+fn enough_random_programs_are_small_enough_to_try_all_choices() {
+    let graph = random_graph(&[(2, 0, 0), (0, 0, 1)]);
+    let end = graph.len() as u32;
+    let layered = Layered::new(graph, vec![0, end], &[]);
+    let cluster = preset("local:2").expect("a known preset");
+    let cost = Roofline::new(cluster.groups[0].device.clone());
+    let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &Mesh::new(&[("data", 2), ("tensor", 1)]));
+    let optimizer = Optimizer::adamw();
+    let model = Model {
+        graph: &layered.graph,
+        layer_of: &layered.layer_of,
+        users: &layered.users,
+        needs_gradient: &layered.needs_gradient,
+        blocks: &layered.blocks,
+        optimizer: &optimizer,
+    };
+    let mut spaces = Spaces::new(&prices, AxisRoles::default());
+    let variant = Variant { zero: 0, lean: false, num_microbatches: 1 };
+    assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
+}

@@ -1,0 +1,114 @@
+//! Whatever the plan, it computes what one device computes: loss, gradients and updated weights.
+
+mod support;
+
+use altiplano_cost_models::preset;
+use altiplano_ir::batch::{LossKind, find_batch, rebatch};
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::simplify::simplify;
+use altiplano_planner::{Request, Silent, plan, programs};
+use support::{assert_computes_the_same, transformer};
+
+fn request(cluster: &str) -> Request {
+    let traced = transformer(2);
+    let batched = find_batch(&traced, &[Some(0), Some(0)]);
+    assert_eq!((batched.loss, &batched.doubt), (LossKind::Mean, &None));
+    let graph = simplify(&batched.graph);
+    let mut request = Request::new("transformer", graph, batched.loss, preset(cluster).expect("a known preset"));
+    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.baselines = false;
+    request
+}
+
+fn check(request: &Request) -> Plan {
+    let plan = plan(request, &Silent).expect("a plan");
+    assert!(plan.verify().is_empty(), "{:?}", plan.verify());
+    let read = Plan::from_json(&plan.to_json()).expect("a plan that was written can be read");
+    assert!(read == plan, "a plan must read back as it was written");
+    let programs = programs(&plan).expect("programs");
+    let whole = rebatch(&request.graph, plan.global_batch).expect("the traced batch");
+    assert_computes_the_same(&plan, &programs, &whole, 12.0);
+    plan
+}
+
+#[test]
+fn every_combination_of_degrees() {
+    for (dp, tp, pp) in [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)] {
+        let mut request = request(&format!("local:{}", dp * tp * pp));
+        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        let plan = check(&request);
+        assert_eq!(plan.stages.len() as u32, pp);
+        assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
+    }
+}
+
+#[test]
+fn every_way_to_store_and_to_recompute() {
+    for zero in 0..=3 {
+        for recompute in [false, true] {
+            let mut request = request("local:4");
+            (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(2));
+            (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
+            let plan = check(&request);
+            assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == recompute));
+        }
+    }
+}
+
+#[test]
+fn both_schedules_and_many_microbatches() {
+    for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+        let mut request = request("local:3");
+        (request.pp, request.schedule, request.num_microbatches) = (Some(3), Some(schedule), Some(4));
+        assert_eq!(check(&request).schedule, schedule);
+    }
+}
+
+#[test]
+fn what_the_search_chooses() {
+    for cluster in ["local:1", "local:2", "local:3", "local:4", "local:8"] {
+        let mut request = request(cluster);
+        check(&request);
+        request.global_batch = Some(16);
+        check(&request);
+    }
+}
+
+#[test]
+fn the_same_request_gives_the_same_plan_to_the_byte() {
+    let first = plan(&request("local:8"), &Silent).expect("a plan").to_json();
+    let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+    let second = alone.install(|| plan(&request("local:8"), &Silent).expect("a plan").to_json());
+    assert!(first == second, "plans differ between runs or numbers of threads");
+}
+
+#[test]
+fn contradictions_and_impossible_requests_are_refused() {
+    let refused = |change: &dyn Fn(&mut Request)| {
+        let mut request = request("local:4");
+        change(&mut request);
+        match plan(&request, &Silent) {
+            Err(failure) => (failure.is_usage(), failure.to_string()),
+            Ok(_) => panic!("an impossible request was planned"),
+        }
+    };
+    for (change, expected) in [
+        (&(|r: &mut Request| r.dp = Some(3)) as &dyn Fn(&mut Request), "--dp 3"),
+        (&|r| r.pp = Some(0), "--pp"),
+        (&|r| r.num_microbatches = Some(3), "does not divide"),
+        (&|r| r.microbatch = Some(3), "does not divide"),
+        (&|r| (r.microbatch, r.num_microbatches, r.global_batch) = (Some(2), Some(2), Some(8)), "--global-batch"),
+        (&|r| r.zero = Some(4), "--zero"),
+    ] {
+        let (usage, message) = refused(change);
+        assert!(usage && message.contains(expected), "{message}");
+    }
+    let (usage, message) = refused(&|r| r.cluster.groups[0].device.memory_bytes = 1000);
+    assert!(!usage && message.contains("more than the 1000"), "{message}");
+    let (_, message) = refused(&|r| {
+        r.cluster = preset("local:8").expect("a known preset");
+        r.pp = Some(8);
+    });
+    assert!(message.contains("too few for 8"), "{message}");
+}

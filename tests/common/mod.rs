@@ -1,0 +1,99 @@
+//! What the end-to-end tests share: running the binary, scratch files, and where models are.
+
+#![allow(dead_code)] // Each test binary uses its own part.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The small GPT that ships with the project.
+pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir");
+
+/// Nothing in these tests takes this long, unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// What the binary said.
+pub struct Output {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Runs `altiplano` with these arguments, in a process that is killed if it hangs.
+pub fn altiplano<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> Output {
+    let scratch = Scratch::new();
+    // Output goes to files, since a full pipe would stop the process while nobody reads.
+    let (out, err) = (scratch.path("stdout"), scratch.path("stderr"));
+    let file = |path: &Path| std::fs::File::create(path).expect("a file in the scratch directory");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(file(&out))
+        .stderr(file(&err))
+        .spawn()
+        .expect("the binary starts");
+    let start = Instant::now();
+    let code = loop {
+        match child.try_wait().expect("the process can be waited for") {
+            Some(status) => break status.code(),
+            None if start.elapsed() > PATIENCE => {
+                let _ = child.kill();
+                let _ = child.wait();
+                panic!("altiplano hangs");
+            }
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let read = |path: &Path| String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned();
+    Output { code, stdout: read(&out), stderr: read(&err) }
+}
+
+/// [`altiplano`] where it must succeed; returns stdout.
+pub fn succeeds<S: AsRef<std::ffi::OsStr> + std::fmt::Debug>(arguments: &[S]) -> String {
+    let output = altiplano(arguments);
+    assert_eq!(output.code, Some(0), "{arguments:?}\n{}{}", output.stdout, output.stderr);
+    output.stdout
+}
+
+/// A directory that goes with its value.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Scratch {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("altiplano-test-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a scratch directory");
+        Scratch(path)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Writes a file and returns its path as an argument.
+    pub fn file(&self, name: &str, content: impl AsRef<[u8]>) -> String {
+        let path = self.path(name);
+        std::fs::write(&path, content).expect("a file in the scratch directory");
+        path.display().to_string()
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A model of the collection of exported models, which is not part of the project: `ALTIPLANO_SHARED` or `../shared`.
+/// Says so where it is not there, so that a skipped test is seen.
+pub fn shared_model(name: &str) -> Option<String> {
+    let root = std::env::var_os("ALTIPLANO_SHARED").map(PathBuf::from);
+    let root = root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
+    let path = root.join("models").join(name);
+    if path.is_file() {
+        return Some(path.display().to_string());
+    }
+    eprintln!("SKIPPED: {} is not there (set ALTIPLANO_SHARED)", path.display());
+    None
+}

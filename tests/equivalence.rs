@@ -1,0 +1,90 @@
+//! A plan computes what one device computes, and what JAX recorded: plan, lower, run, compare, through the command line.
+
+mod common;
+
+use common::{DEMO, Scratch, shared_model, succeeds};
+
+/// The ways to split that are always checked, and what the planner chooses itself.
+const PLANS: [&[&str]; 10] = [
+    &["--dp", "4"],
+    &["--tp", "4"],
+    &["--pp", "4"],
+    &["--dp", "2", "--tp", "2"],
+    &["--dp", "2", "--pp", "2"],
+    &["--tp", "2", "--pp", "2"],
+    &["--cluster", "local:8", "--dp", "2", "--tp", "2", "--pp", "2"],
+    &["--cluster", "local:1"],
+    &["--cluster", "local:4"],
+    &["--cluster", "local:8"],
+];
+
+/// Other choices that change what is computed where.
+const CHOICES: [&[&str]; 8] = [
+    &["--dp", "4", "--zero", "1"],
+    &["--dp", "4", "--zero", "2"],
+    &["--dp", "4", "--zero", "3"],
+    &["--dp", "4", "--recompute", "full"],
+    &["--pp", "2", "--schedule", "gpipe", "--num-microbatches", "4"],
+    &["--pp", "4", "--num-microbatches", "8", "--optimizer", "sgd"],
+    &["--tp", "2", "--optimizer", "adam", "--global-batch", "16"],
+    &["--cluster", "local:3", "--global-batch", "12"],
+];
+
+fn agrees(model: &str, options: &[&str], expect: Option<&str>) {
+    let mut arguments = vec!["verify", model];
+    arguments.extend(options);
+    arguments.extend(expect.iter().flat_map(|file| ["--expect", file]));
+    let said = succeeds(&arguments);
+    assert!(said.contains("the numbers agree"), "{said}");
+    assert_eq!(said.contains("DIFFERS"), false, "{said}");
+}
+
+#[test]
+fn the_demo_model_under_every_plan() {
+    for options in PLANS {
+        agrees(DEMO, options, None);
+    }
+}
+
+#[test]
+fn the_demo_model_under_other_choices() {
+    for options in CHOICES {
+        agrees(DEMO, options, None);
+    }
+}
+
+#[test]
+fn a_plan_file_stands_alone() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &file]);
+    agrees(&file, &[], None);
+}
+
+#[test]
+fn half_precision() {
+    for precision in ["bf16", "f16"] {
+        agrees(DEMO, &["--precision", precision, "--dp", "2", "--tp", "2"], None);
+    }
+}
+
+#[test]
+fn gpt2_tiny_as_jax_computes_it() {
+    recorded("gpt2-tiny");
+}
+
+#[test]
+fn llama_tiny_as_jax_computes_it() {
+    recorded("llama-tiny");
+}
+
+fn recorded(name: &str) {
+    let (Some(model), Some(expect)) =
+        (shared_model(&format!("{name}.mlir")), shared_model(&format!("{name}.expected.safetensors")))
+    else {
+        return;
+    };
+    for options in PLANS {
+        agrees(&model, options, Some(&expect));
+    }
+}

@@ -1,0 +1,59 @@
+//! Exported models of real sizes on real clusters: a plan, or an error that says what does not fit.
+
+mod common;
+
+use common::{altiplano, shared_model};
+use serde_json::Value;
+
+const MODELS: [&str; 6] = ["gpt2-tiny", "llama-tiny", "gpt2-small", "gpt3-2.6b", "gpt3-39b", "llama3-8b"];
+const CLUSTERS: [&str; 3] = ["p3.16xlarge:1", "p3.16xlarge:8", "dgx-a100:4"];
+
+/// Plans, and checks what must hold of every plan. `None` where the model does not fit and the error says so.
+fn planned(model: &str, options: &[&str]) -> Option<Value> {
+    let arguments: Vec<&str> = ["plan", model, "--json"].into_iter().chain(options.iter().copied()).collect();
+    let output = altiplano(&arguments);
+    if output.code == Some(1) {
+        assert!(output.stderr.contains("no plan fits in memory"), "{arguments:?}\n{}", output.stderr);
+        return None;
+    }
+    assert_eq!(output.code, Some(0), "{arguments:?}\n{}", output.stderr);
+    let plan: Value = serde_json::from_str(&output.stdout).expect("one JSON document");
+    let (step_s, bound_s) = (plan["predicted"]["step_time_s"].as_f64(), plan["predicted"]["lower_bound_s"].as_f64());
+    assert!(step_s >= bound_s, "{arguments:?}: {step_s:?} is faster than the hardware, {bound_s:?}");
+    let limit = plan["cluster"]["groups"][0]["device"]["memory_bytes"].as_u64();
+    for peak in plan["predicted"]["peak_bytes"].as_array().into_iter().flatten() {
+        assert!(peak.as_u64() <= limit, "{arguments:?}: {peak} of {limit:?}");
+    }
+    Some(plan)
+}
+
+#[test]
+fn every_model_on_every_cluster() {
+    for name in MODELS {
+        let Some(model) = shared_model(&format!("{name}.mlir")) else { continue };
+        for cluster in CLUSTERS {
+            let plan = planned(&model, &["--cluster", cluster]);
+            let may_fail = name == "gpt3-39b" || name == "llama3-8b" || name == "gpt3-2.6b";
+            assert!(plan.is_some() || may_fail && cluster == "p3.16xlarge:1", "{name} fits on {cluster}");
+        }
+    }
+}
+
+#[test]
+fn a_39b_gpt_on_64_devices_uses_a_pipeline() {
+    let Some(model) = shared_model("gpt3-39b.mlir") else { return };
+    let options = ["--cluster", "p3.16xlarge:8", "--global-batch", "1024"];
+    let plan = planned(&model, &options).expect("it fits");
+    assert!(plan["stages"].as_array().is_some_and(|s| s.len() > 1));
+    let (step_s, bound_s) = (plan["predicted"]["step_time_s"].as_f64(), plan["predicted"]["lower_bound_s"].as_f64());
+    assert!(step_s.zip(bound_s).is_some_and(|(s, b)| s <= 10.0 * b), "{step_s:?} {bound_s:?}");
+}
+
+#[test]
+#[ignore = "trains 124M parameters: half a minute and 6 GB"]
+fn gpt2_small_trains_at_its_real_size() {
+    let Some(model) = shared_model("gpt2-small.mlir") else { return };
+    let output = altiplano(&["run", &model, "--cluster", "local:2", "--steps", "1"]);
+    assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("peak memory"), "{}", output.stdout);
+}
