@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 fn refused(arguments: &[&str], expect: &[&str]) {
     let output = altiplano(arguments);
     let said = &output.stderr;
-    assert_eq!(output.code, Some(2), "{arguments:?}\n{}{said}", output.stdout);
+    assert_eq!(output.code, Some(2), "{arguments:?}\n{}{said}", output.stdout.lines().next().unwrap_or_default());
     assert!(!said.contains("panicked"), "{arguments:?}\n{said}");
     let error = said.lines().find(|l| l.starts_with("error: ")).unwrap_or_else(|| panic!("{arguments:?}\n{said}"));
     for part in expect {
@@ -206,7 +206,7 @@ fn plan_files() {
     let text = std::fs::read_to_string(&file).expect("the plan");
     let plan: Value = serde_json::from_str(&text).expect("a plan is JSON");
     let other = scratch.path("other.json").display().to_string();
-    succeeds(&["plan", DEMO, "-o", &other, "--global-batch", "16", "--dp", "2", "--pp", "2"]);
+    succeeds(&["plan", DEMO, "-o", &other, "--global-batch", "16", "--num-microbatches", "2"]);
     let other: Value = serde_json::from_str(&std::fs::read_to_string(&other).expect("the plan")).expect("JSON");
 
     let first = plan["stages"][0]["shardings"].as_object().and_then(|s| s.keys().next()).expect("a sharding").clone();

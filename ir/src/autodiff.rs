@@ -151,11 +151,12 @@ fn softmax_maxima(graph: &Graph) -> Vec<bool> {
             .collect();
         let log_sum = |u: ValueId| {
             let node = graph.node(u);
-            let log = source(node.operands[1]);
-            matches!(node.op, Op::Binary(Binary::Subtract))
-                && node.operands[0] == v
-                && matches!(graph.node(log).op, Op::Unary(Unary::Log))
-                && exponentials.iter().any(|&e| sum_of(graph.node(log).operands[0], e, &reduce.dims))
+            if !matches!(node.op, Op::Binary(Binary::Subtract)) || node.operands[0] != v {
+                return false;
+            }
+            let log = graph.node(source(node.operands[1]));
+            matches!(log.op, Op::Unary(Unary::Log))
+                && exponentials.iter().any(|&e| sum_of(log.operands[0], e, &reduce.dims))
         };
         let normalised = |e: ValueId| {
             users[e.index()].iter().all(|&u| {
@@ -182,7 +183,7 @@ fn softmax_maxima(graph: &Graph) -> Vec<bool> {
         let all_known = users[v.index()].iter().all(|&u| exponentials.contains(&u) || log_sum(u));
         // The maximum serves this subtraction alone.
         let private = uses_through_shape(graph, &users, maximum).iter().all(|&(_, u)| u == v);
-        if all_known && private && sums_used_well && exponentials.iter().all(|&e| normalised(e)) {
+        if !exponentials.is_empty() && all_known && private && sums_used_well && exponentials.iter().all(|&e| normalised(e)) {
             found[maximum.index()] = true;
         }
     }

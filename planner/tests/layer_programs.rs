@@ -70,7 +70,7 @@ fn brute_force(problem: &Problem) -> Option<f64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
     #[test]
     fn tables_are_exact(steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 1..4), two in any::<bool>(), zero in 0u8..4) {
         let graph = random_graph(&steps);

@@ -1,0 +1,295 @@
+//! Data and weight files (`.safetensors`, `.npy`), and synthetic batches where there is no file.
+
+use crate::error::RuntimeError;
+use crate::host::{HostData, HostTensor};
+use crate::random::Stream;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::types::TensorType;
+use half::{bf16, f16};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The tensors of a file by name; the one tensor of an `.npy` file is named as the file is.
+pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
+    match file.extension().and_then(|e| e.to_str()) {
+        Some("safetensors") => read_safetensors(file),
+        Some("npy") => {
+            let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            Ok(BTreeMap::from([(name, read_npy(file)?)]))
+        }
+        _ => Err(RuntimeError::FileKind { file: file.to_path_buf() }),
+    }
+}
+
+fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
+    std::fs::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+}
+
+/// All tensors of a `.safetensors` file.
+pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
+    let bytes = read_bytes(file)?;
+    let parsed = SafeTensors::deserialize(&bytes)
+        .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })?;
+    let mut tensors = BTreeMap::new();
+    for (name, view) in parsed.tensors() {
+        let fail = |problem| RuntimeError::Tensor { file: file.to_path_buf(), tensor: name.clone(), problem };
+        let dtype = dtype_of(view.dtype()).ok_or(fail("has an element type that is not supported"))?;
+        let ty = TensorType::new(dtype, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>());
+        if !ty.check() || ty.bytes() != view.data().len() as u64 {
+            return Err(fail("has more or fewer bytes than its shape says"));
+        }
+        let data = decode(dtype, view.data());
+        tensors.insert(name, HostTensor { ty, data });
+    }
+    Ok(tensors)
+}
+
+/// Writes tensors to a `.safetensors` file: beside it first, then in its place, so that it is never half written.
+pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
+    let mut encoded = Vec::with_capacity(tensors.len());
+    for (name, tensor) in tensors {
+        tensor.check()?;
+        let shape: Vec<usize> = tensor.ty.shape.iter().map(|&d| d as usize).collect();
+        encoded.push((name, safetensors_dtype(tensor.ty.dtype), shape, encode(tensor)));
+    }
+    let fail = |error| RuntimeError::Safetensors { file: file.to_path_buf(), error };
+    let mut views = Vec::with_capacity(encoded.len());
+    for (name, dtype, shape, bytes) in &encoded {
+        views.push((name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).map_err(fail)?));
+    }
+    let mut beside = file.as_os_str().to_owned();
+    beside.push(".part");
+    let beside = Path::new(&beside);
+    safetensors::serialize_to_file(views, None, beside).map_err(fail)?;
+    std::fs::rename(beside, file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+}
+
+/// The tensor of a NumPy file, versions 1 to 3 of the format.
+pub fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
+    parse_npy(&read_bytes(file)?).map_err(|problem| RuntimeError::Npy { file: file.to_path_buf(), problem })
+}
+
+fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
+    const SHORT: &str = "ends before its header does";
+    if bytes.get(..6) != Some(b"\x93NUMPY") {
+        return Err("is not a NumPy file");
+    }
+    let (start, length) = match bytes.get(6).ok_or(SHORT)? {
+        1 => (10, bytes.get(8..10).map(|b| u16::from_le_bytes([b[0], b[1]]) as usize)),
+        2 | 3 => (12, bytes.get(8..12).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize)),
+        _ => return Err("has a version of the format that is not supported"),
+    };
+    let end = start + length.ok_or(SHORT)?;
+    let header = std::str::from_utf8(bytes.get(start..end).ok_or(SHORT)?).map_err(|_| "has a header that is not text")?;
+    let field = |key: &str| {
+        let at = header.find(key)? + key.len();
+        Some(header[at..].trim_start_matches(['\'', '"']).trim_start().strip_prefix(':')?.trim_start())
+    };
+    let order = field("fortran_order").ok_or("does not say the order of its elements")?;
+    if !order.starts_with("False") {
+        return Err("is in Fortran order; save it with numpy.ascontiguousarray");
+    }
+    let descr = field("descr").ok_or("does not say its element type")?;
+    let descr = descr.trim_start_matches(['\'', '"']).split(['\'', '"']).next().unwrap_or("");
+    let (endian, kind) = descr.split_at_checked(1).ok_or("does not say its element type")?;
+    let dtype = match kind {
+        "f8" => DType::F64,
+        "f4" => DType::F32,
+        "f2" => DType::F16,
+        "i8" => DType::I64,
+        "i4" => DType::I32,
+        "i2" => DType::I16,
+        "i1" => DType::I8,
+        "u8" => DType::U64,
+        "u4" => DType::U32,
+        "u2" => DType::U16,
+        "u1" => DType::U8,
+        "b1" => DType::Bool,
+        _ => return Err("has an element type that is not supported"),
+    };
+    let shape = field("shape").ok_or("does not say its shape")?;
+    let inside = shape.strip_prefix('(').and_then(|s| s.split_once(')')).ok_or("has no shape in its header")?.0;
+    let dims: Result<Vec<u64>, _> = inside.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect();
+    let ty = TensorType::new(dtype, dims.map_err(|_| "has a shape that is not a list of sizes")?);
+    let data = bytes.get(end..).unwrap_or(&[]);
+    if !ty.check() || ty.bytes() != data.len() as u64 {
+        return Err("has more or fewer bytes than its shape says");
+    }
+    let data = match endian {
+        ">" => {
+            let swapped: Vec<u8> =
+                data.chunks_exact(dtype.bytes() as usize).flat_map(|e| e.iter().rev().copied()).collect();
+            decode(dtype, &swapped)
+        }
+        _ => decode(dtype, data),
+    };
+    Ok(HostTensor { ty, data })
+}
+
+/// Little-endian elements of a file in their storage format.
+fn decode(dtype: DType, bytes: &[u8]) -> HostData {
+    fn each<const N: usize, T>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
+        bytes.as_chunks::<N>().0.iter().map(|&b| convert(b)).collect()
+    }
+    match dtype {
+        DType::F64 => HostData::F32(each(bytes, |b| f64::from_le_bytes(b) as f32)),
+        DType::F32 => HostData::F32(each(bytes, f32::from_le_bytes)),
+        DType::F16 => HostData::F16(each(bytes, f16::from_le_bytes)),
+        DType::BF16 => HostData::BF16(each(bytes, bf16::from_le_bytes)),
+        DType::I64 | DType::U64 => HostData::I64(each(bytes, i64::from_le_bytes)),
+        DType::U32 => HostData::I64(each(bytes, |b| u32::from_le_bytes(b) as i64)),
+        DType::I32 => HostData::I32(each(bytes, i32::from_le_bytes)),
+        DType::I16 => HostData::I32(each(bytes, |b| i16::from_le_bytes(b) as i32)),
+        DType::U16 => HostData::I32(each(bytes, |b| u16::from_le_bytes(b) as i32)),
+        DType::I8 => HostData::I32(each(bytes, |b| i8::from_le_bytes(b) as i32)),
+        DType::U8 => HostData::I32(each(bytes, |b| u8::from_le_bytes(b) as i32)),
+        DType::Bool => HostData::Bool(each(bytes, |b: [u8; 1]| (b[0] != 0) as u8)),
+    }
+}
+
+/// The inverse of [`decode`].
+fn encode(tensor: &HostTensor) -> Vec<u8> {
+    match (&tensor.data, tensor.ty.dtype) {
+        (HostData::F32(v), DType::F64) => v.iter().flat_map(|&x| (x as f64).to_le_bytes()).collect(),
+        (HostData::F32(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::F16(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::BF16(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::I64(v), DType::U32) => v.iter().flat_map(|&x| (x as u32).to_le_bytes()).collect(),
+        (HostData::I64(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::I32(v), DType::I16 | DType::U16) => v.iter().flat_map(|&x| (x as u16).to_le_bytes()).collect(),
+        (HostData::I32(v), DType::I8 | DType::U8) => v.iter().map(|&x| x as u8).collect(),
+        (HostData::I32(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::Bool(v), _) => v.clone(),
+    }
+}
+
+fn dtype_of(dtype: Dtype) -> Option<DType> {
+    DType::ALL.into_iter().find(|d| safetensors_dtype(*d) == dtype)
+}
+
+fn safetensors_dtype(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::I16 => Dtype::I16,
+        DType::I8 => Dtype::I8,
+        DType::U64 => Dtype::U64,
+        DType::U32 => Dtype::U32,
+        DType::U16 => Dtype::U16,
+        DType::U8 => Dtype::U8,
+        DType::Bool => Dtype::BOOL,
+    }
+}
+
+/// A batch from nowhere: integers in `[0, bound)` (booleans below 2), or standard normals. The same seed and name
+/// give the same values.
+pub fn synthetic(name: &str, ty: &TensorType, bound: u64, seed: u64) -> HostTensor {
+    let stream = Stream::new(seed, name);
+    if ty.dtype.is_float() {
+        let values = stream.normals(ty.elements() as usize, 1.0);
+        return HostTensor { ty: ty.with_dtype(DType::F32), data: HostData::F32(values) }.cast(ty.dtype);
+    }
+    let bound = if ty.dtype == DType::Bool { 2 } else { bound };
+    let values: Vec<f64> = (0..ty.elements()).map(|i| stream.below(i, bound) as f64).collect();
+    HostTensor::from_f64(ty.clone(), &values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("altiplano-data-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    fn npy(header: &str, data: &[u8]) -> Vec<u8> {
+        let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+        bytes.extend((header.len() as u16).to_le_bytes());
+        bytes.extend(header.as_bytes());
+        bytes.extend(data);
+        bytes
+    }
+
+    #[test]
+    fn safetensors_round_trip_in_all_types() {
+        let folder = folder("round");
+        let file = folder.join("weights.safetensors");
+        let tensors: BTreeMap<String, HostTensor> = DType::ALL
+            .into_iter()
+            .map(|dtype| (format!("t_{dtype}"), synthetic("t", &TensorType::new(dtype, [3, 5]), 100, 1)))
+            .collect();
+        write_safetensors(&file, &tensors).unwrap();
+        assert_eq!(read(&file).unwrap(), tensors);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn npy_files_are_read() {
+        let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }   \n";
+        let values = [1.5f32, -2.0, 0.0, 4.0, 5.0, 6.25];
+        let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let folder = folder("npy");
+        let file = folder.join("tokens.npy");
+        std::fs::write(&file, npy(header, &data)).unwrap();
+        assert_eq!(read(&file).unwrap()["tokens"], HostTensor::f32([2, 3], values.to_vec()).unwrap());
+        std::fs::remove_dir_all(folder).unwrap();
+        let big = "{'descr': '>i2', 'fortran_order': False, 'shape': (3,), }";
+        let tensor = parse_npy(&npy(big, &[0, 1, 255, 255, 1, 0])).unwrap();
+        assert_eq!((tensor.ty.to_string(), tensor.to_f64()), ("i16[3]".to_string(), vec![1.0, -1.0, 256.0]));
+        let scalar = parse_npy(&npy("{'descr': '|b1', 'fortran_order': False, 'shape': (), }", &[1])).unwrap();
+        assert_eq!((scalar.ty.rank(), scalar.to_f64()), (0, vec![1.0]));
+    }
+
+    #[test]
+    fn bad_files_say_what_is_wrong() {
+        let good = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }";
+        let cases: Vec<(Vec<u8>, &str)> = vec![
+            (b"hello".to_vec(), "not a NumPy file"),
+            (b"\x93NUMPY".to_vec(), "ends before"),
+            (b"\x93NUMPY\x01\x00\xff\xff{}".to_vec(), "ends before"),
+            (b"\x93NUMPY\x09\x00\x02\x00{}".to_vec(), "version"),
+            (npy(good, &[0; 7]), "more or fewer bytes"),
+            (npy(good, &[0; 9]), "more or fewer bytes"),
+            (npy(&good.replace("False", "True"), &[0; 8]), "Fortran"),
+            (npy(&good.replace("<f4", "<c8"), &[0; 8]), "element type"),
+            (npy(&good.replace("<f4", ""), &[0; 8]), "element type"),
+            (npy(&good.replace("(2,)", "(x,)"), &[0; 8]), "list of sizes"),
+            (npy(&good.replace("(2,)", "2"), &[0; 8]), "no shape"),
+            (npy(&good.replace("(2,)", "(99999999999, 99999999999)"), &[0; 8]), "more or fewer"),
+            (npy("{}", &[]), "order"),
+        ];
+        for (bytes, expected) in cases {
+            let problem = parse_npy(&bytes).unwrap_err();
+            assert!(problem.contains(expected), "{problem} does not mention {expected}");
+        }
+        let folder = folder("bad");
+        let file = folder.join("broken.safetensors");
+        std::fs::write(&file, b"nonsense").unwrap();
+        let text = read(&file).unwrap_err().to_string();
+        assert!(text.contains("broken.safetensors"), "{text}");
+        let missing = read(&folder.join("none.npy")).unwrap_err().to_string();
+        assert!(missing.contains("none.npy"), "{missing}");
+        let other = read(&folder.join("a.csv")).unwrap_err().to_string();
+        assert!(other.contains("a.csv") && other.contains(".safetensors"), "{other}");
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn synthetic_batches_are_in_range_and_repeatable() {
+        let tokens = synthetic("tokens", &TensorType::new(DType::I32, [4, 100]), 50, 9);
+        assert!(tokens.to_f64().iter().all(|x| (0.0..50.0).contains(x)));
+        assert_eq!(tokens, synthetic("tokens", &TensorType::new(DType::I32, [4, 100]), 50, 9));
+        assert_ne!(tokens, synthetic("targets", &TensorType::new(DType::I32, [4, 100]), 50, 9));
+        let longer = synthetic("tokens", &TensorType::new(DType::I32, [8, 100]), 50, 9);
+        assert_eq!(longer.to_f64()[..400], tokens.to_f64());
+    }
+}

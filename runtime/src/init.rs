@@ -1,0 +1,74 @@
+//! First values of parameters, chosen by shape and name: gains one, biases zero, matrices and embeddings small normals,
+//! convolutions by fan-in (He et al. 2015).
+
+use crate::host::{HostData, HostTensor};
+use crate::random::Stream;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::types::TensorType;
+
+/// Deviation of matrices and embeddings, as in GPT-2.
+pub const MATRIX_DEVIATION: f64 = 0.02;
+
+/// The first value of a parameter for `--init seed`. It depends on the name, the type and the seed alone.
+///
+/// ```
+/// use altiplano_ir::{dtype::DType, types::TensorType};
+/// use altiplano_runtime::init::initial;
+///
+/// let gain = initial("params['layer_0']['norm']['scale']", &TensorType::new(DType::F32, [4]), 0);
+/// assert_eq!(gain.to_f64(), [1.0; 4]);
+/// ```
+pub fn initial(name: &str, ty: &TensorType, seed: u64) -> HostTensor {
+    let constant = |value: f64| HostTensor::from_f64(ty.clone(), &vec![value; ty.elements() as usize]);
+    if !ty.dtype.is_float() {
+        return constant(0.0);
+    }
+    let deviation = match ty.rank() {
+        0 | 1 => return constant(if is_gain(name) { 1.0 } else { 0.0 }),
+        2 | 3 => MATRIX_DEVIATION,
+        _ => {
+            // The output channels are the first or the last dimension, and kernels are small.
+            let outputs = ty.shape[0].max(ty.shape[ty.rank() - 1]).max(1);
+            (2.0 * outputs as f64 / ty.elements().max(1) as f64).sqrt()
+        }
+    };
+    let values = Stream::new(seed, name).normals(ty.elements() as usize, deviation);
+    HostTensor { ty: ty.with_dtype(DType::F32), data: HostData::F32(values) }.cast(ty.dtype)
+}
+
+/// Whether the last key of a one-dimensional parameter's name says that it multiplies. The only one-dimensional
+/// `weight` is that of a norm.
+fn is_gain(name: &str) -> bool {
+    let separators = |c: char| !c.is_alphanumeric() && c != '_';
+    let key = name.split(separators).rfind(|k| !k.is_empty()).unwrap_or("").to_lowercase();
+    let names = ["g", "gain", "gamma", "scale", "weight", "w"];
+    names.iter().any(|n| key == *n || key.strip_suffix(n).is_some_and(|rest| rest.ends_with('_')))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_shapes_choose_the_values() {
+        let value = |name: &str, shape: &[u64]| initial(name, &TensorType::new(DType::F32, shape), 7).to_f64();
+        for gain in ["g", "h.0.ln_1.weight", "params['ln']['scale']", "blocks[3]['ln_g']", "encoder/norm/gamma"] {
+            assert_eq!(value(gain, &[3]), [1.0; 3], "{gain}");
+        }
+        for bias in ["b", "h.0.ln_1.bias", "params['ln']['beta']", "blocks[3]['ln_b']", "log"] {
+            assert_eq!(value(bias, &[3]), [0.0; 3], "{bias}");
+        }
+        let deviation = |values: &[f64]| (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt();
+        let matrix = value("w", &[100, 200]);
+        assert!((deviation(&matrix) - 0.02).abs() < 1e-3);
+        // Both common layouts of a convolution from 16 to 64 channels have fan-in 144.
+        for shape in [[3, 3, 16, 64], [64, 16, 3, 3]] {
+            assert!((deviation(&value("conv", &shape)) - (2.0f64 / 144.0).sqrt()).abs() < 5e-3);
+        }
+        assert_eq!(matrix, value("w", &[100, 200]));
+        assert_ne!(matrix, value("v", &[100, 200]));
+        let half = initial("w", &TensorType::new(DType::BF16, [100, 200]), 7);
+        assert_eq!(half.ty.dtype, DType::BF16);
+        assert!((half.to_f64()[5] - matrix[5]).abs() < 1e-3);
+    }
+}
