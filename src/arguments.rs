@@ -53,14 +53,39 @@ impl fmt::Display for Listing {
 }
 
 /// Names of the first argument group that mean: trained.
-const TRAINED: [&str; 9] =
-    ["params", "param", "parameters", "weights", "weight", "w", "state", "variables", "model"];
+const TRAINED: [&str; 9] = ["params", "param", "parameters", "weights", "weight", "w", "state", "variables", "model"];
 
 /// Names that mean: part of the batch, or given anew for each step.
 const GIVEN: [&str; 29] = [
-    "tokens", "token", "labels", "label", "batch", "inputs", "input", "input_ids", "ids", "x", "y", "images", "image",
-    "targets", "target", "mask", "attention_mask", "positions", "position_ids", "data", "key", "rng", "rngs", "seed",
-    "features", "pixel_values", "example", "examples", "dropout_key",
+    "tokens",
+    "token",
+    "labels",
+    "label",
+    "batch",
+    "inputs",
+    "input",
+    "input_ids",
+    "ids",
+    "x",
+    "y",
+    "images",
+    "image",
+    "targets",
+    "target",
+    "mask",
+    "attention_mask",
+    "positions",
+    "position_ids",
+    "data",
+    "key",
+    "rng",
+    "rngs",
+    "seed",
+    "features",
+    "pixel_values",
+    "example",
+    "examples",
+    "dropout_key",
 ];
 
 /// For each argument whether it is trained. `params` and `inputs` select arguments by position (`3`), range (`0-11`),
@@ -153,11 +178,7 @@ fn example(arguments: &[Argument]) -> String {
     }
 }
 
-fn select(
-    option: &'static str,
-    selections: &[String],
-    arguments: &[Argument],
-) -> Result<Vec<bool>, ArgumentError> {
+fn select(option: &'static str, selections: &[String], arguments: &[Argument]) -> Result<Vec<bool>, ArgumentError> {
     let mut chosen = vec![false; arguments.len()];
     for text in selections {
         let selection = Selection::parse(text.trim())

@@ -12,7 +12,7 @@ use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::PlanError;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
-use altiplano_runtime::error::RuntimeError;
+use altiplano_runtime::RuntimeError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,9 @@ pub enum Error {
     Settle { file: PathBuf, also: PathBuf, error: SettleError },
     #[error("--precision: {error}")]
     Precision { error: ShapeError },
-    #[error("--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them")]
+    #[error(
+        "--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them"
+    )]
     UnknownValue { name: String },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: PlanError },
@@ -80,7 +82,9 @@ pub enum DataProblem {
     Missing { name: String },
     #[error("tensor '{name}' is {found}, expected {expected}")]
     Type { name: String, found: TensorType, expected: TensorType },
-    #[error("a .npy file holds one tensor, but the model has {inputs} inputs; give a .safetensors file with their names")]
+    #[error(
+        "a .npy file holds one tensor, but the model has {inputs} inputs; give a .safetensors file with their names"
+    )]
     OneTensor { inputs: usize },
     #[error("it has {samples} samples, fewer than the {needed} of one batch")]
     TooFewSamples { samples: u64, needed: u64 },

@@ -51,7 +51,9 @@ pub enum Warning {
     Batch(Doubt),
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
-    #[error("the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics")]
+    #[error(
+        "the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics"
+    )]
     LossKind,
 }
 
@@ -221,11 +223,9 @@ fn read_graph(file: &Path) -> Result<(Graph, Vec<Argument>), Error> {
             found: "a plan",
             advice: "use it with inspect, show, run or verify, or give the model that it was made from",
         }),
-        Format::ClusterToml => Err(Error::OtherArtefact {
-            file,
-            found: "a cluster",
-            advice: "give it with --cluster, and a model here",
-        }),
+        Format::ClusterToml => {
+            Err(Error::OtherArtefact { file, found: "a cluster", advice: "give it with --cluster, and a model here" })
+        }
         Format::Onnx => unsupported("an ONNX model"),
         Format::TorchExport => unsupported("a zip archive, such as torch.export writes (.pt2)"),
         Format::MlirBytecode => unsupported("MLIR bytecode"),

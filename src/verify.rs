@@ -7,8 +7,8 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_planner::{PlanFailure, Request, Silent};
-use crate::training::shim::read_safetensors;
-use altiplano_runtime::host::HostTensor;
+use altiplano_runtime::HostTensor;
+use altiplano_runtime::data::read_safetensors;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -231,9 +231,9 @@ impl Tolerance {
         reference: &BTreeMap<String, Vec<f64>>,
     ) -> Comparison {
         let nothing: Vec<f64> = Vec::new();
-        let all = reference.iter().map(|(name, reference)| {
-            difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor)
-        });
+        let all = reference
+            .iter()
+            .map(|(name, reference)| difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor));
         self.worst_of(quantity, reference.len(), all)
     }
 
@@ -247,7 +247,8 @@ impl Tolerance {
             let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
             let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
             let kept: Vec<usize> = (0..updated.len()).filter(|&i| gradient[i].abs() > noise).collect();
-            let pick = |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
+            let pick =
+                |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
             difference(name, &pick(ours_updated), &pick(updated), self.tensor)
         });
         self.worst_of(Quantity::Weights, reference.weights.len(), all)

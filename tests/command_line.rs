@@ -17,13 +17,23 @@ fn a_plan_is_written_inspected_and_the_same_twice() {
 
     assert_eq!(succeeds(&["inspect", &first]), report);
     assert_eq!(succeeds(&["show", &first]), report);
-    for part in ["data parallel", "ZeRO-1", "FSDP", "tensor parallel", "pipeline", "chosen", "mesh<", "optimizer state"] {
+    for part in ["data parallel", "ZeRO-1", "FSDP", "tensor parallel", "pipeline", "chosen", "mesh<", "optimizer state"]
+    {
         assert!(report.contains(part), "the report should mention '{part}':\n{report}");
     }
     let json: Value = serde_json::from_str(&succeeds(&["inspect", &first, "--json"])).expect("one JSON document");
     let keys = [
-        "format", "version", "graph_hash", "cluster", "global_batch", "num_microbatches", "schedule", "optimizer",
-        "graph", "stages", "predicted",
+        "format",
+        "version",
+        "graph_hash",
+        "cluster",
+        "global_batch",
+        "num_microbatches",
+        "schedule",
+        "optimizer",
+        "graph",
+        "stages",
+        "predicted",
     ];
     for key in keys {
         assert!(!json[key].is_null(), "{key}");
@@ -80,19 +90,19 @@ fn clusters_are_listed_and_shown() {
 #[test]
 fn training_lowers_the_loss() {
     let text = succeeds(&["run", DEMO, "--steps", "4", "--lr", "0.003"]);
-    let losses: Vec<f64> = text
-        .lines()
-        .filter_map(|l| l.split_once("loss ")?.1.split_whitespace().next()?.parse().ok())
-        .collect();
+    let losses: Vec<f64> =
+        text.lines().filter_map(|l| l.split_once("loss ")?.1.split_whitespace().next()?.parse().ok()).collect();
     assert_eq!(losses.len(), 4, "{text}");
     assert!(text.contains("samples/s") && text.contains("peak memory"), "{text}");
-    assert!(losses.iter().all(|l| (l - 1024f64.ln()).abs() < 0.5), "an untrained model guesses: {losses:?}");
+    assert!((losses[0] - 1024f64.ln()).abs() < 0.2, "an untrained model guesses: {losses:?}");
+    assert!(losses[3] < losses[0], "the loss should fall: {losses:?}");
 }
 
 #[test]
 fn no_memory_is_exit_code_1_and_says_how_much() {
     let scratch = Scratch::new();
-    let tiny = succeeds(&["show", "local:4"]) + "\n[device.\"tiny\"]\nmemory_bytes = 1e6\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\n";
+    let tiny = succeeds(&["show", "local:4"])
+        + "\n[device.\"tiny\"]\nmemory_bytes = 1e6\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\n";
     let file = scratch.file("tiny.toml", tiny.replace("\"cpu-worker\"", "\"tiny\""));
     let output = altiplano(&["plan", DEMO, "--cluster", &file]);
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);

@@ -36,7 +36,7 @@ fn agrees(model: &str, options: &[&str], expect: Option<&str>) {
     arguments.extend(expect.iter().flat_map(|file| ["--expect", file]));
     let said = succeeds(&arguments);
     assert!(said.contains("the numbers agree"), "{said}");
-    assert_eq!(said.contains("DIFFERS"), false, "{said}");
+    assert!(!said.contains("DIFFERS"), "{said}");
 }
 
 #[test]
@@ -63,9 +63,7 @@ fn a_plan_file_stands_alone() {
 
 #[test]
 fn half_precision() {
-    for precision in ["bf16", "f16"] {
-        agrees(DEMO, &["--precision", precision, "--dp", "2", "--tp", "2"], None);
-    }
+    agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use altiplano_cost_models::{CostModel, transfer_path};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Memory, Plan, Predicted, StagePredicted};
-use altiplano_ir::program::{Body, BufferKind, Call, Phase, Program, Programs};
+use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Phase, Program, Programs};
 use std::collections::BTreeSet;
 
 /// Seconds of a body's ops and of its collectives.
@@ -30,23 +30,24 @@ fn body_s(body: &Body, prices: &Prices<'_>) -> (f64, f64) {
     (compute, communication)
 }
 
-/// The most bytes of a body's own values alive at once. Values that stay in registers (elementwise with one
-/// elementwise user), constants and views take none; what replaces a buffer that lives on (parameters, state,
-/// gradients) takes its place; what is written to any other buffer counts until the end.
+/// The most bytes alive at once while a body runs: its own values, the instances that it frees (each until its last
+/// use here) and those that it leaves. Values that stay in registers (elementwise with one elementwise user),
+/// constants and views take none; an elementwise result takes the place of an operand that dies with it, and what
+/// replaces a buffer that lives on (parameters, state, gradients) takes that buffer's place.
 pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
     let graph = &body.graph;
     let users = graph.users();
-    let bound: BTreeSet<ValueId> = body.reads.iter().map(|(v, _)| *v).collect();
-    let lives_on = |b: altiplano_ir::program::BufferId| {
+    let lives_on = |b: BufferId| {
         !matches!(program.buffer(b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
     };
+    let kept: BTreeSet<ValueId> = body.reads.iter().filter(|(_, b)| !body.frees.contains(b)).map(|(v, _)| *v).collect();
     let replaces: BTreeSet<ValueId> = body.writes.iter().filter(|(b, _)| lives_on(*b)).map(|(_, v)| *v).collect();
     let written: BTreeSet<ValueId> = body.writes.iter().map(|(_, v)| *v).collect();
     let fused: Vec<bool> = graph.values().map(|v| is_free(graph, &users, v, &written)).collect();
     let bytes: Vec<u64> = graph
         .values()
         .map(|v| {
-            let none = bound.contains(&v) || replaces.contains(&v) || fused[v.index()];
+            let none = kept.contains(&v) || replaces.contains(&v) || fused[v.index()];
             if none { 0 } else { graph.ty(v).bytes() }
         })
         .collect();
@@ -62,15 +63,44 @@ pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
             last[v.index()] = graph.len();
         }
     }
+    let is_read = |v: ValueId| matches!(graph.node(v).op, Op::Input(_) | Op::Parameter(_));
     let mut ends: Vec<u64> = vec![0; graph.len() + 1];
-    let (mut now, mut peak) = (0u64, 0u64);
-    for v in graph.values() {
+    let mut now = 0u64;
+    for v in graph.values().filter(|&v| is_read(v)) {
         now += bytes[v.index()];
         ends[last[v.index()]] += bytes[v.index()];
+    }
+    let mut peak = now;
+    for v in graph.values() {
+        if !is_read(v) && bytes[v.index()] > 0 {
+            let replaced = replaced(graph, &fused, v)
+                .into_iter()
+                .find(|s| last[s.index()] == v.index() && bytes[s.index()] == bytes[v.index()]);
+            now += bytes[v.index()];
+            ends[last[v.index()]] += bytes[v.index()];
+            if let Some(s) = replaced {
+                now -= bytes[s.index()];
+                ends[v.index()] -= bytes[s.index()];
+            }
+        }
         peak = peak.max(now);
         now -= ends[v.index()];
     }
     peak
+}
+
+/// Values that an elementwise node reads at its own positions, through what is fused into it.
+fn replaced(graph: &Graph, fused: &[bool], v: ValueId) -> Vec<ValueId> {
+    let mut sources = Vec::new();
+    let mut stack = vec![v];
+    while let Some(at) = stack.pop() {
+        if graph.node(at).op.is_elementwise() {
+            for &o in &graph.node(at).operands {
+                if fused[o.index()] { stack.push(o) } else { sources.push(o) }
+            }
+        }
+    }
+    sources
 }
 
 fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet<ValueId>) -> bool {
@@ -182,24 +212,26 @@ fn cluster_peak_flops(plan: &Plan) -> f64 {
 
 fn memory(program: &Program, in_flight: u32) -> Memory {
     let mut memory = Memory::default();
-    let mut per_microbatch = 0;
-    let backward_frees: BTreeSet<u32> = program
-        .bodies
-        .iter()
-        .filter(|b| b.phase == Phase::Backward)
-        .flat_map(|b| b.frees.iter().map(|b| b.0))
+    let bodies = |phase: Phase| program.bodies.iter().filter(move |b| b.phase == phase);
+    let forward: BTreeSet<BufferId> = bodies(Phase::Forward)
+        .flat_map(|b| b.writes.iter().map(|(b, _)| *b).chain(b.reads.iter().map(|(_, b)| *b)))
         .collect();
-    for (id, buffer) in (0u32..).zip(&program.buffers) {
+    // What a microbatch holds between its forward and its backward.
+    let between: BTreeSet<BufferId> =
+        bodies(Phase::Backward).flat_map(|b| b.frees.iter().copied()).filter(|b| forward.contains(b)).collect();
+    let mut per_microbatch = 0;
+    for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
         let bytes = buffer.sharding.local_bytes(&buffer.ty, &program.mesh);
         match buffer.kind {
             BufferKind::Parameter { .. } => memory.parameters_bytes += bytes,
             BufferKind::State { .. } => memory.optimizer_bytes += bytes,
             BufferKind::Accumulator { .. } => memory.gradients_bytes += bytes,
-            BufferKind::Value | BufferKind::Input { .. } if backward_frees.contains(&id) => per_microbatch += bytes,
+            _ if between.contains(&id) => per_microbatch += bytes,
             _ => {}
         }
     }
-    let transient = program.bodies.iter().map(|b| transient_bytes(program, b)).max().unwrap_or(0);
-    memory.activations_bytes = per_microbatch * in_flight as u64 + transient;
+    let most = |phase: Phase| bodies(phase).map(|b| transient_bytes(program, b)).max().unwrap_or(0);
+    let running = most(Phase::Forward).max(most(Phase::Backward)) + per_microbatch * (in_flight as u64 - 1);
+    memory.activations_bytes = running.max(most(Phase::Reduce)).max(most(Phase::Update));
     memory
 }

@@ -18,7 +18,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Values;
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{DotGeneral, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce};
+use altiplano_ir::op::{Binary, DotGeneral, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce};
 use altiplano_ir::program::{Body, BufferId};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::tensor::Tensor;
@@ -135,6 +135,8 @@ pub(crate) struct Compiler<'g> {
     stored_elements: Vec<usize>,
     groups: Vec<Group>,
     group_of: Vec<Option<usize>>,
+    /// Leaves whose storage the body may overwrite.
+    owned: Vec<bool>,
     steps: Vec<Step>,
 }
 
@@ -161,6 +163,9 @@ pub fn compile(body: &Body) -> Compiled {
         };
         last_fusible_user[v.index()] = users[v.index()].iter().map(reach).max().unwrap_or(0);
     }
+    let replaced = |b: &BufferId| body.frees.contains(b) || body.writes.iter().any(|w| w.0 == *b);
+    let mut owned = vec![false; graph.len()];
+    body.reads.iter().for_each(|(v, b)| owned[v.index()] = replaced(b));
     let mut compiler = Compiler {
         graph,
         needed,
@@ -171,10 +176,11 @@ pub fn compile(body: &Body) -> Compiled {
         stored_elements: graph.nodes.iter().map(|n| n.ty.elements() as usize).collect(),
         groups: Vec::new(),
         group_of: vec![None; graph.len()],
+        owned,
         steps: Vec::new(),
     };
     for v in graph.values() {
-        if compiler.needed[v.index()] {
+        if compiler.needed[v.index()] && compiler.places[v.index()].is_none() {
             compiler.node(v);
         }
         compiler.close_where(|g| g.joinable_until <= v.0 || v.0 >= g.last_joined + WINDOW);
@@ -182,9 +188,8 @@ pub fn compile(body: &Body) -> Compiled {
     compiler.close_where(|_| true);
     let writes: Vec<(BufferId, ValueId)> = body.writes.iter().map(|&(b, v)| (b, compiler.stored(v))).collect();
     let leaf = |&(value, buffer): &(ValueId, BufferId)| {
-        let owned = body.frees.contains(&buffer) || body.writes.iter().any(|w| w.0 == buffer);
         let ty = graph.ty(value);
-        Leaf { value, buffer, owned, bytes: ty.elements() * Class::of(ty.dtype).bytes() as u64 }
+        Leaf { value, buffer, owned: replaced(&buffer), bytes: ty.elements() * Class::of(ty.dtype).bytes() as u64 }
     };
     let mut compiled = Compiled {
         name: body.name.clone(),
@@ -309,7 +314,7 @@ impl Compiler<'_> {
             Op::ScatterAdd(op) => {
                 let (indices, updates) = (node.operands[0], node.operands[1]);
                 let [i, u] = [indices, updates].map(|o| self.stored(o));
-                let shapes = [&node.ty.shape, self.graph.shape(indices), self.graph.shape(updates)].map(|s| sizes(s));
+                let shapes = [node.ty.shape.as_slice(), self.graph.shape(indices), self.graph.shape(updates)].map(sizes);
                 let lookup = Lookup::new(&op.dims, &shapes[0], &shapes[1], &shapes[2]);
                 let kernel = Kernel::ScatterAdd { lookup, index: self.class(indices), dtype: node.ty.dtype };
                 self.whole_step(v, kernel, vec![i, u]);
@@ -540,9 +545,38 @@ impl Compiler<'_> {
                 strides[d] = stride;
             }
         }
-        let dot = Dot::new(op, self.class(v), &lhs, &rhs, &strides);
-        self.whole_step(v, Kernel::Dot(dot), vec![lhs.root, rhs.root]);
+        let mut dot = Dot::new(op, self.class(v), &lhs, &rhs, &strides);
+        let mut inputs = vec![lhs.root, rhs.root];
+        if let Some((sum, accumulator)) = self.accumulation(v) {
+            dot.accumulate = true;
+            inputs.push(accumulator);
+            self.places[sum.index()] = Some(Place::View(View::whole(v, sizes(self.graph.shape(sum)))));
+        }
+        self.whole_step(v, Kernel::Dot(dot), inputs);
         self.places[v.index()] = Some(Place::View(View { root: v, offset: 0, shape, strides }));
+    }
+
+    /// A product that is only added to a leaf whose buffer the body replaces (a gradient accumulator): the sum, and
+    /// the leaf. The product then adds to the leaf's storage and needs none of its own.
+    fn accumulation(&self, product: ValueId) -> Option<(ValueId, ValueId)> {
+        let mut v = product;
+        loop {
+            let &[user] = self.users[v.index()].as_slice() else { return None };
+            let node = self.graph.node(user);
+            match &node.op {
+                _ if self.written[v.index()] => return None,
+                // Written transposed; after a reshape it could not be.
+                Op::Transpose(_) if v == product => {}
+                Op::Reshape(_) => {}
+                Op::Binary(Binary::Add) => {
+                    let other = *node.operands.iter().find(|o| **o != v)?;
+                    let suits = self.owned[other.index()] && self.users[other.index()] == [user];
+                    return (suits && !self.written[other.index()]).then_some((user, other));
+                }
+                _ => return None,
+            }
+            v = user;
+        }
     }
 
     fn lookup(&mut self, dims: &GatherDims, table: ValueId, indices: ValueId, rows: ValueId) -> (Lookup, Vec<ValueId>) {

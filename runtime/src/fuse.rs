@@ -129,13 +129,9 @@ impl Builder<'_, '_> {
         let integers = Class::of(from).is_integer();
         let result = match &node.op {
             Op::Unary(op) if integers => return self.op(Code::IUnary(*op, from), &operands),
-            Op::Unary(op) => {
-                let result = self.op(Code::FUnary(*op), &operands);
-                if matches!(op, Unary::Negate | Unary::Abs | Unary::Sign) {
-                    return result;
-                }
-                result
-            }
+            // Exact in every format, so that nothing needs rounding.
+            Op::Unary(op @ (Unary::Negate | Unary::Abs | Unary::Sign)) => return self.op(Code::FUnary(*op), &operands),
+            Op::Unary(op) => self.op(Code::FUnary(*op), &operands),
             Op::Binary(op) if integers => return self.op(Code::IBinary(*op, from), &operands),
             Op::Binary(op) if from == DType::Bool => {
                 let op = match op {
@@ -147,13 +143,8 @@ impl Builder<'_, '_> {
                 return self.op(Code::FBinary(op), &operands);
             }
             Op::Binary(Binary::Power) => self.power(operands[0], operands[1]),
-            Op::Binary(op) => {
-                let result = self.op(Code::FBinary(*op), &operands);
-                if matches!(op, Binary::Maximum | Binary::Minimum) {
-                    return result;
-                }
-                result
-            }
+            Op::Binary(op @ (Binary::Maximum | Binary::Minimum)) => return self.op(Code::FBinary(*op), &operands),
+            Op::Binary(op) => self.op(Code::FBinary(*op), &operands),
             Op::Compare(op) if integers => return self.op(Code::ICompare(op.direction, from), &operands),
             Op::Compare(op) => return self.op(Code::FCompare(op.direction), &operands),
             Op::Select(_) if Class::of(to).is_integer() => return self.op(Code::ISelect, &operands),
@@ -169,8 +160,9 @@ impl Builder<'_, '_> {
             _ => operands[0],
         };
         match Class::of(to) {
-            half if half.is_half() && from != to => self.op(Code::FRound(half), &[result]),
-            half if half.is_half() && !matches!(node.op, Op::Convert(_)) => self.op(Code::FRound(half), &[result]),
+            half if half.is_half() && !(from == to && matches!(node.op, Op::Convert(_))) => {
+                self.op(Code::FRound(half), &[result])
+            }
             _ => result,
         }
     }

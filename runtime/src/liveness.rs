@@ -74,6 +74,7 @@ fn choose_in_place(step: &mut Step, owned: &[bool], bytes: &[u64]) {
                 }
             }
         }
+        Kernel::Dot(dot) if dot.accumulate => step.in_place.push((0, step.inputs[2])),
         Kernel::Collective { collective: Collective::AllReduce { .. } | Collective::KeepFirst { .. }, .. }
             if dies(step.inputs[0]) =>
         {

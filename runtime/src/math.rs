@@ -114,7 +114,10 @@ pub fn logistic<const FMA: bool>(x: f32) -> f32 {
 pub fn tanh<const FMA: bool>(x: f32) -> f32 {
     let magnitude = x.abs();
     let magnitude = if magnitude > 10.0 { 10.0 } else { magnitude };
-    let t = exp_m1::<FMA>(2.0 * magnitude);
+    // t = exp(2x) - 1, in the range where 2^n neither overflows nor dwarfs the 1.
+    let (n, r) = reduce_exponent::<FMA>(2.0 * magnitude);
+    let scale = power_of_two(n);
+    let t = fma::<FMA>(exp_tail::<FMA>(r) + r, scale, scale - 1.0);
     (t / (t + 2.0)).copysign(x)
 }
 
@@ -129,9 +132,9 @@ fn erf_series<const FMA: bool>(z: f32) -> f32 {
         -8.548_327e-4,
         5.223_977_6e-3,
         -2.686_617e-2,
-        1.128_379_17e-1,
+        1.128_379_2e-1,
         -3.761_263_9e-1,
-        1.128_379_2,
+        std::f32::consts::FRAC_2_SQRT_PI,
     ];
     polynomial::<FMA, 10>(z, series)
 }
@@ -151,7 +154,7 @@ fn erfc_tail<const FMA: bool>(a: f32) -> f32 {
         0.004_608_843_3,
         0.196_590_97,
         0.243_665_11,
-        0.282_370_69,
+        0.282_370_7,
         0.282_084_54,
     ];
     // a^2 = high^2 + (a - high)(a + high) with an exact first term: its rounding would be magnified by exp.

@@ -314,6 +314,49 @@ fn updates_are_in_place() {
     }
 }
 
+/// A weight gradient is added to its accumulator by the product itself, without memory of its own.
+#[test]
+fn gradients_are_accumulated_in_place() {
+    let mesh = Mesh::new(&[("only", 1)]);
+    for dtype in [DType::F32, DType::BF16] {
+        let mut g = Graph::new("accumulate");
+        let x = input(&mut g, "x", dtype, &[7, 6]);
+        let y = input(&mut g, "y", dtype, &[7, 20]);
+        let old = input(&mut g, "old", dtype, &[20, 3, 2]);
+        let product = dot(&mut g, x, y, 0, 0);
+        let transposed = g.transpose(product, &[1, 0]);
+        let shaped = g.reshape(transposed, &[20, 3, 2]);
+        let new = g.add(old, shaped);
+        g.outputs = vec![new];
+        let mut random = Random(26);
+        let leaves: Vec<_> = [x, y, old].iter().map(|&v| random.tensor(g.ty(v))).collect();
+        let expected = altiplano_ir::interpret::run(&g, |v| leaves[v.index()].clone()).remove(0);
+        let mut named = |name: &str, v: ValueId| Buffer {
+            name: name.to_string(),
+            kind: BufferKind::Parameter { name: name.to_string() },
+            ty: g.ty(v).clone(),
+            sharding: Sharding::replicated(g.shape(v)),
+        };
+        let buffers = vec![named("x", x), named("y", y), named("sum", old)];
+        let body = body("accumulate", Phase::Backward, g.clone(), &[(x, 0), (y, 1), (old, 2)], &[(2, new)], &[]);
+        let workspace = if dtype == DType::F32 { 0 } else { 4 * (7 * 6 + 7 * 20 + 6 * 20) };
+        assert_eq!(altiplano_runtime::body_transient_bytes(&body), workspace);
+        let schedule = vec![Call::Run { body: 0, microbatch: None }];
+        let program = Program { devices: vec![0], mesh: mesh.clone(), buffers, bodies: vec![body], schedule };
+        let programs =
+            Programs { programs: vec![program], transfers: vec![], num_microbatches: 1, microbatch: 0, loss_is_mean: true };
+        let mut session = Session::new(&programs, &Options::default()).unwrap();
+        for (name, leaf) in ["x", "y", "sum"].iter().zip(&leaves) {
+            session.load_parameter(name, &HostTensor::from_reference(leaf)).unwrap();
+        }
+        let lasting = session.peak_bytes()[0];
+        session.step(&BTreeMap::new(), &BTreeMap::new()).unwrap();
+        let found = session.parameter("sum").unwrap().to_reference();
+        common::assert_close(&found, &expected, if dtype == DType::F32 { 1e-6 } else { 0.01 }, "sum");
+        assert_eq!(session.peak_bytes()[0], lasting + workspace);
+    }
+}
+
 /// Runs `work` on another thread and fails if it takes longer than any of it should.
 fn within_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();

@@ -16,6 +16,8 @@ impl Clusters {
         for (name, description) in presets {
             say(format!("{name:width$}  {description}"))?;
         }
-        say("\nNAME:N takes N nodes (local:N: N workers), NAME:1/n the first n devices of one node;\n`altiplano show NAME:N` prints one as a TOML file, which --cluster takes too.")
+        say(
+            "\nNAME:N takes N nodes (local:N: N workers), NAME:1/n the first n devices of one node;\n`altiplano show NAME:N` prints one as a TOML file, which --cluster takes too.",
+        )
     }
 }

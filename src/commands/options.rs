@@ -127,11 +127,6 @@ enum OptimizerName {
 }
 
 impl PlanOptions {
-    /// Options of a plan for a cluster, all else searched.
-    pub fn for_cluster(cluster: &str) -> Self {
-        PlanOptions { cluster: Some(cluster.to_string()), ..Default::default() }
-    }
-
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;

@@ -103,7 +103,8 @@ fn stages(plan: &Plan) -> String {
 }
 
 fn times(plan: &Plan) -> String {
-    let mut table = Grid::new(&["stage", "compute", "communication", "bubble", "step", "forward", "backward", "update"]);
+    let mut table =
+        Grid::new(&["stage", "compute", "communication", "bubble", "step", "forward", "backward", "update"]);
     for (i, stage) in plan.stages.iter().enumerate() {
         let p: &StagePredicted = &stage.predicted;
         table.row([
@@ -162,7 +163,8 @@ fn parameters(plan: &Plan, stage: &Stage) -> String {
     let users = plan.graph.users();
     let values: BTreeMap<&str, ValueId> = plan.graph.parameters().map(|(v, name)| (name, v)).collect();
     let mut lines = Lines::default();
-    let mut by_value: Vec<_> = stage.parameters.iter().filter_map(|(n, s)| Some((*values.get(n.as_str())?, n, s))).collect();
+    let mut by_value: Vec<_> =
+        stage.parameters.iter().filter_map(|(n, s)| Some((*values.get(n.as_str())?, n, s))).collect();
     by_value.sort_by_key(|(v, ..)| *v);
     for (v, name, storage) in by_value {
         let layout = words::parameter(plan, stage, v, storage, &users);
@@ -311,7 +313,11 @@ impl Grid {
     fn aligned(mut self, right_until: usize) -> String {
         for (i, column) in self.0.column_iter_mut().enumerate() {
             column.set_padding((if i == 0 { 2 } else { 1 }, 1));
-            column.set_cell_alignment(if i > 0 && i < right_until { CellAlignment::Right } else { CellAlignment::Left });
+            column.set_cell_alignment(if i > 0 && i < right_until {
+                CellAlignment::Right
+            } else {
+                CellAlignment::Left
+            });
         }
         self.0.lines().map(|line| line.trim_end().to_string()).collect::<Vec<_>>().join("\n")
     }

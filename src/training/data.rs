@@ -2,12 +2,11 @@
 
 use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, bound};
-use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::types::TensorType;
-use crate::training::shim::{read_npy, read_safetensors};
-use altiplano_runtime::host::{HostData, HostTensor};
+use altiplano_runtime::data::{read_npy, read_safetensors, synthetic};
+use altiplano_runtime::{HostData, HostTensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +36,8 @@ enum Source {
 }
 
 impl Batches {
-    /// Integers that index what the model looks up, normal floats; the same for the same seed, plan or not.
+    /// One batch over and over: integers that index what the model looks up, normal floats. It is the same for the
+    /// same seed whatever the plan, and since it can be learnt by heart, the loss falls where training works.
     pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
         Batches { inputs: inputs(plan), source: Source::Synthetic { seed }, taken: 0 }
     }
@@ -90,14 +90,14 @@ impl Batches {
     pub fn take(&mut self) -> Batch {
         let number = self.taken;
         self.taken += 1;
-        let tensor = |(i, input): (usize, &InputType)| {
+        let tensor = |input: &InputType| {
             let tensor = match &self.source {
-                Source::Synthetic { seed } => input.made_up(Random::new(*seed, number, i as u64)),
+                Source::Synthetic { seed } => input.made_up(*seed),
                 Source::File { tensors, samples, .. } => input.cut(&tensors[&input.name], number, *samples),
             };
             (input.name.clone(), tensor)
         };
-        self.inputs.iter().enumerate().map(tensor).collect()
+        self.inputs.iter().map(tensor).collect()
     }
 }
 
@@ -158,15 +158,9 @@ fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem
 }
 
 impl InputType {
-    fn made_up(&self, mut random: Random) -> HostTensor {
-        let n = self.ty.elements() as usize;
-        let rows = self.bound.as_ref().map_or(2, |b| b.rows).max(1);
-        let data: Vec<f64> = match self.ty.dtype {
-            d if d.is_float() => (0..n).map(|_| random.normal()).collect(),
-            DType::Bool => (0..n).map(|_| (random.bits() & 1) as f64).collect(),
-            _ => (0..n).map(|_| (random.bits() % rows) as f64).collect(),
-        };
-        HostTensor::from_f64(self.ty.clone(), &data)
+    /// Something to train on.
+    fn made_up(&self, seed: u64) -> HostTensor {
+        synthetic(&self.name, &self.ty, self.bound.as_ref().map_or(2, |b| b.rows), seed)
     }
 
     /// Batch `number` of a tensor of `samples`.
@@ -182,36 +176,5 @@ impl InputType {
         let bytes = tensor.data.as_bytes();
         let cut: Vec<u8> = (0..outer).flat_map(|o| &bytes[o * row + from..][..length]).copied().collect();
         HostTensor { ty: self.ty.clone(), data: HostData::from_bytes(class, &cut) }
-    }
-}
-
-/// Random numbers that depend on what they are for, not on what was drawn before (SplitMix64, Steele et al. 2014).
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64, batch: u64, input: u64) -> Random {
-        let mut random = Random(seed);
-        for part in [batch, input] {
-            random.0 = random.bits() ^ part;
-        }
-        random
-    }
-
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// In (0, 1).
-    fn uniform(&mut self) -> f64 {
-        ((self.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
-    }
-
-    /// Box & Muller 1958.
-    fn normal(&mut self) -> f64 {
-        let (u, v) = (self.uniform(), self.uniform());
-        (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
     }
 }

@@ -2,7 +2,6 @@
 
 mod bounds;
 mod data;
-pub(crate) mod shim;
 
 pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};
@@ -10,12 +9,12 @@ pub use data::{Batch, Batches};
 use crate::error::{DataProblem, Error};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
-use shim::{read_safetensors, initial};
-use altiplano_runtime::host::HostTensor;
-use altiplano_runtime::{Options, Session};
+use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::init::initial;
+
+use altiplano_runtime::{HostTensor, Options, Session, StepReport};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 /// The most devices that are run as threads of one machine.
 pub const MAX_WORKERS: u32 = 64;
@@ -58,10 +57,8 @@ pub fn train(
         None => Batches::synthetic(plan, training.seed),
     };
     for number in 1..=training.steps {
-        let batch = batches.take();
-        let start = Instant::now();
-        let loss = session.step(&batch, &scalars(training.learning_rate, number))?.loss;
-        let seconds = start.elapsed().as_secs_f64();
+        let StepReport { loss, seconds, .. } =
+            session.step(&batches.take(), &scalars(training.learning_rate, number))?;
         on_step(&Step { number, loss, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
@@ -89,8 +86,8 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
     match &training.weights {
         Some(file) => weights_of(plan, file, &read_safetensors(file)?),
         None => {
-            let graph = &plan.graph;
-            Ok(graph.parameters().map(|(v, name)| (name.to_string(), initial(graph, v, training.seed))).collect())
+            let value = |(v, name)| (String::from(name), initial(name, plan.graph.ty(v), training.seed));
+            Ok(plan.graph.parameters().map(value).collect())
         }
     }
 }

@@ -205,10 +205,10 @@ impl Chain {
             };
             if load.class.is_integer() {
                 let target = &mut registers.integers[load.register as usize][..n];
-                read(target, source, load, first, |t, s| load_integers(t, s), |x: T| x.to_i64());
+                read(target, source, load, first, load_integers, |x: T| x.to_i64());
             } else {
                 let target = &mut registers.floats[load.register as usize][..n];
-                read(target, source, load, first, |t, s| load_floats(t, s), |x: T| x.to_f32());
+                read(target, source, load, first, load_floats, |x: T| x.to_f32());
             }
         })
     }

@@ -98,15 +98,22 @@ fn copy_dims<T: Pod>(dims: &[(usize, usize, usize)], source: &[T], target: &mut 
 }
 
 /// `target[i * t + j] = source[i + j * s]` for `i < m`, `j < n`.
+///
+/// Tiles go through a small buffer, so that each line of either side is touched once: columns at a distance of a
+/// power of two would otherwise evict each other.
 fn transpose<T: Pod>(m: usize, t: usize, n: usize, s: usize, source: &[T], target: &mut [T]) {
+    let mut buffer = [T::zeroed(); TILE * TILE];
     for i0 in (0..m).step_by(TILE) {
-        let i1 = (i0 + TILE).min(m);
+        let rows = TILE.min(m - i0);
         for j0 in (0..n).step_by(TILE) {
-            let j1 = (j0 + TILE).min(n);
-            for i in i0..i1 {
-                let row = &mut target[i * t + j0..i * t + j1];
-                let column = source[i + j0 * s..].iter().step_by(s);
-                row.iter_mut().zip(column).for_each(|(t, &x)| *t = x);
+            let columns = TILE.min(n - j0);
+            for j in 0..columns {
+                let from = i0 + (j0 + j) * s;
+                buffer[j * TILE..j * TILE + rows].copy_from_slice(&source[from..from + rows]);
+            }
+            for i in 0..rows {
+                let row = &mut target[(i0 + i) * t + j0..][..columns];
+                row.iter_mut().zip(buffer[i..].iter().step_by(TILE)).for_each(|(t, &x)| *t = x);
             }
         }
     }
