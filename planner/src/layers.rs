@@ -159,7 +159,8 @@ fn balanced(graph: &Graph, crossing: &[u64], layers: usize) -> Vec<usize> {
     let mut best: Vec<Option<(u128, usize)>> = vec![None; positions.len()];
     for i in 0..positions.len() {
         let cost = if positions[i] == graph.len() { 0 } else { crossing[positions[i]] as u128 + 1 };
-        if before[positions[i]] <= limit {
+        // What lies before the first position cannot be cut any finer.
+        if before[positions[i]] <= limit || i == 0 {
             best[i] = Some((cost, usize::MAX));
         }
         for j in 0..i {

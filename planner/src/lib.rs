@@ -23,6 +23,7 @@ use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Freedom, Searched, search};
 use model::Layered;
+use rayon::prelude::*;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -66,7 +67,8 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
         let searched = search(request, &freedom, &cost, &layered, &Silent);
         let mut result = within_memory(request, &freedom, &searched, &cost);
         if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = searched.best(request, &freedom, u64::MAX).and_then(|f| judged(request, &f, &cost));
+            let ranked = searched.ranked(request, &freedom, u64::MAX);
+            result = ranked.and_then(|found| judged(request, &found[0], &cost));
         }
         alternatives.push(match result {
             Ok(plan) => {
@@ -146,31 +148,30 @@ fn within_memory(
     let mut limit = device;
     let mut closest: Option<(u64, String)> = None;
     for _ in 0..12 {
-        let found = match searched.best(request, freedom, limit) {
-            Ok(found) => found,
-            Err(failure) => {
-                return Err(match closest {
-                    Some((required_bytes, detail)) => PlanFailure::Memory {
-                        required_bytes,
-                        limit_bytes: device,
-                        over_bytes: required_bytes - device,
-                        device: request.cluster.groups[0].device.name.clone(),
-                        detail,
-                    },
-                    None => failure,
-                });
-            }
+        let ranked = match searched.ranked(request, freedom, limit) {
+            Ok(ranked) => ranked,
+            Err(failure) if closest.is_none() => return Err(failure),
+            Err(_) => break,
         };
-        let plan = judged(request, &found, cost)?;
-        if fits(&plan) {
+        let plans: Vec<Plan> =
+            ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+        let peak = |p: &Plan| p.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
+        let mut least = u64::MAX;
+        let mut best: Option<Plan> = None;
+        for plan in plans {
+            least = least.min(peak(&plan));
+            if closest.as_ref().is_none_or(|(b, _)| peak(&plan) < *b) {
+                let detail = format!("{} stages, {} microbatches", plan.stages.len(), plan.num_microbatches);
+                closest = Some((peak(&plan), detail));
+            }
+            if fits(&plan) && best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
+                best = Some(plan);
+            }
+        }
+        if let Some(plan) = best {
             return Ok(plan);
         }
-        let peak = plan.stages.iter().map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
-        if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
-            let detail = format!("{} stages, {} microbatches", plan.stages.len(), plan.num_microbatches);
-            closest = Some((peak, detail));
-        }
-        limit = (limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
+        limit = (limit as f64 * (device as f64 / least as f64).min(0.97)) as u64;
     }
     let (required_bytes, detail) = closest.unwrap_or_default();
     Err(PlanFailure::Memory {

@@ -74,7 +74,10 @@ pub enum PlanFailure {
     #[error("the model has {layers} layers, too few for {stages} pipeline stages")]
     TooFewLayers { layers: u32, stages: u32 },
     #[error(
-        "no plan fits in memory: the best needs {required_bytes} bytes per device, {over_bytes} more than the {limit_bytes} that a {device} has ({detail})"
+        "no plan fits in memory: the best needs {} per device, {} more than the {} that a {device} has ({detail})",
+        Bytes(*required_bytes),
+        Bytes(*over_bytes),
+        Bytes(*limit_bytes)
     )]
     Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
@@ -99,4 +102,21 @@ pub struct Silent;
 
 impl Progress for Silent {
     fn step(&self, _: &str, _: usize, _: usize) {}
+}
+
+/// Bytes as people write them, to three digits.
+struct Bytes(u64);
+
+impl std::fmt::Display for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let units = ["B", "kB", "MB", "GB", "TB"];
+        let mut value = self.0 as f64;
+        let mut unit = 0;
+        while value >= 1000.0 && unit + 1 < units.len() {
+            value /= 1000.0;
+            unit += 1;
+        }
+        let digits = if unit == 0 || value >= 100.0 { 0 } else { 2 - (value >= 10.0) as usize };
+        write!(f, "{value:.digits$} {}", units[unit])
+    }
 }

@@ -105,7 +105,7 @@ fn contradictions_and_impossible_requests_are_refused() {
         assert!(usage && message.contains(expected), "{message}");
     }
     let (usage, message) = refused(&|r| r.cluster.groups[0].device.memory_bytes = 1000);
-    assert!(!usage && message.contains("more than the 1000"), "{message}");
+    assert!(!usage && message.contains("more than the 1.00 kB"), "{message}");
     let (_, message) = refused(&|r| {
         r.cluster = preset("local:8").expect("a known preset");
         r.pp = Some(8);

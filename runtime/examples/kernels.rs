@@ -41,7 +41,11 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
     for (i, &o) in graph.outputs.iter().enumerate() {
         // Outputs that replace an input of the same type, as parameters do in an update.
         let name = format!("out{i}");
-        let replaced = reads.iter().find(|(v, b)| graph.outputs.len() > 1 && graph.ty(*v) == graph.ty(o) && !writes.iter().any(|w: &(BufferId, ValueId)| w.0 == *b));
+        let replaced = reads.iter().find(|(v, b)| {
+            graph.outputs.len() > 1
+                && graph.ty(*v) == graph.ty(o)
+                && !writes.iter().any(|w: &(BufferId, ValueId)| w.0 == *b)
+        });
         match replaced {
             Some(&(_, b)) => writes.push((b, o)),
             None => {
@@ -159,11 +163,36 @@ fn main() -> Result<(), RuntimeError> {
     let f32 = DType::F32;
     measure("dot 1024 x 1024 x 1024", cores, dot(&[1024, 1024], &[1024, 1024], over(0, 1, 0), f32), Work::Flop)?;
     measure("dot 512x768 . 768x3072", cores, dot(&[512, 768], &[768, 3072], over(0, 1, 0), f32), Work::Flop)?;
-    measure("dot 768x512^T . 512x3072 (weight gradient)", cores, dot(&[512, 768], &[512, 3072], over(0, 0, 0), f32), Work::Flop)?;
-    measure("dot 512x3072 . 768x3072^T (input gradient)", cores, dot(&[512, 3072], &[768, 3072], over(0, 1, 1), f32), Work::Flop)?;
-    measure("dot 96 x (128x64 . 64x128) (attention)", cores, dot(&[96, 128, 64], &[96, 128, 64], over(1, 2, 2), f32), Work::Flop)?;
-    measure("dot 96 x (128x128 . 128x64) (attention)", cores, dot(&[96, 128, 128], &[96, 128, 64], over(1, 2, 1), f32), Work::Flop)?;
-    measure("dot 512x768 . 768x3072 bf16", cores, dot(&[512, 768], &[768, 3072], over(0, 1, 0), DType::BF16), Work::Flop)?;
+    measure(
+        "dot 768x512^T . 512x3072 (weight gradient)",
+        cores,
+        dot(&[512, 768], &[512, 3072], over(0, 0, 0), f32),
+        Work::Flop,
+    )?;
+    measure(
+        "dot 512x3072 . 768x3072^T (input gradient)",
+        cores,
+        dot(&[512, 3072], &[768, 3072], over(0, 1, 1), f32),
+        Work::Flop,
+    )?;
+    measure(
+        "dot 96 x (128x64 . 64x128) (attention)",
+        cores,
+        dot(&[96, 128, 64], &[96, 128, 64], over(1, 2, 2), f32),
+        Work::Flop,
+    )?;
+    measure(
+        "dot 96 x (128x128 . 128x64) (attention)",
+        cores,
+        dot(&[96, 128, 128], &[96, 128, 64], over(1, 2, 1), f32),
+        Work::Flop,
+    )?;
+    measure(
+        "dot 512x768 . 768x3072 bf16",
+        cores,
+        dot(&[512, 768], &[768, 3072], over(0, 1, 0), DType::BF16),
+        Work::Flop,
+    )?;
     let big = [4096, 1024];
     measure("add x + x", cores, elementwise(&big, |g, x| g.add(x, x)), Work::Bytes)?;
     for op in [Unary::Exponential, Unary::Tanh, Unary::Log, Unary::Erf, Unary::Logistic] {
@@ -173,7 +202,12 @@ fn main() -> Result<(), RuntimeError> {
     measure("softmax of rows of 512", cores, elementwise(&[8192, 512], softmax), Work::Bytes)?;
     measure("softmax of rows of 128", cores, elementwise(&[32768, 128], softmax), Work::Bytes)?;
     measure("norm of rows of 768", cores, elementwise(&[4096, 768], norm), Work::Bytes)?;
-    measure("sum over rows (bias gradient)", cores, elementwise(&[4096, 3072], |g, x| g.reduce(x, Reducer::Sum, &[0])), Work::Bytes)?;
+    measure(
+        "sum over rows (bias gradient)",
+        cores,
+        elementwise(&[4096, 3072], |g, x| g.reduce(x, Reducer::Sum, &[0])),
+        Work::Bytes,
+    )?;
     measure("transpose 2048 x 2048", cores, elementwise(&[2048, 2048], |g, x| g.transpose(x, &[1, 0])), Work::Bytes)?;
     let heads = |g: &mut Graph, x| g.transpose(x, &[0, 2, 1, 3]);
     measure("transpose heads 8,128,12,64", cores, elementwise(&[8, 128, 12, 64], heads), Work::Bytes)?;

@@ -31,7 +31,10 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
 fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
     let devices = program.mesh.axes.iter().try_fold(1u32, |n, a| n.checked_mul(a.size));
     if devices != Some(program.devices.len() as u32) || program.devices.is_empty() {
-        return Err(RuntimeError::Program { program: index, problem: "must have as many devices as its mesh has positions" });
+        return Err(RuntimeError::Program {
+            program: index,
+            problem: "must have as many devices as its mesh has positions",
+        });
     }
     for (b, buffer) in program.buffers.iter().enumerate() {
         let fail = |problem| Err(RuntimeError::Buffer { program: index, buffer: BufferId(b as u32), problem });
@@ -59,9 +62,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
         if let Some(error) = errors.into_iter().find(serious) {
             return Err(RuntimeError::Graph { program: index, body: body.name.clone(), error });
         }
-        let fail = |value, problem| {
-            Err(RuntimeError::Body { program: index, body: body.name.clone(), value, problem })
-        };
+        let fail = |value, problem| Err(RuntimeError::Body { program: index, body: body.name.clone(), value, problem });
         let local = |b: BufferId| {
             let buffer = program.buffers.get(b.0 as usize)?;
             Some(buffer.sharding.local_type(&buffer.ty, &program.mesh))
@@ -103,7 +104,11 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
             !matches!(program.buffer(**b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
         };
         if let Some(&b) = body.frees.iter().find(lasting) {
-            return Err(RuntimeError::Buffer { program: index, buffer: b, problem: "lives for the whole run or step, but is freed" });
+            return Err(RuntimeError::Buffer {
+                program: index,
+                buffer: b,
+                problem: "lives for the whole run or step, but is freed",
+            });
         }
     }
     Ok(())

@@ -20,7 +20,13 @@ pub const SMALL: usize = 2048;
 
 /// Elements of a chunk that one member of an all-reduce over `n` computes.
 pub fn chunk_elements(elements: usize, n: usize) -> usize {
-    if n == 1 { 0 } else if elements < SMALL { elements } else { elements.div_ceil(n) }
+    if n == 1 {
+        0
+    } else if elements < SMALL {
+        elements
+    } else {
+        elements.div_ceil(n)
+    }
 }
 
 /// A device's place in the group of a collective.
@@ -253,7 +259,7 @@ impl Blocks {
     }
 }
 
-/// The copy from member `which`'s operand into the result of member `me`; two copies where both dimensions are the same.
+/// The copy from member `which`'s operand into the result of member `me`; two copies where both dimensions are one.
 fn exchange(
     shape: &[usize],
     (split, split_outer): (usize, usize),

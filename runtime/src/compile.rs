@@ -37,19 +37,38 @@ pub enum Kernel {
     Chain(Chain),
     Copy(Copy),
     /// One value for all elements.
-    Fill { value: f64, dtype: DType },
+    Fill {
+        value: f64,
+        dtype: DType,
+    },
     Dense(Arc<HostData>),
     Iota(DType),
-    AxisIndex { axes: Vec<AxisId>, dtype: DType },
+    AxisIndex {
+        axes: Vec<AxisId>,
+        dtype: DType,
+    },
     Dot(Dot),
     Reduce(Reduction),
     /// Each operand's copy into the result.
     Concatenate(Vec<Copy>),
     /// The second operand everywhere, then the copy of the first.
     Pad(Copy),
-    Gather { lookup: Lookup, index: Class, clamp: bool },
-    ScatterAdd { lookup: Lookup, index: Class, dtype: DType },
-    Collective { collective: Collective, dtype: DType, shape: Vec<usize>, group_size: usize },
+    Gather {
+        lookup: Lookup,
+        index: Class,
+        clamp: bool,
+    },
+    ScatterAdd {
+        lookup: Lookup,
+        index: Class,
+        dtype: DType,
+    },
+    Collective {
+        collective: Collective,
+        dtype: DType,
+        shape: Vec<usize>,
+        group_size: usize,
+    },
 }
 
 /// A stored result of a step.
@@ -314,7 +333,8 @@ impl Compiler<'_> {
             Op::ScatterAdd(op) => {
                 let (indices, updates) = (node.operands[0], node.operands[1]);
                 let [i, u] = [indices, updates].map(|o| self.stored(o));
-                let shapes = [node.ty.shape.as_slice(), self.graph.shape(indices), self.graph.shape(updates)].map(sizes);
+                let shapes =
+                    [node.ty.shape.as_slice(), self.graph.shape(indices), self.graph.shape(updates)].map(sizes);
                 let lookup = Lookup::new(&op.dims, &shapes[0], &shapes[1], &shapes[2]);
                 let kernel = Kernel::ScatterAdd { lookup, index: self.class(indices), dtype: node.ty.dtype };
                 self.whole_step(v, kernel, vec![i, u]);
@@ -500,9 +520,9 @@ impl Compiler<'_> {
         let row: usize = op.dims.iter().map(|&d| ty.shape[d] as usize).product();
         let elements = ty.elements() as usize;
         let rows_together = op.dims.iter().all(|&d| d >= kept) && row > 1 && elements > 0;
-        let joined = self.member_group(o).filter(|&g| {
-            rows_together && self.groups[g].reductions.first().is_none_or(|r| r.1 == row)
-        });
+        let joined = self
+            .member_group(o)
+            .filter(|&g| rows_together && self.groups[g].reductions.first().is_none_or(|r| r.1 == row));
         let view = Place::View(View::whole(v, sizes(self.graph.shape(v))));
         if let Some(g) = joined {
             self.places[v.index()] = Some(view);

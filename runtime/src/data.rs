@@ -82,7 +82,8 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
         _ => return Err("has a version of the format that is not supported"),
     };
     let end = start + length.ok_or(SHORT)?;
-    let header = std::str::from_utf8(bytes.get(start..end).ok_or(SHORT)?).map_err(|_| "has a header that is not text")?;
+    let header =
+        std::str::from_utf8(bytes.get(start..end).ok_or(SHORT)?).map_err(|_| "has a header that is not text")?;
     let field = |key: &str| {
         let at = header.find(key)? + key.len();
         Some(header[at..].trim_start_matches(['\'', '"']).trim_start().strip_prefix(':')?.trim_start())
@@ -111,7 +112,8 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
     };
     let shape = field("shape").ok_or("does not say its shape")?;
     let inside = shape.strip_prefix('(').and_then(|s| s.split_once(')')).ok_or("has no shape in its header")?.0;
-    let dims: Result<Vec<u64>, _> = inside.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect();
+    let dims: Result<Vec<u64>, _> =
+        inside.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect();
     let ty = TensorType::new(dtype, dims.map_err(|_| "has a shape that is not a list of sizes")?);
     let data = bytes.get(end..).unwrap_or(&[]);
     if !ty.check() || ty.bytes() != data.len() as u64 {

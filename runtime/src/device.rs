@@ -29,10 +29,18 @@ pub struct Plan {
 /// What the session asks of a device.
 pub enum Command {
     /// Cuts this device's part out of a global tensor.
-    Load { buffer: BufferId, tensor: Arc<HostTensor> },
+    Load {
+        buffer: BufferId,
+        tensor: Arc<HostTensor>,
+    },
     /// Sends this device's part back.
-    Fetch { buffer: BufferId },
-    Step { inputs: Arc<BTreeMap<String, HostTensor>>, scalars: Arc<BTreeMap<String, f64>> },
+    Fetch {
+        buffer: BufferId,
+    },
+    Step {
+        inputs: Arc<BTreeMap<String, HostTensor>>,
+        scalars: Arc<BTreeMap<String, f64>>,
+    },
 }
 
 /// What a device answers.
@@ -62,7 +70,14 @@ pub struct Device {
 }
 
 impl Device {
-    pub fn new(id: u32, position: u32, plan: Arc<Plan>, arena: Arc<Arena>, mailbox: Mailbox, threads: usize) -> Result<Device, KernelError> {
+    pub fn new(
+        id: u32,
+        position: u32,
+        plan: Arc<Plan>,
+        arena: Arc<Arena>,
+        mailbox: Mailbox,
+        threads: usize,
+    ) -> Result<Device, KernelError> {
         let place = Place { device: id, program: plan.index, activity: String::new(), microbatch: None, op: None };
         let empty = arena.allocate(Class::F32, 0)?;
         let coordinates = plan.program.mesh.coordinates(position);
@@ -94,6 +109,7 @@ impl Device {
         match command {
             Command::Load { buffer, tensor } => {
                 self.place.activity = format!("loading '{}'", self.plan.program.buffer(buffer).name);
+                self.buffers.remove(&(buffer, None));
                 let storage = self.cut(buffer, &tensor, None)?;
                 self.buffers.insert((buffer, None), Arc::new(storage));
                 Ok(Reply::Loaded)

@@ -78,7 +78,9 @@ pub enum RuntimeError {
     UnknownState { parameter: String, slot: String },
     #[error("'{name}' has type {found}, expected {expected}")]
     TensorType { name: String, expected: TensorType, found: TensorType },
-    #[error("input '{name}' has type {found}; expected {expected}, or its batch dimensions {microbatches} times as large")]
+    #[error(
+        "input '{name}' has type {found}; expected {expected}, or its batch dimensions {microbatches} times as large"
+    )]
     InputType { name: String, expected: TensorType, found: TensorType, microbatches: u32 },
     #[error("the step needs an input named '{name}'")]
     MissingInput { name: String },

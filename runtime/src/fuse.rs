@@ -252,7 +252,11 @@ impl Builder<'_, '_> {
             for (k, &o) in operands[..code.operands()].iter().enumerate() {
                 let constant = matches!(self.values[o], Definition::Float(_) | Definition::Integer(_));
                 if last_use[o] == i && !constant && !operands[..k].contains(&o) {
-                    if code.reads_integers()[k] { free_integers.push(register[o]) } else { free_floats.push(register[o]) }
+                    if code.reads_integers()[k] {
+                        free_integers.push(register[o])
+                    } else {
+                        free_floats.push(register[o])
+                    }
                 }
             }
         }

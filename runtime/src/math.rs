@@ -43,8 +43,7 @@ fn power_of_two(n: i32) -> f32 {
 /// `exp(r) - 1 - r` for `|r| <= ln 2 / 2`, by its Taylor series: what is left out is below 1e-8.
 #[inline(always)]
 fn exp_tail<const FMA: bool>(r: f32) -> f32 {
-    let series =
-        [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
+    let series = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
     polynomial::<FMA, 6>(r, series) * (r * r)
 }
 

@@ -154,9 +154,8 @@ impl Session {
     }
 
     fn state_buffers(&self, parameter: &str, slot: &str) -> Result<Vec<(usize, BufferId)>, RuntimeError> {
-        let holders = self.buffers(
-            |b| matches!(&b.kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot),
-        );
+        let holders = self
+            .buffers(|b| matches!(&b.kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot));
         if holders.is_empty() {
             return Err(RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() });
         }
@@ -197,8 +196,7 @@ impl Session {
         let start = Instant::now();
         self.begin()?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
-        let replies =
-            self.exchange(&all, |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone() })?;
+        let replies = self.exchange(&all, |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone() })?;
         let seconds = start.elapsed().as_secs_f64();
         let losses: Vec<f64> = replies
             .into_iter()
@@ -270,8 +268,7 @@ impl Session {
     /// The gradient of a parameter as the last step accumulated it: partial sums are added up, and where several
     /// programs hold an accumulator of the same parameter, their sum.
     pub fn accumulator(&mut self, parameter: &str) -> Result<HostTensor, RuntimeError> {
-        let holders =
-            self.buffers(|b| matches!(&b.kind, BufferKind::Accumulator { parameter: p } if p == parameter));
+        let holders = self.buffers(|b| matches!(&b.kind, BufferKind::Accumulator { parameter: p } if p == parameter));
         let Some((&(p, b), others)) = holders.split_first() else {
             return Err(RuntimeError::UnknownParameter { name: parameter.to_string() });
         };
@@ -378,12 +375,7 @@ impl Session {
 }
 
 /// Writes a part into the whole tensor, or combines it with what is there.
-fn put(
-    selection: &Selection,
-    part: &HostData,
-    whole: &mut HostData,
-    reducer: Option<altiplano_ir::op::Reducer>,
-) {
+fn put(selection: &Selection, part: &HostData, whole: &mut HostData, reducer: Option<altiplano_ir::op::Reducer>) {
     fn typed<T: Element>(
         selection: &Selection,
         part: &[T],

@@ -109,7 +109,12 @@ fn random_graph(random: &mut Random, nodes: usize, float: DType) -> Graph {
                     continue;
                 }
                 let dim = rank - 1;
-                let op = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![dim], rhs_contract: vec![dim] };
+                let op = DotGeneral {
+                    lhs_batch: vec![],
+                    rhs_batch: vec![],
+                    lhs_contract: vec![dim],
+                    rhs_contract: vec![dim],
+                };
                 if rank > 2 {
                     continue;
                 }

@@ -58,7 +58,13 @@ fn collectives_agree_with_the_interpreter() {
                 }
                 for (dim, outer) in [(0u8, 1u64), (0, 2), (1, 1), (1, 3)] {
                     let axes = axes.clone();
-                    check(Collective::AllGather { axes: axes.clone(), dim, outer }, &mesh, dtype, &[2, 3, 2], &mut random);
+                    check(
+                        Collective::AllGather { axes: axes.clone(), dim, outer },
+                        &mesh,
+                        dtype,
+                        &[2, 3, 2],
+                        &mut random,
+                    );
                     let slice = Collective::LocalSlice { axes, dim, outer };
                     check(slice, &mesh, dtype, &[2 * n, 3 * n, 2], &mut random);
                 }
@@ -66,8 +72,7 @@ fn collectives_agree_with_the_interpreter() {
                     [(0, 1, 1, 1), (1, 1, 0, 1), (0, 2, 1, 3), (2, 1, 0, 2), (0, 2, 0, 1), (1, 1, 1, 3)]
                 {
                     let axes = axes.clone();
-                    let exchange =
-                        Collective::AllToAll { axes, split_dim, split_outer, concat_dim, concat_outer };
+                    let exchange = Collective::AllToAll { axes, split_dim, split_outer, concat_dim, concat_outer };
                     check(exchange, &mesh, dtype, &[2 * n, 3 * n, n], &mut random);
                 }
             }

@@ -211,7 +211,8 @@ fn data_movement() {
             }
             let transposed = graph.transpose(x, &permutation);
             let start: Vec<u64> = shape.iter().map(|&d| random.below(d as usize) as u64).collect();
-            let limit = start.iter().zip(&shape).map(|(&s, &d)| s + random.below((d - s) as usize + 1) as u64).collect();
+            let limit =
+                start.iter().zip(&shape).map(|(&s, &d)| s + random.below((d - s) as usize + 1) as u64).collect();
             let stride = (0..rank).map(|_| 1 + random.below(3) as u64).collect();
             let sliced = graph.emit(Op::Slice(Slice { start, limit, stride }), &[x]);
             let mut wide = vec![2];

@@ -1,4 +1,5 @@
-//! Whole sessions: a pipeline of two stages on differently shaped meshes, memory, and what happens when things go wrong.
+//! Whole sessions: a pipeline of two stages on differently shaped meshes, memory, and errors that must end a session
+//! without a hang.
 
 mod common;
 
@@ -31,7 +32,14 @@ fn dot(graph: &mut Graph, a: ValueId, b: ValueId, lhs: usize, rhs: usize) -> Val
     graph.emit(Op::DotGeneral(op), &[a, b])
 }
 
-fn body(name: &str, phase: Phase, graph: Graph, reads: &[(ValueId, u32)], writes: &[(u32, ValueId)], frees: &[u32]) -> Body {
+fn body(
+    name: &str,
+    phase: Phase,
+    graph: Graph,
+    reads: &[(ValueId, u32)],
+    writes: &[(u32, ValueId)],
+    frees: &[u32],
+) -> Body {
     Body {
         name: name.to_string(),
         phase,
@@ -42,14 +50,13 @@ fn body(name: &str, phase: Phase, graph: Graph, reads: &[(ValueId, u32)], writes
     }
 }
 
-/// `loss = mean((tanh(x W1) W2 - t)^2)` with `x[rows,3]`, `W1[3,4]`, `W2[4]`: the first stage splits rows over `data`, the
-/// second hidden columns over `tensor`.
+/// `loss = mean((tanh(x W1) W2 - t)^2)` with `x[rows,3]`, `W1[3,4]`, `W2[4]`: the first stage splits rows over `data`,
+/// the second hidden columns over `tensor`.
 fn two_stages() -> Programs {
     let data = Mesh::new(&[("data", 2), ("tensor", 1)]);
     let tensor = Mesh::new(&[("tensor", 2)]);
-    let sum_all = |mesh: &Mesh| {
-        Op::collective(Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum }, mesh)
-    };
+    let sum_all =
+        |mesh: &Mesh| Op::collective(Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum }, mesh);
     let parameter = |n: &str| BufferKind::Parameter { name: n.to_string() };
     let accumulator = |n: &str| BufferKind::Accumulator { parameter: n.to_string() };
     let rate = || BufferKind::Scalar { name: "learning_rate".to_string() };
@@ -203,10 +210,8 @@ fn batch(random: &mut Random) -> (Vec<f64>, Vec<f64>, BTreeMap<String, HostTenso
     let rows = 2 * ROWS as usize;
     let x: Vec<f64> = (0..rows * 3).map(|_| random.unit()).collect();
     let t: Vec<f64> = (0..rows).map(|_| random.unit()).collect();
-    let inputs = BTreeMap::from([
-        ("x".to_string(), tensor(&[2 * ROWS, 3], &x)),
-        ("t".to_string(), tensor(&[2 * ROWS], &t)),
-    ]);
+    let inputs =
+        BTreeMap::from([("x".to_string(), tensor(&[2 * ROWS, 3], &x)), ("t".to_string(), tensor(&[2 * ROWS], &t))]);
     (x, t, inputs)
 }
 
@@ -331,7 +336,7 @@ fn gradients_are_accumulated_in_place() {
         let mut random = Random(26);
         let leaves: Vec<_> = [x, y, old].iter().map(|&v| random.tensor(g.ty(v))).collect();
         let expected = altiplano_ir::interpret::run(&g, |v| leaves[v.index()].clone()).remove(0);
-        let mut named = |name: &str, v: ValueId| Buffer {
+        let named = |name: &str, v: ValueId| Buffer {
             name: name.to_string(),
             kind: BufferKind::Parameter { name: name.to_string() },
             ty: g.ty(v).clone(),
@@ -343,8 +348,13 @@ fn gradients_are_accumulated_in_place() {
         assert_eq!(altiplano_runtime::body_transient_bytes(&body), workspace);
         let schedule = vec![Call::Run { body: 0, microbatch: None }];
         let program = Program { devices: vec![0], mesh: mesh.clone(), buffers, bodies: vec![body], schedule };
-        let programs =
-            Programs { programs: vec![program], transfers: vec![], num_microbatches: 1, microbatch: 0, loss_is_mean: true };
+        let programs = Programs {
+            programs: vec![program],
+            transfers: vec![],
+            num_microbatches: 1,
+            microbatch: 0,
+            loss_is_mean: true,
+        };
         let mut session = Session::new(&programs, &Options::default()).unwrap();
         for (name, leaf) in ["x", "y", "sum"].iter().zip(&leaves) {
             session.load_parameter(name, &HostTensor::from_reference(leaf)).unwrap();
@@ -427,7 +437,8 @@ fn wrong_programs_are_refused() {
     };
     let error = broken(&|p| p.programs[0].schedule.swap(0, 4));
     assert!(matches!(error, RuntimeError::Deadlock { program: 0, call: 0 }), "{error}");
-    let error = broken(&|p| p.programs[0].schedule.push(Call::Receive { transfer: TransferId(1), microbatch: Some(0) }));
+    let error =
+        broken(&|p| p.programs[0].schedule.push(Call::Receive { transfer: TransferId(1), microbatch: Some(0) }));
     assert!(matches!(error, RuntimeError::Deadlock { program: 0, call: 9 }), "{error}");
     let error = broken(&|p| p.programs[0].schedule.push(Call::Run { body: 7, microbatch: None }));
     assert!(matches!(error, RuntimeError::Call { program: 0, call: 9, .. }), "{error}");

@@ -215,7 +215,7 @@ pub fn candidates(
         .filter(|s| {
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
-            let whole = freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
+            let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
             !whole && (!exact || product == Some(s.num_devices()))
         })
         .collect();
@@ -252,8 +252,14 @@ pub fn candidates(
 }
 
 impl Candidates {
-    /// The best stages, each device using at most `memory_bytes`.
-    pub fn best(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Result<Found<'_>, NoStages> {
+    /// The best stages, each device using at most `memory_bytes`; `num_stages` of them, if that is given.
+    pub fn best(
+        &self,
+        request: &Request,
+        freedom: &Freedom,
+        memory_bytes: u64,
+        num_stages: Option<u32>,
+    ) -> Result<Found<'_>, NoStages> {
         let group = &request.cluster.groups[0];
         let mut best: Option<(Stages, Schedule)> = None;
         let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
@@ -267,7 +273,7 @@ impl Candidates {
                     Schedule::OneFOneB => dynamic::Schedule::OneFOneB,
                 },
                 device_memory_bytes: memory_bytes,
-                num_stages: freedom.pp,
+                num_stages,
                 all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
             };
@@ -317,7 +323,7 @@ pub fn search(
             continue;
         }
         let candidates = candidates(request, freedom, cost, at_size, count);
-        if let Ok(found) = candidates.best(request, freedom, freedom.memory_bytes) {
+        if let Ok(found) = candidates.best(request, freedom, freedom.memory_bytes, freedom.pp) {
             worse = if found.step_s < least { 0 } else { worse + 1 };
             least = least.min(found.step_s);
         }
@@ -339,15 +345,29 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
     2 * largest.unwrap_or(0) / request.cluster.num_devices() as u64
 }
 
+/// Search results further than this from the best estimate are not worth judging.
+const WORTH_JUDGING: f64 = 1.5;
+
 impl Searched {
-    /// The best over all numbers of microbatches within `memory_bytes` per device.
-    pub fn best(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Result<Found<'_>, PlanFailure> {
-        let mut best: Option<Found<'_>> = None;
+    /// The best for each number of microbatches, and without a pipeline, within `memory_bytes` per device: the first
+    /// few whose estimate is near the best one, best first, and the best without a pipeline. The search does not see everything that the judge sees (the
+    /// exchange of tied gradients, say), so its second choice may be the better one.
+    pub fn ranked(
+        &self,
+        request: &Request,
+        freedom: &Freedom,
+        memory_bytes: u64,
+    ) -> Result<Vec<Found<'_>>, PlanFailure> {
+        let mut all: Vec<Found<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
         for candidates in &self.candidates {
-            match candidates.best(request, freedom, memory_bytes) {
-                Ok(found) if best.as_ref().is_none_or(|b| found.step_s < b.step_s) => best = Some(found),
-                Ok(_) => {}
+            match candidates.best(request, freedom, memory_bytes, freedom.pp) {
+                Ok(found) => {
+                    if found.stages.len() > 1 && freedom.pp.is_none() {
+                        all.extend(candidates.best(request, freedom, memory_bytes, Some(1)));
+                    }
+                    all.push(found);
+                }
                 Err(error) => {
                     let failure = explain(error, request);
                     let required = |f: &PlanFailure| match f {
@@ -360,7 +380,17 @@ impl Searched {
                 }
             }
         }
-        best.ok_or(nearest.unwrap_or(PlanFailure::NoCombination))
+        all.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        let Some(least) = all.first().map(|f| f.step_s) else {
+            return Err(nearest.unwrap_or(PlanFailure::NoCombination));
+        };
+        let simplest = all.iter().position(|f| f.stages.len() == 1);
+        let mut rank = 0;
+        all.retain(|f| {
+            rank += 1;
+            rank <= 3 && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
+        });
+        Ok(all)
     }
 }
 

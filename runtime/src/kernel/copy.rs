@@ -107,6 +107,18 @@ fn transpose<T: Pod>(m: usize, t: usize, n: usize, s: usize, source: &[T], targe
         let rows = TILE.min(m - i0);
         for j0 in (0..n).step_by(TILE) {
             let columns = TILE.min(n - j0);
+            if rows == TILE && columns == TILE {
+                // The same loops with lengths that the compiler knows.
+                for j in 0..TILE {
+                    let from = i0 + (j0 + j) * s;
+                    buffer[j * TILE..(j + 1) * TILE].copy_from_slice(&source[from..from + TILE]);
+                }
+                for i in 0..TILE {
+                    let row = &mut target[(i0 + i) * t + j0..][..TILE];
+                    (0..TILE).for_each(|j| row[j] = buffer[j * TILE + i]);
+                }
+                continue;
+            }
             for j in 0..columns {
                 let from = i0 + (j0 + j) * s;
                 buffer[j * TILE..j * TILE + rows].copy_from_slice(&source[from..from + rows]);
@@ -139,7 +151,8 @@ mod tests {
             for i in 0..to[0] {
                 for j in 0..to[1] {
                     for k in 0..to[2] {
-                        let at = i * strides[permutation[0]] + j * strides[permutation[1]] + k * strides[permutation[2]];
+                        let at =
+                            i * strides[permutation[0]] + j * strides[permutation[1]] + k * strides[permutation[2]];
                         expected.push(source[at]);
                     }
                 }

@@ -196,7 +196,10 @@ impl Dot {
             }
         };
         if spread && count >= threads {
-            (0..count).into_par_iter().with_min_len(count.div_ceil(4 * threads)).for_each(|i| one(i, Parallelism::None));
+            (0..count)
+                .into_par_iter()
+                .with_min_len(count.div_ceil(4 * threads))
+                .for_each(|i| one(i, Parallelism::None));
         } else {
             let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
             (0..count).for_each(|i| one(i, parallelism));

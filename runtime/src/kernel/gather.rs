@@ -77,7 +77,15 @@ impl Lookup {
     }
 
     /// `rows[..] = table[indices]`; where outside, the nearest slice inside (`clamp`) or zeros.
-    pub fn gather(&self, class: Class, index: Class, clamp: bool, table: &Storage, indices: &Storage, rows: &mut Storage) {
+    pub fn gather(
+        &self,
+        class: Class,
+        index: Class,
+        clamp: bool,
+        table: &Storage,
+        indices: &Storage,
+        rows: &mut Storage,
+    ) {
         with_class!(index, I => with_width!(class, T => {
             let (table, rows) = (table.slice::<T>(), rows.slice_mut::<T>());
             let zero: T = bytemuck::Zeroable::zeroed();

@@ -253,8 +253,20 @@ pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
         Binary::Remainder if y == 0 => x,
         Binary::Remainder if unsigned => (x as u64 % y as u64) as i64,
         Binary::Remainder => wrap(x.wrapping_rem(y), dtype),
-        Binary::Maximum => if below { y } else { x },
-        Binary::Minimum => if below { x } else { y },
+        Binary::Maximum => {
+            if below {
+                y
+            } else {
+                x
+            }
+        }
+        Binary::Minimum => {
+            if below {
+                x
+            } else {
+                y
+            }
+        }
         Binary::And => x & y,
         Binary::Or => x | y,
         Binary::Xor => x ^ y,
@@ -279,8 +291,20 @@ pub fn combine(reducer: Reducer, x: f64, y: f64) -> f64 {
     match reducer {
         Reducer::Sum => x + y,
         Reducer::Product => x * y,
-        Reducer::Max | Reducer::Or => if x > y || x.is_nan() { x } else { y },
-        Reducer::Min | Reducer::And => if x < y || x.is_nan() { x } else { y },
+        Reducer::Max | Reducer::Or => {
+            if x > y || x.is_nan() {
+                x
+            } else {
+                y
+            }
+        }
+        Reducer::Min | Reducer::And => {
+            if x < y || x.is_nan() {
+                x
+            } else {
+                y
+            }
+        }
     }
 }
 
