@@ -236,7 +236,7 @@ mod tests {
 
     fn arguments(names: &[&str]) -> Vec<Argument> {
         let argument = |(i, name): (usize, &&str)| Argument {
-            name: (!name.starts_with('?')).then(|| name.to_string()),
+            name: (!name.starts_with('?')).then(|| name.trim_end_matches('#').to_string()),
             ty: TensorType::new(if name.ends_with('#') { DType::I32 } else { DType::F32 }, [4, 2]),
             value: ValueId(i as u32),
         };

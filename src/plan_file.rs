@@ -2,10 +2,13 @@
 
 use crate::error::Error;
 use crate::model::{Format, read_bytes};
-use altiplano_ir::plan::Plan;
+use altiplano_cost_models::Roofline;
+use altiplano_ir::plan::{Plan, PlanError, Stage};
+use altiplano_planner::predict::predict;
+use altiplano_planner::programs;
 use std::path::Path;
 
-/// Reads and verifies a plan file.
+/// Reads and verifies a plan file. What is predicted of the plan is computed again, since it must follow from the rest.
 pub fn load_plan(file: &Path) -> Result<Plan, Error> {
     let bytes = read_bytes(file)?;
     if Format::of(&bytes) != Format::PlanJson {
@@ -16,7 +19,25 @@ pub fn load_plan(file: &Path) -> Result<Plan, Error> {
         });
     }
     let text = String::from_utf8_lossy(&bytes);
-    Plan::from_json(&text).map_err(|error| Error::PlanFile { file: file.to_path_buf(), error })
+    let refused = |error| Error::PlanFile { file: file.to_path_buf(), error };
+    let plan = Plan::from_json(&text).map_err(refused)?;
+    match mispredicted(&plan)? {
+        None => Ok(plan),
+        Some(path) => Err(refused(PlanError::Invalid { path, problem: EDITED })),
+    }
+}
+
+const EDITED: &str = "does not follow from the plan: the file was edited, or written by another version";
+
+/// The path of a prediction that this version would not make.
+fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
+    let mut again = plan.clone();
+    let cost = Roofline::new(plan.cluster.groups[0].device.clone());
+    predict(&mut again, &programs(plan)?, &cost);
+    let differs = |(a, b): (&Stage, &Stage)| a.predicted != b.predicted;
+    let stage = again.stages.iter().zip(&plan.stages).position(differs);
+    let whole = (again.predicted != plan.predicted).then(|| "predicted".to_string());
+    Ok(stage.map(|i| format!("stages[{i}].predicted")).or(whole))
 }
 
 /// Writes a file by renaming a complete one over it, so that a reader never sees half of it.

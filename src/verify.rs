@@ -6,7 +6,7 @@ use crate::training::{Batch, Batches, Training, scalars, session, weights, weigh
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule};
-use altiplano_planner::{PlanFailure, Request, Silent};
+use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use altiplano_runtime::HostTensor;
 use altiplano_runtime::data::read_safetensors;
 use std::collections::BTreeMap;
@@ -81,7 +81,13 @@ impl Verified {
 
 /// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
 /// gradients as `grad/NAME`; without it weights and batch are as for training.
-pub fn verify(plan: &Plan, training: &Training, expect: Option<&Path>) -> Result<Verified, Error> {
+pub fn verify(
+    plan: &Plan,
+    training: &Training,
+    expect: Option<&Path>,
+    progress: &dyn Progress,
+) -> Result<Verified, Error> {
+    progress.step("the plan's devices", 0, 2);
     let recorded = expect.map(|file| Ok::<_, Error>((file, read_safetensors(file)?))).transpose()?;
     let (weights, batch) = match &recorded {
         Some((file, tensors)) => (weights_of(plan, file, tensors)?, recorded_batch(plan, file, tensors)?),
@@ -94,6 +100,7 @@ pub fn verify(plan: &Plan, training: &Training, expect: Option<&Path>) -> Result
         }
     };
     let ours = outcome(plan, &weights, &batch, training.learning_rate)?;
+    progress.step("one device", 1, 2);
     let single = outcome(&single_device(plan)?, &weights, &batch, training.learning_rate)?;
     let tolerance = Tolerance::of(plan);
     let expected = match &recorded {

@@ -2,6 +2,7 @@
 
 use crate::commands::options::PlanOrModel;
 use crate::commands::say;
+use crate::progress::Bar;
 use altiplano::training::Training;
 use altiplano::verify::{Comparison, verify};
 use altiplano::{Error, one_line};
@@ -36,7 +37,9 @@ impl Verify {
         let training =
             Training { steps: 1, learning_rate: self.lr, seed: self.init, weights: self.weights, data: self.data };
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
-        let verified = verify(&plan, &training, self.expect.as_deref())?;
+        let bar = Bar::new();
+        let verified = verify(&plan, &training, self.expect.as_deref(), &bar)?;
+        drop(bar);
         say(format!("loss {:.6}", verified.loss))?;
         say(table("one device", &verified.one_device))?;
         if let Some(file) = &self.expect {
