@@ -18,11 +18,11 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
     if is_file {
         return Ok(load_cluster_file(path)?.cluster);
     }
-    preset(text).map_err(|error| Error::Cluster { text: text.to_string(), error })
+    preset(text).map_err(|error| Error::Cluster { text: text.to_string(), error: Box::new(error) })
 }
 
 /// All that a cluster's TOML file says, the links between groups of nodes included.
 pub fn load_cluster_file(file: &Path) -> Result<ClusterFile, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
-    parse_file(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error })
+    parse_file(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

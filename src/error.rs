@@ -3,7 +3,6 @@
 
 use crate::arguments::ArgumentError;
 use altiplano_cost_models::ClusterError;
-use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::GraphError;
 use altiplano_ir::import::json::JsonError;
@@ -32,19 +31,19 @@ pub enum Error {
     #[error("{}: this is {found}; {advice}", file.display())]
     OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
     #[error("{}", stablehlo(file, error))]
-    StableHlo { file: PathBuf, error: ImportError },
+    StableHlo { file: PathBuf, error: Box<ImportError> },
     #[error("{}", graph_json(file, error))]
-    Json { file: PathBuf, error: JsonError },
+    Json { file: PathBuf, error: Box<JsonError> },
     #[error("{}: {error}", file.display())]
-    Graph { file: PathBuf, error: GraphError },
+    Graph { file: PathBuf, error: Box<GraphError> },
     #[error("{}: {error}", file.display())]
-    Arguments { file: PathBuf, error: ArgumentError },
+    Arguments { file: PathBuf, error: Box<ArgumentError> },
     #[error("--batch-dim: there is no input '{name}'; the inputs are {inputs}")]
     UnknownInput { name: String, inputs: Names },
     #[error("--batch-dim: input '{name}' is {ty} and has no dimension {dim}")]
     NoSuchDimension { name: String, ty: TensorType, dim: usize },
     #[error("{}: --also {}: {error}", file.display(), also.display())]
-    Settle { file: PathBuf, also: PathBuf, error: SettleError },
+    Settle { file: PathBuf, also: PathBuf, error: Box<SettleError> },
     #[error("--precision: {error}")]
     Precision { error: ShapeError },
     #[error(
@@ -52,17 +51,15 @@ pub enum Error {
     )]
     UnknownValue { name: String },
     #[error("{}", At(file, error))]
-    PlanFile { file: PathBuf, error: PlanError },
+    PlanFile { file: PathBuf, error: Box<PlanError> },
     #[error("{}", cluster(.text, error))]
-    Cluster { text: String, error: ClusterError },
+    Cluster { text: String, error: Box<ClusterError> },
     #[error(transparent)]
-    Plan(#[from] PlanFailure),
+    Plan(Box<PlanFailure>),
     #[error(transparent)]
-    Gradient(#[from] AutodiffError),
-    #[error(transparent)]
-    Runtime(#[from] RuntimeError),
+    Runtime(Box<RuntimeError>),
     #[error("{}: {problem}", file.display())]
-    Data { file: PathBuf, problem: DataProblem },
+    Data { file: PathBuf, problem: Box<DataProblem> },
     #[error("{option}: {problem}")]
     Option { option: &'static str, problem: &'static str },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
@@ -98,7 +95,7 @@ impl Error {
         match self {
             Error::Plan(failure) => failure.is_usage(),
             Error::Runtime(error) => matches!(
-                error,
+                **error,
                 RuntimeError::Io { .. }
                     | RuntimeError::Safetensors { .. }
                     | RuntimeError::Npy { .. }
@@ -115,6 +112,18 @@ impl Error {
     /// The reader of the output has gone away, which is no error.
     pub fn is_broken_pipe(&self) -> bool {
         matches!(self, Error::Output(error) if error.kind() == std::io::ErrorKind::BrokenPipe)
+    }
+}
+
+impl From<PlanFailure> for Error {
+    fn from(failure: PlanFailure) -> Self {
+        Error::Plan(Box::new(failure))
+    }
+}
+
+impl From<RuntimeError> for Error {
+    fn from(error: RuntimeError) -> Self {
+        Error::Runtime(Box::new(error))
     }
 }
 
@@ -195,7 +204,7 @@ mod tests {
     #[test]
     fn places_follow_the_file_directly() {
         let negative = ClusterError::Negative { place: Place { line: 3, column: 5 }, key: "latency_s", value: -1.0 };
-        let error = Error::Cluster { text: "c.toml".into(), error: negative };
+        let error = Error::Cluster { text: "c.toml".into(), error: Box::new(negative) };
         assert!(error.to_string().starts_with("c.toml:3:5: `latency_s`"), "{error}");
         let file = Path::new("m.mlir");
         assert_eq!(At(file, &"3:5: x").to_string(), "m.mlir:3:5: x");

@@ -83,7 +83,7 @@ fn load(file: &Path, options: &ImportOptions, all_results: bool) -> Result<Model
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
                 also: also.clone(),
-                error,
+                error: Box::new(error),
             })?
         }
     };
@@ -113,14 +113,14 @@ fn load(file: &Path, options: &ImportOptions, all_results: bool) -> Result<Model
 fn read_traced(file: &Path, options: &ImportOptions) -> Result<Graph, Error> {
     let (graph, arguments) = read_graph(file)?;
     if let Some(error) = graph.verify().into_iter().next() {
-        return Err(Error::Graph { file: file.to_path_buf(), error });
+        return Err(Error::Graph { file: file.to_path_buf(), error: Box::new(error) });
     }
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
         return Ok(graph);
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
-        .map_err(|error| Error::Arguments { file: file.to_path_buf(), error })?;
+        .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
     Ok(arguments::with_parameters(&graph, &arguments, &trained))
 }
 
@@ -208,13 +208,14 @@ fn read_graph(file: &Path) -> Result<(Graph, Vec<Argument>), Error> {
     let text = std::str::from_utf8(&bytes).unwrap_or_default();
     match Format::of(&bytes) {
         Format::StableHlo => {
-            let imported = stablehlo::import(text).map_err(|error| Error::StableHlo { file, error })?;
+            let imported =
+                stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
             Ok((imported.graph, arguments))
         }
         Format::GraphJson => {
-            let graph = json::read(text).map_err(|error| Error::Json { file, error })?;
+            let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
             let arguments = leaves(&graph);
             Ok((graph, arguments))
         }

@@ -19,7 +19,7 @@ pub fn load_plan(file: &Path) -> Result<Plan, Error> {
         });
     }
     let text = String::from_utf8_lossy(&bytes);
-    let refused = |error| Error::PlanFile { file: file.to_path_buf(), error };
+    let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     let plan = Plan::from_json(&text).map_err(refused)?;
     match mispredicted(&plan)? {
         None => Ok(plan),

@@ -173,7 +173,7 @@ fn recorded_batch(plan: &Plan, file: &Path, tensors: &BTreeMap<String, HostTenso
         if let Some(recorded) = recorded.filter(|r| r.ty.shape != ours.ty.shape) {
             let (found, expected) = (recorded.ty.clone(), ours.ty.clone());
             let problem = DataProblem::Type { name: name.clone(), found, expected };
-            return Err(Error::Data { file: file.to_path_buf(), problem });
+            return Err(Error::Data { file: file.to_path_buf(), problem: Box::new(problem) });
         }
     }
     Ok(batch)
@@ -185,7 +185,10 @@ fn recorded_values(
     tensors: &BTreeMap<String, HostTensor>,
 ) -> Result<(f64, BTreeMap<String, Vec<f64>>), Error> {
     let find = |name: String| {
-        let missing = || Error::Data { file: file.to_path_buf(), problem: DataProblem::Missing { name: name.clone() } };
+        let missing = || {
+            let problem = DataProblem::Missing { name: name.clone() };
+            Error::Data { file: file.to_path_buf(), problem: Box::new(problem) }
+        };
         tensors.get(&name).ok_or_else(missing)
     };
     let loss = find("loss".to_string())?.to_f64().first().copied().unwrap_or(f64::NAN);
@@ -196,7 +199,7 @@ fn recorded_values(
         if tensor.ty.shape != expected.shape {
             let (name, found) = (format!("grad/{name}"), tensor.ty.clone());
             let problem = DataProblem::Type { name, found, expected: expected.clone() };
-            return Err(Error::Data { file: file.to_path_buf(), problem });
+            return Err(Error::Data { file: file.to_path_buf(), problem: Box::new(problem) });
         }
         gradients.insert(name.to_string(), tensor.to_f64());
     }

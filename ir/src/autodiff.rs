@@ -183,7 +183,12 @@ fn softmax_maxima(graph: &Graph) -> Vec<bool> {
         let all_known = users[v.index()].iter().all(|&u| exponentials.contains(&u) || log_sum(u));
         // The maximum serves this subtraction alone.
         let private = uses_through_shape(graph, &users, maximum).iter().all(|&(_, u)| u == v);
-        if !exponentials.is_empty() && all_known && private && sums_used_well && exponentials.iter().all(|&e| normalised(e)) {
+        if !exponentials.is_empty()
+            && all_known
+            && private
+            && sums_used_well
+            && exponentials.iter().all(|&e| normalised(e))
+        {
             found[maximum.index()] = true;
         }
     }

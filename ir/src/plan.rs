@@ -48,7 +48,7 @@ impl Schedule {
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB => num_microbatches.min(num_stages - stage),
+            Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage)),
         }
     }
 }

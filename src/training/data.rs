@@ -47,7 +47,7 @@ impl Batches {
     /// into sequences whose labels are the next ids. After the last whole batch the first follows again.
     pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
         let inputs = inputs(plan);
-        let problem = |problem| Error::Data { file: file.to_path_buf(), problem };
+        let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
         let is_npy = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("npy"));
         let found = if is_npy { named(&inputs, read_npy(file)?).map_err(problem)? } else { read_safetensors(file)? };
         let mut tensors = BTreeMap::new();

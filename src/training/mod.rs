@@ -100,7 +100,7 @@ pub fn weights_of(
 ) -> Result<BTreeMap<String, HostTensor>, Error> {
     let mut weights = BTreeMap::new();
     for (v, name) in plan.graph.parameters() {
-        let problem = |problem| Error::Data { file: file.to_path_buf(), problem };
+        let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
         let tensor = tensors.get(name).ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
         let expected = plan.graph.ty(v);
         if tensor.ty.shape != expected.shape || !tensor.ty.dtype.is_float() {

@@ -13,6 +13,8 @@ mod search;
 use std::ops::Range;
 
 use self::recurrence::{Space, usable_shapes};
+use altiplano_ir::plan::Schedule;
+
 use super::submesh::{SubmeshShape, packable_families, place};
 
 /// What one stage costs on one submesh in one way of running it. Bytes are per device.
@@ -92,23 +94,6 @@ impl StageTable {
     }
 }
 
-/// The schedules whose step time is `sum t + (B - 1) max t` and whose memory depends on a stage only through
-/// its distance from the last stage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Schedule {
-    GPipe,
-    OneFOneB,
-}
-
-/// Microbatches that stage `stage_index` of `num_stages` holds at its peak: all `B` for GPipe, `min(B, S - i)` for
-/// 1F1B. Depends on `num_stages - stage_index` only and never falls with it; the program here relies on both.
-pub fn in_flight(schedule: Schedule, num_microbatches: u32, num_stages: u32, stage_index: u32) -> u32 {
-    match schedule {
-        Schedule::GPipe => num_microbatches,
-        Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage_index)),
-    }
-}
-
 /// What is asked of [`plan_stages`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Query {
@@ -116,6 +101,8 @@ pub struct Query {
     pub devices_per_node: u32,
     /// `B`; zero counts as one.
     pub num_microbatches: u32,
+    /// Its step time must be `sum t + (B - 1) max t`, and what a stage holds may depend on the stage only through its
+    /// distance from the last one and must never fall with that: true of both schedules.
     pub schedule: Schedule,
     pub device_memory_bytes: u64,
     /// Fixed by the user; `None` leaves it to the search.

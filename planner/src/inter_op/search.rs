@@ -4,7 +4,7 @@
 //! others), runs of layers become stage candidates, and the dynamic program puts stages together.
 
 use super::compose::chains;
-use super::dynamic::{self, Candidate, NoStages, Query, StageTable, Stages, plan_stages};
+use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
 use super::submesh::{SubmeshShape, shapes};
 use crate::intra_op::layer::{LayerTable, Model, Terms, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -268,10 +268,7 @@ impl Candidates {
                 nodes: group.nodes,
                 devices_per_node: group.devices_per_node,
                 num_microbatches: self.num_microbatches,
-                schedule: match schedule {
-                    Schedule::GPipe => dynamic::Schedule::GPipe,
-                    Schedule::OneFOneB => dynamic::Schedule::OneFOneB,
-                },
+                schedule,
                 device_memory_bytes: memory_bytes,
                 num_stages,
                 all_devices: freedom.all_devices,

@@ -2,22 +2,10 @@
 
 use super::StageContext;
 use super::stage::{Links, Lowered};
+use altiplano_cost_models::pipeline::{PipelineCall, call_at};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{BufferId, Call, Program, TransferId};
 use std::collections::BTreeMap;
-
-/// Forward (`true`) and backward (`false`) calls of stage `stage` of `num_stages`, each with its microbatch.
-pub fn order(schedule: Schedule, num_microbatches: u32, num_stages: u32, stage: u32) -> Vec<(bool, u32)> {
-    let ahead = schedule.in_flight(num_microbatches, num_stages, stage);
-    let forwards = (0..num_microbatches).map(|m| (true, m));
-    let mut calls: Vec<(bool, u32)> = forwards.clone().take(ahead as usize).collect();
-    for m in 0..num_microbatches {
-        calls.push((false, m));
-        calls.extend(forwards.clone().nth((ahead + m) as usize));
-    }
-    calls
-}
 
 /// Puts a stage's program together.
 pub fn program(cx: &StageContext<'_>, lowered: Lowered, links: &Links) -> Program {
@@ -54,17 +42,20 @@ pub fn program(cx: &StageContext<'_>, lowered: Lowered, links: &Links) -> Progra
     let backward_in = incoming(&links.backward);
 
     let mut schedule = Vec::new();
-    let stages = cx.plan.stages.len() as u32;
-    for (is_forward, m) in order(cx.plan.schedule, cx.plan.num_microbatches, stages, here) {
+    let stages = cx.plan.stages.len();
+    // The order is the cost model's, so that what is simulated is what runs.
+    let call = |position| call_at(cx.plan.schedule, here as usize, stages, cx.plan.num_microbatches, position);
+    for call in (0..).map_while(call) {
+        let (body, receives, sends, kept, m) = match call {
+            PipelineCall::Forward { microbatch } => {
+                (FORWARD, &forward_in, &forward_out, lowered.backward.frees.as_slice(), microbatch)
+            }
+            PipelineCall::Backward { microbatch } => (BACKWARD, &backward_in, &backward_out, [].as_slice(), microbatch),
+        };
         let microbatch = Some(m);
-        let (body, receives) = if is_forward { (FORWARD, &forward_in) } else { (BACKWARD, &backward_in) };
         schedule.extend(receives.iter().map(|&transfer| Call::Receive { transfer, microbatch }));
         schedule.push(Call::Run { body, microbatch });
-        if is_forward {
-            schedule.extend(send(&forward_out, &lowered.backward.frees, microbatch));
-        } else {
-            schedule.extend(send(&backward_out, &[], microbatch));
-        }
+        schedule.extend(send(sends, kept, microbatch));
     }
     if !lowered.reduce.writes.is_empty() {
         schedule.push(Call::Run { body: REDUCE, microbatch: None });
@@ -78,27 +69,5 @@ pub fn program(cx: &StageContext<'_>, lowered: Lowered, links: &Links) -> Progra
         buffers: lowered.buffers,
         bodies: vec![lowered.forward, lowered.backward, lowered.reduce, lowered.update],
         schedule,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn text(calls: &[(bool, u32)]) -> String {
-        calls
-            .iter()
-            .map(|&(f, m)| format!("{}{m} ", if f { "F" } else { "B" }))
-            .collect::<String>()
-            .trim_end()
-            .to_string()
-    }
-
-    #[test]
-    fn one_forward_one_backward_after_warm_up() {
-        assert_eq!(text(&order(Schedule::OneFOneB, 4, 3, 0)), "F0 F1 F2 B0 F3 B1 B2 B3");
-        assert_eq!(text(&order(Schedule::OneFOneB, 4, 3, 2)), "F0 B0 F1 B1 F2 B2 F3 B3");
-        assert_eq!(text(&order(Schedule::OneFOneB, 1, 3, 0)), "F0 B0");
-        assert_eq!(text(&order(Schedule::GPipe, 3, 2, 1)), "F0 F1 F2 B0 B1 B2");
     }
 }

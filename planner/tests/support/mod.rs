@@ -334,7 +334,7 @@ pub fn assert_computes_the_same(plan: &Plan, programs: &Programs, whole: &Graph,
         let difference: f64 = a.data.iter().zip(&b.data).map(|(x, y)| (x - y).powi(2)).sum();
         let norm: f64 = b.data.iter().map(|y| y * y).sum();
         // NaN is far from everything.
-        !(difference.sqrt() <= 1e-9 * norm.sqrt().max(1e-6))
+        difference.is_nan() || difference.sqrt() > 1e-9 * norm.sqrt().max(1e-6)
     };
     for (name, expected) in &gradients {
         assert!(!far(&outcome.gradients[name], expected), "gradient of {name} under {:?}", describe());

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Candidate, NoStages, Query, StageTable, in_flight, tolerance};
+use super::{Candidate, NoStages, Query, StageTable, tolerance};
 
 /// A layer range on a shape that has at least one candidate.
 #[derive(Debug, Clone)]
@@ -206,7 +206,7 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
 /// `u32::MAX` if it fits with all `max_stages`.
 fn max_position(candidate: &Candidate, query: &Query, max_stages: u32) -> u32 {
     let fits = |position: u32| {
-        let held = in_flight(query.schedule, query.num_microbatches.max(1), position, 0);
+        let held = query.schedule.in_flight(query.num_microbatches.max(1), position, 0);
         candidate.peak_bytes(held) <= query.device_memory_bytes
     };
     if fits(max_stages) {
@@ -493,7 +493,7 @@ impl Space {
     /// The fullest stage of the plan whose fullest stage is least full, found by the same recurrence with the
     /// maximum of bytes for the sum of times; `None` if there is no plan however large the memory.
     pub(super) fn least_memory(&self, table: &StageTable, query: &Query) -> Option<NoStages> {
-        let held = |position: usize| in_flight(query.schedule, self.num_microbatches, position as u32, 0);
+        let held = |position: usize| query.schedule.in_flight(self.num_microbatches, position as u32, 0);
         let bytes = |arc: &Arc, position: usize| -> u64 {
             table
                 .candidates(arc.first, arc.end, arc.shape)

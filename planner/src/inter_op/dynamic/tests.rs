@@ -1,5 +1,6 @@
-use super::{Candidate, NoStages, Query, Schedule, StageTable, Stages, in_flight, plan_stages};
+use super::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
 use crate::inter_op::submesh::{SubmeshShape, place, shapes};
+use altiplano_ir::plan::Schedule;
 use proptest::prelude::*;
 
 fn query(nodes: u32, devices_per_node: u32, num_microbatches: u32) -> Query {
@@ -38,7 +39,7 @@ type Choice = (usize, usize, usize, Candidate);
 
 /// Bytes of the fullest stage.
 fn fullest(stages: &[Choice], query: &Query) -> u64 {
-    let held = |i: usize| in_flight(query.schedule, query.num_microbatches, stages.len() as u32, i as u32);
+    let held = |i: usize| query.schedule.in_flight(query.num_microbatches, stages.len() as u32, i as u32);
     stages
         .iter()
         .enumerate()
@@ -254,7 +255,7 @@ proptest! {
 
 #[test]
 fn microbatches_in_flight() {
-    let held = |schedule| (0..4).map(|i| in_flight(schedule, 3, 4, i)).collect::<Vec<_>>();
+    let held = |schedule: Schedule| (0..4).map(|i| schedule.in_flight(3, 4, i)).collect::<Vec<_>>();
     assert_eq!(held(Schedule::OneFOneB), [3, 3, 2, 1]);
     assert_eq!(held(Schedule::GPipe), [3, 3, 3, 3]);
 }
