@@ -22,6 +22,7 @@ pub mod program;
 pub mod reshard;
 pub mod rule;
 pub mod sharding;
+pub mod shift;
 pub mod simplify;
 pub mod tensor;
 pub mod text;

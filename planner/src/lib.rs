@@ -50,16 +50,18 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
     }
     let mut alternatives = Vec::new();
     let mut best = searched;
-    for (name, freedom) in baselines(request, &freedom) {
-        progress.step(name, 0, 1);
+    let baselines = baselines(request, &freedom);
+    let total = baselines.len();
+    for (i, (name, freedom)) in baselines.into_iter().enumerate() {
+        progress.step(name, i, total);
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
-                "dp{} tp{} pp{}, {} microbatches{}",
+                "dp{} tp{} pp{}, {}{}",
                 mesh.axes[0].size,
                 mesh.axes[1].size,
                 p.stages.len(),
-                p.num_microbatches,
+                count(p.num_microbatches, "microbatch", "microbatches"),
                 if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
             )
         };
@@ -99,10 +101,20 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
         name: "chosen".into(),
         predicted: Some(plan.predicted.clone()),
         fits: fits(&plan),
-        detail: format!("{} stages, {} microbatches, {}", stages.len(), plan.num_microbatches, distinct.join(" + ")),
+        detail: format!(
+            "{}, {}, {}",
+            count(stages.len() as u32, "stage", "stages"),
+            count(plan.num_microbatches, "microbatch", "microbatches"),
+            distinct.join(" + ")
+        ),
     });
     plan.alternatives = alternatives;
     Ok(plan)
+}
+
+/// `1 stage`, `2 stages`.
+fn count(n: u32, one: &str, many: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { many })
 }
 
 /// Lowers a plan with the default cost model.
@@ -161,7 +173,8 @@ fn within_memory(
         for plan in plans {
             least = least.min(peak(&plan));
             if closest.as_ref().is_none_or(|(b, _)| peak(&plan) < *b) {
-                let detail = format!("{} stages, {} microbatches", plan.stages.len(), plan.num_microbatches);
+                let stages = count(plan.stages.len() as u32, "stage", "stages");
+                let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
                 closest = Some((peak(&plan), detail));
             }
             if fits(&plan) && best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {

@@ -1,0 +1,220 @@
+//! Maxima that are subtracted for numerical range only.
+//!
+//! Softmax, log-softmax and log-sum-exp subtract the maximum of their operand, and their value does not depend on
+//! what is subtracted: the gradient through the maximum is exactly zero and need not be computed (frameworks
+//! stop it; an exported graph no longer says so). That is found by following the derivative with respect to the
+//! maximum forwards: it is a constant along differences, a constant times the value itself through an exponential,
+//! its sums and products, and a constant again behind a logarithm. Where it cancels on every path, it is zero.
+
+use crate::graph::{Graph, Node, ValueId};
+use crate::op::{Binary, Op, Reducer, Unary};
+use std::collections::BTreeMap;
+
+/// The derivative of a value `y` with respect to the maximum of its row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Slope {
+    /// `c`
+    Constant(f64),
+    /// `c y`
+    Proportional(f64),
+}
+
+impl Slope {
+    fn is_zero(self) -> bool {
+        matches!(self, Slope::Constant(c) | Slope::Proportional(c) if c == 0.0)
+    }
+}
+
+/// A value that depends on the maximum: how, and for each of its dimensions the dimension of the maximum that it
+/// runs along with (`None`: all its elements belong to one row).
+#[derive(Clone, Debug)]
+struct Dependent {
+    slope: Slope,
+    rows: Vec<Option<usize>>,
+}
+
+/// For each value whether it is a maximum on which nothing depends, as far as derivatives are concerned.
+pub fn irrelevant_maxima(graph: &Graph) -> Vec<bool> {
+    let users = graph.users();
+    let is_maximum = |v: ValueId| matches!(&graph.node(v).op, Op::Reduce(r) if r.reducer == Reducer::Max);
+    graph.values().map(|v| is_maximum(v) && graph.ty(v).dtype.is_float() && cancels(graph, &users, v)).collect()
+}
+
+/// Whether the derivative with respect to `maximum` vanishes on every path.
+fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId) -> bool {
+    let rows = (0..graph.shape(maximum).len()).map(Some).collect();
+    let mut dependents = BTreeMap::from([(maximum, Dependent { slope: Slope::Constant(1.0), rows })]);
+    // Users come after what they use, so the next one in order has all its dependent operands decided.
+    let mut pending: std::collections::BTreeSet<ValueId> = users[maximum.index()].iter().copied().collect();
+    if graph.outputs.contains(&maximum) {
+        return false;
+    }
+    while let Some(v) = pending.pop_first() {
+        match derivative(graph, &dependents, graph.node(v)) {
+            None => return false,
+            Some(d) if d.slope.is_zero() => {}
+            Some(_) if graph.outputs.contains(&v) => return false,
+            Some(d) => {
+                dependents.insert(v, d);
+                pending.extend(&users[v.index()]);
+            }
+        }
+    }
+    true
+}
+
+/// The derivative of a node some of whose operands are dependent; `None` where it has neither form.
+fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &Node) -> Option<Dependent> {
+    use Slope::{Constant, Proportional};
+    let of = |i: usize| dependents.get(&node.operands[i]);
+    let with = |d: &Dependent, slope| Some(Dependent { slope, rows: d.rows.clone() });
+    match &node.op {
+        Op::BroadcastInDim(b) => {
+            let d = of(0)?;
+            let from = graph.shape(node.operands[0]);
+            let mut rows = vec![None; b.shape.len()];
+            for (i, &dim) in b.dims.iter().enumerate() {
+                if from[i] == b.shape[dim] {
+                    rows[dim] = d.rows[i];
+                }
+            }
+            // A dimension of one row that is repeated would give several copies of it.
+            let kept = d.rows.iter().zip(from).filter(|(r, s)| r.is_some() && **s > 1).count();
+            let now = rows.iter().zip(&b.shape).filter(|(r, s)| r.is_some() && **s > 1).count();
+            (kept == now).then_some(Dependent { slope: d.slope, rows })
+        }
+        Op::Reshape(_) => {
+            // Only dimensions of size one may come and go.
+            let d = of(0)?;
+            let from = graph.shape(node.operands[0]);
+            let mut left = d.rows.iter().zip(from).filter(|(_, s)| **s != 1);
+            let rows = node
+                .ty
+                .shape
+                .iter()
+                .map(
+                    |&size| {
+                        if size == 1 { Some(None) } else { left.next().filter(|(_, s)| **s == size).map(|(r, _)| *r) }
+                    },
+                )
+                .collect::<Option<Vec<_>>>()?;
+            left.next().is_none().then_some(Dependent { slope: d.slope, rows })
+        }
+        Op::Convert(_) if node.ty.dtype.is_float() => of(0).cloned(),
+        Op::Reduce(r) if r.reducer == Reducer::Sum => {
+            let d = of(0)?;
+            let within_rows = r.dims.iter().all(|&dim| d.rows[dim].is_none());
+            let rows = (0..d.rows.len()).filter(|dim| !r.dims.contains(dim)).map(|dim| d.rows[dim]).collect();
+            match d.slope {
+                Proportional(_) if within_rows => Some(Dependent { slope: d.slope, rows }),
+                _ => None,
+            }
+        }
+        Op::Unary(op) => {
+            let d = of(0)?;
+            match (op, d.slope) {
+                (Unary::Negate, Constant(c)) => with(d, Constant(-c)),
+                (Unary::Negate, slope) => with(d, slope),
+                (Unary::Exponential, Constant(c)) => with(d, Proportional(c)),
+                (Unary::Log, Proportional(c)) => with(d, Constant(c)),
+                // Whether a maximum is finite does not change with it.
+                (Unary::IsFinite, _) => with(d, Constant(0.0)),
+                _ => None,
+            }
+        }
+        Op::Binary(op) => {
+            let rows = merged(of(0), of(1))?;
+            let zero = Constant(0.0);
+            let (a, b) = (of(0).map_or(zero, |d| d.slope), of(1).map_or(zero, |d| d.slope));
+            let slope = match (op, a, b) {
+                (Binary::Add, Constant(x), Constant(y)) => Constant(x + y),
+                (Binary::Subtract, Constant(x), Constant(y)) => Constant(x - y),
+                (Binary::Add | Binary::Subtract, Proportional(x), Proportional(y)) if x == y => Proportional(x),
+                // A constant slope of zero is a factor that does not depend on the maximum.
+                (Binary::Multiply, Proportional(x), Proportional(y)) => Proportional(x + y),
+                (Binary::Multiply, Proportional(x), Constant(0.0))
+                | (Binary::Multiply, Constant(0.0), Proportional(x)) => Proportional(x),
+                (Binary::Divide, Proportional(x), Proportional(y)) => Proportional(x - y),
+                (Binary::Divide, Proportional(x), Constant(0.0)) => Proportional(x),
+                (Binary::Divide, Constant(0.0), Proportional(y)) => Proportional(-y),
+                // `max(-inf, m)` is `m`.
+                (Binary::Maximum, slope, Constant(0.0)) if is_splat(graph, node.operands[1], f64::NEG_INFINITY) => {
+                    slope
+                }
+                (Binary::Maximum, Constant(0.0), slope) if is_splat(graph, node.operands[0], f64::NEG_INFINITY) => {
+                    slope
+                }
+                _ => return None,
+            };
+            Some(Dependent { slope, rows })
+        }
+        // `m` where it is finite, else zero: where it matters, `m`.
+        Op::Select(_) => {
+            let finite = match graph.node(node.operands[0]) {
+                Node { op: Op::Unary(Unary::IsFinite), operands, .. } => operands[0] == node.operands[1],
+                _ => false,
+            };
+            let guarded = finite && is_splat(graph, node.operands[2], 0.0) && of(2).is_none();
+            of(1).filter(|_| guarded).cloned()
+        }
+        _ => None,
+    }
+}
+
+/// Rows of an elementwise result; `None` where the operands' rows differ.
+fn merged(a: Option<&Dependent>, b: Option<&Dependent>) -> Option<Vec<Option<usize>>> {
+    match (a, b) {
+        (Some(d), None) | (None, Some(d)) => Some(d.rows.clone()),
+        (Some(a), Some(b)) if a.rows == b.rows => Some(a.rows.clone()),
+        _ => None,
+    }
+}
+
+fn is_splat(graph: &Graph, v: ValueId, value: f64) -> bool {
+    match &graph.node(v).op {
+        Op::Constant(c) => c.as_splat() == Some(value),
+        Op::BroadcastInDim(_) => is_splat(graph, graph.node(v).operands[0], value),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Maxima that are found irrelevant, by text.
+    fn found(text: &str) -> Vec<u32> {
+        let graph = crate::text::parse(text).expect("a graph");
+        let irrelevant = irrelevant_maxima(&graph);
+        graph.values().filter(|v| irrelevant[v.index()]).map(|v| v.0).collect()
+    }
+
+    const HEAD: &str = "graph \"g\" batch=0 {
+      %0: f32[4,4] = parameter \"x\"
+      %1: f32[4] = reduce(%0) {\"reducer\":\"max\",\"dims\":[1]}
+      %2: f32[4,4] = broadcast_in_dim(%1) {\"dims\":[0]}
+      %3: f32[4,4] = subtract(%0, %2)
+      %4: f32[4,4] = exponential(%3)
+      %5: f32[4] = reduce(%4) {\"reducer\":\"sum\",\"dims\":[1]}\n";
+
+    #[test]
+    fn normalisations_do_not_depend_on_what_they_subtract() {
+        let softmax = "%6: f32[4,4] = broadcast_in_dim(%5) {\"dims\":[0]}\n%7: f32[4,4] = divide(%4, %6)\n} -> (%7)";
+        assert_eq!(found(&format!("{HEAD}{softmax}")), [1]);
+        let log_softmax = "%6: f32[4] = log(%5)\n%7: f32[4,4] = broadcast_in_dim(%6) {\"dims\":[0]}\n%8: f32[4,4] = subtract(%3, %7)\n} -> (%8)";
+        assert_eq!(found(&format!("{HEAD}{log_softmax}")), [1]);
+        let log_sum_exp = "%6: f32[4] = log(%5)\n%7: f32[4] = add(%6, %1)\n} -> (%7)";
+        assert_eq!(found(&format!("{HEAD}{log_sum_exp}")), [1]);
+    }
+
+    #[test]
+    fn other_uses_of_a_maximum_are_kept() {
+        // The sum alone, the maximum alone, a sum over rows, and rows taken for columns.
+        assert_eq!(found(&format!("{HEAD}}} -> (%5)")), [0u32; 0]);
+        assert_eq!(found(&format!("{HEAD}%6: f32[4] = log(%5)\n}} -> (%6)")), [0u32; 0]);
+        let across = "%6: f32[4] = reduce(%4) {\"reducer\":\"sum\",\"dims\":[0]}\n%7: f32[4,4] = broadcast_in_dim(%6) {\"dims\":[1]}\n%8: f32[4,4] = divide(%4, %7)\n} -> (%8)";
+        assert_eq!(found(&format!("{HEAD}{across}")), [0u32; 0]);
+        let transposed = "%6: f32[4,4] = broadcast_in_dim(%5) {\"dims\":[1]}\n%7: f32[4,4] = divide(%4, %6)\n} -> (%7)";
+        assert_eq!(found(&format!("{HEAD}{transposed}")), [0u32; 0]);
+    }
+}
