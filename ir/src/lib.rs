@@ -9,6 +9,7 @@
 pub mod autodiff;
 pub mod batch;
 pub mod cluster;
+pub mod dot;
 pub mod dtype;
 pub mod graph;
 pub mod import;

@@ -260,6 +260,9 @@ impl Plan {
             return errors;
         }
         let mut fail = |path: String, problem: &'static str| errors.push(PlanError::Invalid { path, problem });
+        if self.stop_gradients.iter().any(|v| v.index() >= self.graph.len()) {
+            fail("stop_gradients".into(), "names no value of the graph");
+        }
         if self.num_microbatches == 0 {
             fail("num_microbatches".into(), "must be at least 1");
         }

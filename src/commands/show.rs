@@ -3,6 +3,7 @@
 use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
 use altiplano::cost_models::{ClusterFile, toml_file::print};
+use altiplano::ir::dot::to_dot;
 use altiplano::{Error, Format, load_cluster, load_cluster_file, load_model, load_plan, read_bytes, report};
 use clap::Args;
 use std::path::Path;
@@ -12,6 +13,9 @@ use std::path::Path;
 pub struct Show {
     /// A model, a plan, a cluster's TOML file, or a cluster preset (dgx-a100:2)
     file: String,
+    /// Print a model's graph in the DOT language instead
+    #[arg(long)]
+    dot: bool,
     #[command(flatten)]
     options: ModelOptions,
 }
@@ -33,7 +37,8 @@ impl Show {
             _ => {
                 let model = load_model(path, &self.options.import())?;
                 warn(&model);
-                say(model.graph.to_string().trim_end())
+                let text = if self.dot { to_dot(&model.graph) } else { model.graph.to_string() };
+                say(text.trim_end())
             }
         }
     }
