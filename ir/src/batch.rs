@@ -92,8 +92,8 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
             }
         }
         Err(doubt) => {
-            let loss = if matches!(doubt, Doubt::BatchOfOne { .. }) { LossKind::Mean } else { LossKind::Other };
-            Batched { graph: graph.clone(), loss, doubt: Some(doubt) }
+            // Without the batch nothing is known of the loss.
+            Batched { graph: graph.clone(), loss: LossKind::Other, doubt: Some(doubt) }
         }
     }
 }
@@ -199,6 +199,9 @@ fn normalise(graph: &mut Graph) -> LossKind {
         let has_batch = node.batch_dims != 0;
         let kind = match &node.op {
             _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
+            // Two batch dimensions pair samples with each other; a count along the batch tells them apart.
+            _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
+            Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
             op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
                 if has_batch {
                     Aggregate::PerSample

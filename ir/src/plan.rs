@@ -260,6 +260,18 @@ impl Plan {
             return errors;
         }
         let mut fail = |path: String, problem: &'static str| errors.push(PlanError::Invalid { path, problem });
+        for (i, group) in self.cluster.groups.iter().enumerate() {
+            let rate = |x: f64| x.is_finite() && x > 0.0;
+            let wait = |x: f64| x.is_finite() && x >= 0.0;
+            let links = rate(group.intra_node.bytes_per_s) && rate(group.inter_node.bytes_per_s);
+            let waits =
+                wait(group.intra_node.latency_s) && wait(group.inter_node.latency_s) && wait(group.device.launch_s);
+            let device = rate(group.device.memory_bytes_per_s) && group.device.peak_flops.values().all(|&p| rate(p));
+            let counts = group.nodes > 0 && group.devices_per_node > 0 && group.inter_node.nics > 0;
+            if !(links && waits && device && counts && group.device.memory_bytes > 0) {
+                fail(format!("cluster.groups[{i}]"), "counts, sizes and rates must be positive, waits not negative");
+            }
+        }
         if self.stop_gradients.iter().any(|v| v.index() >= self.graph.len()) {
             fail("stop_gradients".into(), "names no value of the graph");
         }

@@ -66,11 +66,9 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
             )
         };
         // The best that fits, else the best there is.
-        let searched = search(request, &freedom, &cost, &layered, &Silent);
-        let mut result = within_memory(request, &freedom, &searched, &cost);
+        let mut result = best_that_fits(request, &freedom, &cost, &layered, &Silent);
         if matches!(result, Err(PlanFailure::Memory { .. })) {
-            let ranked = searched.ranked(request, &freedom, u64::MAX);
-            result = ranked.and_then(|found| judged(request, &found[0], &cost));
+            result = leanest(request, &freedom, &cost, &layered);
         }
         alternatives.push(match result {
             Ok(plan) => {
@@ -148,6 +146,22 @@ fn best_that_fits(
     }
 }
 
+/// What comes closest to fitting where nothing fits: the most microbatches, recomputed.
+fn leanest(
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+) -> Result<Plan, PlanFailure> {
+    let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
+    let recompute = Some(freedom.recompute.unwrap_or(true));
+    let lean =
+        Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes: u64::MAX, ..freedom.clone() };
+    let searched = search(request, &lean, cost, layered, &Silent);
+    let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
+    judged(request, &ranked[0], cost)
+}
+
 /// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
 /// needs more, it looks again under a limit that is lower by as much.
 fn within_memory(
@@ -157,34 +171,35 @@ fn within_memory(
     cost: &dyn CostModel,
 ) -> Result<Plan, PlanFailure> {
     let device = freedom.memory_bytes;
-    let mut limit = device;
+    // Each number of microbatches has its own limit: the estimate is off by another amount for each.
+    let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
     let mut closest: Option<(u64, String)> = None;
-    for _ in 0..12 {
-        let ranked = match searched.ranked(request, freedom, limit) {
+    for _ in 0..32 {
+        let ranked = match searched.ranked(request, freedom, &limits) {
             Ok(ranked) => ranked,
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
         let plans: Vec<Plan> =
             ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
-        let peak = |p: &Plan| p.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
-        let mut least = u64::MAX;
         let mut best: Option<Plan> = None;
         for plan in plans {
-            least = least.min(peak(&plan));
-            if closest.as_ref().is_none_or(|(b, _)| peak(&plan) < *b) {
+            let peak = plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
+            if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
                 let stages = count(plan.stages.len() as u32, "stage", "stages");
                 let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
-                closest = Some((peak(&plan), detail));
+                closest = Some((peak, detail));
             }
-            if fits(&plan) && best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
+            if !fits(&plan) {
+                let limit = limits.entry(plan.num_microbatches).or_insert(device);
+                *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
+            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
                 best = Some(plan);
             }
         }
         if let Some(plan) = best {
             return Ok(plan);
         }
-        limit = (limit as f64 * (device as f64 / least as f64).min(0.97)) as u64;
     }
     let (required_bytes, detail) = closest.unwrap_or_default();
     Err(PlanFailure::Memory {
@@ -274,7 +289,10 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
     if global == 0 {
         return invalid("global-batch", 0, "must be at least 1");
     }
-    if request.num_microbatches == Some(0) || request.microbatch == Some(0) {
+    if request.num_microbatches == Some(0) {
+        return invalid("num-microbatches", 0, "must be at least 1");
+    }
+    if request.microbatch == Some(0) {
         return invalid("microbatch", 0, "must be at least 1");
     }
     let scales = request.graph.batch != 0;
@@ -282,6 +300,14 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         (Some(size), _) if !scales && size != 1 => {
             return invalid("microbatch", size, "cannot be set: the graph keeps to the size it was traced at");
         }
+        (_, Some(count)) if !scales && count as u64 != global && request.global_batch.is_some() => {
+            return invalid(
+                "num-microbatches",
+                count as u64,
+                "is not --global-batch: the graph keeps to the size it was traced at",
+            );
+        }
+        (_, Some(count)) if !scales => vec![count],
         (Some(size), Some(count)) if size.checked_mul(count as u64) != Some(global) => {
             return invalid("microbatch", size, "times --num-microbatches is not --global-batch");
         }
@@ -330,7 +356,15 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
 /// The plain ways to train in parallel, on the whole cluster.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
     let n = request.cluster.num_devices();
+    // Replicas that share a sample repeat its work: microbatches that the replicas divide come first.
+    let global = global_batch(request);
+    let counts = |dp: u32| {
+        let even = |c: &u32| request.graph.batch != 0 && global / *c as u64 % dp as u64 == 0;
+        let counts: Vec<u32> = freedom.num_microbatches.iter().copied().filter(even).collect();
+        if counts.is_empty() { freedom.num_microbatches.clone() } else { counts }
+    };
     let with = |dp: u32, tp: u32, pp: u32, zero: u8| Freedom {
+        num_microbatches: counts(dp),
         dp: Some(dp),
         tp: Some(tp),
         pp: Some(pp),

@@ -172,7 +172,7 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             backward_s: total(of[1]),
             step_s: total(of[2]) + total(of[3]) + sends[2],
             compute_s: batches * (of[0].0 + of[1].0) + of[2].0 + of[3].0,
-            communication_s: batches * (of[0].1 + of[1].1) + of[2].1 + of[3].1 + sends[2],
+            communication_s: batches * (of[0].1 + of[1].1 + sends[0] + sends[1]) + of[2].1 + of[3].1 + sends[2],
             bubble_s: 0.0,
             peak_bytes: memory.total(),
             memory,

@@ -16,6 +16,7 @@ use altiplano_ir::cluster::Group;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -192,6 +193,35 @@ fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)
     kept
 }
 
+/// Drops what a smaller submesh does as well: more devices that repeat the same work are no help. `cells` are the
+/// candidates of one run of layers by shape.
+fn drop_idle_growth(cells: &mut [Vec<(Candidate, Way)>], shapes: &[SubmeshShape]) {
+    const AS_WELL: f64 = 1.02;
+    let mut order: Vec<usize> = (0..shapes.len()).collect();
+    order.sort_by_key(|&i| shapes[i].num_devices());
+    let mut smaller: Vec<(u64, Candidate)> = Vec::new();
+    for i in order {
+        let devices = shapes[i].num_devices();
+        cells[i].retain(|(c, _)| {
+            !smaller.iter().any(|(n, k)| {
+                *n < devices
+                    && k.microbatch_s <= AS_WELL * c.microbatch_s
+                    && k.step_s <= AS_WELL * c.step_s
+                    && k.peak_bytes(1) as f64 <= AS_WELL * c.peak_bytes(1) as f64
+                    && k.bytes_per_inflight_microbatch as f64 <= AS_WELL * c.bytes_per_inflight_microbatch as f64
+            })
+        });
+        smaller.extend(cells[i].iter().map(|(c, _)| (devices, *c)));
+    }
+}
+
+/// On large clusters only submeshes that divide them evenly: their number would grow with the square of the devices.
+fn worth_trying(shape: SubmeshShape, group: &Group) -> bool {
+    const SMALL: u32 = 16;
+    let even = |part: u32, whole: u32| whole <= SMALL || whole % part == 0;
+    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node)
+}
+
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
 pub struct Candidates {
     pub layered: Arc<Layered>,
@@ -216,7 +246,7 @@ pub fn candidates(
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
             let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            !whole && (!exact || product == Some(s.num_devices()))
+            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group)
         })
         .collect();
     let jobs: Vec<(usize, Mesh)> = shapes
@@ -240,9 +270,13 @@ pub fn candidates(
     }
     let mut table = StageTable::new(layers, shapes.clone());
     let mut ways: Vec<Way> = Vec::new();
-    for (at, cell) in cells.into_iter().enumerate() {
+    let mut kept: Vec<Vec<(Candidate, Way)>> = cells.into_iter().map(|cell| frontier(cell, 6)).collect();
+    if !freedom.all_devices {
+        kept.chunks_mut(shapes.len()).for_each(|cells| drop_idle_growth(cells, &shapes));
+    }
+    for (at, cell) in kept.into_iter().enumerate() {
         let (range, shape) = (at / shapes.len(), at % shapes.len());
-        for (candidate, way) in frontier(cell, 6) {
+        for (candidate, way) in cell {
             let id = ways.len() as u32;
             ways.push(way);
             table.push(range / (layers + 1), range % (layers + 1), shape, Candidate { id, ..candidate });
@@ -346,18 +380,20 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 const WORTH_JUDGING: f64 = 1.5;
 
 impl Searched {
-    /// The best for each number of microbatches, and without a pipeline, within `memory_bytes` per device: the first
+    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
+    /// for that number: the first
     /// few whose estimate is near the best one, best first, and the best without a pipeline. The search does not see everything that the judge sees (the
     /// exchange of tied gradients, say), so its second choice may be the better one.
     pub fn ranked(
         &self,
         request: &Request,
         freedom: &Freedom,
-        memory_bytes: u64,
+        memory_bytes: &BTreeMap<u32, u64>,
     ) -> Result<Vec<Found<'_>>, PlanFailure> {
         let mut all: Vec<Found<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
         for candidates in &self.candidates {
+            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).copied().unwrap_or(u64::MAX);
             match candidates.best(request, freedom, memory_bytes, freedom.pp) {
                 Ok(found) => {
                     if found.stages.len() > 1 && freedom.pp.is_none() {

@@ -407,8 +407,13 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(value)
     }
 
-    /// Reports what was not converted, and drops what no output needs.
-    fn finish(self, mut arguments: Vec<Argument>) -> Result<Imported, ImportError> {
+    /// Reports what was not converted, and drops what no output needs. The first output is the loss; another one that
+    /// rests on something unsupported (an accuracy beside the loss, say) is dropped instead of refused.
+    fn finish(mut self, mut arguments: Vec<Argument>) -> Result<Imported, ImportError> {
+        let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some());
+        let tainted = self.graph.depends_on(unsupported);
+        let first = self.graph.outputs.first().copied();
+        self.graph.outputs.retain(|o| Some(*o) == first || !tainted[o.index()]);
         let mut live = vec![false; self.graph.len()];
         for output in &self.graph.outputs {
             live[output.index()] = true;
