@@ -305,9 +305,8 @@ fn splat(graph: &Graph, v: ValueId) -> Option<f64> {
     }
 }
 
-/// Gives the constant behind an operand of `user` a power of the batch. Constants are shared, so a copy is made in
-/// place of the operand's node where nothing else uses it, and otherwise the user's operand is the only one that
-/// could mean a count: all uses of an equal constant in the same sum scale alike.
+/// Gives the constant behind an operand of `user` a power of the batch. A constant that other nodes use too scales for
+/// all of them: importers give each use of a number its own constant, and sharing comes after this pass.
 fn scale_constant(graph: &mut Graph, user: ValueId, operand: usize, power: i8) {
     let mut v = graph.node(user).operands[operand];
     loop {
@@ -436,4 +435,96 @@ pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
     let loss = normalise(&mut marked);
     rebatch(&batched, second_batch).map_err(|value| SettleError::CannotResize { value })?;
     Ok(Batched { graph: batched, loss, doubt: None })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::parse;
+
+    /// A graph on `x` of 8 samples of 4 numbers, and how its loss is understood.
+    fn understood(body: &str, output: u32) -> (LossKind, Graph) {
+        let text = format!("graph \"g\" batch=0 {{\n%0: f32[8,4] = input \"x\"\n{body}\n}} -> (%{output})");
+        let graph = parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+        let batched = find_batch(&graph, &[Some(0)]);
+        assert_eq!(batched.doubt, None, "{text}");
+        (batched.loss, batched.graph)
+    }
+
+    const ALL: &str = "{\"reducer\":\"sum\",\"dims\":[0,1]}";
+
+    #[test]
+    fn means_and_sums_over_samples_are_recognised() {
+        let mean = |count: f64| {
+            format!(
+                "%1: f32[] = reduce(%0) {ALL}\n%2: f32[] = constant {{\"value\":{count:?}}}\n%3: f32[] = divide(%1, %2)"
+            )
+        };
+        assert_eq!(understood(&mean(32.0), 3).0, LossKind::Mean);
+        assert_eq!(understood(&mean(8.0), 3).0, LossKind::Mean);
+        assert_eq!(understood(&mean(3.0), 3).0, LossKind::Sum);
+        assert_eq!(understood(&format!("%1: f32[] = reduce(%0) {ALL}"), 1).0, LossKind::Sum);
+        // A mean per sample, then over samples.
+        let nested = "%1: f32[8] = reduce(%0) {\"reducer\":\"sum\",\"dims\":[1]}\n%2: f32[8] = tanh(%1)\n%3: f32[] = reduce(%2) {\"reducer\":\"sum\",\"dims\":[0]}\n%4: f32[] = constant {\"value\":0.125}\n%5: f32[] = multiply(%3, %4)\n%6: f32[] = negate(%5)";
+        assert_eq!(understood(nested, 6).0, LossKind::Mean);
+    }
+
+    #[test]
+    fn losses_that_mix_samples_are_neither() {
+        let dot = "{\"lhs_contract\":[1],\"rhs_contract\":[1]}";
+        for (body, output) in [
+            // Every sample against every other.
+            (format!("%1: f32[8,8] = dot_general(%0, %0) {dot}\n%2: f32[] = reduce(%1) {ALL}"), 2),
+            // Samples weighted by their position.
+            (
+                format!(
+                    "%1: f32[8,4] = iota {{\"dim\":0}}\n%2: f32[8,4] = multiply(%0, %1)\n%3: f32[] = reduce(%2) {ALL}"
+                ),
+                3,
+            ),
+            // A maximum over the batch.
+            ("%1: f32[] = reduce(%0) {\"reducer\":\"max\",\"dims\":[0,1]}".to_string(), 1),
+            // A batch statistic applied to each sample.
+            (
+                format!(
+                    "%1: f32[4] = reduce(%0) {{\"reducer\":\"sum\",\"dims\":[0]}}\n%2: f32[8,4] = broadcast_in_dim(%1) {{\"dims\":[1]}}\n%3: f32[8,4] = subtract(%0, %2)\n%4: f32[] = reduce(%3) {ALL}"
+                ),
+                4,
+            ),
+            // A function of the sum.
+            (format!("%1: f32[] = reduce(%0) {ALL}\n%2: f32[] = tanh(%1)"), 2),
+        ] {
+            assert_eq!(understood(&body, output).0, LossKind::Other, "{body}");
+        }
+    }
+
+    #[test]
+    fn another_batch_size_is_what_a_trace_at_that_size_says() {
+        let body = |b: u64| {
+            let n = b * 4;
+            format!(
+                "graph \"g\" batch=0 {{\n%0: f32[{b},4] = input \"x\"\n%1: f32[{n}] = reshape(%0)\n%2: f32[] = reduce(%1) {{\"reducer\":\"sum\",\"dims\":[0]}}\n%3: f32[] = constant {{\"value\":{n}.0}}\n%4: f32[] = divide(%2, %3)\n}} -> (%4)"
+            )
+        };
+        let at = |b: u64| parse(&body(b)).expect("a graph");
+        let batched = find_batch(&at(8), &[Some(0)]);
+        assert_eq!(batched.loss, LossKind::Mean);
+        for b in [1, 2, 24] {
+            let again = rebatch(&batched.graph, b).expect("another size");
+            let value = |g: &Graph| match &g.nodes[3].op {
+                Op::Constant(l) => l.as_splat(),
+                _ => None,
+            };
+            assert_eq!(value(&again), Some(4.0 * b as f64));
+            let shapes = |g: &Graph| g.nodes.iter().map(|n| n.ty.clone()).collect::<Vec<_>>();
+            assert_eq!(shapes(&again), shapes(&at(b)));
+        }
+        // Two traces say the same, also where one of them has a batch of one.
+        let one = find_batch(&at(1), &[Some(0)]);
+        assert!(matches!(one.doubt, Some(Doubt::BatchOfOne { .. })));
+        let settled = settle(&at(1), &at(8)).expect("two traces of one model");
+        assert_eq!(settled.loss, LossKind::Mean);
+        assert_eq!(rebatch(&settled.graph, 8).map(|g| g.nodes[4].clone()), Ok(at(8).nodes[4].clone()));
+        assert_eq!(settle(&at(8), &at(8)), Err(SettleError::SameSize));
+    }
 }
