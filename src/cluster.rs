@@ -14,15 +14,27 @@ use std::path::Path;
 /// ```
 pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
     let path = Path::new(text);
-    let is_file = path.is_file() || path.extension().is_some_and(|e| e == "toml");
+    let is_file = path.exists() && !path.is_dir() || path.extension().is_some_and(|e| e == "toml");
     if is_file {
         return Ok(load_cluster_file(path)?.cluster);
     }
-    preset(text).map_err(|error| Error::Cluster { text: text.to_string(), error: Box::new(error) })
+    match preset(text) {
+        Ok(cluster) => Ok(cluster),
+        // No preset has a slash in its name (`local:1/2` has one in its count): what is wrong is the path.
+        Err(_) if path.is_dir() || text.split(':').next().is_some_and(|name| name.contains('/')) => {
+            Ok(load_cluster_file(path)?.cluster)
+        }
+        Err(error) => Err(Error::Cluster { text: text.to_string(), error: Box::new(error) }),
+    }
 }
 
 /// All that a cluster's TOML file says, the links between groups of nodes included.
 pub fn load_cluster_file(file: &Path) -> Result<ClusterFile, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
-    parse_file(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
+    cluster_of(file, &text)
+}
+
+/// [`load_cluster_file`] of a file that was read already, which a pipe can be only once.
+pub fn cluster_of(file: &Path, text: &str) -> Result<ClusterFile, Error> {
+    parse_file(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

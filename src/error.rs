@@ -2,6 +2,7 @@
 //! reader knows what to change.
 
 use crate::arguments::ArgumentError;
+use crate::units::plural;
 use altiplano_cost_models::ClusterError;
 use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::GraphError;
@@ -64,10 +65,14 @@ pub enum Error {
     Option { option: &'static str, problem: &'static str },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
     TooManyWorkers { devices: u32, most: u32 },
-    #[error("the loss is {loss} at step {step}: training diverged; try a smaller --lr")]
+    #[error("the loss is {loss} at step {step}: {}", diverged(.step))]
     Diverged { step: u64, loss: f64 },
     #[error("the numbers differ: {what} of '{tensor}' is off by {difference:.2e}, more than {tolerance:.0e}")]
     NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
+    #[error(
+        "nothing to compare: {what} of '{tensor}' is not a number on both sides; look for such values in the weights and the data"
+    )]
+    NoNumbers { what: &'static str, tensor: String },
     #[error("writing to standard output: {0}")]
     Output(std::io::Error),
 }
@@ -83,9 +88,9 @@ pub enum DataProblem {
         "a .npy file holds one tensor, but the model has {inputs} inputs; give a .safetensors file with their names"
     )]
     OneTensor { inputs: usize },
-    #[error("it has {samples} samples, fewer than the {needed} of one batch")]
+    #[error("it has {}, fewer than the {needed} of one batch", plural(*samples, "sample"))]
     TooFewSamples { samples: u64, needed: u64 },
-    #[error("tensor '{name}' holds {value}, but table {table} that it indexes has {rows} rows")]
+    #[error("tensor '{name}' holds {value}, but table {table} that it indexes has {}", plural(*rows, "row"))]
     IndexOutOfRange { name: String, value: i64, table: String, rows: u64 },
 }
 
@@ -104,7 +109,11 @@ impl Error {
                     | RuntimeError::TensorType { .. }
                     | RuntimeError::InputType { .. }
             ),
-            Error::Write { .. } | Error::Diverged { .. } | Error::NumbersDiffer { .. } | Error::Output(_) => false,
+            Error::Write { .. }
+            | Error::Diverged { .. }
+            | Error::NumbersDiffer { .. }
+            | Error::NoNumbers { .. }
+            | Error::Output(_) => false,
             _ => true,
         }
     }
@@ -140,6 +149,14 @@ impl fmt::Display for Names {
             write!(f, " and {} more", self.0.len() - SHOWN)?;
         }
         Ok(())
+    }
+}
+
+/// Before the first update the learning rate has had no effect.
+fn diverged(step: &u64) -> &'static str {
+    match step {
+        1 => "no update was made yet, so the weights or the data hold values that are no numbers, or too large ones",
+        _ => "training diverged; try a smaller --lr",
     }
 }
 

@@ -65,16 +65,20 @@ pub enum Warning {
 /// # Ok::<(), altiplano::Error>(())
 /// ```
 pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    load(file, options, false)
+    load(file, read_traced(file, options)?, options, false)
+}
+
+/// [`load_model`] of a file that was read already, which a pipe can be only once.
+pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
+    load(file, traced(file, bytes, options)?, options, false)
 }
 
 /// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    load(file, options, true)
+    load(file, read_traced(file, options)?, options, true)
 }
 
-fn load(file: &Path, options: &ImportOptions, all_results: bool) -> Result<Model, Error> {
-    let traced = read_traced(file, options)?;
+fn load(file: &Path, traced: Graph, options: &ImportOptions, all_results: bool) -> Result<Model, Error> {
     let results = traced.outputs.len();
     let batched = match &options.also {
         None => found_batch(&traced, &batch_dims(&traced, &options.batch_dims)?, options),
@@ -111,7 +115,11 @@ fn load(file: &Path, options: &ImportOptions, all_results: bool) -> Result<Model
 
 /// The traced graph with its parameters told apart, nothing else changed.
 fn read_traced(file: &Path, options: &ImportOptions) -> Result<Graph, Error> {
-    let (graph, arguments) = read_graph(file)?;
+    traced(file, &read_bytes(file)?, options)
+}
+
+fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Graph, Error> {
+    let (graph, arguments) = graph_of(file, bytes)?;
     if let Some(error) = graph.verify().into_iter().next() {
         return Err(Error::Graph { file: file.to_path_buf(), error: Box::new(error) });
     }
@@ -201,12 +209,11 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-fn read_graph(file: &Path) -> Result<(Graph, Vec<Argument>), Error> {
-    let bytes = read_bytes(file)?;
+fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Error> {
     let file = file.to_path_buf();
     let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
-    let text = std::str::from_utf8(&bytes).unwrap_or_default();
-    match Format::of(&bytes) {
+    let text = std::str::from_utf8(bytes).unwrap_or_default();
+    match Format::of(bytes) {
         Format::StableHlo => {
             let imported =
                 stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;

@@ -6,19 +6,24 @@ use altiplano_cost_models::Roofline;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::predict::predict;
 use altiplano_planner::programs;
+use std::fs::Permissions;
 use std::path::Path;
 
 /// Reads and verifies a plan file. What is predicted of the plan is computed again, since it must follow from the rest.
 pub fn load_plan(file: &Path) -> Result<Plan, Error> {
-    let bytes = read_bytes(file)?;
-    if Format::of(&bytes) != Format::PlanJson {
+    plan_of(file, &read_bytes(file)?)
+}
+
+/// [`load_plan`] of a file that was read already, which a pipe can be only once.
+pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
+    if Format::of(bytes) != Format::PlanJson {
         return Err(Error::OtherArtefact {
             file: file.to_path_buf(),
             found: "no plan",
             advice: "write one with `altiplano plan MODEL -o plan.json`",
         });
     }
-    let text = String::from_utf8_lossy(&bytes);
+    let text = String::from_utf8_lossy(bytes);
     let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     let plan = Plan::from_json(&text).map_err(refused)?;
     match mispredicted(&plan)? {
@@ -40,15 +45,31 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
     Ok(stage.map(|i| format!("stages[{i}].predicted")).or(whole))
 }
 
-/// Writes a file by renaming a complete one over it, so that a reader never sees half of it.
+/// Writes a file by renaming a complete one over it, so that a reader never sees half of it. A link stays a link and a
+/// device a device: what they lead to is written.
 pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
+    // A link to nowhere does not resolve; opening it makes what it names.
+    let target = file.canonicalize().unwrap_or(file.to_path_buf());
+    let found = std::fs::symlink_metadata(&target).ok();
+    // What is open there belongs to somebody who would not see it replaced.
+    let is_open = ["/dev", "/proc"].iter().any(|directory| file.starts_with(directory));
+    let written = match found {
+        Some(found) if is_open || !found.is_file() => std::fs::write(&target, text),
+        found => replace(&target, text, found.map(|f| f.permissions())),
+    };
+    written.map_err(|error| Error::Write { file: file.to_path_buf(), error })
+}
+
+/// Writes beside a file and renames over it.
+fn replace(file: &Path, text: &str, permissions: Option<Permissions>) -> std::io::Result<()> {
     let mut name = file.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", std::process::id()));
     let part = file.with_file_name(name);
-    let written = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, file));
-    written.map_err(|error| {
+    let written = std::fs::write(&part, text)
+        .and_then(|()| permissions.map_or(Ok(()), |p| std::fs::set_permissions(&part, p)))
+        .and_then(|()| std::fs::rename(&part, file));
+    written.inspect_err(|_| {
         // Nothing to clean up where the part was never made.
         let _ = std::fs::remove_file(&part);
-        Error::Write { file: file.to_path_buf(), error }
     })
 }

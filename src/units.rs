@@ -33,6 +33,15 @@ pub fn count(value: u64) -> String {
     }
 }
 
+/// `1 stage`, `2 stages`; `2 microbatches`.
+pub fn plural(count: u64, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        n if what.ends_with("ch") => format!("{n} {what}es"),
+        n => format!("{n} {what}s"),
+    }
+}
+
 /// `41.3 %` of one.
 pub fn percent(part: f64) -> String {
     format!("{} %", digits(part * 100.0))
@@ -43,6 +52,8 @@ pub fn digits(value: f64) -> String {
     if !value.is_finite() {
         return "-".to_string();
     }
+    // Zero has no sign for people.
+    let value = if value == 0.0 { 0.0 } else { value };
     let magnitude = if value == 0.0 { 0 } else { value.abs().log10().floor() as i32 };
     let decimals = (2 - magnitude).clamp(0, 6) as usize;
     format!("{value:.decimals$}")
@@ -62,5 +73,8 @@ mod tests {
         assert_eq!(count(124_439_808), "124 M");
         assert_eq!(percent(0.4567), "45.7 %");
         assert_eq!(digits(0.0), "0.00");
+        assert_eq!(digits(-0.0), "0.00");
+        assert_eq!(plural(1, "stage"), "1 stage");
+        assert_eq!(plural(2, "microbatch"), "2 microbatches");
     }
 }

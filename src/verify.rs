@@ -38,21 +38,42 @@ pub struct Difference {
     pub relative: f64,
     /// Below 1 where the two agree: the difference over what is tolerated.
     pub severity: f64,
+    /// Some values are not numbers, and the same ones on both sides.
+    pub both_nan: bool,
+}
+
+/// What came of a comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Agrees,
+    Differs,
+    BothNaN,
+    NotCompared,
 }
 
 /// All tensors of one quantity against one reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     pub quantity: Quantity,
+    /// Those of which there was something to compare.
     pub tensors: usize,
     pub worst: Difference,
     pub tolerance: f64,
 }
 
 impl Comparison {
-    pub fn agrees(&self) -> bool {
-        // A difference that is not a number agrees with nothing.
-        self.worst.severity <= 1.0
+    pub fn verdict(&self) -> Verdict {
+        match &self.worst {
+            _ if self.tensors == 0 => Verdict::NotCompared,
+            worst if worst.both_nan => Verdict::BothNaN,
+            // A difference that is not a number agrees with nothing.
+            worst if worst.severity <= 1.0 => Verdict::Agrees,
+            _ => Verdict::Differs,
+        }
+    }
+
+    pub fn fails(&self) -> bool {
+        matches!(self.verdict(), Verdict::Differs | Verdict::BothNaN)
     }
 }
 
@@ -69,13 +90,15 @@ pub struct Verified {
     pub loss: f64,
     pub one_device: Vec<Comparison>,
     pub expected: Vec<Comparison>,
+    /// Every gradient is zero, on the plan's devices and on one, so that their agreement says little.
+    pub no_gradient: bool,
 }
 
 impl Verified {
     /// The worst of what does not agree.
     pub fn failure(&self) -> Option<&Comparison> {
-        let all = self.one_device.iter().chain(&self.expected).filter(|c| !c.agrees());
-        all.max_by(|a, b| a.worst.severity.total_cmp(&b.worst.severity))
+        let all = self.one_device.iter().chain(&self.expected).filter(|c| c.fails());
+        all.max_by(|a, b| a.worst.severity.abs().total_cmp(&b.worst.severity.abs()))
     }
 }
 
@@ -115,10 +138,13 @@ pub fn verify(
         tolerance.tensors(Quantity::Gradient, &ours.gradients, &single.gradients),
         tolerance.weights(&ours, &single),
     ];
-    Ok(Verified { loss: ours.loss, one_device, expected })
+    let zero = |o: &Outcome| o.gradients.values().flatten().all(|&g| g == 0.0);
+    let no_gradient = zero(&ours) && zero(&single);
+    Ok(Verified { loss: ours.loss, one_device, expected, no_gradient })
 }
 
-/// The same training on one device with memory enough, in the same microbatches.
+/// The same training on one device with memory enough. A mean or a sum over samples takes the whole batch at once there,
+/// which shows whether it is one; what is neither is defined by its microbatches and keeps them.
 pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     let mut cluster = plan.cluster.clone();
     cluster.name = "one device".to_string();
@@ -131,7 +157,8 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     let mut request = Request::new(plan.model.clone(), plan.graph.clone(), plan.loss, cluster);
     request.stop_gradients = plan.stop_gradients.clone();
     request.global_batch = Some(plan.global_batch);
-    request.num_microbatches = Some(plan.num_microbatches);
+    let whole = plan.loss != LossKind::Other && plan.graph.batch != 0;
+    request.num_microbatches = Some(if whole { 1 } else { plan.num_microbatches });
     request.optimizer = plan.optimizer;
     request.allow_microbatch_semantics = true;
     (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
@@ -243,35 +270,36 @@ impl Tolerance {
         let nothing: Vec<f64> = Vec::new();
         let all = reference
             .iter()
+            .filter(|(_, reference)| !reference.is_empty())
             .map(|(name, reference)| difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor));
-        self.worst_of(quantity, reference.len(), all)
+        self.worst_of(quantity, all)
     }
 
     /// Adam divides a gradient by its own size: where the gradient is mere rounding, its sign, and with it the whole
     /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
     fn weights(&self, ours: &Outcome, reference: &Outcome) -> Comparison {
-        let all = reference.weights.iter().map(|(name, updated)| {
+        let all = reference.weights.iter().filter_map(|(name, updated)| {
             let (Some(ours_updated), Some(gradient)) = (ours.weights.get(name), reference.gradients.get(name)) else {
-                return difference(name, &[], updated, self.tensor);
+                return Some(difference(name, &[], updated, self.tensor));
             };
             let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
             let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
-            let kept: Vec<usize> = (0..updated.len()).filter(|&i| gradient[i].abs() > noise).collect();
+            // What is not a number is no noise.
+            let counts = |g: f64| !g.is_finite() || g.abs() > noise;
+            let kept: Vec<usize> =
+                (0..updated.len()).filter(|&i| counts(gradient[i]) || !updated[i].is_finite()).collect();
             let pick =
                 |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
-            difference(name, &pick(ours_updated), &pick(updated), self.tensor)
+            (!kept.is_empty()).then(|| difference(name, &pick(ours_updated), &pick(updated), self.tensor))
         });
-        self.worst_of(Quantity::Weights, reference.weights.len(), all)
+        self.worst_of(Quantity::Weights, all)
     }
 
-    fn worst_of(
-        &self,
-        quantity: Quantity,
-        tensors: usize,
-        differences: impl Iterator<Item = Difference>,
-    ) -> Comparison {
-        let none = Difference { tensor: String::new(), relative: 0.0, severity: 0.0 };
+    fn worst_of(&self, quantity: Quantity, differences: impl Iterator<Item = Difference>) -> Comparison {
+        let none = Difference { tensor: String::new(), relative: 0.0, severity: 0.0, both_nan: false };
+        let mut tensors = 0;
         let worst = differences.fold(none, |worst, d| {
+            tensors += 1;
             // Written so that a severity that is not a number wins.
             if worst.severity.is_nan() || d.severity <= worst.severity && !worst.tensor.is_empty() { worst } else { d }
         });
@@ -280,20 +308,23 @@ impl Tolerance {
 }
 
 fn norm(x: &[f64]) -> f64 {
-    x.iter().map(|v| v * v).sum::<f64>().sqrt()
+    // An empty sum would be -0.
+    x.iter().fold(0.0, |sum, v| sum + v * v).sqrt()
 }
 
 fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64) -> Difference {
     let tensor = tensor.to_string();
     if ours.len() != reference.len() {
-        return Difference { tensor, relative: f64::NAN, severity: f64::NAN };
+        return Difference { tensor, relative: f64::NAN, severity: f64::NAN, both_nan: false };
     }
+    let mut pairs = ours.iter().zip(reference);
+    let both_nan = reference.iter().any(|r| r.is_nan()) && pairs.all(|(a, b)| a.is_nan() == b.is_nan());
     let delta = norm(&ours.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>());
     let size = norm(reference);
     if size < TINY_NORM {
-        return Difference { tensor, relative: delta / TINY_NORM, severity: delta / TINY_DIFFERENCE };
+        return Difference { tensor, relative: delta / TINY_NORM, severity: delta / TINY_DIFFERENCE, both_nan };
     }
-    Difference { tensor, relative: delta / size, severity: delta / size / tolerance }
+    Difference { tensor, relative: delta / size, severity: delta / size / tolerance, both_nan }
 }
 
 #[cfg(test)]
@@ -316,11 +347,36 @@ mod tests {
         let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
         let map = |x: f64, y: f64| BTreeMap::from([("a".to_string(), vec![x]), ("b".to_string(), vec![y])]);
         let check = |ours: BTreeMap<String, Vec<f64>>| tolerance.tensors(Quantity::Gradient, &ours, &map(1.0, 1.0));
-        assert!(check(map(1.0, 1.0)).agrees());
+        assert_eq!(check(map(1.0, 1.0)).verdict(), Verdict::Agrees);
         assert_eq!(check(map(1.0, 2.0)).worst.tensor, "b");
         for ours in [map(f64::NAN, 2.0), map(2.0, f64::NAN)] {
             let found = check(ours);
-            assert!(!found.agrees() && found.worst.severity.is_nan());
+            assert!(found.verdict() == Verdict::Differs && found.worst.severity.is_nan());
+        }
+        let nan = || map(f64::NAN, 1.0);
+        assert_eq!(tolerance.tensors(Quantity::Gradient, &nan(), &nan()).verdict(), Verdict::BothNaN);
+    }
+
+    #[test]
+    fn weights_count_where_their_gradient_does() {
+        let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
+        let outcome = |gradient: f64, weight: f64| Outcome {
+            loss: 0.0,
+            gradients: BTreeMap::from([("a".to_string(), vec![gradient])]),
+            weights: BTreeMap::from([("a".to_string(), vec![weight])]),
+        };
+        let nan = f64::NAN;
+        let cases = [
+            ((1.0, 1.0), (1.0, 1.0), Verdict::Agrees),
+            ((1.0, 1.0), (1.0, 2.0), Verdict::Differs),
+            ((0.0, 1.0), (0.0, 2.0), Verdict::NotCompared),
+            ((1.0, 1.0), (nan, nan), Verdict::Differs),
+            ((nan, nan), (1.0, 1.0), Verdict::Differs),
+            ((nan, nan), (nan, nan), Verdict::BothNaN),
+        ];
+        for (ours, reference, expect) in cases {
+            let found = tolerance.weights(&outcome(ours.0, ours.1), &outcome(reference.0, reference.1));
+            assert_eq!(found.verdict(), expect, "{ours:?} {reference:?}");
         }
     }
 }

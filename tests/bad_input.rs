@@ -159,6 +159,12 @@ fn clusters() {
         let file = scratch.file(&format!("{name}.toml"), text);
         refused(&["plan", DEMO, "--cluster", &file], &[place]);
     }
+    let directory = scratch.path("").display().to_string();
+    refused(&["plan", DEMO, "--cluster", &directory], &[&directory, "directory"]);
+    for path in ["/nonexistent.toml", "/nonexistent", "nonexistent/cluster"] {
+        refused(&["plan", DEMO, "--cluster", path], &[path, "No such file"]);
+    }
+    refused(&["plan", DEMO, "--cluster", "local:1/x"], &["local:1/x", "devices of a node"]);
     for preset in ["local:0", "local:-1", "local:99999999999", "dgx-a100:x", "dgx-a10:2", "no-such.toml", ""] {
         refused(&["plan", DEMO, "--cluster", preset], &[preset]);
     }
@@ -206,6 +212,15 @@ fn options() {
         let arguments: Vec<&str> = ["plan", DEMO].into_iter().chain(options.iter().copied()).collect();
         refused(&arguments, &[expect]);
     }
+}
+
+#[test]
+fn learning_rates_and_steps() {
+    for rate in ["nan", "inf", "-inf", "-1", "-1e-3", "x"] {
+        refused(&["run", DEMO, "--lr", rate], &["--lr"]);
+        refused(&["verify", DEMO, "--lr", rate], &["--lr"]);
+    }
+    refused(&["demo", "--steps", "0"], &["--steps"]);
 }
 
 #[test]

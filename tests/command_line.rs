@@ -110,3 +110,106 @@ fn no_memory_is_exit_code_1_and_says_how_much() {
         assert!(output.stderr.contains(part), "{}", output.stderr);
     }
 }
+
+#[cfg(unix)]
+#[test]
+fn what_is_written_to_stays_what_it_was() {
+    use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+    let scratch = Scratch::new();
+    let path = |name: &str| scratch.path(name);
+    let import = |to: &std::path::Path| succeeds(&["import", DEMO, "-o", &to.display().to_string()]);
+    let text = succeeds(&["import", DEMO]);
+    let holds_it =
+        |file: &std::path::Path| std::fs::read_to_string(file).expect("the graph").trim_end() == text.trim_end();
+
+    let file = path("file.json");
+    std::fs::write(&file, "old").expect("a file");
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).expect("its mode");
+    let link = path("link.json");
+    std::os::unix::fs::symlink("file.json", &link).expect("a link");
+    import(&link);
+    assert!(std::fs::symlink_metadata(&link).expect("the link").is_symlink());
+    assert!(holds_it(&file));
+    assert_eq!(std::fs::metadata(&file).expect("the file").permissions().mode() & 0o777, 0o640);
+
+    let nowhere = path("nowhere.json");
+    std::os::unix::fs::symlink("new.json", &nowhere).expect("a link");
+    import(&nowhere);
+    assert!(std::fs::symlink_metadata(&nowhere).expect("the link").is_symlink() && holds_it(&path("new.json")));
+
+    let pipe = path("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs");
+    assert!(made.success());
+    let reader = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || std::fs::read_to_string(pipe).expect("what is written to the pipe")
+    });
+    import(&pipe);
+    assert_eq!(reader.join().expect("the reader").trim_end(), text.trim_end());
+    assert!(std::fs::symlink_metadata(&pipe).expect("the pipe").file_type().is_fifo());
+
+    // Through a link in a directory that is not /dev, to a device.
+    let null = path("null");
+    std::os::unix::fs::symlink("/dev/null", &null).expect("a link");
+    import(&null);
+    assert!(std::fs::metadata("/dev/null").expect("the device").file_type().is_char_device());
+    let left: Vec<_> = std::fs::read_dir(path("")).expect("the directory").flatten().map(|e| e.file_name()).collect();
+    assert_eq!(left.len(), 6, "nothing else is left behind: {left:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_read_once() {
+    let scratch = Scratch::new();
+    let pipe = scratch.path("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs");
+    assert!(made.success());
+    let cluster = succeeds(&["show", "local:2"]);
+    let model = std::fs::read_to_string(DEMO).expect("the model");
+    for (text, expect) in [(cluster.clone(), cluster.as_str()), (model, &succeeds(&["show", DEMO]))] {
+        let writer = std::thread::spawn({
+            let pipe = pipe.clone();
+            move || std::fs::write(pipe, text)
+        });
+        assert_eq!(succeeds(&["show", &pipe.display().to_string()]), expect);
+        writer.join().expect("the writer").expect("the pipe was read");
+    }
+}
+
+#[test]
+fn idle_devices_are_mentioned() {
+    // Far too many for a batch of 8 samples.
+    let few = succeeds(&["plan", DEMO, "--cluster", "dgx-a100:2"]);
+    let said = few.lines().find(|l| l.starts_with("  devices used    "));
+    assert!(said.is_some_and(|l| l.contains(" of 16; ")), "{few}");
+    assert!(!succeeds(&["plan", DEMO, "--dp", "4"]).contains("devices used"));
+}
+
+#[test]
+fn nothing_is_called_agreement_that_is_none() {
+    let scratch = Scratch::new();
+    // The derivative of sign is zero, so that no weight is compared; and 0 / 0 is no number.
+    let model = |body: &str| {
+        format!(
+            "module @m {{\n  func.func public @main(%arg0: tensor<4xf32> loc(\"params\"), %arg1: tensor<2x4xf32> loc(\"x\")) -> tensor<f32> {{\n{body}\n    return %9 : tensor<f32>\n  }}\n}}\n"
+        )
+    };
+    let zero = model(
+        "    %c = stablehlo.constant dense<0.0> : tensor<f32>\n    %0 = stablehlo.sign %arg0 : tensor<4xf32>\n    %1 = stablehlo.broadcast_in_dim %0, dims = [1] : (tensor<4xf32>) -> tensor<2x4xf32>\n    %2 = stablehlo.multiply %1, %arg1 : tensor<2x4xf32>\n    %9 = stablehlo.reduce(%2 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<f32>",
+    );
+    let file = scratch.file("zero.mlir", zero);
+    let output = altiplano(&["verify", &file, "--dp", "2", "--cluster", "local:2"]);
+    assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("all gradients are zero"), "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("updated weights  not compared"), "{}", output.stdout);
+    let nan = model(
+        "    %c = stablehlo.constant dense<0.0> : tensor<f32>\n    %0 = stablehlo.subtract %arg0, %arg0 : tensor<4xf32>\n    %1 = stablehlo.divide %0, %0 : tensor<4xf32>\n    %b = stablehlo.broadcast_in_dim %1, dims = [1] : (tensor<4xf32>) -> tensor<2x4xf32>\n    %2 = stablehlo.multiply %b, %arg1 : tensor<2x4xf32>\n    %9 = stablehlo.reduce(%2 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<f32>",
+    );
+    let file = scratch.file("nan.mlir", nan);
+    let output = altiplano(&["verify", &file, "--cluster", "local:2"]);
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("on both sides"), "{}{}", output.stdout, output.stderr);
+    let output = altiplano(&["run", &file, "--cluster", "local:2"]);
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("the weights or the data"), "{}{}", output.stdout, output.stderr);
+}

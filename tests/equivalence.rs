@@ -2,6 +2,8 @@
 
 mod common;
 
+use altiplano::ir::batch::LossKind;
+use altiplano::planner::Silent;
 use common::{DEMO, Scratch, shared_model, succeeds};
 
 /// The ways to split that are always checked, and what the planner chooses itself.
@@ -59,6 +61,20 @@ fn a_plan_file_stands_alone() {
     let file = scratch.path("plan.json").display().to_string();
     succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &file]);
     agrees(&file, &[], None);
+}
+
+#[test]
+fn a_loss_that_is_not_what_the_plan_calls_it_is_caught() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", DEMO, "--pp", "2", "--num-microbatches", "4", "-o", &file]);
+    let mut plan = altiplano::load_plan(file.as_ref()).expect("the plan");
+    let training = altiplano::training::Training { steps: 1, learning_rate: 1e-3, ..Default::default() };
+    for (loss, agrees) in [(LossKind::Mean, true), (LossKind::Sum, false)] {
+        plan.loss = loss;
+        let verified = altiplano::verify::verify(&plan, &training, None, &Silent).expect("both run");
+        assert_eq!(verified.failure().is_none(), agrees, "{verified:?}");
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub struct Demo {
     #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir"), hide_default_value = true)]
     model: PathBuf,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 10)]
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
 }
 
@@ -35,7 +35,7 @@ impl Demo {
         say("\nstep  four workers  one worker  relative difference")?;
         let mut worst = 0.0f64;
         for (a, b) in four.iter().zip(&one) {
-            let difference = (a.loss - b.loss).abs() / b.loss.abs();
+            let difference = (a.loss - b.loss).abs() / b.loss.abs().max(f64::MIN_POSITIVE);
             worst = worst.max(difference);
             say(format!("{:>4}  {:<12.6}  {:<10.6}  {difference:.1e}", a.number, a.loss, b.loss))?;
         }

@@ -6,7 +6,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::planner::Request;
-use altiplano::{Error, Format, ImportOptions, load_cluster, load_model, load_plan, read_bytes};
+use altiplano::{Error, Format, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -38,6 +38,12 @@ enum Precision {
     F32,
     Bf16,
     F16,
+}
+
+/// A learning rate, which may be 0 to look and not to touch.
+pub fn learning_rate(text: &str) -> Result<f64, &'static str> {
+    let rate: f64 = text.parse().map_err(|_| "expected a number")?;
+    if rate.is_finite() && rate >= 0.0 { Ok(rate) } else { Err("expected a finite number, 0 or more") }
 }
 
 fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
@@ -129,8 +135,13 @@ enum OptimizerName {
 impl PlanOptions {
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
+        self.request_of(model, &read_bytes(model)?, options)
+    }
+
+    /// [`Self::request`] of a model file that was read already.
+    fn request_of(&self, model: &Path, bytes: &[u8], options: &ModelOptions) -> Result<Request, Error> {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
-        let model = load_model(model, &options.import())?;
+        let model = model_of(model, bytes, &options.import())?;
         warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
@@ -170,7 +181,8 @@ pub struct PlanOrModel {
 impl PlanOrModel {
     /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
     pub fn plan(&self) -> Result<Plan, Error> {
-        if Format::of(&read_bytes(&self.file)?) == Format::PlanJson {
+        let bytes = read_bytes(&self.file)?;
+        if Format::of(&bytes) == Format::PlanJson {
             let fixed = self.model != ModelOptions::default() || self.plan != PlanOptions::default();
             if fixed {
                 return Err(Error::Option {
@@ -178,9 +190,9 @@ impl PlanOrModel {
                     problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
                 });
             }
-            return load_plan(&self.file);
+            return plan_of(&self.file, &bytes);
         }
-        let mut request = self.plan.request(&self.file, &self.model)?;
+        let mut request = self.plan.request_of(&self.file, &bytes, &self.model)?;
         request.baselines = false;
         let bar = Bar::new();
         Ok(altiplano::plan(&request, &bar)?)

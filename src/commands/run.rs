@@ -1,6 +1,6 @@
 //! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine.
 
-use crate::commands::options::PlanOrModel;
+use crate::commands::options::{PlanOrModel, learning_rate};
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::Progress;
@@ -28,7 +28,7 @@ pub struct Run {
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     init: u64,
     /// Learning rate
-    #[arg(long, value_name = "X", default_value_t = 1e-3)]
+    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
     lr: f64,
 }
 

@@ -4,7 +4,7 @@ use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
 use altiplano::cost_models::{ClusterFile, toml_file::print};
 use altiplano::ir::dot::to_dot;
-use altiplano::{Error, Format, load_cluster, load_cluster_file, load_model, load_plan, read_bytes, report};
+use altiplano::{Error, Format, cluster_of, load_cluster, model_of, plan_of, read_bytes, report};
 use clap::Args;
 use std::path::Path;
 
@@ -31,11 +31,12 @@ impl Show {
                 Err(error) => Err(error),
             };
         }
-        match Format::of(&read_bytes(path)?) {
-            Format::PlanJson => say(report(&load_plan(path)?)),
-            Format::ClusterToml => say(print(&load_cluster_file(path)?).trim_end()),
+        let bytes = read_bytes(path)?;
+        match Format::of(&bytes) {
+            Format::PlanJson => say(report(&plan_of(path, &bytes)?)),
+            Format::ClusterToml => say(print(&cluster_of(path, &String::from_utf8_lossy(&bytes))?).trim_end()),
             _ => {
-                let model = load_model(path, &self.options.import())?;
+                let model = model_of(path, &bytes, &self.options.import())?;
                 warn(&model);
                 let text = if self.dot { to_dot(&model.graph) } else { model.graph.to_string() };
                 say(text.trim_end())
@@ -46,5 +47,5 @@ impl Show {
 
 fn is_path(path: &Path) -> bool {
     let known = ["mlir", "json", "toml", "onnx", "pt2", "txt"];
-    path.components().count() > 1 || path.extension().is_some_and(|e| known.iter().any(|k| e == *k))
+    path.extension().is_some_and(|e| known.iter().any(|k| e == *k))
 }

@@ -1,10 +1,10 @@
 //! `altiplano verify PLAN|MODEL`: does the plan compute what one device computes?
 
-use crate::commands::options::PlanOrModel;
+use crate::commands::options::{PlanOrModel, learning_rate};
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::training::Training;
-use altiplano::verify::{Comparison, verify};
+use altiplano::verify::{Comparison, Verdict, verify};
 use altiplano::{Error, one_line};
 use clap::Args;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ pub struct Verify {
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     init: u64,
     /// Learning rate of the step
-    #[arg(long, value_name = "X", default_value_t = 1e-3)]
+    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
     lr: f64,
 }
 
@@ -45,8 +45,14 @@ impl Verify {
         if let Some(file) = &self.expect {
             say(table(&file.display().to_string(), &verified.expected))?;
         }
+        if verified.no_gradient {
+            eprintln!("warning: all gradients are zero, in the plan and on one device: that they agree says little");
+        }
         match verified.failure() {
             None => say("the numbers agree"),
+            Some(failure) if failure.verdict() == Verdict::BothNaN => {
+                Err(Error::NoNumbers { what: failure.quantity.name(), tensor: failure.worst.tensor.clone() })
+            }
             Some(failure) => Err(Error::NumbersDiffer {
                 what: failure.quantity.name(),
                 tensor: failure.worst.tensor.clone(),
@@ -60,7 +66,15 @@ impl Verify {
 fn table(reference: &str, comparisons: &[Comparison]) -> String {
     let mut lines = vec![format!("against {reference}:")];
     for c in comparisons {
-        let verdict = if c.agrees() { "agrees" } else { "DIFFERS" };
+        let verdict = match c.verdict() {
+            Verdict::Agrees => "agrees",
+            Verdict::Differs => "DIFFERS",
+            Verdict::BothNaN => "NaN on both sides",
+            Verdict::NotCompared => {
+                lines.push(format!("  {:<15}  not compared", c.quantity.name()));
+                continue;
+            }
+        };
         let worst = if c.tensors > 1 { format!("  worst of {}: {}", c.tensors, c.worst.tensor) } else { String::new() };
         lines.push(format!(
             "  {:<15}  {verdict:<7}  {:.2e} relative, {:.0e} allowed{worst}",

@@ -5,7 +5,7 @@ mod words;
 
 pub use programs::programs;
 
-use crate::units::{bytes, count, digits, percent, seconds};
+use crate::units::{bytes, count, digits, percent, plural, seconds};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
@@ -46,13 +46,23 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         device.name,
         bytes(device.memory_bytes)
     )?;
-    let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0);
+    let used: usize = plan.stages.iter().map(|s| s.devices.len()).sum();
+    if used < devices as usize {
+        writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
+    }
+    let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64);
     for (v, _) in plan.graph.parameters() {
         elements = elements.saturating_add(plan.graph.ty(v).elements());
         parameter_bytes = parameter_bytes.saturating_add(plan.graph.ty(v).bytes());
         tensors += 1;
     }
-    writeln!(out, "  parameters      {} in {tensors} tensors, {}", count(elements), bytes(parameter_bytes))?;
+    writeln!(
+        out,
+        "  parameters      {} in {}, {}",
+        count(elements),
+        plural(tensors, "tensor"),
+        bytes(parameter_bytes)
+    )?;
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),
         (0, n) => format!("as traced, in {n} microbatches"),
@@ -225,10 +235,10 @@ fn alternatives(plan: &Plan) -> String {
 pub fn one_line(plan: &Plan) -> String {
     let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     meshes.dedup();
-    let stages = plan.stages.len();
-    let stages = if stages == 1 { "1 stage".to_string() } else { format!("{stages} stages") };
+    let stages = plural(plan.stages.len() as u64, "stage");
+    let microbatches = plural(plan.num_microbatches.into(), "microbatch");
     let meshes = meshes.join(" + ");
-    format!("{stages} of {meshes}, {} microbatches of {}, {}", plan.num_microbatches, plan.microbatch, plan.schedule)
+    format!("{stages} of {meshes}, {microbatches} of {}, {}", plan.microbatch, plan.schedule)
 }
 
 fn range(start: u32, end: u32) -> String {

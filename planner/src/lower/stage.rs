@@ -386,8 +386,8 @@ impl<'a> StageLowering<'a> {
             writes: backward_writes,
             frees: backward_frees,
         };
-        let (reduce, sends_tied, receives_tied, own) = self.reduce(&accumulators);
-        let update = self.update(&accumulators, &own, &receives_tied);
+        let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
+        let update = self.update(&accumulators, &sends_tied, &receives_tied);
         Lowered {
             receives_forward: self.received.clone(),
             buffers: self.buffers,
@@ -403,12 +403,12 @@ impl<'a> StageLowering<'a> {
         }
     }
 
-    /// Reduces the gradients of parameters that other stages hold as well, for the exchange.
-    #[allow(clippy::type_complexity)]
+    /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Gives the body, the buffers
+    /// of this stage's own gradients and those of the other stages'.
     fn reduce(
         &mut self,
         accumulators: &BTreeMap<ValueId, BufferId>,
-    ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>, BTreeMap<ValueId, BufferId>) {
+    ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>) {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index));
         let mut writes = Vec::new();
@@ -436,7 +436,7 @@ impl<'a> StageLowering<'a> {
         let (graph, reads, writes) = b.finish(writes);
         let name = format!("stage{} reduce", cx.index);
         let body = Body { name, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
-        (body, own.clone(), receives, own)
+        (body, own, receives)
     }
 
     /// The optimizer's step on this stage's shards. Tied gradients are added in stage order, so that all holders
