@@ -1,8 +1,10 @@
 //! The forward graph seen as layers: which values each has, and which layers are alike.
 
+use crate::intra_op::layer::Model;
 use crate::intra_op::space::block_counts;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
+use altiplano_ir::optimizer::Optimizer;
 use std::collections::BTreeMap;
 
 /// A forward graph cut into layers.
@@ -87,6 +89,18 @@ impl Layered {
             layered.kinds.push(kind);
         }
         layered
+    }
+
+    /// What the integer programs of layers look at.
+    pub fn model<'a>(&'a self, optimizer: &'a Optimizer) -> Model<'a> {
+        Model {
+            graph: &self.graph,
+            layer_of: &self.layer_of,
+            users: &self.users,
+            needs_gradient: &self.needs_gradient,
+            blocks: &self.blocks,
+            optimizer,
+        }
     }
 
     /// All that a layer's program depends on, as text.

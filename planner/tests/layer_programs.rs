@@ -9,7 +9,7 @@ use altiplano_ir::op::{Op, Parameter, Reducer, Unary};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::{dtype::DType, op::Input};
-use altiplano_planner::intra_op::layer::{Model, Variant, solve_layer, state_layer};
+use altiplano_planner::intra_op::layer::{Variant, solve_layer, state_layer};
 use altiplano_planner::intra_op::solve::Problem;
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::lower::Prices;
@@ -81,14 +81,7 @@ proptest! {
         let cost = Roofline::new(cluster.groups[0].device.clone());
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh);
         let optimizer = Optimizer::adamw();
-        let model = Model {
-            graph: &layered.graph,
-            layer_of: &layered.layer_of,
-            users: &layered.users,
-            needs_gradient: &layered.needs_gradient,
-            blocks: &layered.blocks,
-            optimizer: &optimizer,
-        };
+        let model = layered.model(&optimizer);
         let variant = Variant { zero, lean: false, num_microbatches: 2 };
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
         let stated = state_layer(&model, 0..end, &mut spaces, variant);
@@ -111,14 +104,7 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let cost = Roofline::new(cluster.groups[0].device.clone());
     let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &Mesh::new(&[("data", 2), ("tensor", 1)]));
     let optimizer = Optimizer::adamw();
-    let model = Model {
-        graph: &layered.graph,
-        layer_of: &layered.layer_of,
-        users: &layered.users,
-        needs_gradient: &layered.needs_gradient,
-        blocks: &layered.blocks,
-        optimizer: &optimizer,
-    };
+    let model = layered.model(&optimizer);
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
     let variant = Variant { zero: 0, lean: false, num_microbatches: 1 };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());

@@ -6,7 +6,7 @@
 use super::compose::chains;
 use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
 use super::submesh::{SubmeshShape, shapes};
-use crate::intra_op::layer::{LayerTable, Model, Terms, Variant, solve_layer};
+use crate::intra_op::layer::{LayerTable, Terms, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::lower::Prices;
 use crate::model::Layered;
@@ -84,14 +84,7 @@ pub fn layer_tables(
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Option<Vec<Rc<LayerTable>>> {
-    let model = Model {
-        graph: &layered.graph,
-        layer_of: &layered.layer_of,
-        users: &layered.users,
-        needs_gradient: &layered.needs_gradient,
-        blocks: &layered.blocks,
-        optimizer: &request.optimizer,
-    };
+    let model = layered.model(&request.optimizer);
     layered
         .representatives
         .iter()
