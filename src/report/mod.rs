@@ -71,6 +71,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     };
     writeln!(out, "  global batch    {samples}")?;
     let loss = match plan.loss {
+        LossKind::Other if plan.graph.batch == 0 => "of each microbatch as traced (the batch was not found)",
         LossKind::Mean => "mean over samples",
         LossKind::Sum => "sum over samples",
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
