@@ -2,13 +2,12 @@
 //!
 //! The planner asks through one trait, [`CostModel`], and sees nothing of how an answer came about, so that a
 //! measured profile or a model of tile quantisation can replace the [`Roofline`] without a change there. Beside it are
-//! the catalogue of machines, the TOML form of a cluster, bytes per parameter, and the time of a pipeline schedule.
+//! the catalogue of machines, the TOML form of a cluster, and the time of a pipeline schedule.
 
 pub mod catalogue;
 pub mod collective;
 pub mod error;
 pub mod link;
-pub mod memory;
 pub mod pipeline;
 pub mod roofline;
 pub mod toml_file;

@@ -6,7 +6,6 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
-use crate::literal::Literal;
 use crate::op::{Binary, Input, Op, Unary};
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -191,9 +190,4 @@ fn unbiased(graph: &mut Graph, x: ValueId, beta: f64, step: ValueId, shape: &[u6
 /// A leaf of a body: a local tensor that the executor binds to a buffer.
 pub fn leaf(graph: &mut Graph, name: impl Into<String>, ty: TensorType) -> ValueId {
     graph.emit(Op::Input(Input { name: name.into(), ty }), &[])
-}
-
-/// A zero of the given type, for gradients of parameters that the loss does not depend on.
-pub fn zeros(graph: &mut Graph, ty: TensorType) -> ValueId {
-    graph.constant(Literal::splat(ty, 0.0))
 }

@@ -16,7 +16,7 @@ pub mod request;
 pub use lower::lower;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
-use altiplano_cost_models::{CostModel, Roofline};
+use altiplano_cost_models::{CostModel, Roofline, single_group};
 use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule};
@@ -121,10 +121,9 @@ pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
 }
 
 fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
-    match request.cluster.groups.as_slice() {
-        [group] => Ok(Roofline::new(group.device.clone())),
-        groups => Err(PlanFailure::SeveralGroups { groups: groups.len() }),
-    }
+    let groups = request.cluster.groups.len();
+    let group = single_group(&request.cluster).map_err(|_| PlanFailure::SeveralGroups { groups })?;
+    Ok(Roofline::new(group.device.clone()))
 }
 
 /// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.

@@ -6,6 +6,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::planner::Request;
+use altiplano::training::Training;
 use altiplano::{Error, Format, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -41,7 +42,7 @@ enum Precision {
 }
 
 /// A learning rate, which may be 0 to look and not to touch.
-pub fn learning_rate(text: &str) -> Result<f64, &'static str> {
+fn learning_rate(text: &str) -> Result<f64, &'static str> {
     let rate: f64 = text.parse().map_err(|_| "expected a number")?;
     if rate.is_finite() && rate >= 0.0 { Ok(rate) } else { Err("expected a finite number, 0 or more") }
 }
@@ -196,5 +197,28 @@ impl PlanOrModel {
         request.baselines = false;
         let bar = Bar::new();
         Ok(altiplano::plan(&request, &bar)?)
+    }
+}
+
+/// What a run starts from and trains on.
+#[derive(Args)]
+pub struct Start {
+    /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Start from these weights: .safetensors with tensors named as the parameters
+    #[arg(long, value_name = "FILE", conflicts_with = "init")]
+    weights: Option<PathBuf>,
+    /// Initialise weights with this seed
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    init: u64,
+    /// Learning rate
+    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
+    lr: f64,
+}
+
+impl Start {
+    pub fn training(self, steps: u64) -> Training {
+        Training { steps, learning_rate: self.lr, seed: self.init, weights: self.weights, data: self.data }
     }
 }

@@ -1,14 +1,13 @@
 //! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine.
 
-use crate::commands::options::{PlanOrModel, learning_rate};
+use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::Progress;
-use altiplano::training::{Step, Training, train};
+use altiplano::training::{Step, train};
 use altiplano::units::{bytes, digits, seconds};
 use altiplano::{Error, ir::plan::Plan, one_line};
 use clap::Args;
-use std::path::PathBuf;
 
 /// Train a plan on CPU workers of this machine
 #[derive(Args)]
@@ -18,30 +17,14 @@ pub struct Run {
     /// Optimizer steps
     #[arg(long, value_name = "N", default_value_t = 10)]
     steps: u64,
-    /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
-    #[arg(long, value_name = "FILE")]
-    data: Option<PathBuf>,
-    /// Start from these weights: .safetensors with tensors named as the parameters
-    #[arg(long, value_name = "FILE", conflicts_with = "init")]
-    weights: Option<PathBuf>,
-    /// Initialise weights with this seed
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    init: u64,
-    /// Learning rate
-    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
-    lr: f64,
+    #[command(flatten)]
+    start: Start,
 }
 
 impl Run {
     pub fn run(self) -> Result<(), Error> {
         let plan = self.plan.plan()?;
-        let training = Training {
-            steps: self.steps,
-            learning_rate: self.lr,
-            seed: self.init,
-            weights: self.weights,
-            data: self.data,
-        };
+        let training = self.start.training(self.steps);
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let peaks = train(&plan, &training, |step| {

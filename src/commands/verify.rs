@@ -1,9 +1,8 @@
 //! `altiplano verify PLAN|MODEL`: does the plan compute what one device computes?
 
-use crate::commands::options::{PlanOrModel, learning_rate};
+use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
-use altiplano::training::Training;
 use altiplano::verify::{Comparison, Verdict, verify};
 use altiplano::{Error, one_line};
 use clap::Args;
@@ -17,25 +16,14 @@ pub struct Verify {
     /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
-    /// Take the batch from this file (.safetensors or .npy) [default: made up]
-    #[arg(long, value_name = "FILE")]
-    data: Option<PathBuf>,
-    /// Start from these weights (.safetensors)
-    #[arg(long, value_name = "FILE", conflicts_with = "init")]
-    weights: Option<PathBuf>,
-    /// Initialise weights with this seed
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    init: u64,
-    /// Learning rate of the step
-    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
-    lr: f64,
+    #[command(flatten)]
+    start: Start,
 }
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
         let plan = self.plan.plan()?;
-        let training =
-            Training { steps: 1, learning_rate: self.lr, seed: self.init, weights: self.weights, data: self.data };
+        let training = self.start.training(1);
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let verified = verify(&plan, &training, self.expect.as_deref(), &bar)?;
