@@ -31,6 +31,10 @@ pub const COLLECTIVE_LAUNCHES: f64 = 7.0;
 /// 2), the four of a softmax and its two reductions for 3.3 (2), the dozen of an Adam update for 4 (7).
 pub const OPS_PER_FUSED_KERNEL: f64 = 6.0;
 
+/// Tensors that could be read in the time that Threefry computes one: its 20 rounds are about 80 integer operations, of
+/// which an A100 does 9.7e12 a second (64 per clock and multiprocessor, its whitepaper of 2020), and 4 bytes take 2.6 ps.
+pub const THREEFRY_TENSORS: f64 = 3.0;
+
 /// The roofline model of one device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roofline {
@@ -111,9 +115,16 @@ impl CostModel for Roofline {
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => {
                 self.fused_s(largest + written)
             }
+            Op::BitcastConvert(_) | Op::ReducePrecision(_) => self.fused_s(largest + written),
+            Op::Threefry(_) => self.memory_s(THREEFRY_TENSORS * written) + self.fused_s(written),
             // Matmuls read operands in either order, and other readers index through a transpose, a slice or a pad.
-            Op::Transpose(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
-            Op::Reduce(_) => self.memory_s(read + written) + self.device.launch_s,
+            Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
+            Op::Reduce(_) | Op::Cumulative(_) => self.memory_s(read + written) + self.device.launch_s,
+            // A radix sort: each byte of a key is a pass that reads and writes keys and positions.
+            Op::ArgSort(_) => {
+                let passes: u64 = operands.iter().map(|t| t.dtype.bytes()).sum();
+                passes as f64 * (self.memory_s(2.0 * (largest + written)) + self.device.launch_s)
+            }
             Op::Concatenate(_) => self.memory_s(2.0 * written) + self.device.launch_s,
             Op::DotGeneral(dot) => {
                 // In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
@@ -132,6 +143,11 @@ impl CostModel for Roofline {
                 let indices = operands.first().map_or(0, |t| t.bytes()) as f64;
                 let updates = operands.get(1).map_or(0, |t| t.bytes()) as f64;
                 self.memory_s(written + indices + 3.0 * updates) + self.device.launch_s
+            }
+            // The tensor copied, then likewise.
+            Op::Scatter(_) => {
+                let [indices, updates] = [1, 2].map(|i| operands.get(i).map_or(0, |t| t.bytes()) as f64);
+                self.memory_s(2.0 * written + indices + 3.0 * updates) + self.device.launch_s
             }
         }
     }

@@ -8,7 +8,7 @@
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
-use crate::op::{Binary, Op, Operator, Reducer, Unary};
+use crate::op::{ArgSort, Binary, Cumulative, Op, Operator, Reducer, Unary};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -274,7 +274,14 @@ fn normalise(graph: &mut Graph) -> LossKind {
                 Aggregate::Sum { .. } | Aggregate::Mean if has_batch => Aggregate::Mixed,
                 kind => kind,
             },
-            Op::ScatterAdd(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
+            // Along the batch these make one sample's value depend on others, or on its place among them.
+            Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
+                if node.batch_dims >> dim & 1 == 1 =>
+            {
+                Aggregate::Mixed
+            }
+            Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
+            Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
             _ => elementwise(&all),
         };
         kinds.push(kind);

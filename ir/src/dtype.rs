@@ -1,5 +1,6 @@
 //! Element types. Sizes are those of memory; arithmetic rules live with the ops.
 
+use crate::float::FloatFormat;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -48,6 +49,22 @@ impl DType {
             DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 2,
             DType::I8 | DType::U8 | DType::Bool => 1,
         }
+    }
+
+    /// Bits of one element as programs count them when they look at an integer's bits or cast bits.
+    pub fn width(self) -> u32 {
+        8 * self.bytes() as u32
+    }
+
+    /// How the numbers of a float type are laid out.
+    pub fn float_format(self) -> Option<FloatFormat> {
+        Some(match self {
+            DType::F64 => FloatFormat::ieee(11, 52),
+            DType::F32 => FloatFormat::ieee(8, 23),
+            DType::F16 => FloatFormat::ieee(5, 10),
+            DType::BF16 => FloatFormat::ieee(8, 7),
+            _ => return None,
+        })
     }
 
     pub fn is_float(self) -> bool {
@@ -108,6 +125,31 @@ impl DType {
             DType::U16 => value as i64 as u16 as f64,
             DType::U8 => value as i64 as u8 as f64,
             DType::Bool => (value != 0.0) as u8 as f64,
+        }
+    }
+
+    /// The number of this type that stands for `value`: floats are rounded, integers wrap.
+    pub fn round(self, value: f64) -> f64 {
+        self.float_format().map_or_else(|| self.wrap(value), |format| format.round(value))
+    }
+
+    /// The bits of an element, in the lowest [`DType::width`] bits.
+    pub fn to_bits(self, value: f64) -> u64 {
+        match self.float_format() {
+            Some(format) => format.to_bits(value),
+            // 2^64 - 1 is 2^64 in an `f64`, one too many.
+            None if self == DType::U64 => value as u64,
+            None => value as i64 as u64 & (u64::MAX >> (64 - self.width())),
+        }
+    }
+
+    /// The element that has these bits; what lies above [`DType::width`] is ignored.
+    pub fn from_bits(self, bits: u64) -> f64 {
+        let unused = 64 - self.width();
+        match self.float_format() {
+            Some(format) => format.from_bits(bits),
+            None if self.is_signed_integer() => ((bits << unused) as i64 >> unused) as f64,
+            None => (bits << unused >> unused) as f64,
         }
     }
 }

@@ -11,6 +11,7 @@ pub mod batch;
 pub mod cluster;
 pub mod dot;
 pub mod dtype;
+pub mod float;
 pub mod graph;
 pub mod import;
 pub mod interpret;

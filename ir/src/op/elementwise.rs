@@ -30,9 +30,14 @@ pub enum Unary {
     RoundNearestAfz,
     Not,
     IsFinite,
+    /// How many bits of an integer are one.
+    PopulationCount,
+    /// How many of an integer's highest bits are zero.
+    CountLeadingZeros,
 }
 
-/// Functions of two elements of one type. And, or, xor are bitwise on integers, logical on booleans.
+/// Functions of two elements of one type. And, or, xor are bitwise on integers, logical on booleans. Shifts are by the
+/// second element read as unsigned; one as wide as the type or wider shifts everything out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Binary {
@@ -48,6 +53,9 @@ pub enum Binary {
     And,
     Or,
     Xor,
+    ShiftLeft,
+    ShiftRightLogical,
+    ShiftRightArithmetic,
 }
 
 /// The relation that [`Compare`] tests.
@@ -79,7 +87,7 @@ pub struct Convert {
 }
 
 impl Unary {
-    pub const ALL: [Unary; 23] = [
+    pub const ALL: [Unary; 25] = [
         Unary::Negate,
         Unary::Exponential,
         Unary::ExponentialMinusOne,
@@ -103,6 +111,8 @@ impl Unary {
         Unary::RoundNearestAfz,
         Unary::Not,
         Unary::IsFinite,
+        Unary::PopulationCount,
+        Unary::CountLeadingZeros,
     ];
 
     pub fn name(self) -> &'static str {
@@ -130,6 +140,8 @@ impl Unary {
             Unary::RoundNearestAfz => "round_nearest_afz",
             Unary::Not => "not",
             Unary::IsFinite => "is_finite",
+            Unary::PopulationCount => "popcnt",
+            Unary::CountLeadingZeros => "count_leading_zeros",
         }
     }
 
@@ -161,12 +173,14 @@ impl Unary {
             Unary::Not if dtype == DType::Bool => (x == 0.0) as u8 as f64,
             Unary::Not => dtype.wrap_i128(!dtype.bits(x)),
             Unary::IsFinite => x.is_finite() as u8 as f64,
+            Unary::PopulationCount => f64::from(dtype.to_bits(x).count_ones()),
+            Unary::CountLeadingZeros => f64::from(dtype.to_bits(x).leading_zeros() + dtype.width() - 64),
         }
     }
 }
 
 impl Binary {
-    pub const ALL: [Binary; 12] = [
+    pub const ALL: [Binary; 15] = [
         Binary::Add,
         Binary::Subtract,
         Binary::Multiply,
@@ -179,6 +193,9 @@ impl Binary {
         Binary::And,
         Binary::Or,
         Binary::Xor,
+        Binary::ShiftLeft,
+        Binary::ShiftRightLogical,
+        Binary::ShiftRightArithmetic,
     ];
 
     pub fn name(self) -> &'static str {
@@ -195,6 +212,9 @@ impl Binary {
             Binary::And => "and",
             Binary::Or => "or",
             Binary::Xor => "xor",
+            Binary::ShiftLeft => "shift_left",
+            Binary::ShiftRightLogical => "shift_right_logical",
+            Binary::ShiftRightArithmetic => "shift_right_arithmetic",
         }
     }
 
@@ -224,6 +244,18 @@ impl Binary {
             Binary::And => dtype.wrap_i128(dtype.bits(a) & dtype.bits(b)),
             Binary::Or => dtype.wrap_i128(dtype.bits(a) | dtype.bits(b)),
             Binary::Xor => dtype.wrap_i128(dtype.bits(a) ^ dtype.bits(b)),
+            Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => {
+                let (bits, by, width) = (dtype.to_bits(a), dtype.to_bits(b), dtype.width());
+                let unused = 64 - width;
+                dtype.from_bits(match self {
+                    Binary::ShiftRightArithmetic => {
+                        ((bits << unused) as i64 >> unused >> by.min(u64::from(width - 1))) as u64
+                    }
+                    _ if by >= u64::from(width) => 0,
+                    Binary::ShiftLeft => bits << by,
+                    _ => bits >> by,
+                })
+            }
         }
     }
 }
@@ -279,7 +311,7 @@ impl Direction {
 }
 
 /// Checks that all operands have one shape and, from `first` on, one element type.
-fn same_shapes(operands: &[&TensorType], first: usize) -> Result<(), ShapeError> {
+pub(super) fn same_shapes(operands: &[&TensorType], first: usize) -> Result<(), ShapeError> {
     for pair in operands.windows(2) {
         if pair[0].shape != pair[1].shape {
             return Err(ShapeError::ShapesDiffer { left: pair[0].shape.clone(), right: pair[1].shape.clone() });
@@ -300,6 +332,7 @@ impl Operator for Unary {
         let defined = match self {
             Unary::Negate | Unary::Abs | Unary::Sign => dtype != DType::Bool,
             Unary::Not => !dtype.is_float(),
+            Unary::PopulationCount | Unary::CountLeadingZeros => dtype.is_integer(),
             _ => dtype.is_float(),
         };
         match (defined, self) {
@@ -395,7 +428,9 @@ impl Operator for Unary {
             | Unary::RoundNearestEven
             | Unary::RoundNearestAfz
             | Unary::Not
-            | Unary::IsFinite => return vec![None],
+            | Unary::IsFinite
+            | Unary::PopulationCount
+            | Unary::CountLeadingZeros => return vec![None],
         };
         vec![Some(dx)]
     }
@@ -412,6 +447,7 @@ impl Operator for Binary {
         let dtype = operands[0].dtype;
         let defined = match self {
             Binary::And | Binary::Or | Binary::Xor => !dtype.is_float(),
+            Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => dtype.is_integer(),
             Binary::Atan2 => dtype.is_float(),
             Binary::Subtract | Binary::Divide | Binary::Power | Binary::Remainder => dtype != DType::Bool,
             _ => true,
@@ -502,6 +538,7 @@ impl Operator for Binary {
                 });
             }
             Binary::And | Binary::Or | Binary::Xor => {}
+            Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => {}
         }
         vec![da, db]
     }

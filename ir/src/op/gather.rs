@@ -70,7 +70,7 @@ impl GatherDims {
         (0..self.slice_sizes.len()).filter(|d| !gone(d)).collect()
     }
 
-    fn check(&self, operand: &[u64], indices: &[u64]) -> Result<Vec<u64>, ShapeError> {
+    pub(super) fn check(&self, operand: &[u64], indices: &[u64]) -> Result<Vec<u64>, ShapeError> {
         if self.slice_sizes.len() != operand.len() {
             return Err(ShapeError::Attribute("slice_sizes must have an entry for each operand dimension"));
         }
@@ -113,9 +113,16 @@ impl GatherDims {
         Ok((0..rank).filter_map(size).collect())
     }
 
-    /// The rule of both ops: factors of (operand-shaped, indices, result-shaped) tensors. An indexed dimension
-    /// is a factor of its own where it is the only component of the index; its kind differs between the two.
-    fn rule(&self, operand: &[u64], indices: &[u64], result_rank: usize, scatter: bool) -> GatherRule {
+    /// The rule of gathers and scatters: factors of (operand-shaped, indices, result-shaped) tensors. An indexed
+    /// dimension is a factor of its own where it is the only component of the index; its kind differs between the two.
+    /// `updates` is what splitting the updates of a scatter means, `None` for a gather.
+    pub(super) fn rule(
+        &self,
+        operand: &[u64],
+        indices: &[u64],
+        result_rank: usize,
+        updates: Option<FactorKind>,
+    ) -> GatherRule {
         let mut rule = ShardingRule::default();
         let mut operand_dims = vec![Vec::new(); operand.len()];
         let mut indices_dims = vec![Vec::new(); indices.len()];
@@ -123,8 +130,7 @@ impl GatherDims {
         let mut lookup = None;
         for (&i, &r) in self.indices_dims(indices.len()).iter().zip(&self.batch_dims(result_rank)) {
             let batching = self.indices_batching_dims.iter().position(|&b| b == i);
-            let summed = scatter && batching.is_none();
-            let kind = if summed { FactorKind::Reduction(Reducer::Sum) } else { FactorKind::Parallel };
+            let kind = updates.filter(|_| batching.is_none()).unwrap_or(FactorKind::Parallel);
             let f = rule.factor(indices[i], kind);
             indices_dims[i].push(f);
             result_dims[r].push(f);
@@ -146,7 +152,7 @@ impl GatherDims {
         }
         for &o in &self.collapsed_slice_dims {
             let alone = self.start_index_map == [o];
-            let kind = match (alone, scatter) {
+            let kind = match (alone, updates.is_some()) {
                 (false, _) => FactorKind::Whole,
                 (true, false) => FactorKind::Reduction(Reducer::Sum),
                 (true, true) => FactorKind::Parallel,
@@ -166,7 +172,7 @@ impl GatherDims {
 
     /// The same lookups for another shape of the gathered tensor: slices are as large as the dimensions of it
     /// that run within them.
-    fn resized(&self, gathered: &[u64]) -> GatherDims {
+    pub(super) fn resized(&self, gathered: &[u64]) -> GatherDims {
         let mut dims = self.clone();
         for (&o, &r) in self.window_dims().iter().zip(&self.offset_dims) {
             dims.slice_sizes[o] = gathered[r];
@@ -180,7 +186,7 @@ impl GatherDims {
     }
 
     /// Calls `visit(result index, operand index or None where outside)` for each element of the result.
-    fn for_each(
+    pub(super) fn for_each(
         &self,
         indices: &Tensor,
         operand: &[u64],
@@ -220,13 +226,28 @@ impl GatherDims {
 }
 
 /// A rule over the three tensors, before they are put in the op's operand order.
-struct GatherRule {
-    rule: ShardingRule,
-    operand: Vec<Vec<u8>>,
-    indices: Vec<Vec<u8>>,
-    result: Vec<Vec<u8>>,
+pub(super) struct GatherRule {
+    pub rule: ShardingRule,
+    pub operand: Vec<Vec<u8>>,
+    pub indices: Vec<Vec<u8>>,
+    pub result: Vec<Vec<u8>>,
     /// The indexed operand dimension that may be split, and its factor.
     lookup: Option<(usize, u8)>,
+}
+
+impl GatherRule {
+    /// Whether the strategy splits the indexed dimension of the table.
+    fn is_split(&self, cx: &Local<'_>) -> bool {
+        self.lookup.is_some_and(|(_, factor)| !cx.factor_axes[factor as usize].is_empty())
+    }
+
+    /// `indices` relative to this device's part of a table of shape `table`; themselves where it is not split.
+    pub fn local_indices(&self, cx: &mut Local<'_>, indices: ValueId, table: &[u64], clamp: bool) -> ValueId {
+        let Some((dim, factor)) = self.lookup.filter(|_| self.is_split(cx)) else { return indices };
+        let axes = cx.factor_axes[factor as usize].clone();
+        let local = table[dim] / cx.mesh.product(&axes);
+        local_indices(cx, indices, &axes, local, table[dim], clamp)
+    }
 }
 
 /// Indices relative to this device's part of a table split over `axes`. Clamping must see global indices, so
@@ -286,7 +307,7 @@ impl Operator for Gather {
     }
 
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
-        let parts = self.dims.rule(&operands[0].shape, &operands[1].shape, result.rank(), false);
+        let parts = self.dims.rule(&operands[0].shape, &operands[1].shape, result.rank(), None);
         let linear = if result.dtype.is_float() { vec![vec![0]] } else { Vec::new() };
         ShardingRule { operands: vec![parts.operand, parts.indices], result: parts.result, linear, ..parts.rule }
     }
@@ -296,20 +317,12 @@ impl Operator for Gather {
     }
 
     fn local(&self, cx: &mut Local<'_>) -> ValueId {
-        let parts =
-            self.dims.rule(&cx.operand_types[0].shape, &cx.operand_types[1].shape, cx.result_shape.len(), false);
-        let local_table = cx.graph.shape(cx.operands[0]).to_vec();
+        let [table, indices] = [0, 1].map(|i| cx.operand_types[i].shape.clone());
+        let parts = self.dims.rule(&table, &indices, cx.result_shape.len(), None);
         let mut operands = cx.operands.clone();
-        let mut out_of_bounds = self.out_of_bounds;
-        if let Some((dim, factor)) = parts.lookup
-            && !cx.factor_axes[factor as usize].is_empty()
-        {
-            let axes = cx.factor_axes[factor as usize].clone();
-            let global = cx.operand_types[0].shape[dim];
-            let clamp = self.out_of_bounds == OutOfBounds::Clamp;
-            operands[1] = local_indices(cx, operands[1], &axes, local_table[dim], global, clamp);
-            out_of_bounds = OutOfBounds::Zero;
-        }
+        let clamp = self.out_of_bounds == OutOfBounds::Clamp;
+        operands[1] = parts.local_indices(cx, operands[1], &table, clamp);
+        let out_of_bounds = if parts.is_split(cx) { OutOfBounds::Zero } else { self.out_of_bounds };
         let dims = self.dims.resized(&cx.result_shape);
         cx.graph.emit(Op::Gather(Gather { dims, out_of_bounds }), &operands)
     }
@@ -354,7 +367,8 @@ impl Operator for ScatterAdd {
     }
 
     fn rule(&self, operands: &[&TensorType], _: &TensorType) -> ShardingRule {
-        let parts = self.dims.rule(&self.shape, &operands[0].shape, operands[1].rank(), true);
+        let kind = Some(FactorKind::Reduction(Reducer::Sum));
+        let parts = self.dims.rule(&self.shape, &operands[0].shape, operands[1].rank(), kind);
         let linear = vec![vec![1]];
         ShardingRule { operands: vec![parts.indices, parts.result], result: parts.operand, linear, ..parts.rule }
     }
@@ -364,16 +378,11 @@ impl Operator for ScatterAdd {
     }
 
     fn local(&self, cx: &mut Local<'_>) -> ValueId {
-        let updates_rank = cx.operand_types[1].rank();
-        let parts = self.dims.rule(&self.shape, &cx.operand_types[0].shape, updates_rank, true);
+        let [indices, updates] = [0, 1].map(|i| cx.operand_types[i].shape.clone());
+        let kind = Some(FactorKind::Reduction(Reducer::Sum));
+        let parts = self.dims.rule(&self.shape, &indices, updates.len(), kind);
         let mut operands = cx.operands.clone();
-        if let Some((dim, factor)) = parts.lookup
-            && !cx.factor_axes[factor as usize].is_empty()
-        {
-            let axes = cx.factor_axes[factor as usize].clone();
-            let local = cx.result_shape[dim];
-            operands[0] = local_indices(cx, operands[0], &axes, local, self.shape[dim], false);
-        }
+        operands[0] = parts.local_indices(cx, operands[0], &self.shape, false);
         let dims = self.dims.resized(cx.graph.shape(operands[1]));
         cx.graph.emit(Op::ScatterAdd(ScatterAdd { dims, shape: cx.result_shape.clone() }), &operands)
     }

@@ -3,8 +3,10 @@
 //! To add an op: write a struct that implements [`Operator`], add it to the [`Op`] enum below, and give it a
 //! case in `op/tests.rs`. Planning, partitioning, text form and JSON follow from the trait.
 
+mod bits;
 mod broadcast;
 mod concatenate;
+mod cumulative;
 mod dot;
 mod elementwise;
 mod gather;
@@ -12,15 +14,20 @@ mod leaf;
 mod pad;
 mod reduce;
 mod reshape;
+mod reverse;
+mod scatter;
 mod slice;
+mod sort;
 mod spmd;
 mod transpose;
 
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use bits::{BitcastConvert, ReducePrecision, Threefry, ThreefryWord};
 pub use broadcast::BroadcastInDim;
 pub use concatenate::Concatenate;
+pub use cumulative::Cumulative;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
@@ -28,7 +35,10 @@ pub use leaf::{Input, Iota, Parameter};
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
 pub use reshape::Reshape;
+pub use reverse::Reverse;
+pub use scatter::{Combine, Scatter};
 pub use slice::Slice;
+pub use sort::ArgSort;
 pub use spmd::AxisIndex;
 pub use transpose::Transpose;
 
@@ -37,7 +47,7 @@ use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
 use crate::mesh::{AxisId, Mesh};
 use crate::reshard::Collective;
-use crate::rule::ShardingRule;
+use crate::rule::{FactorKind, ShardingRule};
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -134,16 +144,23 @@ pub enum Op {
     Compare(Compare),
     Select(Select),
     Convert(Convert),
+    BitcastConvert(BitcastConvert),
+    ReducePrecision(ReducePrecision),
+    Threefry(Threefry),
     BroadcastInDim(BroadcastInDim),
     Reshape(Reshape),
     Transpose(Transpose),
+    Reverse(Reverse),
     Slice(Slice),
     Concatenate(Concatenate),
     Pad(Pad),
     Reduce(Reduce),
+    Cumulative(Cumulative),
+    ArgSort(ArgSort),
     DotGeneral(DotGeneral),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    Scatter(Scatter),
     Collective(spmd::CollectiveOp),
     AxisIndex(AxisIndex),
 }
@@ -160,16 +177,23 @@ impl Op {
             Op::Compare(op) => op,
             Op::Select(op) => op,
             Op::Convert(op) => op,
+            Op::BitcastConvert(op) => op,
+            Op::ReducePrecision(op) => op,
+            Op::Threefry(op) => op,
             Op::BroadcastInDim(op) => op,
             Op::Reshape(op) => op,
             Op::Transpose(op) => op,
+            Op::Reverse(op) => op,
             Op::Slice(op) => op,
             Op::Concatenate(op) => op,
             Op::Pad(op) => op,
             Op::Reduce(op) => op,
+            Op::Cumulative(op) => op,
+            Op::ArgSort(op) => op,
             Op::DotGeneral(op) => op,
             Op::Gather(op) => op,
             Op::ScatterAdd(op) => op,
+            Op::Scatter(op) => op,
             Op::Collective(op) => op,
             Op::AxisIndex(op) => op,
         }
@@ -192,16 +216,23 @@ impl Op {
             Op::Compare(_) => "compare",
             Op::Select(_) => "select",
             Op::Convert(_) => "convert",
+            Op::BitcastConvert(_) => "bitcast_convert",
+            Op::ReducePrecision(_) => "reduce_precision",
+            Op::Threefry(_) => "threefry",
             Op::BroadcastInDim(_) => "broadcast_in_dim",
             Op::Reshape(_) => "reshape",
             Op::Transpose(_) => "transpose",
+            Op::Reverse(_) => "reverse",
             Op::Slice(_) => "slice",
             Op::Concatenate(_) => "concatenate",
             Op::Pad(_) => "pad",
             Op::Reduce(_) => "reduce",
+            Op::Cumulative(_) => "cumulative",
+            Op::ArgSort(_) => "arg_sort",
             Op::DotGeneral(_) => "dot_general",
             Op::Gather(_) => "gather",
             Op::ScatterAdd(_) => "scatter_add",
+            Op::Scatter(_) => "scatter",
             Op::Collective(op) => op.collective.name(),
             Op::AxisIndex(_) => "axis_index",
         }
@@ -214,7 +245,16 @@ impl Op {
 
     /// One result element from the operands' elements at the same index, nothing else.
     pub fn is_elementwise(&self) -> bool {
-        matches!(self, Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_))
+        matches!(
+            self,
+            Op::Unary(_)
+                | Op::Binary(_)
+                | Op::Compare(_)
+                | Op::Select(_)
+                | Op::Convert(_)
+                | Op::ReducePrecision(_)
+                | Op::Threefry(_)
+        )
     }
 }
 
@@ -259,4 +299,25 @@ fn expect_dims(dims: &[usize], rank: usize) -> Result<(), ShapeError> {
         }
     }
     Ok(())
+}
+
+/// Calls `visit` with the row-major positions of each line of elements along `dim`.
+fn for_each_line(shape: &[u64], dim: usize, mut visit: impl FnMut(&[usize])) {
+    let strides = crate::types::strides(shape);
+    let mut starts = shape.to_vec();
+    starts[dim] = shape[dim].min(1);
+    crate::tensor::for_each_index(&starts, |index| {
+        let start: u64 = index.iter().zip(&strides).map(|(i, s)| i * s).sum();
+        let line: Vec<usize> = (0..shape[dim]).map(|i| (start + i * strides[dim]) as usize).collect();
+        visit(&line);
+    });
+}
+
+/// The rule of an op that needs each of `dims` whole and treats everything else elementwise.
+fn rule_along(shape: &[u64], num_operands: usize, dims: &[usize], linear: Vec<Vec<u8>>) -> ShardingRule {
+    let mut rule = ShardingRule::elementwise(shape, num_operands, linear);
+    for &d in dims {
+        rule.factors[d].kind = FactorKind::Whole;
+    }
+    rule
 }

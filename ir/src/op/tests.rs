@@ -39,11 +39,18 @@ fn variant(op: &Op) -> usize {
         Op::Gather(_) => 17,
         Op::ScatterAdd(_) => 18,
         Op::Collective(_) => 19,
+        Op::BitcastConvert(_) => 20,
+        Op::ReducePrecision(_) => 21,
+        Op::Threefry(_) => 22,
+        Op::Reverse(_) => 23,
+        Op::Cumulative(_) => 24,
+        Op::ArgSort(_) => 25,
+        Op::Scatter(_) => 26,
         Op::AxisIndex(_) => NUM_VARIANTS - 1,
     }
 }
 
-const NUM_VARIANTS: usize = 21;
+const NUM_VARIANTS: usize = 28;
 
 #[test]
 fn every_op_has_a_case() {
@@ -60,6 +67,12 @@ fn every_op_has_a_case() {
     for reducer in Reducer::ALL {
         let used = |c: &Case| matches!(&c.op, Op::Reduce(r) if r.reducer == reducer);
         assert!(cases.iter().any(used), "no case for a reduction by '{}'", reducer.name());
+        let used = |c: &Case| matches!(&c.op, Op::Cumulative(r) if r.reducer == reducer);
+        assert!(cases.iter().any(used), "no case for a cumulative '{}'", reducer.name());
+    }
+    for combine in Combine::ALL {
+        let used = |c: &Case| matches!(&c.op, Op::Scatter(s) if s.combine == combine);
+        assert!(cases.iter().any(used), "no case for a scatter with '{}'", combine.name());
     }
     let collectives: BTreeSet<&str> =
         cases.iter().filter(|c| matches!(c.op, Op::Collective(_))).map(|c| c.op.name()).collect();
@@ -75,15 +88,15 @@ fn lists_of_all_functions_are_complete() {
         Unary::LogPlusOne | Unary::Logistic | Unary::Tanh | Unary::Sqrt | Unary::Rsqrt => op as usize,
         Unary::Cbrt | Unary::Sine | Unary::Cosine | Unary::Tan | Unary::Erf | Unary::Erfc => op as usize,
         Unary::Abs | Unary::Sign | Unary::Floor | Unary::Ceil | Unary::RoundNearestEven => op as usize,
-        Unary::RoundNearestAfz | Unary::Not => op as usize,
-        Unary::IsFinite => Unary::ALL.len() - 1,
+        Unary::RoundNearestAfz | Unary::Not | Unary::IsFinite | Unary::PopulationCount => op as usize,
+        Unary::CountLeadingZeros => Unary::ALL.len() - 1,
     });
     assert_eq!(last_unary.to_vec(), (0..Unary::ALL.len()).collect::<Vec<_>>());
     let last_binary = Binary::ALL.map(|op| match op {
         Binary::Add | Binary::Subtract | Binary::Multiply | Binary::Divide | Binary::Maximum => op as usize,
         Binary::Minimum | Binary::Power | Binary::Remainder | Binary::Atan2 | Binary::And => op as usize,
-        Binary::Or => op as usize,
-        Binary::Xor => Binary::ALL.len() - 1,
+        Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRightLogical => op as usize,
+        Binary::ShiftRightArithmetic => Binary::ALL.len() - 1,
     });
     assert_eq!(last_binary.to_vec(), (0..Binary::ALL.len()).collect::<Vec<_>>());
     let last_reducer = Reducer::ALL.map(|op| match op {
@@ -91,6 +104,16 @@ fn lists_of_all_functions_are_complete() {
         Reducer::Or => Reducer::ALL.len() - 1,
     });
     assert_eq!(last_reducer.to_vec(), (0..Reducer::ALL.len()).collect::<Vec<_>>());
+    let last_combine = Combine::ALL.map(|op| match op {
+        Combine::Replace | Combine::Multiply | Combine::Minimum => op as usize,
+        Combine::Maximum => Combine::ALL.len() - 1,
+    });
+    assert_eq!(last_combine.to_vec(), (0..Combine::ALL.len()).collect::<Vec<_>>());
+    let last_word = ThreefryWord::ALL.map(|op| match op {
+        ThreefryWord::First | ThreefryWord::Second => op as usize,
+        ThreefryWord::Xor => ThreefryWord::ALL.len() - 1,
+    });
+    assert_eq!(last_word.to_vec(), (0..ThreefryWord::ALL.len()).collect::<Vec<_>>());
 }
 
 #[test]

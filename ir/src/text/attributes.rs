@@ -7,8 +7,9 @@ use crate::dtype::DType;
 use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
-    AxisIndex, Binary, BroadcastInDim, Compare, Concatenate, Convert, Direction, DotGeneral, Gather, GatherDims, Input,
-    Iota, Op, OutOfBounds, Pad, Parameter, Reduce, Reducer, Reshape, ScatterAdd, Select, Slice, Transpose, Unary,
+    ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Cumulative,
+    Direction, DotGeneral, Gather, GatherDims, Input, Iota, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision,
+    Reducer, Reshape, Reverse, Scatter, ScatterAdd, Select, Slice, Threefry, ThreefryWord, Transpose, Unary,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -37,7 +38,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 24] = [
+const OTHERS: [&str; 31] = [
     "parameter",
     "input",
     "constant",
@@ -45,16 +46,23 @@ const OTHERS: [&str; 24] = [
     "compare",
     "select",
     "convert",
+    "bitcast_convert",
+    "reduce_precision",
+    "threefry",
     "broadcast_in_dim",
     "reshape",
     "transpose",
+    "reverse",
     "slice",
     "concatenate",
     "pad",
     "reduce",
+    "cumulative",
+    "arg_sort",
     "dot_general",
     "gather",
     "scatter_add",
+    "scatter",
     "axis_index",
     "all_reduce",
     "reduce_scatter",
@@ -127,9 +135,15 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         Op::Unary(_) | Op::Binary(_) | Op::Select(Select {}) => Vec::new(),
         Op::Compare(op) => vec![("direction", word(direction_name(op.direction)))],
         Op::Convert(op) => dtype_unless_typed(op.dtype),
+        Op::BitcastConvert(op) => dtype_unless_typed(op.dtype),
+        Op::ReducePrecision(op) => {
+            vec![("exponent_bits", op.exponent_bits.into()), ("mantissa_bits", op.mantissa_bits.into())]
+        }
+        Op::Threefry(op) => vec![("word", word(op.word.name()))],
         Op::BroadcastInDim(op) => [shape_unless_typed(&op.shape), vec![("dims", list(&op.dims))]].concat(),
         Op::Reshape(op) => shape_unless_typed(&op.shape),
         Op::Transpose(op) => vec![("permutation", list(&op.permutation))],
+        Op::Reverse(op) => vec![("dims", list(&op.dims))],
         Op::Slice(op) => {
             let mut all = vec![("start", list(&op.start)), ("limit", list(&op.limit))];
             if op.stride.len() != op.start.len() || op.stride.iter().any(|&s| s != 1) {
@@ -146,6 +160,14 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
             all
         }
         Op::Reduce(op) => vec![("reducer", word(op.reducer.name())), ("dims", list(&op.dims))],
+        Op::Cumulative(op) => {
+            let mut all = vec![("reducer", word(op.reducer.name())), ("dim", op.dim.into())];
+            if op.reverse {
+                all.push(("reverse", true.into()));
+            }
+            all
+        }
+        Op::ArgSort(op) => vec![("dim", op.dim.into()), ("descending", list(&op.descending))],
         Op::DotGeneral(op) => {
             let all = [
                 ("lhs_batch", &op.lhs_batch),
@@ -163,6 +185,7 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
             [gather_dims(&op.dims), vec![("out_of_bounds", word(mode))]].concat()
         }
         Op::ScatterAdd(op) => [gather_dims(&op.dims), shape_unless_typed(&op.shape)].concat(),
+        Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
         Op::AxisIndex(op) => {
             [vec![("axes", axes(&op.axes)), ("mesh", mesh(&op.mesh))], dtype_unless_typed(op.dtype)].concat()
@@ -265,9 +288,20 @@ pub(crate) fn op_from(
         "compare" => Op::Compare(Compare { direction: f.direction()? }),
         "select" => Op::Select(Select {}),
         "convert" => Op::Convert(Convert { dtype: f.dtype(ty)? }),
+        "bitcast_convert" => Op::BitcastConvert(BitcastConvert { dtype: f.dtype(ty)? }),
+        "reduce_precision" => Op::ReducePrecision(ReducePrecision {
+            exponent_bits: f.number("exponent_bits")?,
+            mantissa_bits: f.number("mantissa_bits")?,
+        }),
+        "threefry" => {
+            let find = |text: &str| ThreefryWord::ALL.into_iter().find(|w| w.name() == text);
+            let word = find(&f.text("word")?);
+            Op::Threefry(Threefry { word: word.ok_or_else(|| expected("word", "\"first\", \"second\" or \"xor\""))? })
+        }
         "broadcast_in_dim" => Op::BroadcastInDim(BroadcastInDim { dims: f.dims("dims")?, shape: f.shape(ty)? }),
         "reshape" => Op::Reshape(Reshape { shape: f.shape(ty)? }),
         "transpose" => Op::Transpose(Transpose { permutation: f.dims("permutation")? }),
+        "reverse" => Op::Reverse(Reverse { dims: f.dims("dims")? }),
         "slice" => {
             let start = f.sizes("start")?;
             let stride = f.sizes_or("stride", || vec![1; start.len()])?;
@@ -280,6 +314,15 @@ pub(crate) fn op_from(
             Op::Pad(Pad { high: f.integers("high")?, low, interior })
         }
         "reduce" => Op::Reduce(Reduce { reducer: f.reducer()?, dims: f.dims("dims")? }),
+        "cumulative" => {
+            let (reducer, dim) = (f.reducer()?, f.size("dim")?);
+            Op::Cumulative(Cumulative { reducer, dim, reverse: f.flag("reverse")? })
+        }
+        "arg_sort" => {
+            let (dim, descending) = (f.size("dim")?, f.required("descending")?);
+            let descending = Fields::items(descending, "descending", "true or false", Value::as_bool)?;
+            Op::ArgSort(ArgSort { dim, descending })
+        }
         "dot_general" => Op::DotGeneral(DotGeneral {
             lhs_batch: f.dims_or_none("lhs_batch")?,
             rhs_batch: f.dims_or_none("rhs_batch")?,
@@ -296,6 +339,13 @@ pub(crate) fn op_from(
             Op::Gather(Gather { dims: f.gather_dims()?, out_of_bounds })
         }
         "scatter_add" => Op::ScatterAdd(ScatterAdd { dims: f.gather_dims()?, shape: f.shape(ty)? }),
+        "scatter" => {
+            let find = |text: &str| Combine::ALL.into_iter().find(|c| c.name() == text);
+            let combine = find(&f.text("combine")?);
+            let words = "\"replace\", \"multiply\", \"minimum\" or \"maximum\"";
+            let combine = combine.ok_or_else(|| expected("combine", words))?;
+            Op::Scatter(Scatter { dims: f.gather_dims()?, combine })
+        }
         "axis_index" => Op::AxisIndex(AxisIndex { axes: f.axes()?, mesh: f.mesh()?, dtype: f.dtype(ty)? }),
         "constant" => {
             let ty = typed()?;
@@ -370,6 +420,11 @@ impl<'a> Fields<'a> {
         let items = value.as_array().ok_or_else(|| expected(key, "a list"))?;
         let item = |(i, v): (usize, &Value)| read(v).ok_or_else(|| expected(format!("{key}[{i}]"), what));
         items.iter().enumerate().map(item).collect()
+    }
+
+    /// `true` or `false`; false where it is not given.
+    fn flag(&mut self, key: &'static str) -> Result<bool, AttributeError> {
+        self.optional(key).map_or(Ok(false), |v| v.as_bool().ok_or_else(|| expected(key, "true or false")))
     }
 
     fn dims(&mut self, key: &'static str) -> Result<Vec<usize>, AttributeError> {

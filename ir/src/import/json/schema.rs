@@ -27,6 +27,7 @@ pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Ve
             "type" => fail(match rule.as_str() {
                 Some("object") => value.is_object(),
                 Some("array") => value.is_array(),
+                Some("boolean") => value.is_boolean(),
                 Some("string") => value.is_string(),
                 Some("number") => value.is_number(),
                 Some("integer") => value.is_i64() || value.is_u64(),

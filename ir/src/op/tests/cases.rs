@@ -79,14 +79,27 @@ macro_rules! into_op {
 into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select, Convert => Convert,
     BroadcastInDim => BroadcastInDim, Reshape => Reshape, Transpose => Transpose, Slice => Slice, Pad => Pad,
     Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
-    ScatterAdd => ScatterAdd, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
+    ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
+    Threefry => Threefry, Reverse => Reverse, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
     AxisIndex => AxisIndex);
 
 pub(crate) fn cases() -> Vec<Case> {
-    [leaves(), elementwise(), shapes(), reductions(), dots(), gathers(), scatters(), local_ops()]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        leaves(),
+        elementwise(),
+        bits(),
+        shapes(),
+        reductions(),
+        scans(),
+        sorts(),
+        dots(),
+        gathers(),
+        scatters(),
+        local_ops(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn leaves() -> Vec<Case> {
@@ -116,6 +129,9 @@ fn elementwise() -> Vec<Case> {
             case(op, operand, &result)
         };
         all.extend(match op {
+            Unary::PopulationCount | Unary::CountLeadingZeros => {
+                vec![of("i32[6,2]").integers(-9, 300), of("u8[4]").integers(0, 255), of("i8[6]"), of("u64[4]")]
+            }
             Unary::Not => vec![of("bool[4,6]"), of("i32[6,2]"), of("u8[4]"), of("u64[4]"), of("bool[]")],
             Unary::Negate => vec![of("f32[4,6]"), of("i32[6]"), of("u8[6]"), of("f32[]")],
             Unary::Abs | Unary::Sign => vec![of("f32[4,6]"), of("i32[6]"), of("f32[5,3]")],
@@ -130,6 +146,13 @@ fn elementwise() -> Vec<Case> {
         let of = |operand: &str| case(op, &format!("{operand} {operand}"), operand);
         all.extend(match op {
             Binary::And | Binary::Or | Binary::Xor => vec![of("bool[4,6]"), of("i32[6,4]"), of("u64[6]")],
+            Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => vec![
+                of("i32[4,6]").integers(-40, 40),
+                of("u32[6]").integers(0, 40),
+                of("i8[12]").integers(-9, 10),
+                of("u8[8]").integers(0, 12),
+                of("i64[6]").integers(-70, 70),
+            ],
             Binary::Add | Binary::Multiply | Binary::Maximum | Binary::Minimum => {
                 vec![of("f32[4,6]"), of("i32[6]"), of("bool[6]"), of("u8[4]"), of("f32[]"), of("f32[5,3,2,2]")]
             }
@@ -158,7 +181,33 @@ fn elementwise() -> Vec<Case> {
     all
 }
 
+fn bits() -> Vec<Case> {
+    let cast = |from: &str, to: &str| case(BitcastConvert { dtype: ty(to).dtype }, from, to).integers(-200, 256);
+    let reduce =
+        |exponent_bits, mantissa_bits, of: &str| case(ReducePrecision { exponent_bits, mantissa_bits }, of, of);
+    let mut all = vec![
+        cast("f32[4,6]", "u32[4,6]"),
+        cast("u32[6]", "i32[6]"),
+        cast("f32[4,6]", "u8[4,6,4]"),
+        cast("bf16[6]", "i16[6]"),
+        cast("u8[4,6,4]", "i32[4,6]"),
+        cast("u16[2]", "f32[]"),
+        cast("i64[6]", "u32[6,2]"),
+        cast("f32[]", "u16[2]"),
+        reduce(11, 52, "f64[4,6]"),
+        reduce(8, 23, "f32[6]"),
+        reduce(5, 10, "f32[4,6]"),
+        reduce(4, 0, "bf16[6]"),
+    ];
+    for word in ThreefryWord::ALL {
+        let words = |shape: &str| case(Threefry { word }, &format!("{shape} {shape} {shape} {shape}"), shape);
+        all.extend([words("u32[4,6]").integers(0, 1 << 32), words("u32[]").integers(0, 9)]);
+    }
+    all
+}
+
 fn shapes() -> Vec<Case> {
+    let reverse = |of: &str, dims: &[usize]| case(Reverse { dims: dims.to_vec() }, of, of);
     let broadcast = |from: &str, dims: &[usize], to: &str| {
         case(BroadcastInDim { shape: ty(to).shape, dims: dims.to_vec() }, from, to)
     };
@@ -197,6 +246,12 @@ fn shapes() -> Vec<Case> {
         transpose("f32[2,3,4,6]", &[2, 0, 3, 1], "f32[4,2,6,3]"),
         transpose("bool[3,2,4]", &[2, 1, 0], "bool[4,2,3]"),
         transpose("f32[]", &[], "f32[]"),
+        reverse("f32[4,6]", &[1]),
+        reverse("f32[4,6,2]", &[2, 0]),
+        reverse("i32[6]", &[0]),
+        reverse("bool[2,3]", &[0, 1]),
+        reverse("f32[4,0]", &[1]),
+        reverse("f32[]", &[]),
         slice("f32[12,4]", &[4, 0], &[8, 4], &[1, 1], "f32[4,4]"),
         slice("f32[18]", &[12], &[18], &[1], "f32[6]"),
         slice("f32[8]", &[1], &[7], &[1], "f32[6]"),
@@ -248,6 +303,42 @@ fn reductions() -> Vec<Case> {
         all.push(reduce(reducer, &[0], "u64[6,2]", "u64[2]"));
     }
     all
+}
+
+fn scans() -> Vec<Case> {
+    let mut all = Vec::new();
+    for reverse in [false, true] {
+        let scan = |reducer, dim, of: &str| case(Cumulative { reducer, dim, reverse }, of, of);
+        for reducer in [Reducer::Sum, Reducer::Product, Reducer::Max, Reducer::Min] {
+            all.extend([
+                scan(reducer, 1, "f32[4,6]").reals(0.3, 2.0),
+                scan(reducer, 0, "f32[6,2,3]"),
+                scan(reducer, 0, "i32[12]"),
+                scan(reducer, 1, "u8[2,12]").integers(0, 200),
+                scan(reducer, 1, "bool[4,6]"),
+                scan(reducer, 1, "f32[4,0]"),
+                scan(reducer, 1, "f32[4,1,3]"),
+            ]);
+        }
+        for reducer in [Reducer::And, Reducer::Or] {
+            all.extend([scan(reducer, 0, "bool[4,6]"), scan(reducer, 1, "i32[4,6]"), scan(reducer, 0, "u64[6]")]);
+        }
+    }
+    all
+}
+
+fn sorts() -> Vec<Case> {
+    let sort = |dim, descending: &[bool], keys: &str, to: &str| {
+        case(ArgSort { dim, descending: descending.to_vec() }, keys, to)
+    };
+    vec![
+        sort(1, &[false], "f32[4,6]", "i32[4,6]"),
+        sort(0, &[true], "f32[6,2,3]", "i32[6,2,3]"),
+        sort(0, &[true], "i32[12]", "i32[12]"),
+        sort(1, &[false, true], "bool[2,12] i8[2,12]", "i32[2,12]"),
+        sort(1, &[true, false, false], "u8[4,6] bool[4,6] f32[4,6]", "i32[4,6]"),
+        sort(1, &[false], "f32[4,0]", "i32[4,0]"),
+    ]
 }
 
 fn dots() -> Vec<Case> {
@@ -346,7 +437,14 @@ fn scatters() -> Vec<Case> {
         let op = ScatterAdd { dims, shape: ty(table).shape };
         case(op, &format!("{indices} {values}"), table).integers(range.0, range.1)
     };
-    lookups().into_iter().map(scatter).collect()
+    let mut all: Vec<Case> = lookups().into_iter().map(scatter).collect();
+    for combine in Combine::ALL {
+        all.extend(lookups().into_iter().map(|(dims, table, indices, values, range)| {
+            let operands = format!("{table} {indices} {values}");
+            case(Scatter { dims, combine }, &operands, table).integers(range.0, range.1)
+        }));
+    }
+    all
 }
 
 /// Ops of local graphs.

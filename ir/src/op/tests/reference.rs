@@ -31,6 +31,9 @@ fn stablehlo(op: &Op) -> String {
     match op.name() {
         "parameter" | "input" => "function argument".to_string(),
         "scatter_add" => "`stablehlo.scatter` (add)".to_string(),
+        "threefry" => "`@threefry2x32` of JAX".to_string(),
+        "arg_sort" => "`stablehlo.sort`".to_string(),
+        "cumulative" => "`stablehlo.reduce_window`".to_string(),
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
@@ -53,6 +56,7 @@ fn dtypes(case: &Case) -> String {
             Op::Input(p) => Op::Input(Input { ty: replace(&p.ty), ..p.clone() }),
             Op::Iota(p) => Op::Iota(Iota { ty: replace(&p.ty), ..p.clone() }),
             Op::Constant(p) => Op::Constant(Literal { ty: replace(&p.ty), ..p.clone() }),
+            Op::BitcastConvert(_) => Op::BitcastConvert(BitcastConvert { dtype }),
             Op::AxisIndex(p) => Op::AxisIndex(AxisIndex { dtype, ..p.clone() }),
             op => op.clone(),
         };
@@ -67,14 +71,15 @@ fn dtypes(case: &Case) -> String {
     ];
     let mut found = Vec::new();
     for (name, is_kind) in kinds {
-        let of_kind: Vec<bool> = DType::ALL.into_iter().filter(|&d| is_kind(d)).map(defined).collect();
-        assert!(of_kind.iter().all(|&d| d == of_kind[0]), "{} differs among {name} types", case.op.name());
-        if of_kind[0] {
-            found.push(name);
+        let (some, others): (Vec<DType>, Vec<DType>) =
+            DType::ALL.into_iter().filter(|&d| is_kind(d)).partition(|&d| defined(d));
+        match others.as_slice() {
+            [] => found.push(name),
+            _ => found.extend(some.iter().map(|d| d.name())),
         }
     }
     match found.len() {
-        4 => "all".to_string(),
+        4 if found == kinds.map(|k| k.0) => "all".to_string(),
         _ => found.join(", "),
     }
 }
@@ -153,9 +158,11 @@ fn page() -> String {
     page.push_str("| --- | --- | --- | --- | --- | --- | --- |\n");
     let mut done = BTreeSet::new();
     for case in cases() {
-        // Reductions differ by reducer, all other ops have one row: their first case.
+        // Where rules differ by an attribute each of its values has a row, otherwise the op's first case.
         let name = match &case.op {
             Op::Reduce(r) => format!("`reduce` {}", r.reducer.name()),
+            Op::Cumulative(r) => format!("`cumulative` {}", r.reducer.name()),
+            Op::Scatter(s) => format!("`scatter` {}", s.combine.name()),
             op => format!("`{}`", op.name()),
         };
         if !done.insert(name.clone()) {

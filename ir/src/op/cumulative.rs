@@ -1,0 +1,98 @@
+//! Cumulative: running sums, products and extrema along a dimension.
+
+use super::*;
+
+/// Element `i` of the result combines elements `0..=i` of the operand along `dim`, or with `reverse` elements `i..`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cumulative {
+    pub reducer: Reducer,
+    pub dim: usize,
+    pub reverse: bool,
+}
+
+impl Operator for Cumulative {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 1)?;
+        expect_dims(&[self.dim], operands[0].rank())?;
+        let dtype = operands[0].dtype;
+        if matches!(self.reducer, Reducer::And | Reducer::Or) && dtype.is_float() {
+            return Err(ShapeError::DType { dtype });
+        }
+        Ok(operands[0].clone())
+    }
+
+    fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let linear = if self.reducer == Reducer::Sum { vec![vec![0]] } else { Vec::new() };
+        rule_along(&result.shape, 1, &[self.dim], linear)
+    }
+
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::Cumulative(*self)
+    }
+
+    /// The cotangent of a running extremum goes to the element that it was taken from, of equal ones the latest. That
+    /// of a running product divides by the element, as that of a product does.
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let (x, y, g) = (cx.operands[0], cx.result, cx.cotangent);
+        let graph = &mut *cx.graph;
+        let back = Op::Cumulative(Cumulative { reducer: Reducer::Sum, reverse: !self.reverse, ..*self });
+        let dx = match self.reducer {
+            _ if graph.ty(x).elements() == 0 => g,
+            Reducer::Sum => graph.emit(back, &[g]),
+            Reducer::Product => {
+                let scaled = graph.mul(g, y);
+                let total = graph.emit(back, &[scaled]);
+                graph.div(total, x)
+            }
+            Reducer::Max | Reducer::Min => {
+                let taken = self.taken_from(graph, x, y);
+                let shape = graph.shape(x).to_vec();
+                let others: Vec<usize> = (0..shape.len()).filter(|&d| d != self.dim).collect();
+                let dims = GatherDims {
+                    offset_dims: Vec::new(),
+                    collapsed_slice_dims: vec![self.dim],
+                    operand_batching_dims: others.clone(),
+                    indices_batching_dims: others,
+                    start_index_map: vec![self.dim],
+                    index_vector_dim: shape.len(),
+                    slice_sizes: vec![1; shape.len()],
+                };
+                graph.emit(Op::ScatterAdd(ScatterAdd { dims, shape }), &[taken, g])
+            }
+            Reducer::And | Reducer::Or => return vec![None],
+        };
+        vec![Some(dx)]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let combine = self.reducer.combine();
+        let mut all = operands[0].clone();
+        for_each_line(&result.shape, self.dim, |line| {
+            let mut step = |from: usize, to: usize| {
+                all.data[to] = combine.apply(all.data[from], all.data[to], result.dtype);
+            };
+            match self.reverse {
+                false => line.windows(2).for_each(|w| step(w[0], w[1])),
+                true => line.windows(2).rev().for_each(|w| step(w[1], w[0])),
+            }
+        });
+        all
+    }
+}
+
+impl Cumulative {
+    /// For each element of a running extremum `y` of `x` the position along the dimension that it was taken from: the
+    /// latest one so far where the extremum was as great as the element itself.
+    fn taken_from(&self, graph: &mut Graph, x: ValueId, y: ValueId) -> ValueId {
+        let ty = graph.ty(x).with_dtype(DType::I32);
+        let (latest, never) = match self.reverse {
+            false => (Reducer::Max, 0.0),
+            true => (Reducer::Min, ty.shape[self.dim] as f64 - 1.0),
+        };
+        let here = graph.compare(Direction::Eq, x, y);
+        let position = graph.emit(Op::Iota(Iota { ty, dim: self.dim }), &[]);
+        let never = graph.splat_like(position, never);
+        let candidates = graph.select(here, position, never);
+        graph.emit(Op::Cumulative(Cumulative { reducer: latest, ..*self }), &[candidates])
+    }
+}

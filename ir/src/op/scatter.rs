@@ -1,0 +1,197 @@
+//! Scatter: writes updates into a tensor at indexed places, or combines them with what is there.
+//!
+//! Adding is not among the ways to combine: that is the tensor plus a [`ScatterAdd`], which starts from zeros and so
+//! may be a partial sum.
+
+use super::*;
+use crate::rule::FactorKind;
+
+/// How an update and the element at its place make one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Combine {
+    /// The update is kept; of several at one place the last in row-major order.
+    Replace,
+    Multiply,
+    Minimum,
+    Maximum,
+}
+
+impl Combine {
+    pub const ALL: [Combine; 4] = [Combine::Replace, Combine::Multiply, Combine::Minimum, Combine::Maximum];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Combine::Replace => "replace",
+            Combine::Multiply => "multiply",
+            Combine::Minimum => "minimum",
+            Combine::Maximum => "maximum",
+        }
+    }
+
+    /// The elementwise op of the element and the update; none where the update replaces it.
+    pub fn binary(self) -> Option<Binary> {
+        match self {
+            Combine::Replace => None,
+            Combine::Multiply => Some(Binary::Multiply),
+            Combine::Minimum => Some(Binary::Minimum),
+            Combine::Maximum => Some(Binary::Maximum),
+        }
+    }
+}
+
+/// `scatter(operand, indices, updates)`: dimensions are described as those of [`ScatterAdd`], and updates whose slice
+/// does not lie inside are dropped.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Scatter {
+    #[serde(flatten)]
+    pub dims: GatherDims,
+    pub combine: Combine,
+}
+
+impl Scatter {
+    /// What splitting the updates means. An extremum may be taken of parts, each starting from the operand; a product
+    /// would count the operand once for each, and which update is last takes all of them.
+    fn kind_of_updates(&self) -> FactorKind {
+        match self.combine {
+            Combine::Replace | Combine::Multiply => FactorKind::Whole,
+            Combine::Minimum => FactorKind::Reduction(Reducer::Min),
+            Combine::Maximum => FactorKind::Reduction(Reducer::Max),
+        }
+    }
+
+    fn gather(&self, graph: &mut Graph, from: ValueId, indices: ValueId) -> ValueId {
+        let gather = Gather { dims: self.dims.clone(), out_of_bounds: OutOfBounds::Zero };
+        graph.emit(Op::Gather(gather), &[from, indices])
+    }
+
+    /// Which updates are in the result: those that come back when each writes its number.
+    fn kept(&self, graph: &mut Graph, operand: ValueId, indices: ValueId, updates: ValueId) -> ValueId {
+        let shape = graph.shape(updates).to_vec();
+        let count = graph.ty(updates).elements();
+        let dtype = if count <= i32::MAX as u64 { DType::I32 } else { DType::I64 };
+        let numbers = graph.emit(Op::Iota(Iota { ty: TensorType::new(dtype, [count]), dim: 0 }), &[]);
+        let numbers = graph.reshape(numbers, &shape);
+        let none = Literal::splat(graph.ty(operand).with_dtype(dtype), -1.0);
+        let none = graph.constant(none);
+        let replace = Scatter { combine: Combine::Replace, ..self.clone() };
+        let written = graph.emit(Op::Scatter(replace), &[none, indices, numbers]);
+        let found = self.gather(graph, written, indices);
+        graph.compare(Direction::Eq, found, numbers)
+    }
+}
+
+impl Operator for Scatter {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        expect_operands(operands, 3)?;
+        if !operands[1].dtype.is_integer() {
+            return Err(ShapeError::DType { dtype: operands[1].dtype });
+        }
+        if operands[0].dtype != operands[2].dtype {
+            return Err(ShapeError::DTypesDiffer { left: operands[0].dtype, right: operands[2].dtype });
+        }
+        let updates = self.dims.check(&operands[0].shape, &operands[1].shape)?;
+        if updates != operands[2].shape {
+            return Err(ShapeError::ShapesDiffer { left: updates, right: operands[2].shape.clone() });
+        }
+        Ok(operands[0].clone())
+    }
+
+    fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
+        let kind = Some(self.kind_of_updates());
+        let parts = self.dims.rule(&operands[0].shape, &operands[1].shape, operands[2].rank(), kind);
+        let linear = match self.combine {
+            _ if !result.dtype.is_float() => Vec::new(),
+            Combine::Replace => vec![vec![0, 2]],
+            Combine::Multiply => vec![vec![0]],
+            Combine::Minimum | Combine::Maximum => Vec::new(),
+        };
+        let operands = vec![parts.operand.clone(), parts.indices, parts.result];
+        ShardingRule { operands, result: parts.operand, linear, ..parts.rule }
+    }
+
+    fn resized(&self, operands: &[&[u64]], _: &[u64]) -> Op {
+        Op::Scatter(Scatter { dims: self.dims.resized(operands[2]), combine: self.combine })
+    }
+
+    fn local(&self, cx: &mut Local<'_>) -> ValueId {
+        let [table, indices, updates] = [0, 1, 2].map(|i| cx.operand_types[i].shape.clone());
+        let parts = self.dims.rule(&table, &indices, updates.len(), Some(self.kind_of_updates()));
+        let mut operands = cx.operands.clone();
+        operands[1] = parts.local_indices(cx, operands[1], &table, false);
+        let dims = self.dims.resized(cx.graph.shape(operands[2]));
+        cx.graph.emit(Op::Scatter(Scatter { dims, combine: self.combine }), &operands)
+    }
+
+    /// An update that is dropped, or replaced by a later one, has no part in the result and gets zero. Equal extrema
+    /// share the cotangent, as in JAX; the cotangents of a product divide by an update, as those of a product do.
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        let [x, indices, updates] = [0, 1, 2].map(|i| cx.operands[i]);
+        let (y, g, wanted) = (cx.result, cx.cotangent, cx.wanted);
+        let graph = &mut *cx.graph;
+        let (dx, du) = match self.combine {
+            Combine::Replace => {
+                let dx = wanted[0].then(|| {
+                    let zeros = graph.splat_like(updates, 0.0);
+                    graph.emit(Op::Scatter(self.clone()), &[g, indices, zeros])
+                });
+                let du = wanted[2].then(|| {
+                    let kept = self.kept(graph, x, indices, updates);
+                    let there = self.gather(graph, g, indices);
+                    let zeros = graph.splat_like(there, 0.0);
+                    graph.select(kept, there, zeros)
+                });
+                (dx, du)
+            }
+            Combine::Multiply => {
+                let dx = wanted[0].then(|| {
+                    let ones = graph.splat_like(x, 1.0);
+                    let factors = graph.emit(Op::Scatter(self.clone()), &[ones, indices, updates]);
+                    graph.mul(g, factors)
+                });
+                let du = wanted[2].then(|| {
+                    let scaled = graph.mul(g, y);
+                    let there = self.gather(graph, scaled, indices);
+                    graph.div(there, updates)
+                });
+                (dx, du)
+            }
+            Combine::Minimum | Combine::Maximum => {
+                let dtype = graph.ty(x).dtype;
+                let extremum = self.gather(graph, y, indices);
+                let is_update = graph.compare(Direction::Eq, updates, extremum);
+                let is_update = graph.convert(is_update, dtype);
+                let is_operand = graph.compare(Direction::Eq, x, y);
+                let is_operand = graph.convert(is_operand, dtype);
+                let add = ScatterAdd { dims: self.dims.clone(), shape: graph.shape(x).to_vec() };
+                let count = graph.emit(Op::ScatterAdd(add), &[indices, is_update]);
+                let count = graph.add(is_operand, count);
+                let share = graph.div(g, count);
+                let dx = wanted[0].then(|| graph.mul(share, is_operand));
+                let du = wanted[2].then(|| {
+                    let there = self.gather(graph, share, indices);
+                    graph.mul(there, is_update)
+                });
+                (dx, du)
+            }
+        };
+        vec![dx, None, du]
+    }
+
+    fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
+        let mut all = operands[0].clone();
+        let updates = operands[2];
+        self.dims.for_each(operands[1], &result.shape, updates.shape(), false, |index, target| {
+            if let Some(target) = target {
+                let (at, update) = (all.offset(target), updates.at(index));
+                let combined = self.combine.binary().map(|op| op.apply(all.data[at], update, result.dtype));
+                all.data[at] = combined.unwrap_or(update);
+            }
+        });
+        all
+    }
+
+    fn flop(&self, operands: &[&TensorType], _: &TensorType) -> u64 {
+        if self.combine == Combine::Replace { 0 } else { operands[2].elements() }
+    }
+}
