@@ -6,7 +6,7 @@ use crate::collective;
 use crate::{AxisLink, CostModel, TransferPath, catalogue};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 
@@ -133,6 +133,13 @@ impl CostModel for Roofline {
                 let flop = 2.0 * terms * result.elements() as f64;
                 self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)) + self.device.launch_s
             }
+            // A convolution is a matmul over the elements of its windows.
+            Op::Convolution(_) => {
+                let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
+                self.matmul_s(op.flop(operands, result) as f64, read + written, dtype) + self.device.launch_s
+            }
+            // Windows overlap in caches; what memory sees is each element once.
+            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.memory_s(read + written) + self.device.launch_s,
             // The rows taken, not the table that they are taken from.
             Op::Gather(_) => {
                 let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;
@@ -168,6 +175,11 @@ impl CostModel for Roofline {
             Collective::ReduceScatter { .. } => launch_s + collective::reduce_scatter_s(bytes, link),
             Collective::AllGather { .. } => launch_s + collective::all_gather_s(bytes, link),
             Collective::AllToAll { .. } => launch_s + collective::all_to_all_s(bytes, link),
+            // Only the edges are sent, to neighbours, all at once; the block is copied.
+            Collective::Halo { .. } => {
+                let edges = result_bytes.saturating_sub(operand_bytes) as f64;
+                launch_s + link.latency_s + edges / link.bytes_per_s + self.fused_s(2.0 * result_bytes as f64)
+            }
             // The slice is read and written, by the kernel that reads it as often as not.
             Collective::LocalSlice { .. } => self.fused_s(2.0 * result_bytes as f64),
             Collective::KeepFirst { .. } => self.fused_s(2.0 * result_bytes as f64),

@@ -8,7 +8,9 @@
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
-use crate::op::{ArgSort, Binary, Cumulative, Op, Operator, Reducer, Unary};
+use crate::op::{
+    ArgSort, Binary, Cumulative, DotGeneral, Op, Operator, ReduceWindow, Reducer, SelectAndScatter, Unary,
+};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -134,15 +136,25 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
             let rule = &rules[v.index()];
             let node = graph.node(v);
             let mut carries = vec![false; rule.factors.len()];
-            // A dimension that scales does so by its major-most factor that the batch divides.
-            let carrier = |dim: &Vec<u8>| dim.iter().copied().find(|&f| rule.factors[f as usize].size % batch == 0);
+            let size = |f: u8| rule.factors[f as usize].size;
+            // A dimension that scales does so by its major-most factor that the batch divides, or else (samples that
+            // are regrouped: 8 of 64 tokens as 4 groups of 128) by its major-most one.
+            let carrier = |dim: &Vec<u8>| {
+                let whole = dim.iter().copied().find(|&f| size(f) % batch == 0);
+                whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))
+            };
             let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
-            for (value, dims) in tensors() {
-                for (d, dim) in dims.iter().enumerate() {
-                    if scaled[value.index()][d]
-                        && let Some(f) = carrier(dim)
-                    {
-                        carries[f as usize] = true;
+            // What dimensions of one factor say goes before guesses about those of several.
+            for several in [false, true] {
+                for (value, dims) in tensors() {
+                    for (d, dim) in dims.iter().enumerate() {
+                        if scaled[value.index()][d]
+                            && (dim.iter().filter(|&&f| size(f) > 1).count() > 1) == several
+                            && !dim.iter().any(|&f| carries[f as usize])
+                            && let Some(f) = carrier(dim)
+                        {
+                            carries[f as usize] = true;
+                        }
                     }
                 }
             }
@@ -181,8 +193,8 @@ enum Aggregate {
     None,
     /// Each sample separately, along a batch dimension.
     PerSample,
-    /// A sum over all samples, of `count` elements each.
-    Sum { count: u64 },
+    /// A sum over all samples.
+    Sum,
     /// A mean over all samples.
     Mean,
     /// Anything else.
@@ -192,105 +204,156 @@ enum Aggregate {
 /// Marks the constants that count samples, and says what kind of loss the first output is.
 fn normalise(graph: &mut Graph) -> LossKind {
     let mut kinds: Vec<Aggregate> = Vec::with_capacity(graph.len());
+    let mut counts: Vec<Option<u64>> = Vec::with_capacity(graph.len());
     for v in graph.values() {
-        let node = graph.node(v).clone();
-        let of = |i: usize| kinds[node.operands[i].index()];
-        let all: Vec<Aggregate> = (0..node.operands.len()).map(of).collect();
-        let has_batch = node.batch_dims != 0;
-        let kind = match &node.op {
-            _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
-            // Two batch dimensions pair samples with each other; a count along the batch tells them apart.
-            _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
-            Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
-            op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
-                if has_batch {
-                    Aggregate::PerSample
-                } else {
-                    Aggregate::None
-                }
-            }
-            Op::Reduce(r) => {
-                let from = graph.node(node.operands[0]);
-                let reduced: u64 = r.dims.iter().map(|&d| from.ty.shape[d]).product();
-                let over_batch = r.dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
-                match (of(0), over_batch, r.reducer) {
-                    (Aggregate::PerSample, true, Reducer::Sum) if !has_batch => Aggregate::Sum { count: reduced },
-                    (Aggregate::PerSample, true, _) => Aggregate::Mixed,
-                    (Aggregate::Sum { count }, false, Reducer::Sum) => {
-                        Aggregate::Sum { count: count.saturating_mul(reduced) }
-                    }
-                    (kind @ (Aggregate::None | Aggregate::PerSample), false, _) => kind,
-                    (Aggregate::Mean, false, Reducer::Sum) => Aggregate::Mean,
-                    _ => Aggregate::Mixed,
-                }
-            }
-            Op::DotGeneral(dot) => {
-                let from = graph.node(node.operands[0]);
-                let over_batch = dot.lhs_contract.iter().any(|&d| from.batch_dims >> d & 1 == 1);
-                match (over_batch, all.as_slice()) {
-                    (true, _) => Aggregate::Mixed,
-                    (false, [Aggregate::None, Aggregate::None]) => Aggregate::None,
-                    (false, [Aggregate::None | Aggregate::PerSample, Aggregate::None | Aggregate::PerSample]) => {
-                        Aggregate::PerSample
-                    }
-                    (false, _) => Aggregate::Mixed,
-                }
-            }
-            Op::Binary(op @ (Binary::Divide | Binary::Multiply)) => {
-                let (sum, other) = match (of(0), of(1), op) {
-                    (kind @ (Aggregate::Sum { .. } | Aggregate::Mean), Aggregate::None, _) => (Some(kind), 1),
-                    (Aggregate::None, kind @ (Aggregate::Sum { .. } | Aggregate::Mean), Binary::Multiply) => {
-                        (Some(kind), 0)
-                    }
-                    _ => (None, 0),
-                };
-                match sum {
-                    Some(Aggregate::Sum { count }) => {
-                        let divisor =
-                            splat(graph, node.operands[other]).map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
-                        let counts = [count, graph.batch];
-                        let counted =
-                            divisor.is_some_and(|d| counts.iter().any(|&n| (d - n as f64).abs() <= 1e-6 * n as f64));
-                        if counted {
-                            let power = if *op == Binary::Divide { 1 } else { -1 };
-                            scale_constant(graph, v, other, power);
-                            Aggregate::Mean
-                        } else {
-                            Aggregate::Sum { count }
-                        }
-                    }
-                    Some(kind) => kind,
-                    None => elementwise(&all),
-                }
-            }
-            Op::Binary(Binary::Add | Binary::Subtract) => match all.as_slice() {
-                [a, b] if a == b && matches!(a, Aggregate::Sum { .. } | Aggregate::Mean) => *a,
-                [Aggregate::Mean, Aggregate::None] | [Aggregate::None, Aggregate::Mean] => Aggregate::Mean,
-                _ => elementwise(&all),
-            },
-            Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => all[0],
-            Op::BroadcastInDim(_) => match all[0] {
-                Aggregate::None if has_batch => Aggregate::PerSample,
-                Aggregate::Sum { .. } | Aggregate::Mean if has_batch => Aggregate::Mixed,
-                kind => kind,
-            },
-            // Along the batch these make one sample's value depend on others, or on its place among them.
-            Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
-                if node.batch_dims >> dim & 1 == 1 =>
-            {
-                Aggregate::Mixed
-            }
-            Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
-            Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
-            _ => elementwise(&all),
-        };
+        let (count, counted) = summed_elements(graph, v, &counts);
+        counts.push(count);
+        if let Some((operand, power)) = counted {
+            scale_constant(graph, v, operand, power);
+        }
+        let kind = aggregate(graph, v, &kinds, &counts, counted.is_some());
         kinds.push(kind);
     }
     match graph.outputs.first().map(|o| kinds[o.index()]) {
         Some(Aggregate::Mean) => LossKind::Mean,
-        Some(Aggregate::Sum { .. }) => LossKind::Sum,
+        Some(Aggregate::Sum) => LossKind::Sum,
         _ => LossKind::Other,
     }
+}
+
+/// The number of elements, those of all samples included, that were summed into each element of `v` and not yet divided
+/// by; and where `v` divides by it, the operand that is this count and the power of the batch with which it scales. Batch
+/// statistics are found here as well as losses.
+fn summed_elements(graph: &Graph, v: ValueId, counts: &[Option<u64>]) -> (Option<u64>, Option<(usize, i8)>) {
+    let node = graph.node(v);
+    let of = |i: usize| counts[node.operands[i].index()];
+    let contracted = |operand: usize, dims: &[usize]| {
+        let from = graph.node(node.operands[operand]);
+        let over_batch = dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
+        let product = dims.iter().fold(1u64, |n, &d| n.saturating_mul(from.ty.shape[d]));
+        (over_batch && node.batch_dims == 0).then_some(product)
+    };
+    let count = match &node.op {
+        Op::Reduce(r) if r.reducer == Reducer::Sum => contracted(0, &r.dims).or_else(|| {
+            let reduced = r.dims.iter().fold(1u64, |n, &d| n.saturating_mul(graph.shape(node.operands[0])[d]));
+            of(0).map(|count| count.saturating_mul(reduced))
+        }),
+        Op::DotGeneral(dot) => contracted(0, &dot.lhs_contract),
+        Op::Binary(op @ (Binary::Divide | Binary::Multiply)) => {
+            let other = match (of(0), of(1), op) {
+                (Some(count), None, _) => Some((count, 1)),
+                (None, Some(count), Binary::Multiply) => Some((count, 0)),
+                _ => None,
+            };
+            let Some((count, other)) = other else { return (None, None) };
+            let divisor = splat(graph, node.operands[other]);
+            let divisor = divisor.map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
+            let is_count = |n: u64| divisor.is_some_and(|d| (d - n as f64).abs() <= 1e-6 * n as f64);
+            if is_count(count) || is_count(graph.batch) {
+                let power = if *op == Binary::Divide { 1 } else { -1 };
+                return (None, Some((other, power)));
+            }
+            divisor.map(|_| count)
+        }
+        Op::Binary(Binary::Add | Binary::Subtract) if of(0) == of(1) => of(0),
+        Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => of(0),
+        Op::BroadcastInDim(_) if node.batch_dims == 0 => of(0),
+        _ => None,
+    };
+    (count, None)
+}
+
+/// How `v` depends on the batch; `counted` says that it divides a sum by the number of its elements.
+fn aggregate(graph: &Graph, v: ValueId, kinds: &[Aggregate], counts: &[Option<u64>], counted: bool) -> Aggregate {
+    let node = graph.node(v);
+    let of = |i: usize| kinds[node.operands[i].index()];
+    let all: Vec<Aggregate> = (0..node.operands.len()).map(of).collect();
+    let has_batch = node.batch_dims != 0;
+    match &node.op {
+        _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
+        // Two batch dimensions pair samples with each other; a count along the batch tells them apart.
+        _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
+        Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
+        op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
+            if has_batch {
+                Aggregate::PerSample
+            } else {
+                Aggregate::None
+            }
+        }
+        Op::Reduce(r) => {
+            let from = graph.node(node.operands[0]);
+            let over_batch = r.dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
+            match (of(0), over_batch, r.reducer) {
+                (Aggregate::PerSample, true, Reducer::Sum) if !has_batch => Aggregate::Sum,
+                (Aggregate::PerSample, true, _) => Aggregate::Mixed,
+                (kind @ (Aggregate::None | Aggregate::PerSample), false, _) => kind,
+                (kind @ (Aggregate::Sum | Aggregate::Mean), false, Reducer::Sum) => kind,
+                _ => Aggregate::Mixed,
+            }
+        }
+        // Ops that look along whole dimensions or windows of them: samples stay apart unless it is the batch's.
+        Op::DotGeneral(DotGeneral { lhs_contract: dims, .. }) if over_batch(graph, v, dims) => Aggregate::Mixed,
+        Op::Convolution(op) if over_batch(graph, v, &[&[op.lhs.feature], op.lhs.spatial.as_slice()].concat()) => {
+            Aggregate::Mixed
+        }
+        Op::ReduceWindow(ReduceWindow { window, .. }) | Op::SelectAndScatter(SelectAndScatter { window, .. })
+            if over_batch(graph, v, &(0..window.len()).filter(|&d| !window[d].is_one()).collect::<Vec<_>>()) =>
+        {
+            Aggregate::Mixed
+        }
+        Op::Binary(Binary::Divide | Binary::Multiply) => {
+            let sum = |kind: Aggregate| matches!(kind, Aggregate::Sum | Aggregate::Mean);
+            let divides = matches!(node.op, Op::Binary(Binary::Divide));
+            match (of(0), of(1)) {
+                (kind, Aggregate::None) if sum(kind) => {
+                    if counted {
+                        Aggregate::Mean
+                    } else {
+                        kind
+                    }
+                }
+                (Aggregate::None, kind) if sum(kind) && !divides => {
+                    if counted {
+                        Aggregate::Mean
+                    } else {
+                        kind
+                    }
+                }
+                _ => elementwise(&all),
+            }
+        }
+        Op::Binary(Binary::Add | Binary::Subtract) => match all.as_slice() {
+            [Aggregate::Mean, Aggregate::Mean] => Aggregate::Mean,
+            [Aggregate::Sum, Aggregate::Sum] => {
+                let [a, b] = [0, 1].map(|i| counts[node.operands[i].index()]);
+                if a == b { Aggregate::Sum } else { Aggregate::Mixed }
+            }
+            [Aggregate::Mean, Aggregate::None] | [Aggregate::None, Aggregate::Mean] => Aggregate::Mean,
+            _ => elementwise(&all),
+        },
+        Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => all[0],
+        Op::BroadcastInDim(_) => match all[0] {
+            Aggregate::None if has_batch => Aggregate::PerSample,
+            Aggregate::Sum | Aggregate::Mean if has_batch => Aggregate::Mixed,
+            kind => kind,
+        },
+        // Along the batch these make one sample's value depend on others, or on its place among them.
+        Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
+            if node.batch_dims >> dim & 1 == 1 =>
+        {
+            Aggregate::Mixed
+        }
+        Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
+        Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
+        _ => elementwise(&all),
+    }
+}
+
+/// Whether one of these dimensions of the first operand scales with the batch.
+fn over_batch(graph: &Graph, v: ValueId, dims: &[usize]) -> bool {
+    let from = graph.node(graph.node(v).operands[0]);
+    dims.iter().any(|&d| from.batch_dims >> d & 1 == 1)
 }
 
 /// Any op that treats samples separately if its operands do.
@@ -339,13 +402,16 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
         let node = graph.node(v);
         let scale = |(d, &size): (usize, &u64)| {
             if node.batch_dims >> d & 1 == 1 {
-                size as u128 * batch as u128 / graph.batch as u128
+                let scaled = size as u128 * batch as u128;
+                let whole = scaled.is_multiple_of(graph.batch as u128).then_some(scaled / graph.batch as u128);
+                whole.and_then(|s| u64::try_from(s).ok())
             } else {
-                size as u128
+                Some(size)
             }
         };
-        let shape: Vec<u64> =
-            node.ty.shape.iter().enumerate().map(scale).map(|s| u64::try_from(s).unwrap_or(u64::MAX)).collect();
+        // Some sizes are whole only for multiples of a part of the batch.
+        let shape: Option<Vec<u64>> = node.ty.shape.iter().enumerate().map(scale).collect();
+        let shape = shape.ok_or(v)?;
         let operands: Vec<&[u64]> = node.operands.iter().map(|&o| to.shape(o)).collect();
         let mut op = node.op.resized(&operands, &shape);
         if let Op::Constant(literal) = &mut op

@@ -80,6 +80,23 @@ pub fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> 
                 let neutral = reducer.neutral(ty.dtype);
                 Tensor::splat(ty, neutral)
             }
+            Collective::Halo { dim, low, high, reducer, .. } => {
+                let (dim, whole) = (*dim as usize, join(&members, *dim as usize, 1));
+                let block = members[0].shape()[dim];
+                let mut ty = whole.ty.clone();
+                ty.shape[dim] = block + low + high;
+                let neutral = reducer.neutral(ty.dtype);
+                Tensor::from_fn(ty, |index| {
+                    let mut source = index.to_vec();
+                    match (me * block + index[dim]).checked_sub(*low) {
+                        Some(at) if at < whole.shape()[dim] => {
+                            source[dim] = at;
+                            whole.at(&source)
+                        }
+                        _ => neutral,
+                    }
+                })
+            }
         }
     };
     (0..mesh.num_devices()).map(result).collect()

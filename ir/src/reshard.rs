@@ -28,6 +28,9 @@ pub enum Collective {
     /// The device at position 0 along `axes` keeps its values, the others take the reducer's neutral
     /// element: a replicated value becomes a partial one. Nothing is sent.
     KeepFirst { axes: Vec<AxisId>, reducer: Reducer },
+    /// Each device gets its block of `dim` with the `low` elements before it and the `high` ones after it, from as many
+    /// neighbours as hold them; beyond the ends of the dimension there is the reducer's neutral element.
+    Halo { axes: Vec<AxisId>, dim: u8, low: u64, high: u64, reducer: Reducer },
 }
 
 impl Collective {
@@ -38,7 +41,8 @@ impl Collective {
             | Collective::AllGather { axes, .. }
             | Collective::AllToAll { axes, .. }
             | Collective::LocalSlice { axes, .. }
-            | Collective::KeepFirst { axes, .. } => axes,
+            | Collective::KeepFirst { axes, .. }
+            | Collective::Halo { axes, .. } => axes,
         }
     }
 
@@ -55,6 +59,7 @@ impl Collective {
             Collective::AllToAll { .. } => "all_to_all",
             Collective::LocalSlice { .. } => "local_slice",
             Collective::KeepFirst { .. } => "keep_first",
+            Collective::Halo { .. } => "halo",
         }
     }
 
@@ -69,6 +74,10 @@ impl Collective {
             Collective::AllToAll { split_dim, concat_dim, .. } => {
                 shape[*split_dim as usize] /= n;
                 shape[*concat_dim as usize] = shape[*concat_dim as usize].saturating_mul(n);
+            }
+            Collective::Halo { dim, low, high, .. } => {
+                let size = &mut shape[*dim as usize];
+                *size = size.saturating_add(*low).saturating_add(*high);
             }
         }
         shape

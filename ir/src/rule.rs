@@ -41,6 +41,16 @@ pub struct ShardingRule {
     /// Factors along which the op computes positions from a device's coordinates (an iota's count, the rows of
     /// a split table): these are split into contiguous blocks only, never with `outer > 1`.
     pub contiguous: Vec<u8>,
+    /// Dimensions that windows slide over.
+    pub windows: Vec<Window>,
+}
+
+/// A factor that is split when one of `followers` is, into as many equal blocks: the op reads its own block of it and edges
+/// of the neighbouring ones, which [`crate::op::Operator::local`] fetches (a halo exchange).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    pub factor: u8,
+    pub followers: Vec<u8>,
 }
 
 /// What one mesh axis does in an op.
@@ -65,6 +75,17 @@ impl Strategy {
     pub fn replicated(mesh: &Mesh) -> Self {
         Strategy(vec![AxisUse::Replicated; mesh.axes.len()])
     }
+
+    /// The axes that split each of an op's factors, major first.
+    pub fn factor_axes(&self, num_factors: usize) -> Vec<Vec<AxisId>> {
+        let mut axes = vec![Vec::new(); num_factors];
+        for (axis, use_) in (0..).map(AxisId).zip(&self.0) {
+            if let AxisUse::Factor { factor, .. } = use_ {
+                axes[*factor as usize].push(axis);
+            }
+        }
+        axes
+    }
 }
 
 /// The shardings that follow from a rule and a strategy.
@@ -75,6 +96,12 @@ pub struct OpShardings {
 }
 
 impl ShardingRule {
+    /// Whether splitting `factor` splits operand `operand`.
+    pub fn splits_operand(&self, operand: usize, factor: u8) -> bool {
+        let follows = |f: &u8| self.windows.iter().any(|w| w.factor == *f && w.followers.contains(&factor));
+        self.operands[operand].iter().flatten().any(|f| *f == factor || follows(f))
+    }
+
     /// Adds a factor and returns its index.
     pub fn factor(&mut self, size: u64, kind: FactorKind) -> u8 {
         self.factors.push(Factor { size, kind });
@@ -97,6 +124,23 @@ impl ShardingRule {
         }
         let mut left: Vec<u64> = self.factors.iter().map(|f| f.size).collect();
         let mut outer_of = vec![0u64; self.factors.len()];
+        let splits_evenly = |window: &Window| {
+            let uses = || {
+                strategy.0.iter().zip(mesh.axis_ids()).filter_map(|(u, axis)| match u {
+                    AxisUse::Factor { factor, outer } if window.followers.contains(factor) => {
+                        Some((factor, outer, axis))
+                    }
+                    _ => None,
+                })
+            };
+            let parts: u64 = uses().map(|(_, _, axis)| mesh.size(axis)).product();
+            let first = uses().next();
+            uses().all(|(factor, &outer, _)| outer == 1 && first.is_some_and(|f| f.0 == factor))
+                && self.factors[window.factor as usize].size.is_multiple_of(parts)
+        };
+        if !self.windows.iter().all(splits_evenly) {
+            return false;
+        }
         strategy.0.iter().zip(mesh.axis_ids()).all(|(use_, axis)| match *use_ {
             AxisUse::Replicated => true,
             AxisUse::Partial { set } => (set as usize) < self.linear.len(),
@@ -126,6 +170,12 @@ impl ShardingRule {
             if let AxisUse::Factor { factor, outer } = *use_ {
                 splits[factor as usize].0 = outer;
                 splits[factor as usize].1.push(axis);
+            }
+        }
+        for window in &self.windows {
+            let follower = window.followers.iter().find(|&&f| !splits[f as usize].1.is_empty());
+            if let Some(&follower) = follower {
+                splits[window.factor as usize] = splits[follower as usize].clone();
             }
         }
         let layout = |factors: &Vec<u8>| {

@@ -164,7 +164,7 @@ fn named(layered: &Layered, tables: &[Rc<LayerTable>], path: &[(usize, usize)], 
     let mut model_flop = vec![0.0; mesh.axes.len()];
     for (table, &(i, o)) in tables.iter().zip(path) {
         for (v, picked) in table.choice(i, o).strategies {
-            if !matches!(graph.node(v).op, Op::DotGeneral(_)) {
+            if !graph.node(v).op.is_contraction() {
                 continue;
             }
             let is_batch = batch_factors(graph, v, &graph.rule(v));

@@ -1,11 +1,10 @@
 //! Cuts the forward graph into layers: runs of consecutive nodes that stages are made of.
 //!
-//! Models repeat. The sequence of matmuls shows the period, and cutting at the same place of each period gives
+//! Models repeat. The sequence of matmuls and convolutions shows the period, and cutting at the same place of each period gives
 //! layers that are solved once. Where nothing repeats, layers have about equal work and cuts go where the
 //! least data crosses, as in the clustering program of the Alpa paper (section 5.2, equation 6).
 
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::Op;
 
 /// The most layers that planning distinguishes; longer models have several blocks in a layer.
 pub const MAX_LAYERS: usize = 64;
@@ -53,7 +52,7 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
 }
 
 fn is_heavy(graph: &Graph, v: ValueId) -> bool {
-    matches!(graph.node(v).op, Op::DotGeneral(_))
+    graph.node(v).op.is_contraction()
 }
 
 /// Positions in a range of nodes that compute something from a leaf.

@@ -195,16 +195,16 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
     };
 }
 
-/// FLOPs of matmuls of the forward graph times three: the backward of a matmul is two of its size.
+/// FLOPs of matmuls and convolutions of the forward graph times three: the backward of a matmul is two of its size.
 pub fn model_flop(graph: &Graph) -> f64 {
-    let matmul = |v: &ValueId| matches!(graph.node(*v).op, Op::DotGeneral(_));
+    let matmul = |v: &ValueId| graph.node(*v).op.is_contraction();
     3.0 * graph.values().filter(matmul).map(|v| graph.flop(v) as f64).sum::<f64>()
 }
 
 /// Peak rate of all devices together for the element type of most of the model's matmuls.
 fn cluster_peak_flops(plan: &Plan) -> f64 {
     let graph = &plan.graph;
-    let dots = graph.values().filter(|v| matches!(graph.node(*v).op, Op::DotGeneral(_)));
+    let dots = graph.values().filter(|v| graph.node(*v).op.is_contraction());
     let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
     let group = &plan.cluster.groups[0];
     altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * group.num_devices() as f64

@@ -38,6 +38,20 @@ pub struct Member<'a> {
     pub me: usize,
 }
 
+/// Sets every element to what the reducer leaves unchanged.
+fn fill_neutral(storage: &mut Storage, reducer: Reducer, dtype: DType) {
+    let neutral = reducer.neutral(dtype);
+    let class = Class::of(dtype);
+    with_class!(class, T => {
+        let value = if class.is_integer() {
+            T::from_i64(integer_from_f64(neutral, dtype))
+        } else {
+            T::from_f32(neutral as f32)
+        };
+        storage.slice_mut::<T>().fill(value);
+    });
+}
+
 impl Member<'_> {
     fn share(&mut self, tensor: &Arc<Storage>) -> Result<Vec<Arc<Storage>>, KernelError> {
         for (i, &rank) in self.ranks.iter().enumerate() {
@@ -163,16 +177,37 @@ impl Member<'_> {
             Collective::KeepFirst { reducer, .. } => {
                 let mut result = own(operand, class, in_place)?;
                 if self.me != 0 {
-                    let neutral = reducer.neutral(dtype);
-                    with_class!(class, T => {
-                        let value = if class.is_integer() {
-                            T::from_i64(integer_from_f64(neutral, dtype))
-                        } else {
-                            T::from_f32(neutral as f32)
-                        };
-                        result.slice_mut::<T>().fill(value);
-                    });
+                    fill_neutral(&mut result, *reducer, dtype);
                 }
+                Ok(result)
+            }
+            Collective::Halo { dim, low, high, reducer, .. } => {
+                let (dim, low, high) = (*dim as usize, *low as usize, *high as usize);
+                let block = shape[dim];
+                let length = low + block + high;
+                let inner: usize = shape[dim + 1..].iter().product();
+                let outer: usize = shape[..dim].iter().product();
+                let mut result = arena.allocate(class, outer * length * inner)?;
+                let operands = self.share(&operand)?;
+                // The result begins `low` elements before this device's block.
+                let begin = (self.me * block) as isize - low as isize;
+                if begin < 0 || begin + length as isize > (n * block) as isize {
+                    fill_neutral(&mut result, *reducer, dtype);
+                }
+                for (which, part) in operands.iter().enumerate() {
+                    let first = begin.max((which * block) as isize);
+                    let last = (begin + length as isize).min(((which + 1) * block) as isize);
+                    if first >= last {
+                        continue;
+                    }
+                    let (from, to) = (first as usize - which * block, (first - begin) as usize);
+                    let run = (last - first) as usize * inner;
+                    let dims = [(outer, block * inner, length * inner), (run, 1, 1)];
+                    let copy = Copy::new(from * inner, to * inner, dims);
+                    with_width!(class, T => copy.run(part.slice::<T>(), result.slice_mut::<T>()));
+                }
+                drop(operands);
+                self.done()?;
                 Ok(result)
             }
         }

@@ -8,17 +8,19 @@ use crate::element::Class;
 use crate::fuse;
 use crate::host::{HostData, HostTensor};
 use crate::kernel::chain::Chain;
+use crate::kernel::convolution::Conv;
 use crate::kernel::copy::Copy;
 use crate::kernel::dot::Dot;
 use crate::kernel::gather::Lookup;
 use crate::kernel::reduce::Reduction;
+use crate::kernel::window::Pooling;
 use crate::liveness;
 use crate::view::{View, row_major, sizes};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Values;
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Binary, DotGeneral, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce};
+use altiplano_ir::op::{Binary, DotGeneral, Extremum, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce, Reducer};
 use altiplano_ir::program::{Body, BufferId};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::tensor::Tensor;
@@ -48,6 +50,15 @@ pub enum Kernel {
         dtype: DType,
     },
     Dot(Dot),
+    Convolution(Conv),
+    ReduceWindow {
+        pooling: Pooling,
+        reducer: Reducer,
+    },
+    SelectAndScatter {
+        pooling: Pooling,
+        select: Extremum,
+    },
     Reduce(Reduction),
     /// Each operand's copy into the result.
     Concatenate(Vec<Copy>),
@@ -307,6 +318,23 @@ impl Compiler<'_> {
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => self.elementwise(v),
             Op::Reduce(op) => self.reduce(v, op),
             Op::DotGeneral(op) => self.dot(v, op),
+            Op::Convolution(op) => {
+                let (lhs, rhs) = (self.view_of(node.operands[0]), self.view_of(node.operands[1]));
+                let conv = Conv::new(op, self.class(v), &lhs, &rhs, &shape, &row_major(&shape));
+                self.whole_step(v, Kernel::Convolution(conv), vec![lhs.root, rhs.root]);
+            }
+            Op::ReduceWindow(op) => {
+                let x = self.stored(node.operands[0]);
+                let operand = sizes(self.graph.shape(node.operands[0]));
+                let pooling = Pooling::new(node.ty.dtype, &op.window, &operand, &shape);
+                self.whole_step(v, Kernel::ReduceWindow { pooling, reducer: op.reducer }, vec![x]);
+            }
+            Op::SelectAndScatter(op) => {
+                let inputs = vec![self.stored(node.operands[0]), self.stored(node.operands[1])];
+                let source = sizes(self.graph.shape(node.operands[1]));
+                let pooling = Pooling::new(node.ty.dtype, &op.window, &shape, &source);
+                self.whole_step(v, Kernel::SelectAndScatter { pooling, select: op.select }, inputs);
+            }
             Op::Concatenate(op) => {
                 let target = row_major(&shape);
                 let mut copies = Vec::new();

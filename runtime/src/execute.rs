@@ -39,6 +39,11 @@ pub fn run_kernel(
             fill(output, mesh.index_along(axes, coordinates) as f64, *dtype);
         }
         Kernel::Dot(dot) => dot.run(inputs[0], inputs[1], output, threads)?,
+        Kernel::Convolution(conv) => conv.run(inputs[0], inputs[1], output, threads)?,
+        Kernel::ReduceWindow { pooling, reducer } => pooling.reduce(*reducer, inputs[0], output, threads),
+        Kernel::SelectAndScatter { pooling, select } => {
+            pooling.scatter(*select, inputs[0], inputs[1], output, threads);
+        }
         Kernel::Reduce(reduction) => reduction.run(inputs[0], output, threads),
         Kernel::Concatenate(copies) => with_width!(class, T => {
             for (copy, input) in copies.iter().zip(inputs) {

@@ -88,6 +88,7 @@ fn choose_in_place(step: &mut Step, owned: &[bool], bytes: &[u64]) {
 pub(crate) fn workspace_bytes(step: &Step) -> u64 {
     match &step.kernel {
         Kernel::Dot(dot) => dot.workspace_bytes(),
+        Kernel::Convolution(conv) => conv.workspace_bytes(),
         Kernel::ScatterAdd { lookup, dtype, .. } => lookup.workspace_bytes(Class::of(*dtype)),
         Kernel::Collective { collective: Collective::AllReduce { .. }, shape, group_size, .. } => {
             let class = step.outputs[0].class;

@@ -52,6 +52,10 @@ fn collectives_agree_with_the_interpreter() {
                     let axes = axes.clone();
                     check(Collective::AllReduce { axes: axes.clone(), reducer }, &mesh, dtype, &[3, 5], &mut random);
                     check(Collective::KeepFirst { axes: axes.clone(), reducer }, &mesh, dtype, &[3, 5], &mut random);
+                    for (low, high) in [(0, 1), (2, 0), (1, 2), (7, 9)] {
+                        let halo = Collective::Halo { axes: axes.clone(), dim: 1, low, high, reducer };
+                        check(halo, &mesh, dtype, &[3, 2, 5], &mut random);
+                    }
                     let scatter = |dim, outer| Collective::ReduceScatter { axes: axes.clone(), reducer, dim, outer };
                     check(scatter(0, 1), &mesh, dtype, &[2 * n, 3], &mut random);
                     check(scatter(1, 2), &mesh, dtype, &[3, 4 * n, 2], &mut random);

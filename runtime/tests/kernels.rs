@@ -252,6 +252,138 @@ fn iota_and_constants() {
     }
 }
 
+/// Random windows, dilations, strides, paddings, groups and layouts of up to three spatial dimensions.
+#[test]
+fn convolutions_of_all_kinds() {
+    let mut random = Random(20);
+    for case in 0..120 {
+        let mut below = |n: usize| random.below(n);
+        let rank = 1 + below(3);
+        let order = |below: &mut dyn FnMut(usize) -> usize| {
+            let mut dims: Vec<usize> = (0..rank + 2).collect();
+            (0..rank + 2).for_each(|i| dims.swap(i, i + below(rank + 2 - i)));
+            dims
+        };
+        let [l, r, t] = [order(&mut below), order(&mut below), order(&mut below)];
+        let window: Vec<WindowDim> = (0..rank)
+            .map(|_| WindowDim {
+                size: 1 + below(4) as u64,
+                stride: 1 + below(3) as u64,
+                pad_low: below(4) as i64 - 1,
+                pad_high: below(4) as i64 - 1,
+                base_dilation: 1 + below(3) as u64,
+                window_dilation: 1 + below(2) as u64,
+                reversed: below(4) == 0,
+            })
+            .collect();
+        let groups = if below(2) == 0 { 1 } else { 1 + below(4) as u64 };
+        let of_batch = below(3) == 0;
+        let image = |d: &[usize]| ImageDims { batch: d[0], feature: d[1], spatial: d[2..].to_vec() };
+        let conv = Convolution {
+            lhs: image(&l),
+            rhs: KernelDims { output: r[0], input: r[1], spatial: r[2..].to_vec() },
+            result: image(&t),
+            feature_groups: if of_batch { 1 } else { groups },
+            batch_groups: if of_batch { groups } else { 1 },
+            window,
+        };
+        let (inputs, outputs, images) = (1 + below(5) as u64, 1 + below(6) as u64, 1 + below(4) as u64);
+        let (mut lhs, mut rhs) = (vec![0; rank + 2], vec![0; rank + 2]);
+        lhs[l[0]] = images * conv.batch_groups;
+        lhs[l[1]] = inputs * conv.feature_groups;
+        rhs[r[0]] = outputs * groups;
+        rhs[r[1]] = inputs;
+        for i in 0..rank {
+            lhs[l[2 + i]] = 1 + below(9) as u64;
+            rhs[r[2 + i]] = conv.window[i].size;
+        }
+        let dtype = [DType::F32, DType::F32, DType::BF16, DType::F16, DType::I32, DType::I64][case % 6];
+        let mut graph = Graph::new("convolution");
+        let x = input(&mut graph, "x", dtype, &lhs);
+        let w = input(&mut graph, "w", dtype, &rhs);
+        let Ok(y) = graph.push(Op::Convolution(conv.clone()), &[x, w]) else { continue };
+        graph.outputs = vec![y];
+        check_graph(&graph, &mut random, 20.0 * tolerance(dtype), &format!("{conv:?} on {lhs:?} {dtype}"));
+    }
+}
+
+/// Large enough for several tiles of the gathered matrix, in both of its orders.
+#[test]
+fn large_convolutions_run_in_tiles() {
+    let mut random = Random(21);
+    let square = |size, stride, pad| WindowDim { size, stride, pad_low: pad, pad_high: pad, ..WindowDim::one() };
+    let nhwc = || ImageDims { batch: 0, feature: 3, spatial: vec![1, 2] };
+    let hwio = KernelDims { input: 2, output: 3, spatial: vec![0, 1] };
+    let nchw = || ImageDims { batch: 0, feature: 1, spatial: vec![2, 3] };
+    let oihw = KernelDims { input: 1, output: 0, spatial: vec![2, 3] };
+    // The gradient of a kernel: features and batch exchanged, the window as large as the image.
+    let chwn = ImageDims { batch: 3, feature: 0, spatial: vec![1, 2] };
+    let hwnc = KernelDims { input: 0, output: 3, spatial: vec![1, 2] };
+    let conv = |lhs, rhs, result, w: WindowDim| Convolution {
+        lhs,
+        rhs,
+        result,
+        window: vec![w, w],
+        feature_groups: 1,
+        batch_groups: 1,
+    };
+    let cases = [
+        (conv(nhwc(), hwio.clone(), nhwc(), square(3, 1, 1)), [2, 20, 21, 150], [3, 3, 150, 17]),
+        (conv(nchw(), oihw, nchw(), square(5, 2, 2)), [2, 9, 33, 30], [24, 9, 5, 5]),
+        (conv(chwn, hwnc, nhwc(), square(20, 1, 1)), [4, 20, 20, 70], [4, 20, 20, 9]),
+    ];
+    for (conv, lhs, rhs) in cases {
+        let mut graph = Graph::new("convolution");
+        let x = input(&mut graph, "x", DType::F32, &lhs);
+        let w = input(&mut graph, "w", DType::F32, &rhs);
+        let y = graph.emit(Op::Convolution(conv.clone()), &[x, w]);
+        graph.outputs = vec![y];
+        check_graph(&graph, &mut random, 1e-4, &format!("{conv:?}"));
+    }
+}
+
+#[test]
+fn windows_are_reduced_and_scattered_into() {
+    let mut random = Random(22);
+    for case in 0..150 {
+        let mut below = |n: usize| random.below(n);
+        let rank = 1 + below(4);
+        let shape: Vec<u64> = (0..rank).map(|_| 2 + below(7) as u64).collect();
+        let window: Vec<WindowDim> = (0..rank)
+            .map(|_| match below(3) {
+                0 => WindowDim::one(),
+                _ => WindowDim {
+                    size: 1 + below(3) as u64,
+                    stride: 1 + below(3) as u64,
+                    pad_low: below(3) as i64,
+                    pad_high: below(3) as i64,
+                    base_dilation: 1 + below(2) as u64,
+                    window_dilation: 1 + below(2) as u64,
+                    reversed: false,
+                },
+            })
+            .collect();
+        let dtype = [DType::F32, DType::BF16, DType::I32, DType::Bool, DType::I64][case % 5];
+        let reducer = Reducer::ALL[below(6)];
+        let select = if below(2) == 0 { Extremum::Max } else { Extremum::Min };
+        let mut graph = Graph::new("windows");
+        let x = input(&mut graph, "x", dtype, &shape);
+        let Ok(y) = graph.push(Op::ReduceWindow(ReduceWindow { reducer, window: window.clone() }), &[x]) else {
+            continue;
+        };
+        let pooled = graph.shape(y).to_vec();
+        let source = input(&mut graph, "source", dtype, &pooled);
+        graph.outputs = vec![y];
+        if dtype != DType::Bool {
+            let op = SelectAndScatter { select, window: window.clone() };
+            let scattered = graph.emit(Op::SelectAndScatter(op), &[x, source]);
+            graph.outputs.push(scattered);
+        }
+        let label = format!("{reducer:?} {select:?} {window:?} on {shape:?} {dtype}");
+        check_graph(&graph, &mut random, 30.0 * tolerance(dtype), &label);
+    }
+}
+
 #[test]
 fn lookups_and_scatters() {
     let dims = |offset: &[usize], collapsed: &[usize], map: &[usize], vector: usize, sizes: &[u64]| GatherDims {

@@ -189,7 +189,7 @@ fn activations(plan: &Plan, stage: &Stage) -> String {
     let mut lines = Lines::default();
     for (&v, value) in &stage.shardings {
         let node = plan.graph.node(v);
-        let is_main = matches!(node.op, Op::DotGeneral(_) | Op::Gather(_)) && node.ty.rank() > 0;
+        let is_main = (node.op.is_contraction() || matches!(node.op, Op::Gather(_))) && node.ty.rank() > 0;
         if !is_main {
             continue;
         }

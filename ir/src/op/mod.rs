@@ -6,6 +6,7 @@
 mod bits;
 mod broadcast;
 mod concatenate;
+mod convolution;
 mod cumulative;
 mod dot;
 mod elementwise;
@@ -13,6 +14,7 @@ mod gather;
 mod leaf;
 mod pad;
 mod reduce;
+mod reduce_window;
 mod reshape;
 mod reverse;
 mod scatter;
@@ -20,6 +22,7 @@ mod slice;
 mod sort;
 mod spmd;
 mod transpose;
+mod window;
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -27,6 +30,7 @@ pub(crate) mod tests;
 pub use bits::{BitcastConvert, ReducePrecision, Threefry, ThreefryWord};
 pub use broadcast::BroadcastInDim;
 pub use concatenate::Concatenate;
+pub use convolution::{Convolution, ImageDims, KernelDims};
 pub use cumulative::Cumulative;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
@@ -34,6 +38,7 @@ pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
 pub use leaf::{Input, Iota, Parameter};
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
+pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
 pub use reshape::Reshape;
 pub use reverse::Reverse;
 pub use scatter::{Combine, Scatter};
@@ -41,6 +46,7 @@ pub use slice::Slice;
 pub use sort::ArgSort;
 pub use spmd::AxisIndex;
 pub use transpose::Transpose;
+pub use window::WindowDim;
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -158,6 +164,9 @@ pub enum Op {
     Cumulative(Cumulative),
     ArgSort(ArgSort),
     DotGeneral(DotGeneral),
+    Convolution(Convolution),
+    ReduceWindow(ReduceWindow),
+    SelectAndScatter(SelectAndScatter),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
     Scatter(Scatter),
@@ -191,6 +200,9 @@ impl Op {
             Op::Cumulative(op) => op,
             Op::ArgSort(op) => op,
             Op::DotGeneral(op) => op,
+            Op::Convolution(op) => op,
+            Op::ReduceWindow(op) => op,
+            Op::SelectAndScatter(op) => op,
             Op::Gather(op) => op,
             Op::ScatterAdd(op) => op,
             Op::Scatter(op) => op,
@@ -230,6 +242,9 @@ impl Op {
             Op::Cumulative(_) => "cumulative",
             Op::ArgSort(_) => "arg_sort",
             Op::DotGeneral(_) => "dot_general",
+            Op::Convolution(_) => "convolution",
+            Op::ReduceWindow(_) => "reduce_window",
+            Op::SelectAndScatter(_) => "select_and_scatter",
             Op::Gather(_) => "gather",
             Op::ScatterAdd(_) => "scatter_add",
             Op::Scatter(_) => "scatter",
@@ -241,6 +256,11 @@ impl Op {
     /// Ops without operands that name a value from outside the graph.
     pub fn is_leaf(&self) -> bool {
         matches!(self, Op::Parameter(_) | Op::Input(_))
+    }
+
+    /// Matmuls and convolutions: where a model's work is.
+    pub fn is_contraction(&self) -> bool {
+        matches!(self, Op::DotGeneral(_) | Op::Convolution(_))
     }
 
     /// One result element from the operands' elements at the same index, nothing else.

@@ -7,9 +7,10 @@ use crate::dtype::DType;
 use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
-    ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Cumulative,
-    Direction, DotGeneral, Gather, GatherDims, Input, Iota, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision,
-    Reducer, Reshape, Reverse, Scatter, ScatterAdd, Select, Slice, Threefry, ThreefryWord, Transpose, Unary,
+    ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
+    Cumulative, Direction, DotGeneral, Extremum, Gather, GatherDims, ImageDims, Input, Iota, KernelDims, Op,
+    OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape, Reverse, Scatter, ScatterAdd,
+    Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -38,7 +39,11 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 31] = [
+const OTHERS: [&str; 35] = [
+    "convolution",
+    "reduce_window",
+    "select_and_scatter",
+    "halo",
     "parameter",
     "input",
     "constant",
@@ -168,6 +173,20 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
             all
         }
         Op::ArgSort(op) => vec![("dim", op.dim.into()), ("descending", list(&op.descending))],
+        Op::Convolution(op) => {
+            let image = |dims: &ImageDims| list(&[&[dims.batch, dims.feature], dims.spatial.as_slice()].concat());
+            let kernel = list(&[&[op.rhs.output, op.rhs.input], op.rhs.spatial.as_slice()].concat());
+            let mut all = vec![("lhs", image(&op.lhs)), ("rhs", kernel), ("result", image(&op.result))];
+            all.extend(window(&op.window));
+            let groups = [("feature_groups", op.feature_groups), ("batch_groups", op.batch_groups)];
+            all.extend(groups.into_iter().filter(|g| g.1 != 1).map(|(name, n)| (name, n.into())));
+            all
+        }
+        Op::ReduceWindow(op) => [vec![("reducer", word(op.reducer.name()))], window(&op.window)].concat(),
+        Op::SelectAndScatter(op) => {
+            let select = if op.select == Extremum::Max { "max" } else { "min" };
+            [vec![("select", word(select))], window(&op.window)].concat()
+        }
         Op::DotGeneral(op) => {
             let all = [
                 ("lhs_batch", &op.lhs_batch),
@@ -242,6 +261,31 @@ fn gather_dims(dims: &GatherDims) -> Vec<Attribute> {
     all
 }
 
+/// Only what differs from windows that slide by one over an operand as it is.
+fn window(window: &[WindowDim]) -> Vec<Attribute> {
+    let sizes = |of: fn(&WindowDim) -> u64| window.iter().map(of).collect::<Vec<u64>>();
+    let pads = |of: fn(&WindowDim) -> i64| window.iter().map(of).collect::<Vec<i64>>();
+    let mut all = vec![("size", list(&sizes(|w| w.size)))];
+    let mut positive = |name, values: Vec<u64>| {
+        if values.iter().any(|&v| v != 1) {
+            all.push((name, list(&values)));
+        }
+    };
+    positive("stride", sizes(|w| w.stride));
+    positive("base_dilation", sizes(|w| w.base_dilation));
+    positive("window_dilation", sizes(|w| w.window_dilation));
+    for (name, values) in [("pad_low", pads(|w| w.pad_low)), ("pad_high", pads(|w| w.pad_high))] {
+        if values.iter().any(|&v| v != 0) {
+            all.push((name, list(&values)));
+        }
+    }
+    let reversed: Vec<usize> = (0..window.len()).filter(|&i| window[i].reversed).collect();
+    if !reversed.is_empty() {
+        all.push(("reversed", list(&reversed)));
+    }
+    all
+}
+
 fn collective(collective: &Collective) -> Vec<Attribute> {
     let mut all = vec![("axes", axes(collective.axes()))];
     match collective {
@@ -253,6 +297,10 @@ fn collective(collective: &Collective) -> Vec<Attribute> {
         }
         Collective::AllGather { dim, outer, .. } | Collective::LocalSlice { dim, outer, .. } => {
             all.extend([("dim", (*dim).into()), ("outer", (*outer).into())]);
+        }
+        Collective::Halo { dim, low, high, reducer, .. } => {
+            all.extend([("dim", (*dim).into()), ("low", (*low).into()), ("high", (*high).into())]);
+            all.push(("reducer", word(reducer.name())));
         }
         Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
             all.extend([("split_dim", (*split_dim).into()), ("split_outer", (*split_outer).into())]);
@@ -322,6 +370,26 @@ pub(crate) fn op_from(
             let (dim, descending) = (f.size("dim")?, f.required("descending")?);
             let descending = Fields::items(descending, "descending", "true or false", Value::as_bool)?;
             Op::ArgSort(ArgSort { dim, descending })
+        }
+        "convolution" => {
+            let (lhs, result) = (f.image_dims("lhs")?, f.image_dims("result")?);
+            let ImageDims { batch: output, feature: input, spatial } = f.image_dims("rhs")?;
+            let window = f.window()?;
+            if [&lhs.spatial, &spatial, &result.spatial].iter().any(|s| s.len() != window.len()) {
+                return Err(expected("size", "a list with an entry for each spatial dimension"));
+            }
+            let rhs = KernelDims { input, output, spatial };
+            let (feature_groups, batch_groups) = (f.number_or("feature_groups", 1)?, f.number_or("batch_groups", 1)?);
+            Op::Convolution(Convolution { lhs, rhs, result, window, feature_groups, batch_groups })
+        }
+        "reduce_window" => Op::ReduceWindow(ReduceWindow { reducer: f.reducer()?, window: f.window()? }),
+        "select_and_scatter" => {
+            let select = match f.text("select")?.as_str() {
+                "max" => Extremum::Max,
+                "min" => Extremum::Min,
+                _ => return Err(expected("select", "\"max\" or \"min\"")),
+            };
+            Op::SelectAndScatter(SelectAndScatter { select, window: f.window()? })
         }
         "dot_general" => Op::DotGeneral(DotGeneral {
             lhs_batch: f.dims_or_none("lhs_batch")?,
@@ -487,6 +555,55 @@ impl<'a> Fields<'a> {
         Reducer::parse(&text).ok_or_else(|| expected("reducer", words))
     }
 
+    fn number_or(&mut self, key: &'static str, default: u64) -> Result<u64, AttributeError> {
+        if self.map.contains_key(key) {
+            return self.number(key);
+        }
+        self.known.push(key);
+        Ok(default)
+    }
+
+    /// Batch, feature and spatial dimensions.
+    fn image_dims(&mut self, key: &'static str) -> Result<ImageDims, AttributeError> {
+        match self.dims(key)?.as_slice() {
+            [batch, feature, spatial @ ..] => {
+                Ok(ImageDims { batch: *batch, feature: *feature, spatial: spatial.to_vec() })
+            }
+            _ => Err(expected(key, "a list of at least two dimensions")),
+        }
+    }
+
+    fn window(&mut self) -> Result<Vec<WindowDim>, AttributeError> {
+        let size = self.sizes("size")?;
+        let n = size.len();
+        let [stride, base_dilation, window_dilation] =
+            ["stride", "base_dilation", "window_dilation"].map(|key| self.sizes_or(key, || vec![1; n]));
+        let [pad_low, pad_high] = ["pad_low", "pad_high"].map(|key| match self.map.contains_key(key) {
+            true => self.integers(key),
+            false => {
+                self.known.push(key);
+                Ok(vec![0; n])
+            }
+        });
+        let reversed = self.dims_or_none("reversed")?;
+        let (stride, base_dilation, window_dilation) = (stride?, base_dilation?, window_dilation?);
+        let (pad_low, pad_high) = (pad_low?, pad_high?);
+        let lengths = [stride.len(), base_dilation.len(), window_dilation.len(), pad_low.len(), pad_high.len()];
+        if lengths.iter().any(|&l| l != n) {
+            return Err(expected("size", "a list as long as the window's other attributes"));
+        }
+        let dim = |i: usize| WindowDim {
+            size: size[i],
+            stride: stride[i],
+            pad_low: pad_low[i],
+            pad_high: pad_high[i],
+            base_dilation: base_dilation[i],
+            window_dilation: window_dilation[i],
+            reversed: reversed.contains(&i),
+        };
+        Ok((0..n).map(dim).collect())
+    }
+
     fn gather_dims(&mut self) -> Result<GatherDims, AttributeError> {
         Ok(GatherDims {
             offset_dims: self.dims("offset_dims")?,
@@ -556,6 +673,13 @@ impl<'a> Fields<'a> {
                 split_outer: self.number("split_outer")?,
                 concat_dim: self.number("concat_dim")?,
                 concat_outer: self.number("concat_outer")?,
+            },
+            "halo" => Collective::Halo {
+                axes,
+                dim: self.number("dim")?,
+                low: self.number("low")?,
+                high: self.number("high")?,
+                reducer: self.reducer()?,
             },
             "local_slice" => Collective::LocalSlice { axes, dim: self.number("dim")?, outer: self.number("outer")? },
             _ => Collective::KeepFirst { axes, reducer: self.reducer()? },

@@ -314,7 +314,8 @@ impl Builder<'_, '_, '_> {
             let outers = factor_blocks(graph, v, blocks);
             let space = self.spaces.of(graph, v, &outers);
             let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
-            let kept = matches!(graph.node(v).op, Op::DotGeneral(_) | Op::Gather(_) | Op::Reduce(_));
+            let op = &graph.node(v).op;
+            let kept = op.is_contraction() || matches!(op, Op::Gather(_) | Op::Reduce(_) | Op::ReduceWindow(_));
             let mut least = f64::INFINITY;
             let terms = space
                 .choices

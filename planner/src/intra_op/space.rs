@@ -8,7 +8,7 @@
 use crate::lower::Prices;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::op::Reducer;
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
@@ -126,7 +126,7 @@ impl<'a> Spaces<'a> {
         let mut strategies = rule.strategies(&mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch));
         // Heavy ops use every axis where they can: an idle axis multiplies their work.
-        if matches!(node.op, Op::DotGeneral(_)) {
+        if node.op.is_contraction() {
             let idle = |s: &Strategy| {
                 s.0.iter().zip(mesh.axis_ids()).filter(|(u, a)| mesh.size(*a) > 1 && **u == AxisUse::Replicated).count()
             };
@@ -136,13 +136,13 @@ impl<'a> Spaces<'a> {
         let mut choices: Vec<Choice> = Vec::with_capacity(strategies.len());
         for strategy in strategies {
             let shardings = rule.shardings(&strategy, &mesh);
-            let forward_s = self.prices.compute_s(&node.op, &types, &node.ty, &shardings);
+            let forward_s = self.prices.op_s(&node.op, &types, &node.ty, &rule, &strategy, &shardings);
             let cotangents = (0..shardings.operands.len())
                 .map(|k| {
                     let mut sharding = shardings.operands[k].clone();
                     for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
                         if let AxisUse::Factor { factor, .. } = use_
-                            && !rule.operands[k].iter().flatten().any(|f| f == factor)
+                            && !rule.splits_operand(k, *factor)
                         {
                             sharding.partial.push((axis, Reducer::Sum));
                         }

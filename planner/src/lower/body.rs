@@ -6,11 +6,10 @@
 
 use super::StageContext;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::program::BufferId;
 use altiplano_ir::reshard::reshard;
-use altiplano_ir::rule::{AxisUse, ShardingRule, Strategy};
+use altiplano_ir::rule::{ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use std::collections::BTreeMap;
 
@@ -132,19 +131,13 @@ impl<'a> BodyBuilder<'a> {
         let shardings = rule.shardings(strategy, &stage.mesh);
         let operands: Vec<ValueId> =
             node.operands.iter().zip(&shardings.operands).map(|(&o, s)| self.want(o, s)).collect();
-        let mut factor_axes: Vec<Vec<AxisId>> = vec![Vec::new(); rule.factors.len()];
-        for (use_, axis) in strategy.0.iter().zip(stage.mesh.axis_ids()) {
-            if let AxisUse::Factor { factor, .. } = use_ {
-                factor_axes[*factor as usize].push(axis);
-            }
-        }
         let mut cx = Local {
             graph: &mut self.graph,
             mesh: &stage.mesh,
             operands,
             operand_types: stage.training.graph.operand_types(value).into_iter().cloned().collect(),
             result_shape: shardings.result.local_shape(&stage.mesh),
-            factor_axes,
+            factor_axes: strategy.factor_axes(rule.factors.len()),
         };
         let local = node.op.local(&mut cx);
         self.graph.nodes[local.index()].name.clone_from(&node.name);

@@ -58,7 +58,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available]) 
     let mut best: Option<(f64, Strategy)> = None;
     for strategy in all.into_iter().map(Strategy).filter(|s| rule.allows(s, mesh)) {
         let shardings = rule.shardings(&strategy, mesh);
-        let mut seconds = stage.compute_s(value, &shardings);
+        let mut seconds = stage.op_s(value, &rule, &strategy, &shardings);
         for ((available, sharding), &o) in operands.iter().zip(&shardings.operands).zip(&node.operands) {
             if let Available::Layouts(layouts) = available {
                 seconds +=
@@ -86,7 +86,10 @@ fn splits(rule: &ShardingRule, factors: &[u8], layout: &DimLayout, stage: &Stage
                 if at >= prefix && at < prefix * size && at % prefix == 0 {
                     // Contiguous splits of one factor by several axes share their outer block count.
                     let outer = if before > prefix { before / prefix } else { 1 };
-                    found.push((axis.0 as usize, f, outer.max(1)));
+                    let windows = rule.windows.iter().filter(|w| w.factor == f);
+                    for &f in [f].iter().chain(windows.flat_map(|w| &w.followers)) {
+                        found.push((axis.0 as usize, f, outer.max(1)));
+                    }
                     break;
                 }
                 prefix *= size;

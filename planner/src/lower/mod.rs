@@ -15,13 +15,13 @@ use altiplano_cost_models::{AxisLink, CostModel, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
-use altiplano_ir::graph::ValueId;
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{Program, Programs, Transfer};
 use altiplano_ir::reshard::{Collective, reshard};
-use altiplano_ir::rule::{OpShardings, Strategy};
+use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
@@ -103,6 +103,48 @@ impl<'a> Prices<'a> {
         seconds
     }
 
+    /// Seconds of an op under a strategy from which these shardings follow, with what it fetches from its neighbours.
+    pub fn op_s(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        result: &TensorType,
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> f64 {
+        let compute_s = self.compute_s(op, operands, result, shardings);
+        let follows = |f: &u8| rule.windows.iter().any(|w| w.followers.contains(f));
+        if !strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor))) {
+            return compute_s;
+        }
+        let mut graph = Graph::new("local");
+        let leaves: Vec<ValueId> = operands
+            .iter()
+            .zip(&shardings.operands)
+            .map(|(ty, s)| altiplano_ir::optimizer::leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
+            .collect();
+        op.local(&mut Local {
+            graph: &mut graph,
+            mesh: &self.mesh,
+            operands: leaves,
+            operand_types: operands.iter().map(|&ty| ty.clone()).collect(),
+            result_shape: shardings.result.local_shape(&self.mesh),
+            factor_axes: strategy.factor_axes(rule.factors.len()),
+        });
+        let exchange_s: f64 = graph
+            .values()
+            .filter_map(|v| match &graph.node(v).op {
+                Op::Collective(c) => {
+                    let operand = graph.ty(graph.node(v).operands[0]).bytes();
+                    Some(self.collective_s(&c.collective, operand, graph.ty(v).bytes()))
+                }
+                _ => None,
+            })
+            .sum();
+        compute_s + exchange_s
+    }
+
     /// Seconds of an op whose operands and result are laid out as given.
     pub fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType, s: &OpShardings) -> f64 {
         let locals: Vec<TensorType> =
@@ -120,9 +162,10 @@ impl StageContext<'_> {
         self.prices.reshard_s(ty, from, to)
     }
 
-    pub fn compute_s(&self, value: ValueId, shardings: &OpShardings) -> f64 {
+    pub fn op_s(&self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) -> f64 {
         let graph = &self.training.graph;
-        self.prices.compute_s(&graph.node(value).op, &graph.operand_types(value), graph.ty(value), shardings)
+        let (op, operands) = (&graph.node(value).op, graph.operand_types(value));
+        self.prices.op_s(op, &operands, graph.ty(value), rule, strategy, shardings)
     }
 
     /// The strategy of a forward node of this stage.

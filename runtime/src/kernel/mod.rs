@@ -1,8 +1,11 @@
 //! The kernels: what steps of a compiled body do with stored tensors. Each file is one kind of work.
 
 pub mod chain;
+pub mod convolution;
 pub mod copy;
 pub mod dot;
 pub mod gather;
 pub mod instruction;
+pub mod matrix;
 pub mod reduce;
+pub mod window;

@@ -14,7 +14,7 @@ use crate::op::{
 };
 use crate::types::TensorType;
 
-type Lowered = Result<Vec<ValueId>, Reject>;
+pub(super) type Lowered = Result<Vec<ValueId>, Reject>;
 
 impl Converter<'_, '_> {
     /// The results of an op. Calls are not ops here: the walk inlines them.
@@ -101,6 +101,8 @@ impl Converter<'_, '_> {
                 self.one(Op::Pad(Pad { low, high, interior }), &[x, value])
             }
             "reduce" => self.reduce(operation, operands),
+            "reduce_window" => self.reduce_window(operation, operands),
+            "convolution" => self.convolution(operation, operands),
             "dot_general" | "dot" => self.dot(operation, operands),
             "gather" => self.gather(operation, operands),
             "scatter" => self.scatter(operation, operands),
@@ -175,7 +177,7 @@ impl Converter<'_, '_> {
         Ok(self.push(Op::BroadcastInDim(BroadcastInDim { shape, dims }), &[x])?)
     }
 
-    fn converted(&mut self, x: ValueId, dtype: DType) -> Result<ValueId, Reject> {
+    pub(super) fn converted(&mut self, x: ValueId, dtype: DType) -> Result<ValueId, Reject> {
         if self.graph.ty(x).dtype == dtype {
             return Ok(x);
         }
@@ -183,7 +185,7 @@ impl Converter<'_, '_> {
     }
 
     /// The value of all elements where it is known: of a constant, or of a constant that was broadcast.
-    fn splat(&self, mut value: ValueId) -> Option<f64> {
+    pub(super) fn splat(&self, mut value: ValueId) -> Option<f64> {
         loop {
             let node = self.graph.node(value);
             match &node.op {
@@ -229,22 +231,8 @@ impl Converter<'_, '_> {
             let declared = format!("a scalar of {}", ty.dtype).into();
             return Err(Reject::Invalid(ProblemKind::OperandType { index: 1, declared, actual: init_ty.clone() }));
         }
-        let applied = operation.attribute("applies").and_then(Attribute::as_word);
-        let applied = applied.or_else(|| operation.regions.first()?.applies());
-        let boolean = ty.dtype == DType::Bool;
-        let reducer = match applied {
-            Some("add") if boolean => Reducer::Or,
-            Some("multiply") if boolean => Reducer::And,
-            Some("add") => Reducer::Sum,
-            Some("multiply") => Reducer::Product,
-            Some("maximum") => Reducer::Max,
-            Some("minimum") => Reducer::Min,
-            Some("and") => Reducer::And,
-            Some("or") => Reducer::Or,
-            _ => {
-                return Err(Reject::Unsupported("with another function than add, multiply, maximum, minimum, and, or"));
-            }
-        };
+        let reducer = reducer(operation, ty.dtype)
+            .ok_or(Reject::Unsupported("with another function than add, multiply, maximum, minimum, and, or"))?;
         let neutral = reducer.neutral(ty.dtype);
         let reduced = match dims.is_empty() {
             true => x,
@@ -345,31 +333,49 @@ impl Converter<'_, '_> {
     }
 }
 
-fn exactly<const N: usize>(operands: &[ValueId]) -> Result<[ValueId; N], Reject> {
+pub(super) fn exactly<const N: usize>(operands: &[ValueId]) -> Result<[ValueId; N], Reject> {
     operands.try_into().map_err(|_| count(N, operands.len()))
+}
+
+/// The standard reduction that an op names or whose region it has.
+pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
+    let applied = operation.attribute("applies").and_then(Attribute::as_word);
+    let applied = applied.or_else(|| operation.regions.first()?.applies());
+    let boolean = dtype == DType::Bool;
+    match applied? {
+        "add" if boolean => Some(Reducer::Or),
+        "multiply" if boolean => Some(Reducer::And),
+        "add" => Some(Reducer::Sum),
+        "multiply" => Some(Reducer::Product),
+        "maximum" => Some(Reducer::Max),
+        "minimum" => Some(Reducer::Min),
+        "and" => Some(Reducer::And),
+        "or" => Some(Reducer::Or),
+        _ => None,
+    }
 }
 
 fn count(expected: usize, found: usize) -> Reject {
     Reject::Invalid(ProblemKind::OperandCount { expected, found })
 }
 
-fn attribute(name: &'static str) -> Reject {
+pub(super) fn attribute(name: &'static str) -> Reject {
     Reject::Invalid(ProblemKind::Attribute { name })
 }
 
 /// The type of the only result, for ops that do not follow from their operands.
-fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
+pub(super) fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => tensor_type(ty).ok_or(Reject::Unsupported("with a result of this type")),
         types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),
     }
 }
 
-fn ints(operation: &Operation, name: &'static str) -> Result<Vec<i64>, Reject> {
+pub(super) fn ints(operation: &Operation, name: &'static str) -> Result<Vec<i64>, Reject> {
     operation.attribute(name).and_then(Attribute::ints).ok_or_else(|| attribute(name))
 }
 
-fn sizes(operation: &Operation, name: &'static str) -> Result<Vec<u64>, Reject> {
+pub(super) fn sizes(operation: &Operation, name: &'static str) -> Result<Vec<u64>, Reject> {
     let sizes: Result<Vec<u64>, _> = ints(operation, name)?.into_iter().map(u64::try_from).collect();
     sizes.map_err(|_| attribute(name))
 }
@@ -387,14 +393,14 @@ fn dim(operation: &Operation, name: &'static str) -> Result<usize, Reject> {
 }
 
 /// Printers leave out dimension numbers that are empty or zero.
-fn optional_dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
+pub(super) fn optional_dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
     match operation.attribute(name) {
         Some(_) => dims(operation, name),
         None => Ok(Vec::new()),
     }
 }
 
-fn optional_dim(operation: &Operation, name: &'static str) -> Result<usize, Reject> {
+pub(super) fn optional_dim(operation: &Operation, name: &'static str) -> Result<usize, Reject> {
     match operation.attribute(name) {
         Some(_) => dim(operation, name),
         None => Ok(0),

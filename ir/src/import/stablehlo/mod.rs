@@ -12,6 +12,7 @@ mod lower;
 mod parse;
 mod pretty;
 pub mod syntax;
+mod window;
 
 #[cfg(test)]
 mod convert_tests;

@@ -79,6 +79,7 @@ macro_rules! into_op {
 into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select, Convert => Convert,
     BroadcastInDim => BroadcastInDim, Reshape => Reshape, Transpose => Transpose, Slice => Slice, Pad => Pad,
     Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
+    Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
     ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
     Threefry => Threefry, Reverse => Reverse, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
     AxisIndex => AxisIndex);
@@ -95,6 +96,8 @@ pub(crate) fn cases() -> Vec<Case> {
         dots(),
         gathers(),
         scatters(),
+        convolutions(),
+        windows(),
         local_ops(),
     ]
     .into_iter()
@@ -421,6 +424,98 @@ fn lookups() -> Vec<Lookup> {
     ]
 }
 
+/// `size stride low high base window`, of one dimension.
+fn window(text: &str) -> WindowDim {
+    let n: Vec<i64> = text.trim_end_matches('r').split_whitespace().map(|n| n.parse().expect("a number")).collect();
+    WindowDim {
+        size: n[0] as u64,
+        stride: n[1] as u64,
+        pad_low: n[2],
+        pad_high: n[3],
+        base_dilation: n[4] as u64,
+        window_dilation: n[5] as u64,
+        reversed: text.ends_with('r'),
+    }
+}
+
+fn image(dims: &[usize]) -> ImageDims {
+    ImageDims { batch: dims[0], feature: dims[1], spatial: dims[2..].to_vec() }
+}
+
+fn kernel(dims: &[usize]) -> KernelDims {
+    KernelDims { output: dims[0], input: dims[1], spatial: dims[2..].to_vec() }
+}
+
+fn convolutions() -> Vec<Case> {
+    let conv = |lhs: &[usize], rhs: &[usize], result: &[usize], groups: (u64, u64), windows: &[&str]| Convolution {
+        lhs: image(lhs),
+        rhs: kernel(rhs),
+        result: image(result),
+        window: windows.iter().map(|w| window(w)).collect(),
+        feature_groups: groups.0,
+        batch_groups: groups.1,
+    };
+    // One spatial dimension, NWC and WIO, then NCW and OIW.
+    let last = |groups, w: &str| conv(&[0, 2, 1], &[2, 1, 0], &[0, 2, 1], groups, &[w]);
+    let first = |groups, w: &str| conv(&[0, 1, 2], &[0, 1, 2], &[0, 1, 2], groups, &[w]);
+    let nhwc = |groups, w: &[&str]| conv(&[0, 3, 1, 2], &[3, 2, 0, 1], &[0, 3, 1, 2], groups, w);
+    let mixed = |w: &str| conv(&[1, 2, 0], &[1, 2, 0], &[2, 1, 0], (1, 1), &[w]);
+    vec![
+        case(last((1, 1), "3 1 1 1 1 1"), "f32[2,12,3] f32[3,3,4]", "f32[2,12,4]"),
+        case(last((1, 1), "3 2 0 1 1 1"), "f32[2,12,4] f32[3,4,6]", "f32[2,6,6]"),
+        case(last((1, 1), "4 2 1 1 1 1"), "f32[1,12,2] f32[4,2,2]", "f32[1,6,2]"),
+        case(last((1, 1), "5 1 2 2 1 1r"), "f32[2,6,2] f32[5,2,3]", "f32[2,6,3]"),
+        case(last((1, 1), "3 1 2 2 1 2"), "f32[2,6,2] f32[3,2,3]", "f32[2,6,3]"),
+        case(last((1, 1), "2 1 0 0 1 3"), "f32[2,9,1] f32[2,1,2]", "f32[2,6,2]"),
+        // Transposed: the operand is dilated.
+        case(last((1, 1), "3 1 1 2 2 1"), "f32[2,6,2] f32[3,2,4]", "f32[2,12,4]"),
+        case(last((1, 1), "4 1 2 2 2 1r"), "f32[1,6,2] f32[4,2,2]", "f32[1,12,2]"),
+        case(last((1, 1), "3 3 1 2 2 1"), "f32[2,6,2] f32[3,2,2]", "f32[2,4,2]"),
+        // Negative padding, as gradients have it; a window as large as the operand.
+        case(last((1, 1), "2 1 -1 -2 1 1"), "f32[2,12,2] f32[2,2,2]", "f32[2,8,2]"),
+        case(last((1, 1), "12 1 1 1 1 1"), "f32[2,12,2] f32[12,2,4]", "f32[2,3,4]"),
+        case(last((1, 1), "6 1 1 0 1 2"), "f32[2,12,2] f32[6,2,2]", "f32[2,3,2]"),
+        case(last((1, 1), "3 1 0 0 1 1"), "f32[2,2,2] f32[3,2,2]", "f32[2,0,2]"),
+        // Groups of features (2, then one for each), and of the batch.
+        case(last((2, 1), "3 1 1 1 1 1"), "f32[2,6,4] f32[3,2,6]", "f32[2,6,6]"),
+        case(first((6, 1), "3 2 1 0 1 1"), "f32[2,6,4] f32[12,1,3]", "f32[2,12,2]"),
+        case(last((1, 2), "3 1 1 1 1 1"), "f32[4,6,3] f32[3,3,4]", "f32[2,6,4]"),
+        case(first((1, 3), "3 2 0 1 2 1"), "f32[6,2,4] f32[6,2,3]", "f32[2,6,3]"),
+        case(mixed("3 1 1 1 1 1"), "f32[6,4,3] f32[3,2,3]", "f32[6,2,4]"),
+        case(nhwc((1, 1), &["3 1 1 1 1 1", "1 1 0 0 1 1"]), "f32[2,4,6,3] f32[3,1,3,4]", "f32[2,4,6,4]"),
+        case(nhwc((1, 1), &["2 2 0 0 1 1", "3 2 0 1 1 1"]), "f32[2,4,4,2] f32[2,3,2,2]", "f32[2,2,2,2]"),
+        case(nhwc((2, 1), &["3 1 1 1 1 1", "2 1 1 0 1 1"]), "f32[1,4,4,4] f32[3,2,2,2]", "f32[1,4,4,2]"),
+        case(conv(&[0, 1], &[1, 0], &[0, 1], (1, 1), &[]), "f32[4,6] f32[6,2]", "f32[4,2]"),
+        case(last((1, 1), "3 1 1 1 1 1"), "i32[2,6,2] i32[3,2,2]", "i32[2,6,2]"),
+    ]
+}
+
+fn windows() -> Vec<Case> {
+    let pool = |reducer, text: &[&str]| ReduceWindow { reducer, window: text.iter().map(|w| window(w)).collect() };
+    let select = |select, text: &[&str]| SelectAndScatter { select, window: text.iter().map(|w| window(w)).collect() };
+    let one = "1 1 0 0 1 1";
+    let mut all = vec![
+        case(pool(Reducer::Sum, &[one, "2 2 0 0 1 1"]), "f32[4,12]", "f32[4,6]"),
+        case(pool(Reducer::Sum, &["3 1 1 1 1 1", "3 2 0 1 1 1"]), "f32[4,12]", "f32[4,6]"),
+        case(pool(Reducer::Sum, &["3 1 2 2 1 2", one]), "f32[6,2]", "f32[6,2]"),
+        case(pool(Reducer::Sum, &["3 1 1 2 2 1"]), "f32[6]", "f32[12]"),
+        case(pool(Reducer::Sum, &["6 1 5 0 1 1"]), "f32[6]", "f32[6]"),
+        case(pool(Reducer::Max, &[one, "3 2 0 1 1 1", "2 1 0 0 1 1"]), "f32[2,12,3]", "f32[2,6,2]"),
+        case(pool(Reducer::Max, &["3 1 1 1 1 1"]), "f32[6]", "f32[6]"),
+        case(pool(Reducer::Min, &["2 2 0 0 1 1", "2 2 1 1 1 1"]), "f32[4,6]", "f32[2,4]"),
+        case(pool(Reducer::Max, &["3 1 1 1 1 1"]), "i32[6]", "i32[6]"),
+        case(pool(Reducer::Product, &["2 2 0 0 1 1"]), "f32[12]", "f32[6]").reals(0.5, 2.0),
+        case(pool(Reducer::And, &["3 1 1 1 1 1"]), "bool[6]", "bool[6]"),
+        case(pool(Reducer::Or, &["3 1 1 1 1 1"]), "i32[6]", "i32[6]"),
+    ];
+    all.extend([
+        case(select(Extremum::Max, &[one, "3 2 0 1 1 1"]), "f32[4,6] f32[4,3]", "f32[4,6]"),
+        case(select(Extremum::Max, &["2 2 0 0 1 1", "3 1 1 1 1 1"]), "f32[4,6] f32[2,6]", "f32[4,6]"),
+        case(select(Extremum::Min, &["2 1 0 0 1 1", one]), "f32[3,6] f32[2,6]", "f32[3,6]"),
+    ]);
+    all
+}
+
 fn gathers() -> Vec<Case> {
     let mut all = Vec::new();
     for (dims, table, indices, values, range) in lookups() {
@@ -465,5 +560,10 @@ fn local_ops() -> Vec<Case> {
         ),
         on_mesh(Collective::LocalSlice { axes: vec![a], dim: 0, outer: 1 }, "f32[4,6]", "f32[2,6]"),
         on_mesh(Collective::KeepFirst { axes: vec![b], reducer: Reducer::Max }, "i32[4]", "i32[4]"),
+        on_mesh(
+            Collective::Halo { axes: vec![b], dim: 1, low: 1, high: 7, reducer: Reducer::Max },
+            "f32[2,4]",
+            "f32[2,12]",
+        ),
     ]
 }

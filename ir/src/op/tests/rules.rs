@@ -23,16 +23,6 @@ fn outers(rule: &ShardingRule) -> Vec<Vec<u64>> {
     rule.factors.iter().map(|f| [2, 3].into_iter().filter(|o| f.size % o == 0).collect()).collect()
 }
 
-fn axes_of(strategy: &Strategy, mesh: &Mesh, num_factors: usize) -> Vec<Vec<AxisId>> {
-    let mut axes = vec![Vec::new(); num_factors];
-    for (axis_use, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
-        if let AxisUse::Factor { factor, .. } = *axis_use {
-            axes[factor as usize].push(axis);
-        }
-    }
-    axes
-}
-
 #[test]
 fn factors_multiply_to_the_sizes_of_dimensions() {
     for case in cases().iter().filter(|c| !matches!(c.op, Op::Collective(_))) {
@@ -89,7 +79,7 @@ fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Me
         mesh,
         operand_types: case.operands.clone(),
         result_shape: shardings.result.local_shape(mesh),
-        factor_axes: axes_of(strategy, mesh, rule.factors.len()),
+        factor_axes: strategy.factor_axes(rule.factors.len()),
     };
     let result = case.op.local(&mut cx);
     let local_type = shardings.result.local_type(&case.result, mesh);

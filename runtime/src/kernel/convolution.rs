@@ -1,0 +1,447 @@
+//! Convolutions as matrix products: the elements that a few hundred results see are gathered into a matrix (im2col), which is
+//! multiplied by the kernel as a matrix of window positions and inputs by outputs.
+//!
+//! Where the operand is dilated, results fall into phases that see different window positions, and none of them meets the
+//! zeros in between: a transposed convolution costs what its terms cost.
+
+use super::matrix::{Strides, multiply};
+use crate::arena::Storage;
+use crate::element::{Class, Element, with_class};
+use crate::error::KernelError;
+use crate::view::View;
+use altiplano_ir::op::{Convolution, WindowDim};
+use rayon::prelude::*;
+
+/// Rows of the gathered matrix, at most.
+const ROWS: usize = 256;
+
+/// Columns of the gathered matrix, about.
+const COLUMNS: usize = 1024;
+
+/// A spatial dimension with its strides in lhs, rhs and result.
+#[derive(Clone, Debug, PartialEq)]
+struct Spatial {
+    size: usize,
+    result_size: usize,
+    lhs: usize,
+    rhs: usize,
+    result: usize,
+    phases: Vec<DimPhase>,
+}
+
+/// Results of one dimension that see the same window positions: `first + j * distance`, reading the operand's position
+/// `at + j * step` at window position `k`, where that exists.
+#[derive(Clone, Debug, PartialEq)]
+struct DimPhase {
+    first: usize,
+    distance: usize,
+    count: usize,
+    step: isize,
+    /// `(k, at)`.
+    positions: Vec<(usize, isize)>,
+}
+
+/// A compiled convolution.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Conv {
+    class: Class,
+    groups: usize,
+    images: usize,
+    inputs: usize,
+    outputs: usize,
+    spatial: Vec<Spatial>,
+    lhs: Side,
+    rhs: Side,
+    /// Strides of images and outputs in the result, and of groups.
+    result_image: usize,
+    result_output: usize,
+    result_group: usize,
+    result_elements: usize,
+}
+
+/// Where an operand's elements are.
+#[derive(Clone, Debug, PartialEq)]
+struct Side {
+    offset: usize,
+    end: usize,
+    group: usize,
+    /// Stride of images (lhs) or outputs (rhs).
+    major: usize,
+    input: usize,
+}
+
+fn phases(window: &WindowDim, result_size: usize) -> Vec<DimPhase> {
+    let (stride, base) = (window.stride as i64, window.base_dilation as i64);
+    let gcd = |mut a: i64, mut b: i64| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    let period = base / gcd(stride, base);
+    let phase = |p: i64| {
+        let k_at = |k: u64| {
+            let at = p * stride + k as i64 * window.window_dilation as i64 - window.pad_low;
+            let index = if window.reversed { window.size - 1 - k } else { k };
+            (at.rem_euclid(base) == 0).then_some((index as usize, at.div_euclid(base) as isize))
+        };
+        DimPhase {
+            first: p as usize,
+            distance: period as usize,
+            count: result_size.saturating_sub(p as usize).div_ceil(period as usize),
+            step: (period * stride / base) as isize,
+            positions: (0..window.size).filter_map(k_at).collect(),
+        }
+    };
+    (0..period.min(result_size as i64)).map(phase).collect()
+}
+
+impl Conv {
+    /// `result` are the strides of the result's dimensions.
+    pub fn new(op: &Convolution, class: Class, lhs: &View, rhs: &View, shape: &[usize], result: &[usize]) -> Conv {
+        let groups = op.feature_groups.max(op.batch_groups) as usize;
+        let images = shape[op.result.batch];
+        let (inputs, outputs) = (rhs.shape[op.rhs.input], rhs.shape[op.rhs.output] / groups);
+        let of_lhs =
+            if op.batch_groups > 1 { images * lhs.strides[op.lhs.batch] } else { inputs * lhs.strides[op.lhs.feature] };
+        let spatial = (0..op.window.len()).map(|i| {
+            let (l, r, d) = (op.lhs.spatial[i], op.rhs.spatial[i], op.result.spatial[i]);
+            Spatial {
+                size: lhs.shape[l],
+                result_size: shape[d],
+                lhs: lhs.strides[l],
+                rhs: rhs.strides[r],
+                result: result[d],
+                phases: phases(&op.window[i], shape[d]),
+            }
+        });
+        let side =
+            |view: &View, group, major, input| Side { offset: view.offset, end: view.end(), group, major, input };
+        Conv {
+            class,
+            groups,
+            images,
+            inputs,
+            outputs,
+            spatial: spatial.collect(),
+            lhs: side(lhs, of_lhs, lhs.strides[op.lhs.batch], lhs.strides[op.lhs.feature]),
+            rhs: side(rhs, outputs * rhs.strides[op.rhs.output], rhs.strides[op.rhs.output], rhs.strides[op.rhs.input]),
+            result_image: result[op.result.batch],
+            result_output: result[op.result.feature],
+            result_group: outputs * result[op.result.feature],
+            result_elements: shape.iter().product(),
+        }
+    }
+
+    /// Window positions that are gathered at once.
+    fn block(&self) -> usize {
+        (COLUMNS / self.inputs.max(1)).max(1)
+    }
+
+    fn most_positions(&self) -> usize {
+        let most = |s: &Spatial| s.phases.iter().map(|p| p.positions.len()).max().unwrap_or(0);
+        self.spatial.iter().map(most).product()
+    }
+
+    /// Elements of the gathered matrix, the kernel's matrix and the product.
+    fn workspace(&self) -> [usize; 3] {
+        if self.class.is_integer() || self.is_depthwise() {
+            return [0; 3];
+        }
+        let positions = self.most_positions();
+        let rows = ROWS.min(self.result_elements / (self.groups * self.outputs).max(1));
+        let block = self.block().min(positions);
+        [rows * block * self.inputs, positions * self.inputs * self.outputs, rows * self.outputs]
+    }
+
+    fn is_depthwise(&self) -> bool {
+        self.inputs == 1 && self.outputs == 1 && self.groups > 1
+    }
+
+    /// Bytes of the matrices, and of single-precision copies that other formats need.
+    pub fn workspace_bytes(&self) -> u64 {
+        let copies = match self.class {
+            Class::F32 | Class::I32 | Class::I64 => 0,
+            _ => self.lhs.end - self.lhs.offset + self.rhs.end - self.rhs.offset + self.result_elements,
+        };
+        4 * (self.workspace().iter().sum::<usize>() + copies) as u64
+    }
+
+    pub fn run(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage, threads: usize) -> Result<(), KernelError> {
+        let arena = result.arena().clone();
+        let [gathered, kernel, product] = self.workspace();
+        let mut work = [
+            arena.allocate(Class::F32, gathered)?,
+            arena.allocate(Class::F32, kernel)?,
+            arena.allocate(Class::F32, product)?,
+        ];
+        match self.class {
+            Class::F32 => {
+                let (l, r) = (&lhs.slice::<f32>()[self.lhs.offset..], &rhs.slice::<f32>()[self.rhs.offset..]);
+                self.convolve(l, r, result.slice_mut(), &mut work, threads);
+            }
+            Class::I32 | Class::I64 => with_class!(self.class, T => {
+                let (l, r) = (&lhs.slice::<T>()[self.lhs.offset..], &rhs.slice::<T>()[self.rhs.offset..]);
+                let result = result.slice_mut::<T>();
+                result.fill(T::from_i64(0));
+                self.for_each_term(|d, l_at, r_at| {
+                    let term = l[l_at].to_i64().wrapping_mul(r[r_at].to_i64());
+                    result[d] = T::from_i64(result[d].to_i64().wrapping_add(term));
+                });
+            }),
+            Class::F16 | Class::BF16 | Class::Bool => with_class!(self.class, T => {
+                let widen = |from: &Storage, side: &Side| -> Result<Storage, KernelError> {
+                    let mut wide = arena.allocate(Class::F32, side.end - side.offset)?;
+                    let part = &from.slice::<T>()[side.offset..side.end];
+                    wide.slice_mut::<f32>().iter_mut().zip(part).for_each(|(w, &x)| *w = Element::to_f32(x));
+                    Ok(wide)
+                };
+                let (l, r) = (widen(lhs, &self.lhs)?, widen(rhs, &self.rhs)?);
+                let mut wide = arena.allocate(Class::F32, self.result_elements)?;
+                self.convolve(l.slice(), r.slice(), wide.slice_mut(), &mut work, threads);
+                let narrow = result.slice_mut::<T>().iter_mut();
+                narrow.zip(wide.slice::<f32>()).for_each(|(n, &x)| *n = <T as Element>::from_f32(x));
+            }),
+        }
+        Ok(())
+    }
+
+    /// The phases of all spatial dimensions together.
+    fn all_phases(&self) -> Vec<Vec<&DimPhase>> {
+        let mut all: Vec<Vec<&DimPhase>> = vec![Vec::new()];
+        for dim in &self.spatial {
+            all = all.iter().flat_map(|p| dim.phases.iter().map(move |q| [p.as_slice(), &[q]].concat())).collect();
+        }
+        all
+    }
+
+    fn convolve(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32], work: &mut [Storage; 3], threads: usize) {
+        if self.is_depthwise() {
+            return self.depthwise(lhs, rhs, result);
+        }
+        let [gathered, kernel, product] = work;
+        let (gathered, product) = (gathered.slice_mut::<f32>(), product.slice_mut::<f32>());
+        for group in 0..self.groups {
+            for phase in self.all_phases() {
+                let positions = all_positions(&phase);
+                // The kernel's matrix, terms by outputs.
+                let kernel = kernel.slice_mut::<f32>();
+                for (i, position) in positions.iter().enumerate() {
+                    let at = group * self.rhs.group
+                        + position.iter().zip(&self.spatial).map(|(p, s)| p.0 * s.rhs).sum::<usize>();
+                    for input in 0..self.inputs {
+                        let row = &mut kernel[(i * self.inputs + input) * self.outputs..][..self.outputs];
+                        let from = at + input * self.rhs.input;
+                        row.iter_mut().enumerate().for_each(|(o, x)| *x = rhs[from + o * self.rhs.major]);
+                    }
+                }
+                let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
+                let rows = Rows { counts: &counts, images: self.images, by_image: self.gathers_images() };
+                let total = rows.len();
+                for first in (0..total).step_by(ROWS) {
+                    let n = ROWS.min(total - first);
+                    let product = &mut product[..n * self.outputs];
+                    if positions.is_empty() || self.inputs == 0 {
+                        product.fill(0.0);
+                    }
+                    let places: Vec<(usize, Vec<usize>)> = (first..first + n).map(|m| rows.at(m)).collect();
+                    for (b, block) in positions.chunks(self.block()).enumerate() {
+                        let terms = block.len() * self.inputs;
+                        if terms == 0 {
+                            continue;
+                        }
+                        let strides = self.gather(lhs, group, &phase, block, &places, gathered, threads);
+                        let part = &kernel[b * self.block() * self.inputs * self.outputs..];
+                        let by_rows = Strides { row: self.outputs, column: 1 };
+                        let size = (n, self.outputs, terms);
+                        multiply(size, (gathered, strides), (part, by_rows), (product, by_rows), b > 0, threads);
+                    }
+                    for ((image, js), row) in places.iter().zip(product.chunks(self.outputs.max(1))) {
+                        let at = group * self.result_group + self.result_at(*image, js, &phase);
+                        if self.result_output == 1 {
+                            result[at..at + self.outputs].copy_from_slice(row);
+                        } else {
+                            row.iter().enumerate().for_each(|(o, &x)| result[at + o * self.result_output] = x);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn result_at(&self, image: usize, js: &[usize], phase: &[&DimPhase]) -> usize {
+        let spatial = js.iter().zip(phase).zip(&self.spatial);
+        image * self.result_image + spatial.map(|((j, p), s)| (p.first + j * p.distance) * s.result).sum::<usize>()
+    }
+
+    /// Whether images lie closer together than inputs, so that they are gathered side by side.
+    fn gathers_images(&self) -> bool {
+        self.images > 1 && (self.inputs == 1 || self.lhs.major < self.lhs.input)
+    }
+
+    /// Fills the matrix whose rows are `places` and whose columns are the window positions of `block` and the inputs;
+    /// rows run side by side where images do.
+    #[allow(clippy::too_many_arguments)]
+    fn gather(
+        &self,
+        lhs: &[f32],
+        group: usize,
+        phase: &[&DimPhase],
+        block: &[Vec<(usize, isize)>],
+        places: &[(usize, Vec<usize>)],
+        gathered: &mut [f32],
+        threads: usize,
+    ) -> Strides {
+        let (n, terms) = (places.len(), block.len() * self.inputs);
+        // The operand's element of image 0 and input 0, if it is not padding.
+        let source = |position: &[(usize, isize)], js: &[usize]| {
+            let mut at = group * self.lhs.group;
+            for (((_, first), &j), (p, s)) in position.iter().zip(js).zip(phase.iter().zip(&self.spatial)) {
+                let x = usize::try_from(first + j as isize * p.step).ok().filter(|&x| x < s.size)?;
+                at += x * s.lhs;
+            }
+            Some(at)
+        };
+        let copy = |target: &mut [f32], from: Option<usize>, stride: usize| match from {
+            None => target.fill(0.0),
+            Some(at) if stride == 1 => target.copy_from_slice(&lhs[at..at + target.len()]),
+            Some(at) => target.iter_mut().enumerate().for_each(|(i, x)| *x = lhs[at + i * stride]),
+        };
+        if self.gathers_images() {
+            let column = |(k, column): (usize, &mut [f32])| {
+                let (position, input) = (&block[k / self.inputs], k % self.inputs);
+                let mut m = 0;
+                while m < n {
+                    let (image, js) = &places[m];
+                    let run = (self.images - image).min(n - m);
+                    let from = source(position, js);
+                    let from = from.map(|at| at + image * self.lhs.major + input * self.lhs.input);
+                    copy(&mut column[m..m + run], from, self.lhs.major);
+                    m += run;
+                }
+            };
+            let columns = &mut gathered[..n * terms];
+            if threads > 1 && n * terms > 1 << 15 {
+                columns.par_chunks_mut(n).enumerate().for_each(column);
+            } else {
+                columns.chunks_mut(n).enumerate().for_each(column);
+            }
+            return Strides { row: 1, column: n };
+        }
+        let row = |(m, row): (usize, &mut [f32])| {
+            let (image, js) = &places[m];
+            for (position, target) in block.iter().zip(row.chunks_mut(self.inputs)) {
+                let from = source(position, js).map(|at| at + image * self.lhs.major);
+                copy(target, from, self.lhs.input);
+            }
+        };
+        let rows = &mut gathered[..n * terms];
+        if threads > 1 && n * terms > 1 << 15 {
+            rows.par_chunks_mut(terms).enumerate().for_each(row);
+        } else {
+            rows.chunks_mut(terms).enumerate().for_each(row);
+        }
+        Strides { row: terms, column: 1 }
+    }
+
+    /// One input and one output in each group: groups run innermost.
+    fn depthwise(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32]) {
+        result.fill(0.0);
+        for phase in self.all_phases() {
+            let positions = all_positions(&phase);
+            let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
+            let rows = Rows { counts: &counts, images: self.images, by_image: false };
+            for m in 0..rows.len() {
+                let (image, js) = rows.at(m);
+                let to = self.result_at(image, &js, &phase);
+                for position in &positions {
+                    let (mut from, mut with, mut inside) = (image * self.lhs.major, 0, true);
+                    for ((&(k, first), &j), (p, s)) in position.iter().zip(&js).zip(phase.iter().zip(&self.spatial)) {
+                        let x = first + j as isize * p.step;
+                        inside &= x >= 0 && (x as usize) < s.size;
+                        from += x.max(0) as usize * s.lhs;
+                        with += k * s.rhs;
+                    }
+                    if !inside {
+                        continue;
+                    }
+                    for g in 0..self.groups {
+                        let x = lhs[from + g * self.lhs.group] * rhs[with + g * self.rhs.group];
+                        result[to + g * self.result_group] += x;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Visits every term: positions in result, lhs and rhs. For formats in which products are rare and small.
+    fn for_each_term(&self, mut visit: impl FnMut(usize, usize, usize)) {
+        for phase in self.all_phases() {
+            let positions = all_positions(&phase);
+            let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
+            let rows = Rows { counts: &counts, images: self.images, by_image: false };
+            for m in 0..rows.len() {
+                let (image, js) = rows.at(m);
+                let to = self.result_at(image, &js, &phase);
+                for position in &positions {
+                    let mut from = Some(image * self.lhs.major);
+                    let mut with = 0;
+                    for ((&(k, first), &j), (p, s)) in position.iter().zip(&js).zip(phase.iter().zip(&self.spatial)) {
+                        let x = usize::try_from(first + j as isize * p.step).ok().filter(|&x| x < s.size);
+                        from = from.zip(x).map(|(from, x)| from + x * s.lhs);
+                        with += k * s.rhs;
+                    }
+                    let Some(from) = from else { continue };
+                    for g in 0..self.groups {
+                        for output in 0..self.outputs {
+                            for input in 0..self.inputs {
+                                visit(
+                                    to + g * self.result_group + output * self.result_output,
+                                    from + g * self.lhs.group + input * self.lhs.input,
+                                    with + g * self.rhs.group + output * self.rhs.major + input * self.rhs.input,
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Combinations of the window positions of all dimensions.
+fn all_positions(phase: &[&DimPhase]) -> Vec<Vec<(usize, isize)>> {
+    let mut all: Vec<Vec<(usize, isize)>> = vec![Vec::new()];
+    for dim in phase {
+        all = all.iter().flat_map(|p| dim.positions.iter().map(move |q| [p.as_slice(), &[*q]].concat())).collect();
+    }
+    all
+}
+
+/// The results of one phase and group, numbered: images innermost (`by_image`) or outermost.
+struct Rows<'a> {
+    counts: &'a [usize],
+    images: usize,
+    by_image: bool,
+}
+
+impl Rows<'_> {
+    fn len(&self) -> usize {
+        self.counts.iter().product::<usize>() * self.images
+    }
+
+    /// The image and the position along each spatial dimension.
+    fn at(&self, mut m: usize) -> (usize, Vec<usize>) {
+        let mut image = 0;
+        if self.by_image {
+            image = m % self.images;
+            m /= self.images;
+        }
+        let mut js = vec![0; self.counts.len()];
+        for (j, &count) in js.iter_mut().zip(self.counts).rev() {
+            *j = m % count;
+            m /= count;
+        }
+        (if self.by_image { image } else { m }, js)
+    }
+}

@@ -1,0 +1,58 @@
+//! Matrix products of slices, with their bounds checked.
+
+use gemm::Parallelism;
+
+/// Where a matrix lies in a slice: the first element is at 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Strides {
+    pub row: usize,
+    pub column: usize,
+}
+
+/// Elements from the first to the last of a matrix.
+fn extent(rows: usize, columns: usize, strides: Strides) -> usize {
+    if rows == 0 || columns == 0 { 0 } else { (rows - 1) * strides.row + (columns - 1) * strides.column + 1 }
+}
+
+/// `result (+)= lhs * rhs`, of `rows x terms` and `terms x columns`. The rows and columns of the result must not overlap.
+pub fn multiply(
+    (rows, columns, terms): (usize, usize, usize),
+    (lhs, l): (&[f32], Strides),
+    (rhs, r): (&[f32], Strides),
+    (result, d): (&mut [f32], Strides),
+    accumulate: bool,
+    threads: usize,
+) {
+    assert!(
+        extent(rows, terms, l) <= lhs.len()
+            && extent(terms, columns, r) <= rhs.len()
+            && extent(rows, columns, d) <= result.len(),
+        "the operands of a product are smaller than their strides say"
+    );
+    let spread = threads > 1 && rows * columns * terms > 1 << 18;
+    let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
+    // SAFETY: the assertion says that all elements lie within the slices.
+    unsafe {
+        gemm::gemm(
+            rows,
+            columns,
+            terms,
+            result.as_mut_ptr(),
+            d.column as isize,
+            d.row as isize,
+            accumulate,
+            lhs.as_ptr(),
+            l.column as isize,
+            l.row as isize,
+            rhs.as_ptr(),
+            r.column as isize,
+            r.row as isize,
+            1.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}

@@ -1,0 +1,151 @@
+//! Pooling and the way back: loops over windows. Trailing dimensions that windows do not touch (channels last) run
+//! innermost.
+
+use super::instruction::{combine, float_reducer, integer_binary};
+use crate::arena::Storage;
+use crate::element::{Class, Element, integer_from_f64, with_class};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::{Extremum, Reducer, WindowDim};
+use rayon::prelude::*;
+
+/// Windows over a row-major tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pooling {
+    dtype: DType,
+    window: Vec<WindowDim>,
+    operand: Vec<usize>,
+    result: Vec<usize>,
+    /// Elements of the trailing dimensions with windows of one.
+    inner: usize,
+    /// Leading dimensions with windows of one: parts that have nothing to do with each other.
+    parts: usize,
+}
+
+impl Pooling {
+    /// `operand` and `result` are the shapes on either side of the window.
+    pub fn new(dtype: DType, window: &[WindowDim], operand: &[usize], result: &[usize]) -> Pooling {
+        let first = window.iter().position(|w| !w.is_one()).unwrap_or(window.len());
+        let last = window.iter().rposition(|w| !w.is_one()).map_or(first, |l| l + 1);
+        Pooling {
+            dtype,
+            window: window[first..last].to_vec(),
+            operand: operand[first..last].to_vec(),
+            result: result[first..last].to_vec(),
+            inner: operand[last..].iter().product(),
+            parts: operand[..first].iter().product(),
+        }
+    }
+
+    /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.
+    fn for_each(&self, mut visit: impl FnMut(usize, &[usize])) {
+        let size = |shape: &[usize]| shape.iter().product::<usize>();
+        let sizes: Vec<usize> = self.window.iter().map(|w| w.size as usize).collect();
+        let mut at = vec![0; sizes.len()];
+        let mut sources = Vec::new();
+        for r in 0..size(&self.result) {
+            unravel(r, &self.result, &mut at);
+            sources.clear();
+            sources.push(0);
+            // Positions along each dimension extend those found so far; padding leaves none.
+            for (d, w) in self.window.iter().enumerate() {
+                let n = self.operand[d] as u64;
+                let along: Vec<usize> =
+                    (0..w.size).filter_map(|k| w.source(at[d] as u64, k, n)).map(|x| x as usize).collect();
+                let next = sources.iter().flat_map(|s| along.iter().map(move |x| s * self.operand[d] + x));
+                sources = next.collect();
+            }
+            visit(r, &sources);
+        }
+    }
+
+    pub fn reduce(&self, reducer: Reducer, operand: &Storage, result: &mut Storage, threads: usize) {
+        let class = Class::of(self.dtype);
+        let (from, to) = (self.part(&self.operand), self.part(&self.result));
+        if to == 0 {
+            return;
+        }
+        with_class!(class, T => {
+            let operand = operand.slice::<T>();
+            let part = |(p, target): (usize, &mut [T])| {
+                let source = &operand[p * from..(p + 1) * from];
+                let neutral = reducer.neutral(self.dtype);
+                if class.is_integer() {
+                    let op = reducer.combine();
+                    let neutral = integer_from_f64(neutral, self.dtype);
+                    self.for_each(|r, sources| for c in 0..self.inner {
+                        let values = sources.iter().map(|s| source[s * self.inner + c].to_i64());
+                        let value = values.fold(neutral, |x, y| integer_binary(op, x, y, self.dtype));
+                        target[r * self.inner + c] = T::from_i64(value);
+                    });
+                } else {
+                    let reducer = float_reducer(reducer, self.dtype);
+                    self.for_each(|r, sources| for c in 0..self.inner {
+                        let values = sources.iter().map(|s| source[s * self.inner + c].to_f32() as f64);
+                        let value = values.fold(neutral, |x, y| combine(reducer, x, y));
+                        target[r * self.inner + c] = T::from_f32(value as f32);
+                    });
+                }
+            };
+            let result = &mut result.slice_mut::<T>()[..self.parts * to];
+            if threads > 1 { result.par_chunks_mut(to).enumerate().for_each(part) }
+            else { result.chunks_mut(to).enumerate().for_each(part) }
+        });
+    }
+
+    /// `target = 0`, then each element of `updates` added where the extremum of its window of `operand` is.
+    pub fn scatter(
+        &self,
+        select: Extremum,
+        operand: &Storage,
+        updates: &Storage,
+        target: &mut Storage,
+        threads: usize,
+    ) {
+        let (from, to) = (self.part(&self.operand), self.part(&self.result));
+        if from == 0 {
+            return;
+        }
+        with_class!(Class::of(self.dtype), T => {
+            let (operand, updates) = (operand.slice::<T>(), updates.slice::<T>());
+            let part = |(p, target): (usize, &mut [T])| {
+                let source = &operand[p * from..(p + 1) * from];
+                let updates = &updates[p * to..(p + 1) * to];
+                target.fill(T::from_i64(0));
+                self.for_each(|r, sources| for c in 0..self.inner {
+                    let value = |s: usize| source[s * self.inner + c];
+                    let Some((&first, rest)) = sources.split_first() else { continue };
+                    let best = rest.iter().fold(first, |best, &s| {
+                        let stays = if Class::of(self.dtype).is_integer() {
+                            let (x, y) = (value(best).to_i64(), value(s).to_i64());
+                            if select == Extremum::Max { x >= y } else { x <= y }
+                        } else {
+                            let (x, y) = (value(best).to_f32(), value(s).to_f32());
+                            if select == Extremum::Max { x >= y } else { x <= y }
+                        };
+                        if stays { best } else { s }
+                    });
+                    let (sum, update) = (&mut target[best * self.inner + c], updates[r * self.inner + c]);
+                    *sum = if Class::of(self.dtype).is_integer() {
+                        T::from_i64(sum.to_i64().wrapping_add(update.to_i64()))
+                    } else {
+                        T::from_f32(sum.to_f32() + update.to_f32())
+                    };
+                });
+            };
+            let target = &mut target.slice_mut::<T>()[..self.parts * from];
+            if threads > 1 { target.par_chunks_mut(from).enumerate().for_each(part) }
+            else { target.chunks_mut(from).enumerate().for_each(part) }
+        });
+    }
+
+    fn part(&self, shape: &[usize]) -> usize {
+        shape.iter().product::<usize>() * self.inner
+    }
+}
+
+fn unravel(mut position: usize, shape: &[usize], index: &mut [usize]) {
+    for (i, &n) in index.iter_mut().zip(shape).rev() {
+        *i = position % n;
+        position /= n;
+    }
+}
