@@ -51,13 +51,7 @@ fn literal(from: &Literal, dtype: DType) -> Literal {
 
 /// The largest finite value of a float type.
 fn largest(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 65504.0,
-        // 2^128 less one unit in the last of eight significant bits.
-        DType::BF16 => (256.0 - 1.0) * 2f64.powi(120),
-        DType::F32 => f32::MAX as f64,
-        _ => f64::MAX,
-    }
+    dtype.float_format().map_or(f64::MAX, |format| format.greatest())
 }
 
 #[cfg(test)]

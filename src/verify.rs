@@ -247,9 +247,8 @@ const TINY_DIFFERENCE: f64 = 1e-7;
 impl Tolerance {
     /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for.
     fn of(plan: &Plan) -> Tolerance {
-        let unit = |dtype: DType| match dtype {
-            DType::BF16 => 2f64.powi(-8),
-            DType::F16 => 2f64.powi(-11),
+        let unit = |dtype: DType| match dtype.float_format() {
+            Some(format) if dtype.is_half() => 0.5f64.powi(format.mantissa_bits as i32 + 1),
             _ => 0.0,
         };
         let unit = plan.graph.parameters().map(|(v, _)| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);

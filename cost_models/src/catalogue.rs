@@ -5,7 +5,7 @@
 
 use crate::error::{ClusterError, nearest};
 use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
-use altiplano_ir::dtype::DType::{self, BF16, F16, F32, F64};
+use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
 /// The most devices that a cluster may have; beyond that a description is wrong, not large.
 pub const MAX_DEVICES: u64 = 1_000_000;
@@ -79,14 +79,14 @@ const DEVICES: &[DeviceFigures] = &[
         matmul_efficiency: 0.75,
         launch_s: GPU_LAUNCH_S,
     },
-    // NVIDIA H100 datasheet (2023), SXM: 1979 TFLOP/s f16 and bf16 with sparsity, so 989.5 dense; 67 f32, 67 f64 tensor;
-    // HBM3 at 3.35 TB/s.
+    // NVIDIA H100 datasheet (2023), SXM: 1979 TFLOP/s f16 and bf16 with sparsity, so 989.5 dense, and twice that for 8-bit
+    // floats; 67 f32, 67 f64 tensor; HBM3 at 3.35 TB/s.
     // The best matmul shape reaches 0.80 (Bekman, ml-engineering, accelerator tables), common ones less under its power limit.
     DeviceFigures {
         name: "H100-SXM",
         gb: 80.0,
         gb_per_s: 3350.0,
-        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5)],
+        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
         matmul_efficiency: 0.72,
         launch_s: GPU_LAUNCH_S,
     },
@@ -95,47 +95,55 @@ const DEVICES: &[DeviceFigures] = &[
         name: "H200",
         gb: 141.0,
         gb_per_s: 4800.0,
-        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5)],
+        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
         matmul_efficiency: 0.72,
         launch_s: GPU_LAUNCH_S,
     },
-    // NVIDIA HGX B200 datasheet (2025), eight devices: 36 PFLOP/s f16 and bf16 with sparsity, 600 TFLOP/s f32, 296 f64,
-    // 1.4 TB HBM3e at 62 TB/s.
+    // NVIDIA HGX B200 datasheet (2025), eight devices: 36 PFLOP/s f16 and bf16 with sparsity, 72 for 8-bit floats, 600 TFLOP/s f32,
+    // 296 f64, 1.4 TB HBM3e at 62 TB/s.
     DeviceFigures {
         name: "B200",
         gb: 180.0,
         gb_per_s: 7750.0,
-        tflops: &[(F64, 37.0), (F32, 75.0), (F16, 2250.0), (BF16, 2250.0)],
+        tflops: &[(F64, 37.0), (F32, 75.0), (F16, 2250.0), (BF16, 2250.0), (F8E4M3FN, 4500.0), (F8E5M2, 4500.0)],
         matmul_efficiency: MATMUL_EFFICIENCY,
         launch_s: GPU_LAUNCH_S,
     },
-    // NVIDIA L40S datasheet (2023): 733 TFLOP/s f16 and bf16 with sparsity, 362 dense; 91.6 f32; f64 at 1/64 of that;
+    // NVIDIA L40S datasheet (2023): 362 TFLOP/s f16 and bf16 dense, 733 for 8-bit floats; 91.6 f32; f64 at 1/64 of that;
     // GDDR6 at 864 GB/s.
     DeviceFigures {
         name: "L40S",
         gb: 48.0,
         gb_per_s: 864.0,
-        tflops: &[(F64, 1.43), (F32, 91.6), (F16, 362.0), (BF16, 362.0)],
+        tflops: &[(F64, 1.43), (F32, 91.6), (F16, 362.0), (BF16, 362.0), (F8E4M3FN, 733.0), (F8E5M2, 733.0)],
         matmul_efficiency: MATMUL_EFFICIENCY,
         launch_s: GPU_LAUNCH_S,
     },
     // NVIDIA Ada GPU architecture whitepaper (2022), RTX 4090: 165.2 TFLOP/s f16 and bf16 tensor with f32 accumulation,
-    // 82.6 f32, f64 at 1/64 of that; GDDR6X at 1008 GB/s.
+    // 330.3 for 8-bit floats, 82.6 f32, f64 at 1/64 of that; GDDR6X at 1008 GB/s.
     DeviceFigures {
         name: "RTX-4090",
         gb: 24.0,
         gb_per_s: 1008.0,
-        tflops: &[(F64, 1.29), (F32, 82.6), (F16, 165.2), (BF16, 165.2)],
+        tflops: &[(F64, 1.29), (F32, 82.6), (F16, 165.2), (BF16, 165.2), (F8E4M3FN, 330.3), (F8E5M2, 330.3)],
         matmul_efficiency: MATMUL_EFFICIENCY,
         launch_s: GPU_LAUNCH_S,
     },
-    // AMD Instinct MI300X datasheet (2023): 1307.4 TFLOP/s f16 and bf16 matrix, 163.4 f32 and f64 matrix; HBM3 at 5.3 TB/s.
+    // AMD Instinct MI300X datasheet (2023): 1307.4 TFLOP/s f16 and bf16 matrix, 2614.9 for 8-bit floats (of its `fnuz` kind),
+    // 163.4 f32 and f64 matrix; HBM3 at 5.3 TB/s.
     // The best matmul shape reaches 0.51 (Bekman, ml-engineering, accelerator tables).
     DeviceFigures {
         name: "MI300X",
         gb: 192.0,
         gb_per_s: 5300.0,
-        tflops: &[(F64, 163.4), (F32, 163.4), (F16, 1307.4), (BF16, 1307.4)],
+        tflops: &[
+            (F64, 163.4),
+            (F32, 163.4),
+            (F16, 1307.4),
+            (BF16, 1307.4),
+            (F8E4M3FNUZ, 2614.9),
+            (F8E5M2FNUZ, 2614.9),
+        ],
         matmul_efficiency: 0.5,
         launch_s: GPU_LAUNCH_S,
     },

@@ -78,14 +78,13 @@ pub fn fallback(device: &Device, dtype: DType) -> Option<DType> {
     Some(priced_as(device, dtype))
 }
 
-/// `dtype` if the device has a peak for it, else f32, else the slowest type that it has.
+/// `dtype` if the device has a peak for it, else f32, else the slowest type that it has. Eight-bit floats are exact in
+/// bf16 and but for the widest ranges in f16, so that a device without units for them uses those that it has.
 fn priced_as(device: &Device, dtype: DType) -> DType {
-    let known = |d: &DType| device.peak_flops.contains_key(d);
-    if known(&dtype) {
-        return dtype;
-    }
-    if known(&DType::F32) {
-        return DType::F32;
+    let half = [DType::BF16, DType::F16].into_iter().filter(|_| dtype.is_float() && dtype.bytes() == 1);
+    let candidates = [dtype].into_iter().chain(half).chain([DType::F32]);
+    if let Some(known) = candidates.into_iter().find(|d| device.peak_flops.contains_key(d)) {
+        return known;
     }
     device.peak_flops.iter().min_by(|a, b| a.1.total_cmp(b.1)).map_or(dtype, |(d, _)| *d)
 }

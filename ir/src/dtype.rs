@@ -1,6 +1,6 @@
 //! Element types. Sizes are those of memory; arithmetic rules live with the ops.
 
-use crate::float::FloatFormat;
+use crate::float::{FloatFormat, Specials};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -12,48 +12,76 @@ pub enum DType {
     F32,
     F16,
     BF16,
+    F8E4M3FN,
+    F8E5M2,
+    F8E4M3,
+    F8E3M4,
+    F8E4M3FNUZ,
+    F8E5M2FNUZ,
+    F8E4M3B11FNUZ,
+    F8E8M0FNU,
     I64,
     I32,
     I16,
     I8,
+    I4,
+    I2,
     U64,
     U32,
     U16,
     U8,
+    U4,
+    U2,
     Bool,
 }
 
 impl DType {
     /// All element types, widest first within each kind.
-    pub const ALL: [DType; 13] = [
+    pub const ALL: [DType; 25] = [
         DType::F64,
         DType::F32,
         DType::F16,
         DType::BF16,
+        DType::F8E4M3FN,
+        DType::F8E5M2,
+        DType::F8E4M3,
+        DType::F8E3M4,
+        DType::F8E4M3FNUZ,
+        DType::F8E5M2FNUZ,
+        DType::F8E4M3B11FNUZ,
+        DType::F8E8M0FNU,
         DType::I64,
         DType::I32,
         DType::I16,
         DType::I8,
+        DType::I4,
+        DType::I2,
         DType::U64,
         DType::U32,
         DType::U16,
         DType::U8,
+        DType::U4,
+        DType::U2,
         DType::Bool,
     ];
 
-    /// Bytes of one element in memory (a `bool` takes one).
+    /// Bytes of one element in memory. What is narrower than a byte takes one: tensors of it are not packed.
     pub fn bytes(self) -> u64 {
         match self {
             DType::F64 | DType::I64 | DType::U64 => 8,
             DType::F32 | DType::I32 | DType::U32 => 4,
             DType::F16 | DType::BF16 | DType::I16 | DType::U16 => 2,
-            DType::I8 | DType::U8 | DType::Bool => 1,
+            _ => 1,
         }
     }
 
     /// Bits of one element as programs count them when they look at an integer's bits or cast bits.
     pub fn width(self) -> u32 {
-        8 * self.bytes() as u32
+        match self {
+            DType::I4 | DType::U4 => 4,
+            DType::I2 | DType::U2 => 2,
+            _ => 8 * self.bytes() as u32,
+        }
     }
 
     /// How the numbers of a float type are laid out.
@@ -63,25 +91,35 @@ impl DType {
             DType::F32 => FloatFormat::ieee(8, 23),
             DType::F16 => FloatFormat::ieee(5, 10),
             DType::BF16 => FloatFormat::ieee(8, 7),
+            DType::F8E5M2 => FloatFormat::ieee(5, 2),
+            DType::F8E4M3 => FloatFormat::ieee(4, 3),
+            DType::F8E3M4 => FloatFormat::ieee(3, 4),
+            DType::F8E4M3FN => FloatFormat { specials: Specials::Finite, ..FloatFormat::ieee(4, 3) },
+            DType::F8E4M3FNUZ => FloatFormat { bias: 8, specials: Specials::UnsignedZero, ..FloatFormat::ieee(4, 3) },
+            DType::F8E5M2FNUZ => FloatFormat { bias: 16, specials: Specials::UnsignedZero, ..FloatFormat::ieee(5, 2) },
+            DType::F8E4M3B11FNUZ => {
+                FloatFormat { bias: 11, specials: Specials::UnsignedZero, ..FloatFormat::ieee(4, 3) }
+            }
+            DType::F8E8M0FNU => FloatFormat { specials: Specials::Scale, ..FloatFormat::ieee(8, 0) },
             _ => return None,
         })
     }
 
     pub fn is_float(self) -> bool {
-        matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
+        self.float_format().is_some()
     }
 
     /// A float of at most 16 bits: training keeps f32 master weights and state beside it.
     pub fn is_half(self) -> bool {
-        matches!(self, DType::F16 | DType::BF16)
+        self.is_float() && self.bytes() <= 2
     }
 
     pub fn is_signed_integer(self) -> bool {
-        matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::I8)
+        matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::I8 | DType::I4 | DType::I2)
     }
 
     pub fn is_unsigned_integer(self) -> bool {
-        matches!(self, DType::U64 | DType::U32 | DType::U16 | DType::U8)
+        matches!(self, DType::U64 | DType::U32 | DType::U16 | DType::U8 | DType::U4 | DType::U2)
     }
 
     pub fn is_integer(self) -> bool {
@@ -94,14 +132,26 @@ impl DType {
             DType::F32 => "f32",
             DType::F16 => "f16",
             DType::BF16 => "bf16",
+            DType::F8E4M3FN => "f8e4m3fn",
+            DType::F8E5M2 => "f8e5m2",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E3M4 => "f8e3m4",
+            DType::F8E4M3FNUZ => "f8e4m3fnuz",
+            DType::F8E5M2FNUZ => "f8e5m2fnuz",
+            DType::F8E4M3B11FNUZ => "f8e4m3b11fnuz",
+            DType::F8E8M0FNU => "f8e8m0fnu",
             DType::I64 => "i64",
             DType::I32 => "i32",
             DType::I16 => "i16",
             DType::I8 => "i8",
+            DType::I4 => "i4",
+            DType::I2 => "i2",
             DType::U64 => "u64",
             DType::U32 => "u32",
             DType::U16 => "u16",
             DType::U8 => "u8",
+            DType::U4 => "u4",
+            DType::U2 => "u2",
             DType::Bool => "bool",
         }
     }
@@ -115,16 +165,11 @@ impl DType {
     /// floats pass unchanged (the reference semantics are those of real numbers in f64).
     pub fn wrap(self, value: f64) -> f64 {
         match self {
-            DType::F64 | DType::F32 | DType::F16 | DType::BF16 => value,
             DType::I64 => value as i64 as f64,
-            DType::I32 => value as i64 as i32 as f64,
-            DType::I16 => value as i64 as i16 as f64,
-            DType::I8 => value as i64 as i8 as f64,
             DType::U64 => value as i128 as u64 as f64,
-            DType::U32 => value as i64 as u32 as f64,
-            DType::U16 => value as i64 as u16 as f64,
-            DType::U8 => value as i64 as u8 as f64,
             DType::Bool => (value != 0.0) as u8 as f64,
+            _ if self.is_float() => value,
+            _ => self.from_bits(value as i64 as u64),
         }
     }
 
@@ -148,6 +193,7 @@ impl DType {
         let unused = 64 - self.width();
         match self.float_format() {
             Some(format) => format.from_bits(bits),
+            None if self == DType::Bool => (bits as u8 != 0) as u8 as f64,
             None if self.is_signed_integer() => ((bits << unused) as i64 >> unused) as f64,
             None => (bits << unused >> unused) as f64,
         }

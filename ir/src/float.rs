@@ -54,6 +54,16 @@ impl FloatFormat {
         steps as f64 * power_of_two(self.greatest_exponent() - self.mantissa_bits as i32)
     }
 
+    /// The number that no other exceeds: infinity, where there is one.
+    pub fn most(self) -> f64 {
+        if self.specials == Specials::Ieee { f64::INFINITY } else { self.greatest() }
+    }
+
+    /// The number that no other is below.
+    pub fn least(self) -> f64 {
+        if self.specials == Specials::Scale { power_of_two(self.least_exponent()) } else { -self.most() }
+    }
+
     /// What a number beyond the greatest becomes.
     fn overflow(self, sign: f64) -> f64 {
         if self.specials == Specials::Ieee { f64::INFINITY.copysign(sign) } else { f64::NAN }
@@ -234,6 +244,33 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Extremes and what lies beyond them, as `ml_dtypes` 0.5 has them.
+    #[test]
+    fn eight_bit_formats_end_where_they_should() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        for (dtype, greatest, beyond, least, nan_bits) in [
+            (DType::F8E4M3FN, 448.0, nan, f64::powi(2.0, -9), 0x7f),
+            (DType::F8E5M2, 57344.0, inf, f64::powi(2.0, -16), 0x7e),
+            (DType::F8E4M3, 240.0, inf, f64::powi(2.0, -9), 0x7c),
+            (DType::F8E3M4, 15.5, inf, f64::powi(2.0, -6), 0x78),
+            (DType::F8E4M3FNUZ, 240.0, nan, f64::powi(2.0, -10), 0x80),
+            (DType::F8E5M2FNUZ, 57344.0, nan, f64::powi(2.0, -17), 0x80),
+            (DType::F8E4M3B11FNUZ, 30.0, nan, f64::powi(2.0, -13), 0x80),
+            (DType::F8E8M0FNU, f64::powi(2.0, 127), nan, f64::powi(2.0, -126), 0xff),
+        ] {
+            let format = dtype.float_format().expect("a float");
+            assert_eq!(format.greatest(), greatest, "{dtype}");
+            let same = |found: f64, expected: f64| found == expected || found.is_nan() && expected.is_nan();
+            assert!(same(format.round(1.6 * greatest), beyond), "{dtype}");
+            assert!(same(format.round(inf), beyond), "{dtype}");
+            assert_eq!(format.from_bits(1), least, "{dtype}");
+            assert_eq!(format.to_bits(nan), nan_bits, "{dtype}");
+        }
+        let scale = DType::F8E8M0FNU.float_format().expect("a float");
+        assert!(scale.round(0.0).is_nan() && scale.round(-1.0).is_nan());
+        assert_eq!([0.75, 1.5, 3.0, 1e-45].map(|x| scale.to_bits(x)), [127, 128, 129, 0]);
     }
 
     /// Compared with `jax.lax.reduce_precision` of JAX 0.10 on a CPU.

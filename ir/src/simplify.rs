@@ -178,13 +178,5 @@ fn keeps_order(op: &Op) -> bool {
 
 /// `value` as the nearest value of type `to`.
 pub fn rounded(value: f64, from: DType, to: DType) -> f64 {
-    match to {
-        DType::F64 => value,
-        DType::F32 => value as f32 as f64,
-        DType::F16 => half::f16::from_f64(value).to_f64(),
-        DType::BF16 => half::bf16::from_f64(value).to_f64(),
-        DType::Bool => (value != 0.0) as u8 as f64,
-        _ if from.is_float() => to.wrap(value.trunc()),
-        _ => to.wrap(value),
-    }
+    to.round(if from.is_float() && to.is_integer() { value.trunc() } else { value })
 }

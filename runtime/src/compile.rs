@@ -7,12 +7,14 @@
 use crate::element::Class;
 use crate::fuse;
 use crate::host::{HostData, HostTensor};
+use crate::kernel::bitcast::Bitcast;
 use crate::kernel::chain::Chain;
 use crate::kernel::convolution::Conv;
 use crate::kernel::copy::Copy;
 use crate::kernel::dot::Dot;
 use crate::kernel::gather::Lookup;
 use crate::kernel::reduce::Reduction;
+use crate::kernel::rows::{Reversal, RowOrder, RowScan};
 use crate::kernel::window::Pooling;
 use crate::liveness;
 use crate::view::{View, row_major, sizes};
@@ -20,7 +22,9 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Values;
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Binary, DotGeneral, Extremum, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce, Reducer};
+use altiplano_ir::op::{
+    Binary, Combine, DotGeneral, Extremum, GatherDims, Op, Operator, OutOfBounds, Pad, Reduce, Reducer,
+};
 use altiplano_ir::program::{Body, BufferId};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::tensor::Tensor;
@@ -74,6 +78,17 @@ pub enum Kernel {
         index: Class,
         dtype: DType,
     },
+    /// The first input, unless the output took over its storage, with the updates in it.
+    Scatter {
+        lookup: Lookup,
+        index: Class,
+        dtype: DType,
+        combine: Combine,
+    },
+    Bitcast(Bitcast),
+    Reverse(Reversal),
+    Cumulative(RowScan),
+    ArgSort(RowOrder),
     Collective {
         collective: Collective,
         dtype: DType,
@@ -86,13 +101,17 @@ pub enum Kernel {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Output {
     pub value: ValueId,
-    pub class: Class,
+    pub dtype: DType,
     pub elements: usize,
 }
 
 impl Output {
+    pub fn class(&self) -> Class {
+        Class::of(self.dtype)
+    }
+
     pub fn bytes(&self) -> u64 {
-        (self.elements * self.class.bytes()) as u64
+        (self.elements * self.class().bytes()) as u64
     }
 }
 
@@ -282,7 +301,8 @@ impl Compiler<'_> {
 
     /// Makes a step whose result is all of `v` in row-major order.
     fn whole_step(&mut self, v: ValueId, kernel: Kernel, inputs: Vec<ValueId>) {
-        let output = Output { value: v, class: self.class(v), elements: self.stored_elements[v.index()] };
+        let dtype = self.graph.ty(v).dtype;
+        let output = Output { value: v, dtype, elements: self.stored_elements[v.index()] };
         self.step(v, kernel, inputs, output);
         self.places[v.index()] = Some(Place::View(View::whole(v, sizes(self.graph.shape(v)))));
     }
@@ -306,7 +326,7 @@ impl Compiler<'_> {
                 let mut strides = vec![0; shape.len()];
                 strides[op.dim] = 1;
                 self.stored_elements[v.index()] = shape[op.dim];
-                let output = Output { value: v, class: self.class(v), elements: shape[op.dim] };
+                let output = Output { value: v, dtype: node.ty.dtype, elements: shape[op.dim] };
                 self.step(v, Kernel::Iota(node.ty.dtype), Vec::new(), output);
                 self.places[v.index()] = Some(Place::View(View { root: v, offset: 0, shape, strides }));
             }
@@ -316,6 +336,28 @@ impl Compiler<'_> {
                 }
             }
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => self.elementwise(v),
+            Op::ReducePrecision(_) | Op::Threefry(_) => self.elementwise(v),
+            Op::BitcastConvert(op) => {
+                let from = self.graph.ty(node.operands[0]).dtype;
+                let input = self.stored(node.operands[0]);
+                self.whole_step(v, Kernel::Bitcast(Bitcast { from, to: op.dtype }), vec![input]);
+            }
+            Op::Reverse(op) => {
+                let input = self.stored(node.operands[0]);
+                self.whole_step(v, Kernel::Reverse(Reversal::new(&shape, &op.dims)), vec![input]);
+            }
+            Op::Cumulative(op) => {
+                let input = self.stored_in_rows(node.operands[0], op.dim);
+                let (reducer, reverse, dtype) = (op.reducer, op.reverse, node.ty.dtype);
+                let kernel = Kernel::Cumulative(RowScan { row: shape[op.dim], reducer, reverse, dtype });
+                self.step_in_rows(v, op.dim, kernel, vec![input]);
+            }
+            Op::ArgSort(op) => {
+                let inputs = node.operands.iter().map(|&o| self.stored_in_rows(o, op.dim)).collect();
+                let dtypes = node.operands.iter().map(|&o| self.graph.ty(o).dtype);
+                let keys = dtypes.zip(op.descending.iter().copied()).collect();
+                self.step_in_rows(v, op.dim, Kernel::ArgSort(RowOrder { row: shape[op.dim], keys }), inputs);
+            }
             Op::Reduce(op) => self.reduce(v, op),
             Op::DotGeneral(op) => self.dot(v, op),
             Op::Convolution(op) => {
@@ -367,6 +409,17 @@ impl Compiler<'_> {
                 let kernel = Kernel::ScatterAdd { lookup, index: self.class(indices), dtype: node.ty.dtype };
                 self.whole_step(v, kernel, vec![i, u]);
             }
+            Op::Scatter(op) => {
+                let shapes: Vec<Vec<usize>> = node.operands.iter().map(|&o| sizes(self.graph.shape(o))).collect();
+                let inputs: Vec<ValueId> = node.operands.iter().map(|&o| self.stored(o)).collect();
+                let kernel = Kernel::Scatter {
+                    lookup: Lookup::new(&op.dims, &shapes[0], &shapes[1], &shapes[2]),
+                    index: self.class(node.operands[1]),
+                    dtype: node.ty.dtype,
+                    combine: op.combine,
+                };
+                self.whole_step(v, kernel, inputs);
+            }
             Op::Collective(op) => {
                 let input = self.stored(node.operands[0]);
                 let kernel = Kernel::Collective {
@@ -404,7 +457,7 @@ impl Compiler<'_> {
 
     /// The stored tensor that is exactly the value `v`, row major; made now where there is none.
     fn stored(&mut self, v: ValueId) -> ValueId {
-        let (class, shape) = (self.class(v), sizes(self.graph.shape(v)));
+        let (dtype, shape) = (self.graph.ty(v).dtype, sizes(self.graph.shape(v)));
         let elements: usize = shape.iter().product();
         let root = match self.place(v).clone() {
             Place::View(view) => {
@@ -412,20 +465,46 @@ impl Compiler<'_> {
                 if view.is_all_of(self.stored_elements[view.root.index()]) {
                     return view.root;
                 }
-                let root = self.fresh(elements);
-                let copy = copy_into(&view, 0, &row_major(&shape));
-                self.step(v, Kernel::Copy(copy), vec![view.root], Output { value: root, class, elements });
-                root
+                self.copied(v, &view)
             }
             Place::Splat(value) => {
                 let root = self.fresh(elements);
-                let kernel = Kernel::Fill { value, dtype: self.graph.ty(v).dtype };
-                self.step(v, kernel, Vec::new(), Output { value: root, class, elements });
+                self.step(v, Kernel::Fill { value, dtype }, Vec::new(), Output { value: root, dtype, elements });
                 root
             }
         };
         self.places[v.index()] = Some(Place::View(View::whole(root, shape)));
         root
+    }
+
+    /// A row-major copy of a view of elements of `v`.
+    fn copied(&mut self, v: ValueId, view: &View) -> ValueId {
+        let elements = view.elements();
+        let root = self.fresh(elements);
+        let copy = copy_into(view, 0, &row_major(&view.shape));
+        let output = Output { value: root, dtype: self.graph.ty(v).dtype, elements };
+        self.step(v, Kernel::Copy(copy), vec![view.root], output);
+        root
+    }
+
+    /// The value of `v` stored with dimension `dim` as the last one.
+    fn stored_in_rows(&mut self, v: ValueId, dim: usize) -> ValueId {
+        let view = self.view_of(v);
+        let view = view.transpose(&last(dim, view.shape.len()));
+        if view.is_all_of(self.stored_elements[view.root.index()]) { view.root } else { self.copied(v, &view) }
+    }
+
+    /// Makes a step whose result is `v` stored with dimension `dim` as the last one.
+    fn step_in_rows(&mut self, v: ValueId, dim: usize, kernel: Kernel, inputs: Vec<ValueId>) {
+        self.whole_step(v, kernel, inputs);
+        let shape = sizes(self.graph.shape(v));
+        let order = last(dim, shape.len());
+        let stored: Vec<usize> = order.iter().map(|&d| shape[d]).collect();
+        let mut strides = vec![0; shape.len()];
+        for (&d, stride) in order.iter().zip(row_major(&stored)) {
+            strides[d] = stride;
+        }
+        self.places[v.index()] = Some(Place::View(View { root: v, offset: 0, shape, strides }));
     }
 
     /// A view of the value of `v`, whose root is computed by now.
@@ -438,8 +517,8 @@ impl Compiler<'_> {
             Place::Splat(value) => {
                 // A single element, repeated by strides of zero.
                 let root = self.fresh(1);
-                let kernel = Kernel::Fill { value, dtype: self.graph.ty(v).dtype };
-                self.step(v, kernel, Vec::new(), Output { value: root, class: self.class(v), elements: 1 });
+                let dtype = self.graph.ty(v).dtype;
+                self.step(v, Kernel::Fill { value, dtype }, Vec::new(), Output { value: root, dtype, elements: 1 });
                 View::whole(root, Vec::new()).broadcast(self.graph.shape(v), &[])
             }
         }
@@ -662,6 +741,11 @@ impl Compiler<'_> {
             self.steps.push(Step { node, kernel, inputs, outputs, in_place: Vec::new(), dies: Vec::new() });
         }
     }
+}
+
+/// All dimensions in order, but `dim` last.
+fn last(dim: usize, rank: usize) -> Vec<usize> {
+    (0..rank).filter(|&d| d != dim).chain([dim]).collect()
 }
 
 /// A copy of a view to a row-major place in a larger tensor.

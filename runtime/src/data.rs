@@ -4,6 +4,7 @@ use crate::error::RuntimeError;
 use crate::host::{HostData, HostTensor};
 use crate::random::Stream;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
 use altiplano_ir::types::TensorType;
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
@@ -46,13 +47,15 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
     Ok(tensors)
 }
 
-/// Writes tensors to a `.safetensors` file: beside it first, then in its place, so that it is never half written.
+/// Writes tensors to a `.safetensors` file: beside it first, then in its place, so that it is never half written. Types
+/// that the format does not have are written as the least of its types that has all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
     let mut encoded = Vec::with_capacity(tensors.len());
     for (name, tensor) in tensors {
         tensor.check()?;
         let shape: Vec<usize> = tensor.ty.shape.iter().map(|&d| d as usize).collect();
-        encoded.push((name, safetensors_dtype(tensor.ty.dtype), shape, encode(tensor)));
+        let (dtype, known) = written_as(tensor.ty.dtype);
+        encoded.push((name, known, shape, encode(&tensor.cast(dtype))));
     }
     let fail = |error| RuntimeError::Safetensors { file: file.to_path_buf(), error };
     let mut views = Vec::with_capacity(encoded.len());
@@ -148,6 +151,9 @@ fn decode(dtype: DType, bytes: &[u8]) -> HostData {
         DType::I8 => HostData::I32(each(bytes, |b| i8::from_le_bytes(b) as i32)),
         DType::U8 => HostData::I32(each(bytes, |b| u8::from_le_bytes(b) as i32)),
         DType::Bool => HostData::Bool(each(bytes, |b: [u8; 1]| (b[0] != 0) as u8)),
+        // Of one byte, which holds the element's bits.
+        _ if dtype.is_float() => HostData::BF16(each(bytes, |b: [u8; 1]| bf16::from_f64(dtype.from_bits(b[0].into())))),
+        _ => HostData::I32(each(bytes, |b: [u8; 1]| dtype.from_bits(b[0].into()) as i32)),
     }
 }
 
@@ -157,26 +163,33 @@ fn encode(tensor: &HostTensor) -> Vec<u8> {
         (HostData::F32(v), DType::F64) => v.iter().flat_map(|&x| (x as f64).to_le_bytes()).collect(),
         (HostData::F32(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
         (HostData::F16(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        (HostData::BF16(v), dtype) if dtype.bytes() == 1 => v.iter().map(|x| dtype.to_bits(x.to_f64()) as u8).collect(),
         (HostData::BF16(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
         (HostData::I64(v), DType::U32) => v.iter().flat_map(|&x| (x as u32).to_le_bytes()).collect(),
         (HostData::I64(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
         (HostData::I32(v), DType::I16 | DType::U16) => v.iter().flat_map(|&x| (x as u16).to_le_bytes()).collect(),
-        (HostData::I32(v), DType::I8 | DType::U8) => v.iter().map(|&x| x as u8).collect(),
+        (HostData::I32(v), dtype) if dtype.bytes() == 1 => v.iter().map(|&x| x as u8).collect(),
         (HostData::I32(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
         (HostData::Bool(v), _) => v.clone(),
     }
 }
 
 fn dtype_of(dtype: Dtype) -> Option<DType> {
-    DType::ALL.into_iter().find(|d| safetensors_dtype(*d) == dtype)
+    DType::ALL.into_iter().find(|d| safetensors_dtype(*d) == Some(dtype))
 }
 
-fn safetensors_dtype(dtype: DType) -> Dtype {
-    match dtype {
+/// The format's name of a type; none where it has none.
+fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
         DType::F64 => Dtype::F64,
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
+        DType::F8E4M3FN => Dtype::F8_E4M3,
+        DType::F8E5M2 => Dtype::F8_E5M2,
+        DType::F8E4M3FNUZ => Dtype::F8_E4M3FNUZ,
+        DType::F8E5M2FNUZ => Dtype::F8_E5M2FNUZ,
+        DType::F8E8M0FNU => Dtype::F8_E8M0,
         DType::I64 => Dtype::I64,
         DType::I32 => Dtype::I32,
         DType::I16 => Dtype::I16,
@@ -186,6 +199,18 @@ fn safetensors_dtype(dtype: DType) -> Dtype {
         DType::U16 => Dtype::U16,
         DType::U8 => Dtype::U8,
         DType::Bool => Dtype::BOOL,
+        DType::F8E4M3 | DType::F8E3M4 | DType::F8E4M3B11FNUZ => return None,
+        DType::I4 | DType::I2 | DType::U4 | DType::U2 => return None,
+    })
+}
+
+/// The type in which the format stores tensors of `dtype`: itself, or the least that has all of its numbers.
+fn written_as(dtype: DType) -> (DType, Dtype) {
+    match safetensors_dtype(dtype) {
+        Some(known) => (dtype, known),
+        None if dtype.is_float() => (DType::BF16, Dtype::BF16),
+        None if dtype.is_signed_integer() => (DType::I8, Dtype::I8),
+        None => (DType::U8, Dtype::U8),
     }
 }
 
@@ -194,7 +219,11 @@ fn safetensors_dtype(dtype: DType) -> Dtype {
 pub fn synthetic(name: &str, ty: &TensorType, bound: u64, seed: u64) -> HostTensor {
     let stream = Stream::new(seed, name);
     if ty.dtype.is_float() {
-        let values = stream.normals(ty.elements() as usize, 1.0);
+        let mut values = stream.normals(ty.elements() as usize, 1.0);
+        if Reducer::Max.neutral(ty.dtype) >= 0.0 {
+            // A type without negative numbers.
+            values.iter_mut().for_each(|x| *x = x.abs());
+        }
         return HostTensor { ty: ty.with_dtype(DType::F32), data: HostData::F32(values) }.cast(ty.dtype);
     }
     let bound = if ty.dtype == DType::Bool { 2 } else { bound };
@@ -230,7 +259,13 @@ mod tests {
             .map(|dtype| (format!("t_{dtype}"), synthetic("t", &TensorType::new(dtype, [3, 5]), 100, 1)))
             .collect();
         write_safetensors(&file, &tensors).unwrap();
-        assert_eq!(read(&file).unwrap(), tensors);
+        let expected: BTreeMap<_, _> =
+            tensors.into_iter().map(|(name, t)| (name, t.cast(written_as(t.ty.dtype).0))).collect();
+        let found = read(&file).unwrap();
+        assert_eq!(found, expected);
+        for (name, dtype) in [("t_f8e4m3fn", DType::F8E4M3FN), ("t_f8e3m4", DType::BF16), ("t_u2", DType::U8)] {
+            assert_eq!(found[name].ty.dtype, dtype, "{name}");
+        }
         std::fs::remove_dir_all(folder).unwrap();
     }
 

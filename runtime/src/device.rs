@@ -5,7 +5,7 @@ use crate::collective::{Member, own};
 use crate::compile::{Compiled, Kernel, Step};
 use crate::element::{Class, Element, with_class, with_width};
 use crate::error::{KernelError, Place, RuntimeError};
-use crate::execute::{fill, run_kernel};
+use crate::execute::{fill, round_stored, run_kernel};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, summand_of};
 use crate::mailbox::{Mailbox, Payload, Tag};
@@ -326,7 +326,8 @@ impl Device {
             let me = group.iter().position(|&p| p == self.position).unwrap_or(0);
             let ranks = group.iter().map(|&p| first + p as usize).collect();
             let mut member = Member { mailbox: &mut self.mailbox, ranks, me };
-            let result = member.run(collective, *dtype, shape, storage, in_place)?;
+            let mut result = member.run(collective, *dtype, shape, storage, in_place)?;
+            round_stored(&mut result, *dtype);
             values[output.index()] = Some(Arc::new(result));
             return Ok(());
         }
@@ -334,15 +335,14 @@ impl Device {
         for (i, output) in step.outputs.iter().enumerate() {
             let replaced = step.in_place.iter().find(|p| p.0 == i).and_then(|p| values[p.1.index()].take());
             outputs.push(match replaced {
-                Some(storage) => own(storage, output.class, true)?,
-                None => self.arena.allocate(output.class, output.elements)?,
+                Some(storage) => own(storage, output.class(), true)?,
+                None => self.arena.allocate(output.class(), output.elements)?,
             });
         }
         let inputs: Vec<&Storage> =
             step.inputs.iter().map(|v| values[v.index()].as_deref().unwrap_or(&self.empty)).collect();
         let mesh = &self.plan.program.mesh;
-        let class = step.outputs.first().map_or(Class::F32, |o| o.class);
-        run_kernel(&step.kernel, class, &inputs, &mut outputs, (mesh, &self.coordinates), self.threads)?;
+        run_kernel(step, &inputs, &mut outputs, (mesh, &self.coordinates), self.threads)?;
         drop(inputs);
         for (output, storage) in step.outputs.iter().zip(outputs) {
             values[output.value.index()] = Some(Arc::new(storage));

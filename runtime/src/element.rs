@@ -1,5 +1,6 @@
-//! How element types are stored. Thirteen types of the IR share six storage formats: `f64` is kept as `f32` (the
-//! runtime trains in at most single precision), narrow integers as `i32`, wide and unsigned ones as `i64`.
+//! How element types are stored. The types of the IR share six storage formats: `f64` is kept as `f32` (the runtime
+//! trains in at most single precision), eight-bit floats as `bf16`, which holds each of their numbers exactly, narrow
+//! integers as `i32`, wide and unsigned ones as `i64`.
 
 use altiplano_ir::dtype::DType;
 use bytemuck::Pod;
@@ -21,10 +22,10 @@ impl Class {
         match dtype {
             DType::F64 | DType::F32 => Class::F32,
             DType::F16 => Class::F16,
-            DType::BF16 => Class::BF16,
-            DType::I32 | DType::I16 | DType::I8 | DType::U16 | DType::U8 => Class::I32,
-            DType::I64 | DType::U64 | DType::U32 => Class::I64,
             DType::Bool => Class::Bool,
+            DType::I64 | DType::U64 | DType::U32 => Class::I64,
+            _ if dtype.is_integer() => Class::I32,
+            _ => Class::BF16,
         }
     }
 
@@ -171,17 +172,42 @@ pub fn wrap(x: i64, dtype: DType) -> i64 {
         DType::I32 => x as i32 as i64,
         DType::I16 => x as i16 as i64,
         DType::I8 => x as i8 as i64,
+        DType::I4 => x << 60 >> 60,
+        DType::I2 => x << 62 >> 62,
         DType::U32 => x as u32 as i64,
         DType::U16 => x as u16 as i64,
         DType::U8 => x as u8 as i64,
+        DType::U4 => x & 15,
+        DType::U2 => x & 3,
         DType::Bool => (x != 0) as i64,
         _ => x,
     }
 }
 
-/// A value of the reference semantics as a stored integer of `dtype`; `u64` keeps its bits.
+/// A value of the reference semantics as a stored integer of `dtype`; `u64` keeps its bits. The greatest `u64` is 2^64 in
+/// an `f64`, one too many, so that positive numbers end there and do not wrap.
 pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
-    if dtype == DType::U64 { x as i128 as u64 as i64 } else { wrap(x as i64, dtype) }
+    match dtype {
+        DType::U64 if x > 0.0 => x as u64 as i64,
+        DType::U64 => x as i128 as u64 as i64,
+        _ => wrap(x as i64, dtype),
+    }
+}
+
+/// Whether the storage format holds numbers that the type does not, so that results must be rounded to the type.
+pub fn is_narrower_than_stored(dtype: DType) -> bool {
+    dtype.is_float() && dtype.bytes() == 1
+}
+
+/// Rounds to the numbers that a type of at most 32 bits has.
+#[inline(always)]
+pub fn round_float(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F64 | DType::F32 => x,
+        DType::F16 => f16::from_f32(x).to_f32(),
+        DType::BF16 => bf16::from_f32(x).to_f32(),
+        _ => dtype.round(f64::from(x)) as f32,
+    }
 }
 
 /// The inverse of [`integer_from_f64`].

@@ -1,28 +1,31 @@
 //! Runs one step's kernel on stored tensors. Collectives are not here, since they need other devices.
 
 use crate::arena::Storage;
-use crate::compile::Kernel;
-use crate::element::{Class, Element, integer_from_f64, with_class, with_width, wrap};
+use crate::compile::{Kernel, Step};
+use crate::element::{
+    Class, Element, integer_from_f64, is_narrower_than_stored, round_float, with_class, with_width, wrap,
+};
 use crate::error::KernelError;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::Mesh;
 
-/// Runs a kernel on elements of `class`, the format of its first output. `position` is the device's mesh and its
-/// coordinates there.
+/// Runs the kernel of a step. `position` is the device's mesh and its coordinates there.
 pub fn run_kernel(
-    kernel: &Kernel,
-    class: Class,
+    step: &Step,
     inputs: &[&Storage],
     outputs: &mut [Storage],
     position: (&Mesh, &[u32]),
     threads: usize,
 ) -> Result<(), KernelError> {
-    if let Kernel::Chain(chain) = kernel {
+    if let Kernel::Chain(chain) = &step.kernel {
         chain.run(inputs, outputs, threads);
         return Ok(());
     }
-    let Some(output) = outputs.first_mut() else { return Ok(()) };
-    match kernel {
+    let (Some(output), Some(dtype)) = (outputs.first_mut(), step.outputs.first().map(|o| o.dtype)) else {
+        return Ok(());
+    };
+    let class = Class::of(dtype);
+    match &step.kernel {
         Kernel::Chain(_) | Kernel::Collective { .. } => {}
         Kernel::Copy(copy) => {
             with_width!(class, T => copy.run_parallel(inputs[0].slice::<T>(), output.slice_mut::<T>(), threads));
@@ -31,7 +34,7 @@ pub fn run_kernel(
         Kernel::Dense(data) => output.slice_mut::<u8>().copy_from_slice(data.as_bytes()),
         Kernel::Iota(dtype) => with_class!(class, T => {
             for (i, x) in output.slice_mut::<T>().iter_mut().enumerate() {
-                *x = if class.is_integer() { T::from_i64(wrap(i as i64, *dtype)) } else { T::from_f32(i as f32) };
+                *x = if class.is_integer() { T::from_i64(wrap(i as i64, *dtype)) } else { T::from_f32(round_float(i as f32, *dtype)) };
             }
         }),
         Kernel::AxisIndex { axes, dtype } => {
@@ -60,8 +63,28 @@ pub fn run_kernel(
         Kernel::ScatterAdd { lookup, index, dtype } => {
             lookup.scatter_add(*dtype, *index, inputs[0], inputs[1], output)?;
         }
+        Kernel::Scatter { lookup, index, dtype, combine } => {
+            if step.in_place.is_empty() {
+                output.slice_mut::<u8>().copy_from_slice(inputs[0].slice::<u8>());
+            }
+            lookup.scatter(*dtype, *index, *combine, inputs[1], inputs[2], output);
+        }
+        Kernel::Bitcast(bitcast) => bitcast.run(inputs[0], output, threads),
+        Kernel::Reverse(reversal) => reversal.run(class, inputs[0], output, threads),
+        Kernel::Cumulative(scan) => scan.run(inputs[0], output, threads),
+        Kernel::ArgSort(order) => order.run(inputs, output, threads),
     }
+    round_stored(output, dtype);
     Ok(())
+}
+
+/// Rounds elements to their type where it has fewer numbers than the format in which kernels write them.
+pub fn round_stored(storage: &mut Storage, dtype: DType) {
+    if is_narrower_than_stored(dtype) {
+        with_class!(Class::of(dtype), T => {
+            storage.slice_mut::<T>().iter_mut().for_each(|x| *x = T::from_f32(round_float(x.to_f32(), dtype)));
+        });
+    }
 }
 
 /// Sets all elements to a value of the reference semantics.
@@ -71,7 +94,7 @@ pub fn fill(storage: &mut Storage, value: f64, dtype: DType) {
         let element = match class {
             Class::Bool => T::from_i64((value != 0.0) as i64),
             Class::I32 | Class::I64 => T::from_i64(integer_from_f64(value, dtype)),
-            _ => T::from_f32(value as f32),
+            _ => T::from_f32(round_float(value as f32, dtype)),
         };
         storage.slice_mut::<T>().fill(element);
     });

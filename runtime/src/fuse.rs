@@ -4,7 +4,7 @@
 use crate::compile::{Compiler, Group, Output, Place};
 use crate::element::{Class, integer_from_f64};
 use crate::kernel::chain::{Chain, Load, RowReduction, Source, Store};
-use crate::kernel::instruction::{Code, Instruction, float_reducer};
+use crate::kernel::instruction::{Code, Instruction, MAX_OPERANDS, float_reducer};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
@@ -20,7 +20,7 @@ enum Definition {
     Integer(i64),
     Load(Load),
     /// Code and operands.
-    Op(Code, [Virtual; 3]),
+    Op(Code, [Virtual; MAX_OPERANDS]),
 }
 
 struct Builder<'a, 'g> {
@@ -52,9 +52,10 @@ pub(crate) fn build(compiler: &Compiler<'_>, group: &Group) -> (Chain, Vec<Value
     let mut stores = Vec::new();
     for &v in &group.members {
         if compiler.is_needed_outside(v, group) {
-            let class = Class::of(graph.ty(v).dtype);
+            let dtype = graph.ty(v).dtype;
+            let class = Class::of(dtype);
             stores.push((builder.members[&v], Store { output: outputs.len(), class, register: 0 }));
-            outputs.push(Output { value: v, class, elements: group.elements });
+            outputs.push(Output { value: v, dtype, elements: group.elements });
         }
     }
     let mut reductions = Vec::new();
@@ -65,7 +66,7 @@ pub(crate) fn build(compiler: &Compiler<'_>, group: &Group) -> (Chain, Vec<Value
         let class = Class::of(dtype);
         let reducer = if class.is_integer() { reduce.reducer } else { float_reducer(reduce.reducer, dtype) };
         reductions.push((value, RowReduction { output: outputs.len(), class, dtype, reducer, register: 0 }));
-        outputs.push(Output { value: v, class, elements: graph.ty(v).elements() as usize });
+        outputs.push(Output { value: v, dtype, elements: graph.ty(v).elements() as usize });
     }
     let inputs = std::mem::take(&mut builder.inputs);
     let row = group.reductions.first().map_or(1, |r| r.1);
@@ -79,7 +80,7 @@ impl Builder<'_, '_> {
     }
 
     fn op(&mut self, code: Code, operands: &[Virtual]) -> Virtual {
-        let mut all = [0; 3];
+        let mut all = [0; MAX_OPERANDS];
         all[..operands.len()].copy_from_slice(operands);
         self.push(Definition::Op(code, all))
     }
@@ -157,14 +158,12 @@ impl Builder<'_, '_> {
                 (false, Class::I32 | Class::I64) => return self.op(Code::FToI(to), &operands),
                 (false, _) => operands[0],
             },
+            Op::ReducePrecision(op) => self.op(Code::FReduce(*op, from), &operands),
+            Op::Threefry(op) => return self.op(Code::IThreefry(op.word), &operands),
             _ => operands[0],
         };
-        match Class::of(to) {
-            half if half.is_half() && !(from == to && matches!(node.op, Op::Convert(_))) => {
-                self.op(Code::FRound(half), &[result])
-            }
-            _ => result,
-        }
+        let exact = from == to && matches!(node.op, Op::Convert(_));
+        if Class::of(to).is_half() && !exact { self.op(Code::FRound(to), &[result]) } else { result }
     }
 
     /// Small constant powers are products and roots, which is what models use.
@@ -246,8 +245,8 @@ impl Builder<'_, '_> {
                 *count += 1;
                 (*count - 1) as u16
             });
-            let [a, b, c] = operands.map(|o| register[o]);
-            chain.instructions.push(Instruction { code: *code, target: register[i], a, b, c });
+            let [a, b, c, d] = operands.map(|o| register[o]);
+            chain.instructions.push(Instruction { code: *code, target: register[i], a, b, c, d });
             // Operands are freed after the target is chosen: an instruction never writes what it reads.
             for (k, &o) in operands[..code.operands()].iter().enumerate() {
                 let constant = matches!(self.values[o], Definition::Float(_) | Definition::Integer(_));

@@ -1,6 +1,6 @@
 //! Tensors outside of any device: what is loaded into a session and read back from it.
 
-use crate::element::{Class, Element, integer_from_f64, integer_to_f64};
+use crate::element::{Class, Element, integer_from_f64, integer_to_f64, is_narrower_than_stored};
 use crate::error::RuntimeError;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::tensor::Tensor;
@@ -113,7 +113,7 @@ impl HostTensor {
 
     /// As many values as `data` has, rounded to the element type of `ty`.
     pub fn from_f64(ty: TensorType, data: &[f64]) -> HostTensor {
-        let float = |x: &f64| *x as f32;
+        let float = |x: &f64| if is_narrower_than_stored(ty.dtype) { ty.dtype.round(*x) as f32 } else { *x as f32 };
         let integer = |x: &f64| integer_from_f64(*x, ty.dtype);
         let data = match Class::of(ty.dtype) {
             Class::F32 => HostData::F32(data.iter().map(float).collect()),

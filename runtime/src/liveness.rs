@@ -74,6 +74,9 @@ fn choose_in_place(step: &mut Step, owned: &[bool], bytes: &[u64]) {
                 }
             }
         }
+        Kernel::Scatter { .. } if dies(step.inputs[0]) && !step.inputs[1..].contains(&step.inputs[0]) => {
+            step.in_place.push((0, step.inputs[0]));
+        }
         Kernel::Dot(dot) if dot.accumulate => step.in_place.push((0, step.inputs[2])),
         Kernel::Collective { collective: Collective::AllReduce { .. } | Collective::KeepFirst { .. }, .. }
             if dies(step.inputs[0]) =>
@@ -91,7 +94,7 @@ pub(crate) fn workspace_bytes(step: &Step) -> u64 {
         Kernel::Convolution(conv) => conv.workspace_bytes(),
         Kernel::ScatterAdd { lookup, dtype, .. } => lookup.workspace_bytes(Class::of(*dtype)),
         Kernel::Collective { collective: Collective::AllReduce { .. }, shape, group_size, .. } => {
-            let class = step.outputs[0].class;
+            let class = step.outputs[0].class();
             (class.bytes() * chunk_elements(shape.iter().product(), *group_size)) as u64
         }
         _ => 0,

@@ -55,7 +55,7 @@ pub struct ScatterAdd {
 
 impl GatherDims {
     /// Dimensions of the gathered result that run over `indices`.
-    fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
+    pub(super) fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
         (0..result_rank).filter(|d| !self.offset_dims.contains(d)).collect()
     }
 

@@ -48,17 +48,12 @@ impl Reducer {
 
     /// The value that leaves any other unchanged, for elements of type `dtype`.
     pub fn neutral(self, dtype: DType) -> f64 {
-        let (least, greatest) = match dtype {
-            DType::I64 => (i64::MIN as f64, i64::MAX as f64),
-            DType::I32 => (i32::MIN as f64, i32::MAX as f64),
-            DType::I16 => (i16::MIN as f64, i16::MAX as f64),
-            DType::I8 => (i8::MIN as f64, i8::MAX as f64),
-            DType::U64 => (0.0, u64::MAX as f64),
-            DType::U32 => (0.0, u32::MAX as f64),
-            DType::U16 => (0.0, u16::MAX as f64),
-            DType::U8 => (0.0, u8::MAX as f64),
-            DType::Bool => (0.0, 1.0),
-            _ => (f64::NEG_INFINITY, f64::INFINITY),
+        let steps = f64::powi(2.0, dtype.width() as i32);
+        let (least, greatest) = match dtype.float_format() {
+            Some(format) => (format.least(), format.most()),
+            None if dtype == DType::Bool => (0.0, 1.0),
+            None if dtype.is_signed_integer() => (-steps / 2.0, steps / 2.0 - 1.0),
+            None => (0.0, steps - 1.0),
         };
         match self {
             Reducer::Sum | Reducer::Or => 0.0,

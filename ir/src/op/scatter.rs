@@ -10,7 +10,7 @@ use crate::rule::FactorKind;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Combine {
-    /// The update is kept; of several at one place the last in row-major order.
+    /// The update is kept; of several at one place that of the last index vector, `indices` being row major.
     Replace,
     Multiply,
     Minimum,
@@ -181,17 +181,49 @@ impl Operator for Scatter {
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let mut all = operands[0].clone();
         let updates = operands[2];
+        let over_indices = self.dims.batch_dims(updates.ty.rank());
+        let mut kept: Vec<(Vec<u64>, usize, f64)> = Vec::new();
         self.dims.for_each(operands[1], &result.shape, updates.shape(), false, |index, target| {
-            if let Some(target) = target {
-                let (at, update) = (all.offset(target), updates.at(index));
-                let combined = self.combine.binary().map(|op| op.apply(all.data[at], update, result.dtype));
-                all.data[at] = combined.unwrap_or(update);
-            }
+            let vector = over_indices.iter().map(|&d| index[d]).collect();
+            kept.extend(target.map(|target| (vector, all.offset(target), updates.at(index))));
         });
+        // One window after the other, wherever its dimensions stand among those of the updates.
+        kept.sort_by(|a, b| a.0.cmp(&b.0));
+        for (_, at, update) in kept {
+            let combined = self.combine.binary().map(|op| op.apply(all.data[at], update, result.dtype));
+            all.data[at] = combined.unwrap_or(update);
+        }
         all
     }
 
     fn flop(&self, operands: &[&TensorType], _: &TensorType) -> u64 {
         if self.combine == Combine::Replace { 0 } else { operands[2].elements() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Windows of two that overlap by one: the second index vector's is on top, though in row-major order of the
+    /// updates its first element comes before the last of the other.
+    #[test]
+    fn the_last_window_is_on_top() {
+        let dims = GatherDims {
+            offset_dims: vec![0],
+            collapsed_slice_dims: vec![],
+            operand_batching_dims: vec![],
+            indices_batching_dims: vec![],
+            start_index_map: vec![0],
+            index_vector_dim: 1,
+            slice_sizes: vec![2],
+        };
+        let tensor = |dtype, shape: &[u64], data: &[f64]| Tensor::new(TensorType::new(dtype, shape), data.to_vec());
+        let operand = tensor(DType::F32, &[4], &[0.0; 4]);
+        let indices = tensor(DType::I32, &[2], &[0.0, 1.0]);
+        let updates = tensor(DType::F32, &[2, 2], &[1.0, 3.0, 2.0, 4.0]);
+        let op = Scatter { dims, combine: Combine::Replace };
+        let found = op.eval(&[&operand, &indices, &updates], &operand.ty);
+        assert_eq!(found.data, [1.0, 3.0, 4.0, 0.0]);
     }
 }

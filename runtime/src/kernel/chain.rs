@@ -2,7 +2,7 @@
 //! whole rows at the end. Values used only within a chain never leave the cache.
 
 use crate::arena::Storage;
-use crate::element::{Class, Element, integer_from_f64, with_class, wrap};
+use crate::element::{Class, Element, integer_from_f64, round_float, with_class, wrap};
 use crate::kernel::instruction::{
     Instruction, Registers, combine, integer_binary, load_floats, load_integers, neutral, reduce_row,
 };
@@ -292,7 +292,7 @@ impl Total {
             *target = if reduction.class.is_integer() {
                 T::from_i64(wrap(self.integer, reduction.dtype))
             } else {
-                T::from_f32(self.float as f32)
+                T::from_f32(round_float(self.float as f32, reduction.dtype))
             };
         });
         *self = Total::new(reduction);

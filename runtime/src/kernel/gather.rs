@@ -4,9 +4,10 @@
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, with_width, wrap};
 use crate::error::KernelError;
+use crate::kernel::instruction::{combine as combined, integer_binary};
 use crate::view::row_major;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::op::GatherDims;
+use altiplano_ir::op::{Binary, Combine, GatherDims, Reducer};
 
 /// What both kernels know of their dimensions. `table` is the gather's operand or the scatter's result, `rows` the
 /// gather's result or the scatter's updates.
@@ -131,19 +132,19 @@ impl Lookup {
             Class::F32 => {
                 let sums = table.slice_mut::<f32>();
                 sums.fill(0.0);
-                self.add(index, indices, rows.slice::<f32>(), sums, |sum, x| sum + x);
+                self.merge(index, indices, rows.slice::<f32>(), sums, |sum, x| sum + x);
             }
             Class::F16 | Class::BF16 | Class::Bool => with_class!(class, T => {
                 let mut wide = table.arena().zeros(Class::F32, self.table_elements)?;
                 let sums = wide.slice_mut::<f32>();
-                self.add(index, indices, rows.slice::<T>(), sums, |sum, x| sum + Element::to_f32(x));
+                self.merge(index, indices, rows.slice::<T>(), sums, |sum, x| sum + Element::to_f32(x));
                 let narrow = table.slice_mut::<T>().iter_mut();
                 narrow.zip(&*sums).for_each(|(n, &x)| *n = <T as Element>::from_f32(x));
             }),
             Class::I32 | Class::I64 => with_class!(class, T => {
                 let sums = table.slice_mut::<T>();
                 sums.fill(T::from_i64(0));
-                self.add(index, indices, rows.slice::<T>(), sums, |sum, x| {
+                self.merge(index, indices, rows.slice::<T>(), sums, |sum, x| {
                     T::from_i64(wrap(sum.to_i64().wrapping_add(x.to_i64()), dtype))
                 });
             }),
@@ -151,13 +152,48 @@ impl Lookup {
         Ok(())
     }
 
-    fn add<S: Copy, T: Copy>(
+    /// Combines each update with the element at its place, in the order of the index vectors.
+    pub fn scatter(
+        &self,
+        dtype: DType,
+        index: Class,
+        combine: Combine,
+        indices: &Storage,
+        rows: &Storage,
+        table: &mut Storage,
+    ) {
+        let class = Class::of(dtype);
+        let Some(op) = combine.binary() else {
+            return with_width!(class, T => {
+                self.merge(index, indices, rows.slice::<T>(), table.slice_mut::<T>(), |_, update| update)
+            });
+        };
+        with_class!(class, T => {
+            let (rows, table) = (rows.slice::<T>(), table.slice_mut::<T>());
+            if class.is_integer() {
+                self.merge(index, indices, rows, table, |x, update| {
+                    T::from_i64(integer_binary(op, x.to_i64(), update.to_i64(), dtype))
+                });
+            } else {
+                let reducer = match op {
+                    Binary::Multiply => Reducer::Product,
+                    Binary::Minimum => Reducer::Min,
+                    _ => Reducer::Max,
+                };
+                self.merge(index, indices, rows, table, |x, update| {
+                    T::from_f32(combined(reducer, f64::from(x.to_f32()), f64::from(update.to_f32())) as f32)
+                });
+            }
+        });
+    }
+
+    fn merge<S: Copy, T: Copy>(
         &self,
         index: Class,
         indices: &Storage,
         rows: &[T],
         sums: &mut [S],
-        add: impl Fn(S, T) -> S,
+        merged: impl Fn(S, T) -> S,
     ) {
         if self.window.iter().any(|w| w.0 == 0) {
             return;
@@ -167,11 +203,11 @@ impl Lookup {
             self.for_each_run(|t, s, n, t_stride, s_stride| {
                 if t_stride == 1 && s_stride == 1 {
                     let target = sums[start + t..start + t + n].iter_mut();
-                    target.zip(&rows[row + s..row + s + n]).for_each(|(sum, &x)| *sum = add(*sum, x));
+                    target.zip(&rows[row + s..row + s + n]).for_each(|(sum, &x)| *sum = merged(*sum, x));
                 } else {
                     for i in 0..n {
                         let at = start + t + i * t_stride;
-                        sums[at] = add(sums[at], rows[row + s + i * s_stride]);
+                        sums[at] = merged(sums[at], rows[row + s + i * s_stride]);
                     }
                 }
             });

@@ -4,11 +4,15 @@
 //! after each op. A register is a block that stays in the first-level cache, so the cost of interpreting
 //! an instruction is spread over hundreds of elements.
 
-use crate::element::{Class, Element, integer_from_f64, integer_to_f64, wrap};
+use crate::element::{Element, integer_from_f64, integer_to_f64, round_float, wrap};
 use crate::math;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::op::{Binary, Direction, Reducer, Unary};
+use altiplano_ir::float::reduce_precision;
+use altiplano_ir::op::{Binary, Direction, ReducePrecision, Reducer, ThreefryWord, Unary};
 use half::{bf16, f16};
+
+/// Operands of an instruction, at most.
+pub const MAX_OPERANDS: usize = 4;
 
 /// What an instruction computes. `F` reads and writes f32 registers, `I` i64 registers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,8 +21,10 @@ pub enum Code {
     FBinary(Binary),
     FCompare(Direction),
     FSelect,
-    /// Rounds to a half-precision format and back.
-    FRound(Class),
+    /// Rounds to a type of fewer bits.
+    FRound(DType),
+    /// Rounds to some digits of a type.
+    FReduce(ReducePrecision, DType),
     /// `x != 0`.
     FToBool,
     IUnary(Unary, DType),
@@ -31,26 +37,31 @@ pub enum Code {
     IToF(DType),
     FToI(DType),
     IWrap(DType),
+    /// The key's two words and the counter's.
+    IThreefry(ThreefryWord),
 }
 
 impl Code {
     /// Whether the result is in an i64 register.
     pub fn writes_integers(self) -> bool {
-        matches!(self, Code::IUnary(..) | Code::IBinary(..) | Code::ISelect | Code::FToI(_) | Code::IWrap(_))
+        let unary = matches!(self, Code::IUnary(..) | Code::FToI(_) | Code::IWrap(_));
+        unary || matches!(self, Code::IBinary(..) | Code::ISelect | Code::IThreefry(_))
     }
 
-    /// Of the operands `a`, `b`, `c`, which are i64 registers.
-    pub fn reads_integers(self) -> [bool; 3] {
+    /// Of the operands `a`, `b`, `c`, `d`, which are i64 registers.
+    pub fn reads_integers(self) -> [bool; MAX_OPERANDS] {
         match self {
-            Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) => [true, false, false],
-            Code::IBinary(..) | Code::ICompare(..) => [true, true, false],
-            Code::ISelect => [false, true, true],
-            _ => [false; 3],
+            Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) => [true, false, false, false],
+            Code::IBinary(..) | Code::ICompare(..) => [true, true, false, false],
+            Code::ISelect => [false, true, true, false],
+            Code::IThreefry(_) => [true; MAX_OPERANDS],
+            _ => [false; MAX_OPERANDS],
         }
     }
 
     pub fn operands(self) -> usize {
         match self {
+            Code::IThreefry(_) => 4,
             Code::FSelect | Code::ISelect => 3,
             Code::FBinary(_) | Code::FCompare(_) | Code::IBinary(..) | Code::ICompare(..) => 2,
             _ => 1,
@@ -66,6 +77,7 @@ pub struct Instruction {
     pub a: u16,
     pub b: u16,
     pub c: u16,
+    pub d: u16,
 }
 
 /// The registers of one thread.
@@ -126,8 +138,15 @@ impl Registers {
                     *t = if p != 0.0 { x } else { y };
                 }
             }
-            Code::FRound(Class::F16) => map!(target, float(i.a), x => f16::from_f32(x).to_f32()),
-            Code::FRound(_) => map!(target, float(i.a), x => bf16::from_f32(x).to_f32()),
+            Code::FRound(DType::F16) => map!(target, float(i.a), x => f16::from_f32(x).to_f32()),
+            Code::FRound(DType::BF16) => map!(target, float(i.a), x => bf16::from_f32(x).to_f32()),
+            Code::FRound(dtype) => map!(target, float(i.a), x => round_float(x, dtype)),
+            Code::FReduce(op, dtype) => {
+                if let Some(source) = dtype.float_format() {
+                    let (exponent, mantissa) = (op.exponent_bits, op.mantissa_bits);
+                    map!(target, float(i.a), x => reduce_precision(f64::from(x), exponent, mantissa, source) as f32);
+                }
+            }
             Code::FToBool => map!(target, float(i.a), x => if x != 0.0 { 1.0 } else { 0.0 }),
             Code::IToBool => map!(target, integer(i.a), x => if x != 0 { 1.0 } else { 0.0 }),
             Code::IToF(DType::U64) => map!(target, integer(i.a), x => x as u64 as f32),
@@ -146,6 +165,7 @@ impl Registers {
                 }
             }
             Code::IUnary(..) | Code::IBinary(..) | Code::ISelect | Code::FToI(_) | Code::IWrap(_) => {}
+            Code::IThreefry(_) => {}
         }
     }
 
@@ -173,6 +193,13 @@ impl Registers {
             Code::FToI(DType::U64) => map!(target, float(i.a), x => if x < 0.0 { x as i64 } else { x as u64 as i64 }),
             Code::FToI(dtype) => map!(target, float(i.a), x => wrap(x as i64, dtype)),
             Code::IWrap(dtype) => map!(target, integer(i.a), x => wrap(x, dtype)),
+            Code::IThreefry(word) => {
+                let [a, b, c, d] = [i.a, i.b, i.c, i.d].map(integer);
+                for (k, t) in target.iter_mut().enumerate() {
+                    let [key, count] = [[a[k], b[k]], [c[k], d[k]]].map(|words| words.map(|x| x as u32));
+                    *t = i64::from(word.of(key, count));
+                }
+            }
             _ => {}
         }
     }
@@ -204,6 +231,8 @@ fn unary<const FMA: bool>(op: Unary, target: &mut [f32], a: &[f32]) {
         Unary::Cbrt | Unary::Sine | Unary::Cosine | Unary::Tan => {
             map!(target, a, x => op.apply(x as f64, DType::F32) as f32)
         }
+        // Of integers only.
+        Unary::PopulationCount | Unary::CountLeadingZeros => {}
     }
 }
 
@@ -224,6 +253,8 @@ fn binary(op: Binary, target: &mut [f32], a: &[f32], b: &[f32]) {
         Binary::And => map!(target, a, b, x, y => x * y),
         Binary::Or => map!(target, a, b, x, y => x.max(y)),
         Binary::Xor => map!(target, a, b, x, y => (x - y).abs()),
+        // Of integers only.
+        Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => {}
     }
 }
 
@@ -235,8 +266,16 @@ fn integer_unary(op: Unary, x: i64, dtype: DType) -> i64 {
         Unary::Abs => wrap(x.wrapping_abs(), dtype),
         Unary::Sign if dtype.is_unsigned_integer() => (x != 0) as i64,
         Unary::Sign => x.signum(),
+        Unary::PopulationCount => wrap(i64::from(low_bits(x, dtype).count_ones()), dtype),
+        Unary::CountLeadingZeros => wrap(i64::from(low_bits(x, dtype).leading_zeros() + dtype.width() - 64), dtype),
         _ => x,
     }
+}
+
+/// The bits of a stored integer that its type has.
+#[inline(always)]
+fn low_bits(x: i64, dtype: DType) -> u64 {
+    x as u64 & (u64::MAX >> (64 - dtype.width()))
 }
 
 /// Integer ops as StableHLO's reference defines them, on stored integers of `dtype`.
@@ -270,6 +309,19 @@ pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
         Binary::And => x & y,
         Binary::Or => x | y,
         Binary::Xor => x ^ y,
+        Binary::ShiftLeft | Binary::ShiftRightLogical => {
+            let by = low_bits(y, dtype);
+            match op {
+                _ if by >= u64::from(dtype.width()) => 0,
+                Binary::ShiftLeft => wrap(x << by, dtype),
+                _ => wrap((low_bits(x, dtype) >> by) as i64, dtype),
+            }
+        }
+        Binary::ShiftRightArithmetic => {
+            // As the type sees it the highest bit is the sign, also where the type has none.
+            let unused = 64 - dtype.width();
+            wrap(x << unused >> unused >> low_bits(y, dtype).min(u64::from(dtype.width() - 1)), dtype)
+        }
         Binary::Power | Binary::Atan2 => {
             integer_from_f64(op.apply(integer_to_f64(x, dtype), integer_to_f64(y, dtype), dtype), dtype)
         }

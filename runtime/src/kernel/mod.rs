@@ -1,5 +1,6 @@
 //! The kernels: what steps of a compiled body do with stored tensors. Each file is one kind of work.
 
+pub mod bitcast;
 pub mod chain;
 pub mod convolution;
 pub mod copy;
@@ -8,4 +9,5 @@ pub mod gather;
 pub mod instruction;
 pub mod matrix;
 pub mod reduce;
+pub mod rows;
 pub mod window;

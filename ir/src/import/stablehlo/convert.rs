@@ -68,7 +68,7 @@ pub enum ImportError {
     Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
-const DTYPES: &str = "f64, f32, f16, bf16, i64, i32, i16, i8, ui64, ui32, ui16, ui8 or i1";
+const DTYPES: &str = "f64, f32, f16, bf16, the 8-bit floats, i64 to i2, ui64 to ui2 or i1";
 
 /// An op that the graph cannot express.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,8 +3,6 @@
 //! The graph computes its constants in `f64`; what a literal says is first rounded to its own element type, so that
 //! `dense<0.1> : tensor<bf16>` is the number that the traced program used.
 
-use half::{bf16, f16};
-
 use super::syntax::{Dense, Elements, Scalar, TensorType as SyntaxTensor, Type};
 use crate::dtype::DType;
 use crate::literal::Literal;
@@ -49,14 +47,26 @@ fn dtype(element: &str) -> Option<DType> {
         "f32" => DType::F32,
         "f16" => DType::F16,
         "bf16" => DType::BF16,
+        "f8E4M3FN" => DType::F8E4M3FN,
+        "f8E5M2" => DType::F8E5M2,
+        "f8E4M3" => DType::F8E4M3,
+        "f8E3M4" => DType::F8E3M4,
+        "f8E4M3FNUZ" => DType::F8E4M3FNUZ,
+        "f8E5M2FNUZ" => DType::F8E5M2FNUZ,
+        "f8E4M3B11FNUZ" => DType::F8E4M3B11FNUZ,
+        "f8E8M0FNU" => DType::F8E8M0FNU,
         "i64" | "si64" => DType::I64,
         "i32" | "si32" => DType::I32,
         "i16" | "si16" => DType::I16,
         "i8" | "si8" => DType::I8,
+        "i4" | "si4" => DType::I4,
+        "i2" | "si2" => DType::I2,
         "ui64" => DType::U64,
         "ui32" => DType::U32,
         "ui16" => DType::U16,
         "ui8" => DType::U8,
+        "ui4" => DType::U4,
+        "ui2" => DType::U2,
         "i1" => DType::Bool,
         _ => return None,
     })
@@ -91,16 +101,14 @@ fn element(scalar: Scalar, dtype: DType) -> Result<f64, LiteralError> {
     match scalar {
         Scalar::Complex(..) => Err(LiteralError::Unsupported),
         Scalar::Bool(value) if dtype == DType::Bool => Ok(f64::from(u8::from(value))),
-        Scalar::Float(value) if dtype.is_float() => Ok(round(value, dtype)),
+        Scalar::Float(value) if dtype.is_float() => Ok(dtype.round(value)),
         Scalar::Bits(bits) if dtype.is_float() => {
-            let size = byte_count(dtype);
-            let bytes = bits.to_le_bytes();
-            if bytes[size..].iter().any(|byte| *byte != 0) {
+            if dtype.width() < 64 && bits >> dtype.width() != 0 {
                 return Err(LiteralError::Element);
             }
-            Ok(from_bytes(&bytes[..size], dtype))
+            Ok(dtype.from_bits(bits))
         }
-        Scalar::Int(value) if dtype.is_float() => Ok(round(value as f64, dtype)),
+        Scalar::Int(value) if dtype.is_float() => Ok(dtype.round(value as f64)),
         Scalar::Bool(_) | Scalar::Float(_) => Err(LiteralError::Element),
         Scalar::Int(value) => integer(value, dtype),
         Scalar::Bits(value) => integer(i128::from(value), dtype),
@@ -115,29 +123,11 @@ fn integer(value: i128, dtype: DType) -> Result<f64, LiteralError> {
             _ => Err(LiteralError::Element),
         };
     }
-    let bits = 8 * byte_count(dtype);
+    let bits = dtype.width();
     if value < -(1i128 << (bits - 1)) || value >= 1i128 << bits {
         return Err(LiteralError::Element);
     }
-    Ok(from_bytes(&value.to_le_bytes()[..bits / 8], dtype))
-}
-
-fn round(value: f64, dtype: DType) -> f64 {
-    match dtype {
-        DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(value).to_f64(),
-        DType::BF16 => bf16::from_f64(value).to_f64(),
-        _ => value,
-    }
-}
-
-fn byte_count(dtype: DType) -> usize {
-    match dtype.bytes() {
-        8 => 8,
-        4 => 4,
-        2 => 2,
-        _ => 1,
-    }
+    Ok(dtype.from_bits(value as u64))
 }
 
 /// The element whose memory is `bytes`, little end first. 64-bit integers beyond 2^53 lose their last digits, since
@@ -145,19 +135,7 @@ fn byte_count(dtype: DType) -> usize {
 fn from_bytes(bytes: &[u8], dtype: DType) -> f64 {
     let mut wide = [0; 8];
     wide[..bytes.len()].copy_from_slice(bytes);
-    let bits = u64::from_le_bytes(wide);
-    match dtype {
-        DType::F64 => f64::from_bits(bits),
-        DType::F32 => f64::from(f32::from_bits(bits as u32)),
-        DType::F16 => f16::from_bits(bits as u16).to_f64(),
-        DType::BF16 => bf16::from_bits(bits as u16).to_f64(),
-        DType::I64 => bits as i64 as f64,
-        DType::I32 => f64::from(bits as i32),
-        DType::I16 => f64::from(bits as i16),
-        DType::I8 => f64::from(bits as i8),
-        DType::U64 | DType::U32 | DType::U16 | DType::U8 => bits as f64,
-        DType::Bool => f64::from(u8::from(bits != 0)),
-    }
+    dtype.from_bits(u64::from_le_bytes(wide))
 }
 
 /// `dense<"0x...">`: the bytes of all elements, or of one that stands for all. Booleans are eight to a byte or one.
@@ -165,7 +143,7 @@ fn hexadecimal(ty: TensorType, digits: &str) -> Result<Literal, LiteralError> {
     let nibble = |byte: u8| char::from(byte).to_digit(16).unwrap_or(0) as u8;
     let bytes: Vec<u8> = digits.as_bytes().chunks(2).map(|pair| nibble(pair[0]) * 16 + nibble(pair[1])).collect();
     let count = usize::try_from(ty.elements()).map_err(|_| LiteralError::Count)?;
-    let size = byte_count(ty.dtype);
+    let size = ty.dtype.bytes() as usize;
     let packed = ty.dtype == DType::Bool && bytes.len() == count.div_ceil(8) && count > 1;
     if packed {
         let bit = |index: usize| f64::from(bytes[index / 8] >> (index % 8) & 1);

@@ -1,0 +1,177 @@
+//! Kernels over rows of a tensor whose last dimension is the one that counts: orders, running reductions, and
+//! reversal. Rows are independent and spread over threads; what one row needs while it is worked on is small and lives
+//! outside of the arena.
+
+use crate::arena::Storage;
+use crate::element::{Class, Element, round_float, with_class, with_width, wrap};
+use crate::kernel::chain::integer_neutral;
+use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Work below this many elements is not worth handing to another thread.
+const PARALLEL_WORK: usize = 1 << 14;
+
+/// Calls `work` with the number and the elements of each row.
+pub fn for_each_row<T: Send>(
+    elements: &mut [T],
+    length: usize,
+    threads: usize,
+    work: impl Fn(usize, &mut [T]) + Sync + Send,
+) {
+    if length == 0 {
+        return;
+    }
+    if threads > 1 && elements.len() >= PARALLEL_WORK && elements.len() > length {
+        elements.par_chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));
+    } else {
+        elements.chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));
+    }
+}
+
+/// The order of each row by some keys, the most significant first.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowOrder {
+    pub row: usize,
+    /// Element type of each key, and whether its greatest element comes first.
+    pub keys: Vec<(DType, bool)>,
+}
+
+impl RowOrder {
+    pub fn run(&self, keys: &[&Storage], order: &mut Storage, threads: usize) {
+        for_each_row(order.slice_mut::<i32>(), self.row, threads, |number, order| {
+            let part = number * self.row..(number + 1) * self.row;
+            let ranks = |(&(dtype, descending), key): (&(DType, bool), &&Storage)| {
+                let mut ranks = ranks(key, part.clone(), dtype);
+                if descending {
+                    ranks.iter_mut().for_each(|rank| *rank = !*rank);
+                }
+                ranks
+            };
+            let ranks: Vec<Vec<u64>> = self.keys.iter().zip(keys).map(ranks).collect();
+            // Positions break ties, which is what makes the order stable.
+            if let [only] = ranks.as_slice() {
+                let mut pairs: Vec<(u64, i32)> = only.iter().copied().zip(0..).collect();
+                pairs.sort_unstable();
+                order.iter_mut().zip(pairs).for_each(|(o, (_, position))| *o = position);
+            } else {
+                order.iter_mut().zip(0..).for_each(|(o, position)| *o = position);
+                order.sort_unstable_by(|&a, &b| {
+                    let by_key = ranks.iter().map(|r| r[a as usize].cmp(&r[b as usize])).find(|o| o.is_ne());
+                    by_key.unwrap_or(a.cmp(&b))
+                });
+            }
+        });
+    }
+}
+
+/// Numbers that are in order as the elements are: zeros of either sign are equal, and NaNs come last.
+fn ranks(key: &Storage, part: Range<usize>, dtype: DType) -> Vec<u64> {
+    let float = |x: f32| match (x + 0.0).to_bits() {
+        _ if x.is_nan() => u64::from(u32::MAX),
+        bits if bits >> 31 == 1 => u64::from(!bits),
+        bits => u64::from(bits | 1 << 31),
+    };
+    let flip = if dtype == DType::U64 { 0 } else { 1 << 63 };
+    let class = Class::of(dtype);
+    with_class!(class, T => {
+        let elements = key.slice::<T>()[part].iter();
+        if class.is_integer() {
+            elements.map(|x| x.to_i64() as u64 ^ flip).collect()
+        } else {
+            elements.map(|x| float(x.to_f32())).collect()
+        }
+    })
+}
+
+/// Each element of a row combined with all before it, or all after it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowScan {
+    pub row: usize,
+    pub reducer: Reducer,
+    pub reverse: bool,
+    pub dtype: DType,
+}
+
+impl RowScan {
+    pub fn run(&self, input: &Storage, output: &mut Storage, threads: usize) {
+        with_class!(Class::of(self.dtype), T => {
+            let input = input.slice::<T>();
+            for_each_row(output.slice_mut::<T>(), self.row, threads, |number, row| {
+                let steps = row.iter_mut().zip(&input[number * self.row..]);
+                match self.reverse {
+                    false => self.scan(steps),
+                    true => self.scan(steps.rev()),
+                }
+            });
+        });
+    }
+
+    /// Sums and products of floats run in double precision, so that their error does not grow with the row.
+    fn scan<'a, T: Element>(&self, steps: impl Iterator<Item = (&'a mut T, &'a T)>) {
+        if Class::of(self.dtype).is_integer() {
+            let mut total = integer_neutral(self.reducer, self.dtype);
+            for (out, x) in steps {
+                total = wrap(integer_binary(self.reducer.combine(), total, x.to_i64(), self.dtype), self.dtype);
+                *out = T::from_i64(total);
+            }
+            return;
+        }
+        let reducer = float_reducer(self.reducer, self.dtype);
+        let mut total = neutral(reducer);
+        for (out, x) in steps {
+            total = combine(reducer, total, f64::from(x.to_f32()));
+            *out = T::from_f32(round_float(total as f32, self.dtype));
+        }
+    }
+}
+
+/// A row-major tensor with some dimensions turned round.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reversal {
+    /// Sizes, major first, and whether they are reversed; neighbours that agree are merged, since reversing two
+    /// dimensions that lie together is reversing them as one.
+    dims: Vec<(usize, bool)>,
+}
+
+impl Reversal {
+    pub fn new(shape: &[usize], reversed: &[usize]) -> Reversal {
+        let mut dims: Vec<(usize, bool)> = Vec::new();
+        for (d, &size) in shape.iter().enumerate() {
+            let turned = reversed.contains(&d);
+            match dims.last_mut() {
+                _ if size == 1 => {}
+                Some(last) if last.1 == turned => last.0 *= size,
+                _ => dims.push((size, turned)),
+            }
+        }
+        Reversal { dims }
+    }
+
+    pub fn run(&self, class: Class, input: &Storage, output: &mut Storage, threads: usize) {
+        let (&(row, turned), outer) = match self.dims.split_last() {
+            Some(split) => split,
+            None => (&(1, false), [].as_slice()),
+        };
+        with_width!(class, T => {
+            let input = input.slice::<T>();
+            for_each_row(output.slice_mut::<T>(), row, threads, |number, target| {
+                let (mut from, mut rest, mut pitch) = (0, number, 1);
+                for &(size, turned) in outer.iter().rev() {
+                    let at = rest % size;
+                    from += pitch * if turned { size - 1 - at } else { at };
+                    rest /= size;
+                    pitch *= size;
+                }
+                let source = &input[from * row..(from + 1) * row];
+                if turned {
+                    target.iter_mut().zip(source.iter().rev()).for_each(|(t, &x)| *t = x);
+                } else {
+                    target.copy_from_slice(source);
+                }
+            });
+        });
+    }
+}
