@@ -49,5 +49,8 @@ use altiplano_planner::Request;
 pub fn request(model: &Model, cluster: Cluster) -> Request {
     let mut request = Request::new(model.name.clone(), model.graph.clone(), model.loss, cluster);
     request.stop_gradients = model.stop_gradients.clone();
+    if let Some(fitted) = model.optimizer {
+        request.optimizer = fitted.optimizer;
+    }
     request
 }

@@ -10,6 +10,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::{json, stablehlo};
 use altiplano_ir::op::Op;
 use altiplano_ir::simplify::simplify;
+use altiplano_ir::step::{self, Fitted, TrainingStep};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -40,6 +41,8 @@ pub struct Model {
     /// Why the graph keeps to its traced batch, if it does.
     pub doubt: Option<Doubt>,
     pub stop_gradients: Vec<ValueId>,
+    /// The optimizer of a whole training step, and its learning rate.
+    pub optimizer: Option<Fitted>,
     /// What the reader should know of the import.
     pub warnings: Vec<Warning>,
 }
@@ -49,12 +52,31 @@ pub struct Model {
 pub enum Warning {
     #[error("{0}; the batch stays as traced")]
     Batch(Doubt),
+    #[error("{}", describe_step(*.parameters, .optimizer))]
+    TrainingStep { parameters: usize, optimizer: Option<Fitted> },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
         "the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics"
     )]
     LossKind,
+}
+
+impl Warning {
+    /// Something to know, and nothing odd.
+    pub fn is_note(&self) -> bool {
+        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. })
+    }
+}
+
+fn describe_step(parameters: usize, optimizer: &Option<Fitted>) -> String {
+    let update = match optimizer {
+        Some(f) => format!("{} with a learning rate of {}", f.optimizer.name(), f.learning_rate),
+        None => "an update that is none of sgd, adam and adamw (plan with --optimizer)".to_string(),
+    };
+    format!(
+        "the function is a whole training step: a loss, gradients of {parameters} parameters and {update}; its loss is planned, and the plan's own gradients and updates take the place of the step's"
+    )
 }
 
 /// Reads a model file.
@@ -65,25 +87,50 @@ pub enum Warning {
 /// # Ok::<(), altiplano::Error>(())
 /// ```
 pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    load(file, read_traced(file, options)?, options, false)
+    let traced = read_traced(file, options)?;
+    load(file, loss_of(traced, options), options, false)
 }
 
 /// [`load_model`] of a file that was read already, which a pipe can be only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
-    load(file, traced(file, bytes, options)?, options, false)
+    let traced = traced(file, bytes, options)?;
+    load(file, loss_of(traced, options), options, false)
 }
 
 /// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    load(file, read_traced(file, options)?, options, true)
+    let Traced { graph, .. } = read_traced(file, options)?;
+    load(file, (graph, None), options, true)
 }
 
-fn load(file: &Path, traced: Graph, options: &ImportOptions, all_results: bool) -> Result<Model, Error> {
+/// A graph as it was read, and its leaves in the function's order.
+struct Traced {
+    graph: Graph,
+    arguments: Vec<ValueId>,
+}
+
+/// The loss of a whole training step, and what else the step does; any other graph as it is.
+fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<TrainingStep>) {
+    let Traced { graph, arguments } = traced;
+    let chosen = !options.params.is_empty() || !options.inputs.is_empty();
+    let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments) };
+    match step {
+        Some(step) => (step.loss_graph(&graph), Some(step)),
+        None => (graph, None),
+    }
+}
+
+fn load(
+    file: &Path,
+    (traced, step): (Graph, Option<TrainingStep>),
+    options: &ImportOptions,
+    all_results: bool,
+) -> Result<Model, Error> {
     let results = traced.outputs.len();
     let batched = match &options.also {
         None => found_batch(&traced, &batch_dims(&traced, &options.batch_dims)?, options),
         Some(also) => {
-            let second = read_traced(also, options)?;
+            let (second, _) = loss_of(read_traced(also, options)?, options);
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
                 also: also.clone(),
@@ -100,6 +147,8 @@ fn load(file: &Path, traced: Graph, options: &ImportOptions, all_results: bool) 
     }
     let graph = simplify(&graph);
     let mut warnings: Vec<Warning> = Vec::new();
+    let optimizer = step.as_ref().and_then(|s| s.optimizer);
+    warnings.extend(step.map(|s| Warning::TrainingStep { parameters: s.parameters.len(), optimizer }));
     warnings.extend((results > 1 && !all_results).then_some(Warning::OtherResults(results)));
     warnings.extend(doubt.clone().map(Warning::Batch));
     warnings.extend((loss == LossKind::Other && doubt.is_none()).then_some(Warning::LossKind));
@@ -109,27 +158,33 @@ fn load(file: &Path, traced: Graph, options: &ImportOptions, all_results: bool) 
         graph,
         loss,
         doubt,
+        optimizer,
         warnings,
     })
 }
 
 /// The traced graph with its parameters told apart, nothing else changed.
-fn read_traced(file: &Path, options: &ImportOptions) -> Result<Graph, Error> {
+fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
     traced(file, &read_bytes(file)?, options)
 }
 
-fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Graph, Error> {
+fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, Error> {
     let (graph, arguments) = graph_of(file, bytes)?;
     if let Some(error) = graph.verify().into_iter().next() {
         return Err(Error::Graph { file: file.to_path_buf(), error: Box::new(error) });
     }
+    let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
-        return Ok(graph);
+        return Ok(Traced { graph, arguments: values });
+    }
+    if options.params.is_empty() && options.inputs.is_empty() && step::recognise(&graph, &values).is_some() {
+        // The step itself says what it trains.
+        return Ok(Traced { graph, arguments: values });
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    Ok(arguments::with_parameters(&graph, &arguments, &trained))
+    Ok(Traced { graph: arguments::with_parameters(&graph, &arguments, &trained), arguments: values })
 }
 
 /// What a file is, as far as its content says.

@@ -26,6 +26,7 @@ pub mod rule;
 pub mod sharding;
 pub mod shift;
 pub mod simplify;
+pub mod step;
 pub mod tensor;
 pub mod text;
 pub mod types;

@@ -17,9 +17,28 @@ pub enum Optimizer {
     /// `u = momentum * u + g + weight_decay * p; p -= lr * u`. Without momentum there is no state.
     Sgd { momentum: f64, weight_decay: f64 },
     /// Adam (Kingma & Ba 2015), decay added to the gradient.
-    Adam { beta1: f64, beta2: f64, epsilon: f64, weight_decay: f64 },
+    Adam {
+        beta1: f64,
+        beta2: f64,
+        epsilon: f64,
+        weight_decay: f64,
+        /// Averages are divided by `1 - beta^step`.
+        #[serde(default = "yes")]
+        bias_correction: bool,
+    },
     /// AdamW (Loshchilov & Hutter 2019), decay applied to the parameter.
-    Adamw { beta1: f64, beta2: f64, epsilon: f64, weight_decay: f64 },
+    Adamw {
+        beta1: f64,
+        beta2: f64,
+        epsilon: f64,
+        weight_decay: f64,
+        #[serde(default = "yes")]
+        bias_correction: bool,
+    },
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Optimizer {
@@ -28,11 +47,11 @@ impl Optimizer {
     }
 
     pub fn adam() -> Self {
-        Optimizer::Adam { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0 }
+        Optimizer::Adam { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.0, bias_correction: true }
     }
 
     pub fn adamw() -> Self {
-        Optimizer::Adamw { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01 }
+        Optimizer::Adamw { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true }
     }
 
     /// The default settings of the optimizer of this name.
@@ -122,8 +141,8 @@ pub fn update(
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
-        Optimizer::Adam { beta1, beta2, epsilon, weight_decay }
-        | Optimizer::Adamw { beta1, beta2, epsilon, weight_decay } => {
+        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction }
+        | Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
             let decoupled = matches!(optimizer, Optimizer::Adamw { .. });
             if !decoupled {
                 grad = decayed(graph, grad, weights, weight_decay);
@@ -135,8 +154,11 @@ pub fn update(
             let square = graph.mul(grad, grad);
             let v = average(graph, v, square, beta2);
             new_states.extend([m, v]);
-            let m_hat = unbiased(graph, m, beta1, step, &shape);
-            let v_hat = unbiased(graph, v, beta2, step, &shape);
+            let (mut m_hat, mut v_hat) = (m, v);
+            if bias_correction {
+                m_hat = unbiased(graph, m, beta1, step, &shape);
+                v_hat = unbiased(graph, v, beta2, step, &shape);
+            }
             let root = graph.unary(Unary::Sqrt, v_hat);
             let epsilon = graph.splat_like(root, epsilon);
             let denominator = graph.add(root, epsilon);

@@ -23,6 +23,6 @@ fn say(text: impl Display) -> Result<(), Error> {
 /// Says on stderr what was odd about a model.
 fn warn(model: &Model) {
     for warning in &model.warnings {
-        eprintln!("warning: {warning}");
+        eprintln!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
     }
 }

@@ -160,7 +160,8 @@ impl PlanOptions {
         request.optimizer = match self.optimizer {
             Some(OptimizerName::Sgd) => Optimizer::sgd(),
             Some(OptimizerName::Adam) => Optimizer::adam(),
-            Some(OptimizerName::Adamw) | None => Optimizer::adamw(),
+            Some(OptimizerName::Adamw) => Optimizer::adamw(),
+            None => request.optimizer,
         };
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         Ok(request)

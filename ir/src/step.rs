@@ -1,0 +1,374 @@
+//! Whole training steps: functions that return a loss and updated weights.
+//!
+//! A framework may hand over more than a loss: its gradients and the optimizer's update as well, in one function. Such a
+//! function is recognised by what its results are made of: an updated weight is the weight and its state under elementwise
+//! ops, and all that the loss has to say about it comes in through one value, the gradient. The update is a function of a
+//! few numbers then, and trying it out tells which optimizer it is. What remains is the loss, which is planned.
+
+use crate::graph::{Graph, ValueId};
+use crate::interpret;
+use crate::op::{Binary, Input, Op, Operator, Parameter};
+use crate::optimizer::{Optimizer, leaf, update};
+use crate::tensor::Tensor;
+use crate::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A function that is one step of training.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainingStep {
+    pub loss: ValueId,
+    pub parameters: Vec<TrainedParameter>,
+    /// What all parameters are updated by, if it is an optimizer that this crate knows.
+    pub optimizer: Option<Fitted>,
+}
+
+/// A parameter of a training step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainedParameter {
+    pub parameter: ValueId,
+    pub states: Vec<ValueId>,
+    pub gradient: ValueId,
+    pub updated: ValueId,
+    pub updated_states: Vec<ValueId>,
+}
+
+/// An optimizer found by trying out an update.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fitted {
+    pub optimizer: Optimizer,
+    /// Where it is a constant of the function.
+    pub learning_rate: f64,
+}
+
+/// The training step that a graph with several results is; `arguments` are its leaves in the function's order.
+pub fn recognise(graph: &Graph, arguments: &[ValueId]) -> Option<TrainingStep> {
+    let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
+    let is_loss = |i: &usize| {
+        let ty = graph.ty(graph.outputs[*i]);
+        ty.rank() == 0 && ty.dtype.is_float() && reach[*i].is_empty()
+    };
+    let loss_index = (0..graph.outputs.len()).find(is_loss)?;
+    let loss = graph.outputs[loss_index];
+    let updates = matched(graph, arguments, &reach, loss_index)?;
+
+    let mut needed = vec![false; graph.len()];
+    needed[loss.index()] = true;
+    for v in graph.values().rev().filter(|v| v.0 <= loss.0) {
+        if needed[v.index()] {
+            graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+        }
+    }
+    let from_loss = graph.depends_on(|v| graph.node(v).op.is_leaf() && needed[v.index()]);
+    let mut parameters = Vec::new();
+    for (&parameter, &(updated, index)) in updates.iter().filter(|(a, _)| needed[a.index()]) {
+        if !graph.ty(parameter).dtype.is_float() {
+            return None;
+        }
+        // A count of steps is updated as well, but learns nothing from the batch.
+        let learns = |s: &ValueId| updates.get(s).is_some_and(|(updated, _)| from_loss[updated.index()]);
+        let is_state = |s: &&ValueId| **s != parameter && learns(s) && !needed[s.index()];
+        let states: Vec<ValueId> = reach[index].iter().filter(is_state).copied().collect();
+        let updated_states: Vec<ValueId> = states.iter().map(|s| updates[s].0).collect();
+        let results: Vec<ValueId> = [&[updated], updated_states.as_slice()].concat();
+        let own: BTreeSet<ValueId> = states.iter().copied().chain([parameter]).collect();
+        let gradient = gradient(graph, &results, &own)?;
+        parameters.push(TrainedParameter { parameter, states, gradient, updated, updated_states });
+    }
+    parameters.sort_by_key(|p| p.parameter);
+    let mut fits = parameters.iter().map(|p| fit(graph, p));
+    let first = fits.next()?;
+    let same = fits.all(|f| f == first);
+    Some(TrainingStep { loss, parameters, optimizer: first.filter(|_| same) })
+}
+
+impl TrainingStep {
+    /// The loss alone, with what is trained as parameters; what only gradients and updates need is left out.
+    pub fn loss_graph(&self, graph: &Graph) -> Graph {
+        let mut needed = vec![false; graph.len()];
+        needed[self.loss.index()] = true;
+        for v in graph.values().rev() {
+            if needed[v.index()] {
+                graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+            }
+        }
+        let trained: BTreeSet<ValueId> = self.parameters.iter().map(|p| p.parameter).collect();
+        let mut map = vec![ValueId(u32::MAX); graph.len()];
+        let mut loss = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
+        for v in graph.values().filter(|v| needed[v.index()]) {
+            let mut node = graph.node(v).clone();
+            node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
+            node.op = match node.op {
+                Op::Input(Input { name, ty }) if trained.contains(&v) => Op::Parameter(Parameter { name, ty }),
+                op => op,
+            };
+            map[v.index()] = loss.append(node);
+        }
+        loss.outputs = vec![map[self.loss.index()]];
+        loss
+    }
+}
+
+/// Leaves of the type of `v` that it is made of by elementwise ops.
+fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
+    let ty = graph.ty(v);
+    let (mut leaves, mut seen, mut stack) = (BTreeSet::new(), BTreeSet::new(), vec![v]);
+    while let Some(at) = stack.pop() {
+        let node = graph.node(at);
+        if node.ty.shape != ty.shape || !seen.insert(at) {
+            continue;
+        }
+        if node.op.is_leaf() {
+            if node.ty == *ty {
+                leaves.insert(at);
+            }
+        } else if node.op.is_elementwise() || matches!(node.op, Op::Reshape(_)) {
+            stack.extend(&node.operands);
+        }
+    }
+    leaves
+}
+
+/// For each argument that has one, its updated value and the position of that among the outputs.
+fn matched(
+    graph: &Graph,
+    arguments: &[ValueId],
+    reach: &[BTreeSet<ValueId>],
+    loss: usize,
+) -> Option<BTreeMap<ValueId, (ValueId, usize)>> {
+    let updates: Vec<usize> = (0..graph.outputs.len()).filter(|&i| i != loss && !reach[i].is_empty()).collect();
+    // Functions return their state in the order in which they take it.
+    let mut rest = arguments.iter();
+    let in_order = |i: &usize| rest.find(|a| graph.ty(**a) == graph.ty(graph.outputs[*i])).copied().zip(Some(*i));
+    let in_order: Option<Vec<(ValueId, usize)>> = updates.iter().map(in_order).collect();
+    let pairs = match in_order {
+        Some(pairs) if pairs.iter().all(|(a, i)| reach[*i].contains(a)) => pairs,
+        // In another order an update is told by what it alone is made of.
+        _ => {
+            let mut left: Vec<(usize, BTreeSet<ValueId>)> = updates.iter().map(|&i| (i, reach[i].clone())).collect();
+            let mut pairs = Vec::new();
+            while let Some(at) = left.iter().position(|(_, set)| set.len() == 1) {
+                let (i, set) = left.swap_remove(at);
+                let argument = *set.first()?;
+                pairs.push((argument, i));
+                left.iter_mut().for_each(|(_, set)| {
+                    set.remove(&argument);
+                });
+            }
+            if !left.is_empty() {
+                return None;
+            }
+            pairs
+        }
+    };
+    let matched: BTreeMap<_, _> = pairs.iter().map(|&(a, i)| (a, (graph.outputs[i], i))).collect();
+    (matched.len() == pairs.len() && !matched.is_empty()).then_some(matched)
+}
+
+/// The one value through which results depend on anything but `own`, scalars and constants.
+fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>) -> Option<ValueId> {
+    let shape = graph.shape(results[0]);
+    let mut depends: BTreeMap<ValueId, bool> = own.iter().map(|&v| (v, true)).collect();
+    for &r in results {
+        depends_on(graph, r, shape, &mut depends);
+    }
+    // Values outside of the update that it reads.
+    let mut outside: BTreeSet<ValueId> = BTreeSet::new();
+    let mut seen = BTreeSet::new();
+    let mut stack = results.to_vec();
+    while let Some(at) = stack.pop() {
+        if own.contains(&at) || !seen.insert(at) {
+            continue;
+        }
+        if depends.get(&at) == Some(&true) {
+            stack.extend(&graph.node(at).operands);
+        } else if graph.shape(at) == shape && !is_uniform(graph, at) {
+            outside.insert(at);
+        }
+    }
+    // They all come from one, which is the last that all of them pass through.
+    while outside.len() > 1 {
+        let last = outside.pop_last()?;
+        let node = graph.node(last);
+        if !node.op.is_elementwise() && !matches!(node.op, Op::Reshape(_)) {
+            return None;
+        }
+        outside.extend(node.operands.iter().filter(|&&o| !is_uniform(graph, o)));
+    }
+    let gradient = outside.pop_first()?;
+    // Without state the step size is all that tells the change from the gradient.
+    let node = graph.node(gradient);
+    match (&node.op, own.len()) {
+        (Op::Binary(Binary::Multiply), 1) => {
+            let varies: Vec<ValueId> = node.operands.iter().copied().filter(|&o| !is_uniform(graph, o)).collect();
+            Some(if let [only] = varies[..] { only } else { gradient })
+        }
+        _ => Some(gradient),
+    }
+}
+
+/// Whether `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape.
+fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<ValueId, bool>) -> bool {
+    let mut stack = vec![(v, false)];
+    while let Some((at, ready)) = stack.pop() {
+        if known.contains_key(&at) {
+            continue;
+        }
+        let node = graph.node(at);
+        let inside = node.ty.shape == shape && (node.op.is_elementwise() || matches!(node.op, Op::Reshape(_)));
+        if !inside || ready {
+            let depends = inside && node.operands.iter().any(|o| known.get(o) == Some(&true));
+            known.insert(at, depends);
+            continue;
+        }
+        stack.push((at, true));
+        stack.extend(node.operands.iter().map(|&o| (o, false)));
+    }
+    known.get(&v) == Some(&true)
+}
+
+/// Whether all elements are one number: a constant, a scalar argument, or made of these.
+fn is_uniform(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    match &node.op {
+        Op::Constant(literal) => literal.as_splat().is_some(),
+        op if op.is_leaf() => node.ty.rank() == 0,
+        Op::BroadcastInDim(_) | Op::Reshape(_) => {
+            graph.shape(node.operands[0]).is_empty() || is_uniform(graph, node.operands[0])
+        }
+        op => node.ty.rank() == 0 && op.is_elementwise() && node.operands.iter().all(|&o| is_uniform(graph, o)),
+    }
+}
+
+/// The value of one element of `v`, where those of the `given` values are known and scalar arguments are `scalar`.
+fn element(graph: &Graph, v: ValueId, given: &BTreeMap<ValueId, f64>, scalar: f64) -> Option<f64> {
+    let mut known: BTreeMap<ValueId, f64> = given.clone();
+    let mut stack = vec![v];
+    while let Some(&at) = stack.last() {
+        if known.contains_key(&at) {
+            stack.pop();
+            continue;
+        }
+        let node = graph.node(at);
+        if let Some(&missing) = node.operands.iter().find(|o| !known.contains_key(o)) {
+            stack.push(missing);
+            continue;
+        }
+        let operands: Vec<Tensor> =
+            node.operands.iter().map(|o| Tensor::scalar(graph.ty(*o).dtype, known[o])).collect();
+        let value = match &node.op {
+            Op::Constant(literal) => literal.as_splat()?,
+            Op::BroadcastInDim(_) | Op::Reshape(_) => operands[0].data[0],
+            op if op.is_leaf() && node.ty.rank() == 0 => scalar,
+            op if op.is_elementwise() => {
+                op.eval(&operands.iter().collect::<Vec<_>>(), &TensorType::scalar(node.ty.dtype)).data[0]
+            }
+            _ => return None,
+        };
+        known.insert(at, value);
+    }
+    known.get(&v).copied()
+}
+
+/// The optimizer that computes an update, its settings read off at chosen points and then confirmed at others.
+fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
+    // Scalar arguments are counts of steps done.
+    let after = |steps: f64, result: ValueId, weight: f64, states: &[f64], g: f64| {
+        let mut given: BTreeMap<ValueId, f64> = p.states.iter().copied().zip(states.iter().copied()).collect();
+        given.extend([(p.parameter, weight), (p.gradient, g)]);
+        element(graph, result, &given, steps)
+    };
+    let at = |result: ValueId, weight: f64, states: &[f64], g: f64| after(0.0, result, weight, states, g);
+    let weight = |w: f64, states: &[f64], g: f64| at(p.updated, w, states, g);
+    let mut candidates = Vec::new();
+    match *p.updated_states.as_slice() {
+        [] => {
+            let learning_rate = -weight(0.0, &[], 1.0)?;
+            let weight_decay = (1.0 - weight(1.0, &[], 0.0)?) / learning_rate;
+            candidates.push(Fitted { optimizer: Optimizer::Sgd { momentum: 0.0, weight_decay }, learning_rate });
+        }
+        [velocity] => {
+            let momentum = at(velocity, 0.0, &[1.0], 0.0)?;
+            let learning_rate = -weight(0.0, &[0.0], 1.0)?;
+            let weight_decay = at(velocity, 1.0, &[0.0], 0.0)?;
+            candidates.push(Fitted { optimizer: Optimizer::Sgd { momentum, weight_decay }, learning_rate });
+        }
+        [m, v] => {
+            let (beta1, beta2) = (at(m, 0.0, &[1.0, 0.0], 0.0)?, at(v, 0.0, &[0.0, 1.0], 0.0)?);
+            for bias_correction in [false, true] {
+                let unbiased = |x: f64, beta: f64| if bias_correction { x / (1.0 - beta) } else { x };
+                let (m_hat, root) = (unbiased(beta1, beta1), unbiased(beta2, beta2).sqrt());
+                // -lr * m_hat / (sqrt(v_hat) + epsilon), with and without v.
+                let (with, without) = (-weight(0.0, &[1.0, 1.0], 0.0)?, -weight(0.0, &[1.0, 0.0], 0.0)?);
+                let epsilon = if without.is_finite() { with * root / (without - with) } else { 0.0 };
+                let learning_rate = with * (root + epsilon) / m_hat;
+                let decoupled = (1.0 - weight(1.0, &[0.0, 1.0], 0.0)?) / learning_rate;
+                let coupled = at(m, 1.0, &[0.0, 0.0], 0.0)? / (1.0 - beta1);
+                let settings = |weight_decay| (beta1, beta2, epsilon, weight_decay, bias_correction);
+                let fitted = |optimizer| Fitted { optimizer, learning_rate };
+                candidates.push(fitted(adamw(settings(decoupled))));
+                candidates.push(fitted(adam(settings(coupled))));
+            }
+        }
+        _ => return None,
+    }
+    let agrees = |f: &Fitted, steps: f64| {
+        (0..16u32).all(|i| {
+            let number = |k: u32| f64::from((i * 7 + k * 5) % 11) / 4.0 - 1.2;
+            let states: Vec<f64> = (0..p.states.len() as u32).map(|k| number(k + 2).abs() + 0.01).collect();
+            let expected = step_of(f, steps + 1.0, number(0), &states, number(1));
+            let results = [&[p.updated], p.updated_states.as_slice()].concat();
+            results.iter().zip(expected).all(|(&r, expected)| {
+                let found = after(steps, r, number(0), &states, number(1)).unwrap_or(f64::NAN);
+                (found - expected).abs() <= 1e-5 * expected.abs().max(1e-3)
+            })
+        })
+    };
+    // Settings that are constants of the text in single precision are meant in decimal.
+    let always = candidates.iter().find(|f| agrees(f, 0.0) && agrees(f, 9.0));
+    // A learning rate that follows a schedule is that of the first step.
+    let mut fitted = *always.or_else(|| candidates.iter().rev().find(|f| agrees(f, 0.0)))?;
+    let decimal =
+        |x: f64| format!("{x:.5e}").parse::<f64>().ok().filter(|d| (d - x).abs() <= 1e-6 * x.abs()).unwrap_or(x);
+    fitted.learning_rate = decimal(fitted.learning_rate);
+    fitted.optimizer = match fitted.optimizer {
+        Optimizer::Sgd { momentum, weight_decay } => {
+            Optimizer::Sgd { momentum: decimal(momentum), weight_decay: decimal(weight_decay) }
+        }
+        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+            adam((decimal(beta1), decimal(beta2), decimal(epsilon), small(decimal(weight_decay)), bias_correction))
+        }
+        Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+            adamw((decimal(beta1), decimal(beta2), decimal(epsilon), small(decimal(weight_decay)), bias_correction))
+        }
+    };
+    Some(fitted)
+}
+
+/// What is left of a zero after a division.
+fn small(x: f64) -> f64 {
+    if x.abs() < 1e-9 { 0.0 } else { x }
+}
+
+fn adam((beta1, beta2, epsilon, weight_decay, bias_correction): (f64, f64, f64, f64, bool)) -> Optimizer {
+    Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction }
+}
+
+fn adamw((beta1, beta2, epsilon, weight_decay, bias_correction): (f64, f64, f64, f64, bool)) -> Optimizer {
+    Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction }
+}
+
+/// One step of an optimizer on one weight: the new weight, then the new state.
+fn step_of(fitted: &Fitted, step: f64, weight: f64, states: &[f64], gradient: f64) -> Vec<f64> {
+    let scalar = TensorType::scalar(crate::dtype::DType::F32);
+    let mut graph = Graph::new("step");
+    let values = [&[weight, gradient, fitted.learning_rate, step], states].concat();
+    let leaves: Vec<ValueId> = (0..values.len()).map(|i| leaf(&mut graph, i.to_string(), scalar.clone())).collect();
+    let new = update(&mut graph, &fitted.optimizer, leaves[0], leaves[1], 1.0, &leaves[4..], leaves[2], leaves[3]);
+    graph.outputs = [&[new.parameter], new.states.as_slice()].concat();
+    let results = interpret::run(&graph, |v| Tensor::scalar(scalar.dtype, values[v.index()]));
+    results.iter().map(|t| t.data[0]).collect()
+}
+
+#[cfg(test)]
+#[path = "step_tests.rs"]
+mod tests;
