@@ -1,7 +1,7 @@
 //! Executes programs on the CPU: every device is a thread that interprets its program's schedule, with collectives and
 //! transfers through memory.
 //!
-//! [`Session`] is the way in. A body is compiled once for all devices of its program (see [`compile`]); what tensors
+//! [`Session`] is the way in, [`evaluate`] the short one for a bare graph. A body is compiled once for all devices of its program (see [`compile`]); what tensors
 //! look like outside of devices is a [`HostTensor`].
 
 pub mod arena;
@@ -12,6 +12,7 @@ pub mod data;
 pub mod device;
 pub mod element;
 pub mod error;
+mod evaluate;
 pub mod execute;
 mod fuse;
 pub mod host;
@@ -27,5 +28,6 @@ pub mod view;
 
 pub use compile::body_transient_bytes;
 pub use error::RuntimeError;
+pub use evaluate::evaluate;
 pub use host::{HostData, HostTensor};
 pub use session::{Options, Session, StepReport};

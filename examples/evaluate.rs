@@ -1,0 +1,193 @@
+//! Compares single functions with recorded results: every `NAME.mlir` of the files and folders given is run by the
+//! reference interpreter and by the CPU kernels, and its results are held against those in `NAME.safetensors`.
+//!
+//!     cargo run --release --example evaluate -- FOLDER|FILE.mlir...
+//!
+//! The file has the arguments as `input/0` and so on, or under their names (inputs as `input/NAME`), and results as
+//! `result/0` and so on, with `tolerance/0` beside them: two numbers, which times the expected value and which times the
+//! largest expected value a result may be off. Where it has a `loss`, the function is differentiated with respect to the
+//! arguments that are named as parameters, and `grad/NAME` is compared. Exit code 1 where anything differs.
+
+use altiplano::arguments::{Argument, trained, with_parameters};
+use altiplano::ir::autodiff::differentiate;
+use altiplano::ir::graph::Graph;
+use altiplano::ir::import::stablehlo;
+use altiplano::ir::interpret;
+use altiplano::ir::op::{Input, Op, Parameter};
+use altiplano::ir::simplify::simplify;
+use altiplano::ir::types::TensorType;
+use altiplano::runtime::data::read_safetensors;
+use altiplano::runtime::{HostTensor, evaluate};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+type Tensors = BTreeMap<String, HostTensor>;
+
+/// What came of a case that does not agree.
+enum Failure {
+    /// It cannot be imported or differentiated: nothing was computed.
+    Unsupported(String),
+    Differs(String),
+}
+
+fn main() -> ExitCode {
+    let mut cases = Vec::new();
+    for argument in std::env::args().skip(1).map(PathBuf::from) {
+        match std::fs::read_dir(&argument) {
+            Ok(entries) => cases.extend(entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| is_module(p))),
+            Err(_) => cases.push(argument),
+        }
+    }
+    cases.sort();
+    let (mut agree, mut unsupported, mut differ) = (0, 0, 0);
+    for case in &cases {
+        let name = case.file_stem().unwrap_or_default().to_string_lossy();
+        // A case that panics must not hide what comes of the others.
+        let outcome = std::panic::catch_unwind(|| check(case));
+        match outcome.unwrap_or_else(|_| Err(Failure::Differs("it panics".to_string()))) {
+            Ok(()) => {
+                agree += 1;
+                println!("ok           {name}");
+            }
+            Err(Failure::Unsupported(why)) => {
+                unsupported += 1;
+                println!("UNSUPPORTED  {name}: {}", one_line(&why));
+            }
+            Err(Failure::Differs(why)) => {
+                differ += 1;
+                println!("FAILED       {name}: {}", one_line(&why));
+            }
+        }
+    }
+    println!("{agree} of {} agree, {unsupported} unsupported, {differ} failed", cases.len());
+    if agree == cases.len() && agree > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn is_module(file: &Path) -> bool {
+    file.extension().is_some_and(|e| e == "mlir")
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+fn check(file: &Path) -> Result<(), Failure> {
+    let unsupported = |error: &dyn std::fmt::Display| Failure::Unsupported(error.to_string());
+    let differs = |error: &dyn std::fmt::Display| Failure::Differs(error.to_string());
+    let text = std::fs::read_to_string(file).map_err(|e| differs(&e))?;
+    let recorded = read_safetensors(&file.with_extension("safetensors")).map_err(|e| differs(&e))?;
+    let imported = stablehlo::import(&text).map_err(|e| unsupported(&e))?;
+    let arguments: Vec<Argument> =
+        imported.arguments.into_iter().map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
+    let mut graph = imported.graph;
+    let leaves = leaves(&graph, &arguments, &recorded).map_err(Failure::Differs)?;
+    let mut expected = Vec::new();
+    if let Some(loss) = recorded.get("loss") {
+        let trained = trained(&arguments, &[], &[]).map_err(|e| unsupported(&e))?;
+        graph = with_gradients(&with_parameters(&graph, &arguments, &trained)).map_err(|e| unsupported(&e))?;
+        expected.push(("loss".to_string(), loss));
+        for (_, name) in graph.parameters() {
+            let name = format!("grad/{name}");
+            let gradient = recorded.get(&name).ok_or_else(|| differs(&format!("{name} is not recorded")))?;
+            expected.push((name, gradient));
+        }
+    } else {
+        for i in 0..graph.outputs.len() {
+            let name = format!("result/{i}");
+            let result = recorded.get(&name).ok_or_else(|| differs(&format!("{name} is not recorded")))?;
+            expected.push((name, result));
+        }
+    }
+    if let Some(error) = graph.verify().first() {
+        return Err(differs(error));
+    }
+    let reference = interpret::run(&graph, |v| leaves[leaf(&graph, v).0].to_reference());
+    let mut problems = Vec::new();
+    let mut compare = |by: &str, results: &[(TensorType, Vec<f64>)]| {
+        for ((name, expected), (ty, found)) in expected.iter().zip(results) {
+            let tolerance = recorded.get(&format!("tolerance/{}", name.trim_start_matches("result/")));
+            let tolerance = tolerance.or_else(|| recorded.get("tolerance")).map_or(vec![], HostTensor::to_f64);
+            if let Some(problem) = difference(ty, found, expected, &tolerance) {
+                problems.push(format!("{by}, {name}: {problem}"));
+            }
+        }
+    };
+    compare("interpreter", &reference.into_iter().map(|t| (t.ty, t.data)).collect::<Vec<_>>());
+    // Kernels are compiled from what is left after simplification, as in training.
+    match evaluate(&simplify(&graph), &leaves) {
+        Ok(results) => compare("kernels", &results.into_iter().map(|t| (t.ty.clone(), t.to_f64())).collect::<Vec<_>>()),
+        Err(error) => problems.push(format!("kernels: {error}")),
+    }
+    if problems.is_empty() { Ok(()) } else { Err(Failure::Differs(problems.join("; "))) }
+}
+
+fn leaf(graph: &Graph, v: altiplano::ir::graph::ValueId) -> (&str, &TensorType) {
+    match &graph.node(v).op {
+        Op::Parameter(Parameter { name, ty }) | Op::Input(Input { name, ty }) => (name, ty),
+        op => unreachable!("{op:?} is no leaf"),
+    }
+}
+
+/// The arguments' values by the names of the leaves, in the leaves' types: files cannot say all of these.
+fn leaves(graph: &Graph, arguments: &[Argument], recorded: &Tensors) -> Result<Tensors, String> {
+    let mut leaves = Tensors::new();
+    for (i, argument) in arguments.iter().enumerate() {
+        let (name, ty) = leaf(graph, argument.value);
+        let names = [name.to_string(), format!("input/{name}"), format!("input/{i}")];
+        let found = names.iter().find_map(|name| recorded.get(name));
+        let found = found.ok_or_else(|| format!("argument {i} ('{name}') is not recorded"))?;
+        if found.ty.shape != ty.shape {
+            return Err(format!("argument {i} ('{name}') is {ty}, but {} is recorded", found.ty));
+        }
+        leaves.insert(name.to_string(), found.cast(ty.dtype));
+    }
+    Ok(leaves)
+}
+
+/// The graph whose outputs are the loss and the gradient of each parameter. Where the loss does not depend on one, its
+/// gradient is zero.
+fn with_gradients(graph: &Graph) -> Result<Graph, altiplano::ir::autodiff::AutodiffError> {
+    let differentiated = differentiate(graph, &[])?;
+    let parameters: Vec<_> = graph.parameters().map(|(v, _)| v).collect();
+    let mut all = differentiated.graph;
+    let mut outputs = vec![differentiated.loss];
+    for v in parameters {
+        let contributions = differentiated.contributions[v.index()].iter().map(|c| c.1).collect::<Vec<_>>();
+        let sum = contributions.into_iter().reduce(|a, b| all.add(a, b));
+        outputs.push(sum.unwrap_or_else(|| all.splat_like(v, 0.0)));
+    }
+    all.outputs = outputs;
+    Ok(all)
+}
+
+/// What is wrong with a result, if anything. Integers and booleans must be equal.
+fn difference(ty: &TensorType, found: &[f64], expected: &HostTensor, tolerance: &[f64]) -> Option<String> {
+    // A scalar may be recorded as one element.
+    if ty.shape != expected.ty.shape && ty.elements().max(expected.ty.elements()) != 1 {
+        return Some(format!("is {ty}, but {} is recorded", expected.ty));
+    }
+    let is_float = ty.dtype.is_float();
+    if is_float != expected.ty.dtype.is_float() {
+        return Some(format!("is {ty}, but {} is recorded", expected.ty));
+    }
+    let expected = expected.to_f64();
+    let largest = expected.iter().filter(|x| x.is_finite()).fold(0.0, |m: f64, x| m.max(x.abs()));
+    let (relative, absolute) = if let (true, [relative, absolute]) = (is_float, tolerance) {
+        (*relative, absolute * largest)
+    } else {
+        (0.0, 0.0)
+    };
+    let allowed = |e: f64| relative * e.abs() + absolute;
+    // What is infinite is matched by nothing else.
+    let near = |f: f64, e: f64| e.is_finite() && (f - e).abs() <= allowed(e);
+    let differs = |(f, e): (f64, f64)| !(f == e || f.is_nan() && e.is_nan() || near(f, e));
+    let differing: Vec<usize> = (0..expected.len()).filter(|&i| differs((found[i], expected[i]))).collect();
+    let &first = differing.first()?;
+    let (count, all) = (differing.len(), expected.len());
+    let (f, e) = (found[first], expected[first]);
+    Some(format!(
+        "{count} of {all} elements differ; the {first}th of {ty} is {f:e}, expected {e:e} +- {:.1e}",
+        allowed(e)
+    ))
+}

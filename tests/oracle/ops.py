@@ -1,0 +1,122 @@
+"""Writes functions of single ops with inputs, results and gradients that JAX computes: NAME.mlir and NAME.safetensors.
+
+    python ops.py DIRECTORY [SUBSTRING...]        only cases whose names have one of the substrings
+
+What is compared is described in examples/evaluate.rs. Of the modules a half has locations, a third is in MLIR's generic
+form. A gradient case is a loss, the sum of an op's results with weights, and JAX's gradient of it.
+"""
+
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from cases import Draw, control, elementwise, indexing, order, randomness, structure, windows
+
+jax.config.update("jax_default_matmul_precision", "highest")
+# Rounds after each op as written, and compiles several times faster.
+jax.config.update("jax_disable_most_optimizations", True)
+warnings.filterwarnings("ignore", message=".*requested in .* is not available.*")
+
+FAMILIES = [elementwise, structure, indexing, order, windows, control, randomness]
+
+
+def storable(x):
+    """What a .safetensors file has no type for, in one that holds the same values."""
+    x = np.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        stored = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+        x = x if x.dtype in stored else x.astype(np.float32)
+    elif x.dtype in (ml_dtypes.int4, ml_dtypes.uint4):
+        x = x.astype(np.int8)
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def save(path, number, lowered, tensors, named):
+    """Modules take turns in their forms; names of arguments are in the locations, so `named` needs these."""
+    with open(f"{path}.mlir", "w") as file:
+        operation = lowered.compiler_ir().operation
+        located = named or number % 2 == 0
+        file.write(operation.get_asm(enable_debug_info=located, print_generic_op_form=number % 3 == 0))
+    save_file({name: storable(x) for name, x in tensors.items()}, f"{path}.safetensors")
+
+
+def lower(function, arguments, platform="cpu"):
+    return jax.jit(function, keep_unused=True).trace(*arguments).lower(lowering_platforms=(platform,))
+
+
+def write_values(path, number, case):
+    lowered = lower(case.function, case.arguments, case.platform)
+    here = lowered if case.platform == "cpu" else lower(case.function, case.arguments)
+    results = jax.tree.leaves(here.compile()(*case.arguments))
+    tensors = {f"input/{i}": x for i, x in enumerate(case.arguments)}
+    tensors |= {f"result/{i}": x for i, x in enumerate(results)}
+    tensors |= {f"tolerance/{i}": case.tolerance(x.dtype) for i, x in enumerate(results)}
+    save(path, number, lowered, tensors, named=False)
+
+
+def write_gradient(path, number, case):
+    draw = Draw(case.name + " weights")
+    trained = {f"x{i}": case.arguments[i] for i in case.gradient}
+    others = {f"x{i}": x for i, x in enumerate(case.arguments) if i not in case.gradient}
+    shapes = jax.tree.leaves(jax.eval_shape(case.function, *case.arguments))
+    floats = [i for i, s in enumerate(shapes) if jnp.issubdtype(s.dtype, jnp.floating)]
+    inputs = others | {f"weight{i}": draw.normal(*shapes[i].shape) for i in floats}
+
+    def terms(params, inputs):
+        arguments = [(params | inputs)[f"x{i}"] for i in range(len(case.arguments))]
+        results = jax.tree.leaves(case.function(*arguments))
+        return [results[i].astype(jnp.float32) * inputs[f"weight{i}"] for i in floats]
+
+    def loss(params, inputs):
+        return sum(jnp.sum(term) for term in terms(params, inputs))
+
+    lowered = lower(loss, (trained, inputs), case.platform)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(trained, inputs)
+    # The loss is a sum, no better than its terms are: and these are no better than the coarsest type on their way.
+    size = sum(np.abs(term).sum() for term in jax.jit(terms)(trained, inputs))
+    dtypes = [x.dtype for x in case.arguments if jnp.issubdtype(x.dtype, jnp.floating)]
+    epsilon = max(case.epsilon(d) for d in dtypes + [np.float32])
+    allowed = (case.relative + case.absolute + 2) * epsilon * size / max(abs(float(value)), 1e-30)
+    tensors = {"loss": value, "tolerance/loss": np.array([allowed, 0], np.float32)}
+    # A gradient passes through as many ops again as its function, and is a sum too.
+    factor = 4 * (case.relative + case.absolute)
+    for name, x in trained.items():
+        tensors[f"params['{name}']"] = x
+        tensors[f"grad/params['{name}']"] = gradients[name]
+        epsilon = case.epsilon(x.dtype)
+        tensors[f"tolerance/grad/params['{name}']"] = np.array(
+            [4 * case.relative * epsilon, factor * epsilon], np.float32
+        )
+    tensors |= {f"input/inputs['{name}']": x for name, x in inputs.items()}
+    save(path, number, lowered, tensors, named=True)
+
+
+def main(directory, wanted):
+    number, failed = 0, []
+    for family in FAMILIES:
+        for case in family.cases():
+            if wanted and not any(word in case.name for word in wanted):
+                continue
+            try:
+                with jax.enable_x64(case.x64):
+                    if not case.gradient_only:
+                        write_values(f"{directory}/{case.name}", number, case)
+                    if case.gradient:
+                        write_gradient(f"{directory}/{case.name}_gradient", number, case)
+            except Exception as error:
+                # A JAX that has dropped a function must not hide what the others give.
+                failed.append(
+                    f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+            number += 1
+    print("\n".join([f"NOT WRITTEN  {line}" for line in failed] + [f"{number - len(failed)} cases written"]))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
