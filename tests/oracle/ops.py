@@ -6,8 +6,11 @@ What is compared is described in examples/evaluate.rs. Of the modules a half has
 form. A gradient case is a loss, the sum of an op's results with weights, and JAX's gradient of it.
 """
 
+import os
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +41,9 @@ def storable(x):
 
 def save(path, number, lowered, tensors, named):
     """Modules take turns in their forms; names of arguments are in the locations, so `named` needs these."""
+    operation = lowered.compiler_ir().operation
+    located = named or number % 2 == 0
     with open(f"{path}.mlir", "w") as file:
-        operation = lowered.compiler_ir().operation
-        located = named or number % 2 == 0
         file.write(operation.get_asm(enable_debug_info=located, print_generic_op_form=number % 3 == 0))
     save_file({name: storable(x) for name, x in tensors.items()}, f"{path}.safetensors")
 
@@ -84,37 +87,43 @@ def write_gradient(path, number, case):
     allowed = (case.relative + case.absolute + 2) * epsilon * size / max(abs(float(value)), 1e-30)
     tensors = {"loss": value, "tolerance/loss": np.array([allowed, 0], np.float32)}
     # A gradient passes through as many ops again as its function, and is a sum too.
-    factor = 4 * (case.relative + case.absolute)
+    relative = 4 * max(case.relative, 2)
+    absolute = relative + 4 * case.absolute
     for name, x in trained.items():
         tensors[f"params['{name}']"] = x
         tensors[f"grad/params['{name}']"] = gradients[name]
-        epsilon = case.epsilon(x.dtype)
-        tensors[f"tolerance/grad/params['{name}']"] = np.array(
-            [4 * case.relative * epsilon, factor * epsilon], np.float32
-        )
+        tolerance = np.array([relative, absolute], np.float32) * np.float32(case.epsilon(x.dtype))
+        tensors[f"tolerance/grad/params['{name}']"] = tolerance
     tensors |= {f"input/inputs['{name}']": x for name, x in inputs.items()}
     save(path, number, lowered, tensors, named=True)
 
 
-def main(directory, wanted):
+def write_family(name, directory, wanted):
+    """How many cases were written, and what could not be: a JAX without a function must not hide what others give."""
     number, failed = 0, []
-    for family in FAMILIES:
-        for case in family.cases():
-            if wanted and not any(word in case.name for word in wanted):
-                continue
-            try:
-                with jax.enable_x64(case.x64):
-                    if not case.gradient_only:
-                        write_values(f"{directory}/{case.name}", number, case)
-                    if case.gradient:
-                        write_gradient(f"{directory}/{case.name}_gradient", number, case)
-            except Exception as error:
-                # A JAX that has dropped a function must not hide what the others give.
-                failed.append(
-                    f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                )
-            number += 1
-    print("\n".join([f"NOT WRITTEN  {line}" for line in failed] + [f"{number - len(failed)} cases written"]))
+    # Modules cannot be sent to another process, their names can.
+    for case in sys.modules[name].cases():
+        if wanted and not any(word in case.name for word in wanted):
+            continue
+        try:
+            with jax.enable_x64(case.x64):
+                if not case.gradient_only:
+                    write_values(f"{directory}/{case.name}", number, case)
+                if case.gradient:
+                    write_gradient(f"{directory}/{case.name}_gradient", number, case)
+        except Exception as error:
+            failed.append(f"{case.name}: {type(error).__name__}: {error}".splitlines()[0])
+        number += 1
+    return number, failed
+
+
+def main(directory, wanted):
+    # Processes that start afresh: JAX's threads do not survive a fork.
+    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(write_family, f.__name__, directory, wanted) for f in FAMILIES]
+        done = [r.result() for r in running]
+    failed = [line for _, lines in done for line in lines]
+    print("\n".join([f"NOT WRITTEN  {line}" for line in failed] + [f"{sum(n for n, _ in done)} cases"]))
     return 1 if failed else 0
 
 

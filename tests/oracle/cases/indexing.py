@@ -183,7 +183,7 @@ def scatters():
     outside = np.array([0, 6, 3, -1, -7, 12, 3], np.int32)
     u = draw.normal(4, 5)
     v = draw.normal(7, 5)
-    methods = {"add": "add", "mul": "multiply", "min": "min", "max": "max"}
+    methods = {"add": "add", "subtract": "subtract", "mul": "multiply", "min": "min", "max": "max"}
     for name, method in methods.items():
         function = lambda x, i, u: getattr(x.at[i], method)(u)
         # Products of repeated rows have no gradient in JAX unless indices are unique.
@@ -196,7 +196,12 @@ def scatters():
         yield Case(f"scatter_{name}_int", function, (n, rows, draw.integers(-3, 4, 4, 5)))
         distinct = np.array([4, 0, 2, 5], np.int32)
         yield Case(
-            f"scatter_{name}_unique", unique, (x, distinct, u), 4, 2, gradient=(0, 2) if name in ("add", "mul") else ()
+            f"scatter_{name}_unique",
+            unique,
+            (x, distinct, u),
+            4,
+            2,
+            gradient=(0, 2) if name in ("add", "subtract", "mul") else (),
         )
     yield Case("scatter_add", lambda x, i, u: x.at[i].add(u), (x, rows, u), 8, 4, gradient=(0, 2), gradient_only=True)
     yield Case(

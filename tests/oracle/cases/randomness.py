@@ -78,7 +78,6 @@ def cases():
         lambda k: random.key_data(random.wrap_key_data(k, impl="rbg")),
         (np.concatenate([KEY, KEY]),),
     )
-    state = np.array([1, 2], np.uint64)
     threefry = lax.RandomAlgorithm.RNG_THREE_FRY
     philox = lax.RandomAlgorithm.RNG_PHILOX
     key4 = np.concatenate([KEY, KEY[::-1]])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from . import BF16, E4M3, E5M2, F16, F32, F64, SPECIAL, Case, Draw
 
@@ -411,15 +412,20 @@ def functions():
         8,
     )
     square = draw.normal(4, 4)
-    spd = (square @ square.T + 4 * np.eye(4, dtype=F32)).astype(F32)
     yield Case("matrix_power", lambda a: jnp.linalg.matrix_power(a, 3), (square,), 16, 8, gradient=(0,))
-    yield Case(
-        "cholesky_solve",
-        lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True),
-        (np.tril(spd), square),
-        32,
-        16,
+    names = lambda x, y: checkpoint_name(jnp.tanh(x), "hidden") * y
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    yield Case("checkpoint_name", jax.checkpoint(names, policy=policy), (x, y), 8, 4, gradient=(0, 1))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    laid_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model"))
+    yield Case("sharding_constraint", lambda x: lax.with_sharding_constraint(x * 2, laid_out) + 1, (x,), gradient=(0,))
+    over_rows = lambda v: (
+        v - lax.pmean(v, "rows"),
+        lax.psum(v, "rows"),
+        lax.pmax(v, "rows"),
+        lax.all_gather(v, "rows"),
     )
+    yield Case("vmap_collectives", jax.vmap(over_rows, axis_name="rows"), (x,), 8, 4)
 
 
 def cases():

@@ -291,6 +291,11 @@ def reductions():
         4,
     )
 
+    maximum = lambda x: pool(x, -np.inf, lax.max, 3, 2, "SAME")
+    yield Case(
+        "max_pool_forward_derivative", lambda x, t: jax.jvp(maximum, (x,), (t,)), (image, image[:, ::-1].copy()), 4, 2
+    )
+
 
 def resizing():
     image = draw.normal(2, 5, 6, 3)
