@@ -54,7 +54,8 @@ def lower(function, arguments, platform="cpu"):
 
 def write_values(path, number, case):
     lowered = lower(case.function, case.arguments, case.platform)
-    here = lowered if case.platform == "cpu" else lower(case.function, case.arguments)
+    as_it_is = case.platform == "cpu" and case.reference is None
+    here = lowered if as_it_is else lower(case.reference or case.function, case.arguments)
     results = jax.tree.leaves(here.compile()(*case.arguments))
     tensors = {f"input/{i}": x for i, x in enumerate(case.arguments)}
     tensors |= {f"result/{i}": x for i, x in enumerate(results)}
@@ -70,30 +71,35 @@ def write_gradient(path, number, case):
     floats = [i for i, s in enumerate(shapes) if jnp.issubdtype(s.dtype, jnp.floating)]
     inputs = others | {f"weight{i}": draw.normal(*shapes[i].shape) for i in floats}
 
-    def terms(params, inputs):
+    def terms(params, inputs, function=case.reference or case.function):
         arguments = [(params | inputs)[f"x{i}"] for i in range(len(case.arguments))]
-        results = jax.tree.leaves(case.function(*arguments))
+        results = jax.tree.leaves(function(*arguments))
         return [results[i].astype(jnp.float32) * inputs[f"weight{i}"] for i in floats]
 
     def loss(params, inputs):
+        return sum(jnp.sum(term) for term in terms(params, inputs, case.function))
+
+    def reference(params, inputs):
         return sum(jnp.sum(term) for term in terms(params, inputs))
 
     lowered = lower(loss, (trained, inputs), case.platform)
-    value, gradients = jax.jit(jax.value_and_grad(loss))(trained, inputs)
-    # The loss is a sum, no better than its terms are: and these are no better than the coarsest type on their way.
-    size = sum(np.abs(term).sum() for term in jax.jit(terms)(trained, inputs))
+    value, gradients = jax.jit(jax.value_and_grad(reference))(trained, inputs)
+    # The loss is a sum, no better than its terms are, and these are no better than the coarsest type on their way. Their
+    # errors are taken to be independent.
+    size = sum((term**2).sum() for term in jax.jit(terms)(trained, inputs)) ** 0.5
     dtypes = [x.dtype for x in case.arguments if jnp.issubdtype(x.dtype, jnp.floating)]
     epsilon = max(case.epsilon(d) for d in dtypes + [np.float32])
     allowed = (case.relative + case.absolute + 2) * epsilon * size / max(abs(float(value)), 1e-30)
     tensors = {"loss": value, "tolerance/loss": np.array([allowed, 0], np.float32)}
-    # A gradient passes through as many ops again as its function, and is a sum too.
-    relative = 4 * max(case.relative, 2)
-    absolute = relative + 4 * case.absolute
+    # A gradient passes through as many ops again as its function, and is a sum too. What is computed in half precision is
+    # often rounded less than it may be, and would otherwise be allowed to be anything.
     for name, x in trained.items():
         tensors[f"params['{name}']"] = x
         tensors[f"grad/params['{name}']"] = gradients[name]
-        tolerance = np.array([relative, absolute], np.float32) * np.float32(case.epsilon(x.dtype))
-        tensors[f"tolerance/grad/params['{name}']"] = tolerance
+        epsilon = case.epsilon(x.dtype)
+        relative, absolute = max(case.relative, 2) * epsilon, (max(case.relative, 2) + case.absolute) * epsilon
+        factor = 1 if epsilon > 1e-5 else 4
+        tensors[f"tolerance/grad/params['{name}']"] = np.array([factor * relative, factor * absolute], np.float32)
     tensors |= {f"input/inputs['{name}']": x for name, x in inputs.items()}
     save(path, number, lowered, tensors, named=True)
 

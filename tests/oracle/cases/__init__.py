@@ -34,6 +34,8 @@ class Case:
     gradient: tuple = ()
     # Without its results: the gradient alone is what the case is about.
     gradient_only: bool = False
+    # What computes the expected values, where JAX goes wrong with the function as it is.
+    reference: Callable | None = None
     x64: bool = False
     platform: str = "cpu"
 

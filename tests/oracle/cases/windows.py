@@ -1,6 +1,7 @@
 """Convolutions and reductions over windows."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,11 @@ def convolutions():
     yield convolution("strided_uneven", (1, 2, 10, 10), (2, 2, 3, 3), window_strides=(3, 2))
     yield convolution("strided_same", (2, 3, 9, 8), (4, 3, 3, 3), window_strides=(2, 2), padding="SAME")
     yield convolution("padded", (2, 3, 5, 6), (4, 3, 3, 3), padding=((2, 1), (0, 3)))
-    yield convolution("padded_negative", (2, 3, 7, 7), (4, 3, 3, 3), padding=((-1, 1), (0, -2)))
+    negative = convolution("padded_negative", (2, 3, 7, 7), (4, 3, 3, 3), padding=((-1, 1), (0, -2)))
+    # JAX 0.10 reads beyond its input here on a CPU, and gives other numbers every time.
+    edges = [(0, 0, 0), (0, 0, 0), (-1, 1, 0), (0, -2, 0)]
+    padded = lambda x, k: lax.conv(lax.pad(x, np.float32(0), edges), k, (1, 1), "VALID")
+    yield replace(negative, reference=padded)
     yield convolution("dilated_kernel", (2, 3, 9, 9), (4, 3, 3, 3), rhs_dilation=(2, 3))
     yield convolution("dilated_input", (2, 3, 4, 5), (4, 3, 3, 3), lhs_dilation=(2, 3), padding=((1, 1), (2, 2)))
     yield convolution(
@@ -171,7 +176,7 @@ def reductions():
         "plain": dict(window_dimensions=(1, 2, 3), window_strides=(1, 1, 1), padding="VALID"),
         "strided": dict(window_dimensions=(1, 3, 2), window_strides=(1, 2, 3), padding="VALID"),
         "same": dict(window_dimensions=(1, 3, 3), window_strides=(1, 2, 2), padding="SAME"),
-        "padded": dict(window_dimensions=(2, 3, 3), window_strides=(1, 1, 2), padding=((1, 0), (2, 1), (0, 3))),
+        "padded": dict(window_dimensions=(2, 3, 3), window_strides=(1, 1, 2), padding=((1, 0), (2, 1), (0, 2))),
         "dilated": dict(
             window_dimensions=(1, 3, 2), window_strides=(1, 1, 2), padding="VALID", window_dilation=(1, 2, 3)
         ),
@@ -207,7 +212,8 @@ def reductions():
     yield Case(
         "reduce_window_init",
         lambda x: (
-            lax.reduce_window(x, np.float32(2), lax.add, **settings["same"]),
+            # Without padding, whose elements JAX on a CPU leaves out and StableHLO's document counts as initial values.
+            lax.reduce_window(x, np.float32(2), lax.add, **settings["strided"]),
             lax.reduce_window(x, np.float32(0.5), lax.max, **settings["padded"]),
         ),
         (x,),
