@@ -89,7 +89,7 @@ def write_gradient(path, number, case):
     size = sum((term**2).sum() for term in jax.jit(terms)(trained, inputs)) ** 0.5
     dtypes = [x.dtype for x in case.arguments if jnp.issubdtype(x.dtype, jnp.floating)]
     epsilon = max(case.epsilon(d) for d in dtypes + [np.float32])
-    allowed = (case.relative + case.absolute + 2) * epsilon * size / max(abs(float(value)), 1e-30)
+    allowed = (max(case.relative + case.absolute, 6) + 2) * epsilon * size / max(abs(float(value)), 1e-30)
     tensors = {"loss": value, "tolerance/loss": np.array([allowed, 0], np.float32)}
     # A gradient passes through as many ops again as its function, and is a sum too. What is computed in half precision is
     # often rounded less than it may be, and would otherwise be allowed to be anything.
