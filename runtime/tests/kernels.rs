@@ -630,9 +630,12 @@ fn lookups_and_scatters() {
                 graph.outputs.push(sum);
                 let updates = graph.add(rows, rows);
                 for combine in Combine::ALL {
-                    let op = Scatter { dims: dims.clone(), combine };
-                    let merged = graph.emit(Op::Scatter(op), &[t, i, updates]);
-                    graph.outputs.push(merged);
+                    let op = Op::Scatter(Scatter { dims: dims.clone(), combine });
+                    let merged = graph.emit(op.clone(), &[t, i, updates]);
+                    // Into storage of its own, that of a value which nothing else reads.
+                    let fresh = graph.add(t, t);
+                    let replaced = graph.emit(op, &[fresh, i, updates]);
+                    graph.outputs.extend([merged, replaced]);
                 }
                 check_graph(&graph, &mut random, 2.0 * tolerance(dtype), &format!("{dims:?} {dtype} by {index}"));
             }

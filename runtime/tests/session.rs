@@ -273,7 +273,7 @@ fn predicted_memory_is_held_memory() {
         let mut values = vec![x, graph.convert(y, DType::F32)];
         for _ in 0..random.below(20) + 3 {
             let v = random.pick(&values);
-            let next = match random.below(6) {
+            let next = match random.below(9) {
                 0 => graph.unary(Unary::Tanh, v),
                 1 => graph.add(v, v),
                 2 => dot(&mut graph, v, values[1], 1, 0),
@@ -286,6 +286,31 @@ fn predicted_memory_is_held_memory() {
                     let shape = graph.shape(v).to_vec();
                     let wide = graph.broadcast(max, &shape, &[0]);
                     graph.sub(v, wide)
+                }
+                5 => {
+                    let dim = random.below(2);
+                    let (reducer, reverse) = (Reducer::Max, random.below(2) == 1);
+                    let scan = graph.emit(Op::Cumulative(Cumulative { reducer, dim, reverse }), &[v]);
+                    graph.emit(Op::Reverse(Reverse { dims: vec![dim] }), &[scan])
+                }
+                6 => {
+                    let op = ArgSort { dim: random.below(2), descending: vec![false, true] };
+                    let order = graph.emit(Op::ArgSort(op), &[v, v]);
+                    graph.convert(order, DType::F32)
+                }
+                7 => {
+                    let row = graph.reduce(v, Reducer::Max, &[0]);
+                    let index = graph.constant(Literal::splat(TensorType::scalar(DType::I32), 3.0));
+                    let dims = GatherDims {
+                        offset_dims: vec![0],
+                        collapsed_slice_dims: vec![0],
+                        operand_batching_dims: vec![],
+                        indices_batching_dims: vec![],
+                        start_index_map: vec![0],
+                        index_vector_dim: 0,
+                        slice_sizes: vec![1, 64],
+                    };
+                    graph.emit(Op::Scatter(Scatter { dims, combine: Combine::Replace }), &[v, index, row])
                 }
                 _ => {
                     let half = graph.convert(v, DType::BF16);

@@ -22,7 +22,10 @@ fn compare(a: f64, b: f64) -> Ordering {
 
 impl Operator for ArgSort {
     fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
-        expect_operands(operands, self.descending.len().max(1))?;
+        if self.descending.is_empty() {
+            return Err(ShapeError::Attribute("sorting needs at least one key"));
+        }
+        expect_operands(operands, self.descending.len())?;
         for other in &operands[1..] {
             if other.shape != operands[0].shape {
                 return Err(ShapeError::ShapesDiffer { left: operands[0].shape.clone(), right: other.shape.clone() });

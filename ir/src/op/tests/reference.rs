@@ -22,18 +22,26 @@ A capital letter is needed whole on each device; a letter in `[brackets]` can be
 either).
 Sums of integers and booleans pass through fewer ops than the sums of floats shown.
 **Attributes** are those of the JSON and text forms; `shape` and `dtype` may be left out where the node has a type.
+What StableHLO has beyond these is imported as several ops.
 **Gradient** is `yes`, `zero` (flat wherever it is defined) or `-` (no float result).
 
 ";
 
-/// The op that StableHLO calls this, where it has one.
+/// What StableHLO calls the op. Where it has several names for one, all are listed.
 fn stablehlo(op: &Op) -> String {
     match op.name() {
         "parameter" | "input" => "function argument".to_string(),
         "scatter_add" => "`stablehlo.scatter` (add)".to_string(),
-        "threefry" => "`@threefry2x32` of JAX".to_string(),
-        "arg_sort" => "`stablehlo.sort`".to_string(),
-        "cumulative" => "`stablehlo.reduce_window`".to_string(),
+        "gather" => "`stablehlo.gather`, `stablehlo.dynamic_slice`".to_string(),
+        "scatter" => match op {
+            Op::Scatter(Scatter { combine: Combine::Replace, .. }) => {
+                "`stablehlo.scatter`, `stablehlo.dynamic_update_slice`".to_string()
+            }
+            _ => "`stablehlo.scatter`".to_string(),
+        },
+        "threefry" => "JAX's `@threefry2x32`, `stablehlo.rng_bit_generator`".to_string(),
+        "arg_sort" => "`stablehlo.sort`, `chlo.top_k`".to_string(),
+        "cumulative" => "`stablehlo.reduce_window` of all that comes before".to_string(),
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
