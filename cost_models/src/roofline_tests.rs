@@ -3,10 +3,10 @@
 use super::*;
 use crate::catalogue::{device, device_names};
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Binary, Convert};
 use altiplano_ir::op::{
-    BroadcastInDim, Concatenate, DotGeneral, Gather, GatherDims, OutOfBounds, Reduce, Reducer, Reshape, ScatterAdd,
-    Transpose, Unary,
+    ArgSort, Binary, BitcastConvert, BroadcastInDim, Combine, Concatenate, Convert, Cumulative, DotGeneral, Gather,
+    GatherDims, OutOfBounds, Reduce, ReducePrecision, Reducer, Reshape, Reverse, Scatter, ScatterAdd, Threefry,
+    ThreefryWord, Transpose, Unary,
 };
 use proptest::prelude::*;
 
@@ -63,6 +63,10 @@ fn ops(n: u64) -> Vec<(Op, Vec<TensorType>, TensorType)> {
     };
     let broadcast = BroadcastInDim { shape: vec![n, 64], dims: vec![1] };
     let gather = Gather { dims: dims.clone(), out_of_bounds: OutOfBounds::Clamp };
+    let scatter = Scatter { dims: dims.clone(), combine: Combine::Replace };
+    let cumulative = Cumulative { reducer: Reducer::Sum, dim: 1, reverse: false };
+    let reduced = ReducePrecision { exponent_bits: 5, mantissa_bits: 10 };
+    let words = rows.with_dtype(DType::U32);
     vec![
         (Op::Unary(Unary::Exponential), vec![rows.clone()], rows.clone()),
         (Op::Binary(Binary::Add), vec![rows.clone(), rows.clone()], rows.clone()),
@@ -74,7 +78,18 @@ fn ops(n: u64) -> Vec<(Op, Vec<TensorType>, TensorType)> {
         (Op::Concatenate(Concatenate { dim: 0 }), vec![rows.clone(), rows.clone()], ty(&[2 * n, 64])),
         (matmul(), vec![rows.clone(), ty(&[64, 32])], ty(&[n, 32])),
         (Op::Gather(gather), vec![ty(&[1000, 64]), indices.clone()], rows.clone()),
-        (Op::ScatterAdd(ScatterAdd { dims, shape: vec![1000, 64] }), vec![indices, rows.clone()], ty(&[1000, 64])),
+        (
+            Op::ScatterAdd(ScatterAdd { dims, shape: vec![1000, 64] }),
+            vec![indices.clone(), rows.clone()],
+            ty(&[1000, 64]),
+        ),
+        (Op::Reverse(Reverse { dims: vec![1] }), vec![rows.clone()], rows.clone()),
+        (Op::Cumulative(cumulative), vec![rows.clone()], rows.clone()),
+        (Op::ArgSort(ArgSort { dim: 1, descending: vec![true] }), vec![rows.clone()], rows.with_dtype(DType::I32)),
+        (Op::BitcastConvert(BitcastConvert { dtype: DType::U32 }), vec![rows.clone()], words.clone()),
+        (Op::ReducePrecision(reduced), vec![rows.clone()], rows.clone()),
+        (Op::Threefry(Threefry { word: ThreefryWord::First }), vec![words.clone(); 4], words),
+        (Op::Scatter(scatter), vec![ty(&[32000, 64]), indices, rows], ty(&[32000, 64])),
     ]
 }
 
@@ -124,6 +139,11 @@ fn traffic_by_hand() {
     let (gather, scatter) = (price(&model, &cases[9]), price(&model, &cases[10]));
     assert!(close(gather, (n * 4.0 + 2.0 * n * row_bytes) / rate + 3e-6), "the rows, not the table");
     assert!(close(scatter, (n * 4.0 + 3.0 * n * row_bytes + 1000.0 * row_bytes) / rate + 3e-6));
+    let named = |name: &str| cases.iter().find(|c| c.0.name() == name).map(|c| price(&model, c)).unwrap();
+    assert!(close(named("reverse"), (2.0 * n * row_bytes / rate + 3e-6) / OPS_PER_FUSED_KERNEL));
+    assert!(close(named("cumulative"), 2.0 * n * row_bytes / rate + 3e-6));
+    assert!(close(named("arg_sort"), 4.0 * (4.0 * n * row_bytes / rate + 3e-6)), "a pass for each byte of the key");
+    assert!(close(named("scatter"), (n * 4.0 + 3.0 * n * row_bytes + 2.0 * 32000.0 * row_bytes) / rate + 3e-6));
 }
 
 /// Forward matmuls of GPT 13B (hidden 5120, 40 heads) and 1.3B (2048, 32 heads) with 2048 positions on a V100, from
@@ -195,6 +215,20 @@ fn a_type_without_units_is_priced_as_its_fallback() {
     assert_eq!(fallback(&device("A100-SXM-40GB").unwrap(), DType::BF16), None);
     let cpu = device("cpu-worker").unwrap();
     assert_eq!(fallback(&cpu, DType::F16), Some(DType::F32));
+    // Eight bits become sixteen where there are units for those.
+    for (name, dtype, expected) in [
+        ("H100-SXM", DType::F8E4M3FN, None),
+        ("H100-SXM", DType::F8E4M3FNUZ, Some(DType::BF16)),
+        ("MI300X", DType::F8E5M2FNUZ, None),
+        ("A100-SXM-80GB", DType::F8E5M2, Some(DType::BF16)),
+        ("V100-SXM2-16GB", DType::F8E5M2, Some(DType::F16)),
+        ("cpu-worker", DType::F8E5M2, Some(DType::F32)),
+    ] {
+        assert_eq!(fallback(&device(name).unwrap(), dtype), expected, "{dtype} on {name}");
+    }
+    let h100 = Roofline::new(device("H100-SXM").unwrap());
+    let speedup = matmul_s(&h100, DType::BF16, 8192, 8192, 8192) / matmul_s(&h100, DType::F8E4M3FN, 8192, 8192, 8192);
+    assert!((1.9..2.1).contains(&speedup), "{speedup}");
     assert_eq!(peak_flops(&v100, DType::BF16), 15.7e12);
     let model = Roofline::new(v100.clone());
     assert!(matmul_s(&model, DType::BF16, 4096, 4096, 4096) > 5.0 * matmul_s(&model, DType::F16, 4096, 4096, 4096));

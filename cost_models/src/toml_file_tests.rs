@@ -35,7 +35,7 @@ inter_node = { bytes_per_s = 12.5e9, latency_s = 1e-5 }
 [device."my card"]
 memory_bytes = 24e9
 memory_bytes_per_s = 1e12
-peak_flops = { f32 = 30e12, bf16 = 120e12 }
+peak_flops = { f32 = 30e12, bf16 = 120e12, f8e4m3fn = 240e12 }
 
 [between_groups]
 bytes_per_s = 12.5e9
@@ -52,7 +52,7 @@ fn a_file_with_everything() {
     let own = &cluster.groups[1];
     assert_eq!(own.device.name, "my card");
     assert_eq!(own.device.memory_bytes, 24_000_000_000);
-    assert_eq!(own.device.peak_flops, [(DType::F32, 30e12), (DType::BF16, 120e12)].into());
+    assert_eq!(own.device.peak_flops, [(DType::F32, 30e12), (DType::BF16, 120e12), (DType::F8E4M3FN, 240e12)].into());
     assert_eq!(own.device.launch_s, GPU_LAUNCH_S);
     assert_eq!((own.intra_node.bytes_per_s, own.intra_node.kind.as_str()), (32e9, ""));
     assert_eq!((own.inter_node.nics, own.price_per_hour), (1, None));
