@@ -205,7 +205,7 @@ pub fn compile(body: &Body) -> Compiled {
     let mut last_fusible_user = vec![0; graph.len()];
     for v in graph.values().rev() {
         let reach = |u: &ValueId| match &graph.node(*u).op {
-            op if op.is_elementwise() => u.0,
+            _ if is_elementwise(graph, *u) => u.0,
             Op::Reduce(_) => u.0,
             Op::Reshape(_) => last_fusible_user[u.index()],
             _ => 0,
@@ -256,6 +256,13 @@ pub fn compile(body: &Body) -> Compiled {
 /// The most bytes that a body holds beyond those held when it starts: results, temporaries and workspace.
 pub fn body_transient_bytes(body: &Body) -> u64 {
     compile(body).transient_bytes
+}
+
+/// Whether a node can be part of a chain: also a cast of bits that keeps the number of elements.
+fn is_elementwise(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    let same_width = || graph.ty(node.operands[0]).dtype.width() == node.ty.dtype.width();
+    node.op.is_elementwise() || matches!(node.op, Op::BitcastConvert(_)) && same_width()
 }
 
 /// A value of the reference semantics rounded to how it is stored.
@@ -337,6 +344,7 @@ impl Compiler<'_> {
             }
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => self.elementwise(v),
             Op::ReducePrecision(_) | Op::Threefry(_) => self.elementwise(v),
+            Op::BitcastConvert(_) if is_elementwise(self.graph, v) => self.elementwise(v),
             Op::BitcastConvert(op) => {
                 let from = self.graph.ty(node.operands[0]).dtype;
                 let input = self.stored(node.operands[0]);

@@ -158,6 +158,15 @@ impl Builder<'_, '_> {
                 (false, Class::I32 | Class::I64) => return self.op(Code::FToI(to), &operands),
                 (false, _) => operands[0],
             },
+            Op::BitcastConvert(_) => {
+                let code = match (integers, Class::of(to).is_integer()) {
+                    (true, true) => Code::IWrap(to),
+                    (true, false) => Code::IToFBits(from, to),
+                    (false, true) => Code::FToIBits(from, to),
+                    (false, false) => Code::FToFBits(from, to),
+                };
+                return self.op(code, &operands);
+            }
             Op::ReducePrecision(op) => self.op(Code::FReduce(*op, from), &operands),
             Op::Threefry(op) => return self.op(Code::IThreefry(op.word), &operands),
             _ => operands[0],

@@ -1,4 +1,4 @@
-//! Elements read as the bits of another type.
+//! Elements read as the bits of another type. Where that keeps their number, chains do it by the functions at the end.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, integer_to_f64, with_class};
@@ -41,7 +41,7 @@ fn shifted(bits: u64, width: u32) -> u64 {
 
 /// The bits of a stored element, in the lowest bits. Numbers in double precision are stored in single.
 #[inline(always)]
-fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
+pub fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
     match dtype {
         DType::F32 => u64::from(x.to_f32().to_bits()),
         DType::U64 | DType::I64 => x.to_i64() as u64,
@@ -52,7 +52,7 @@ fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
 
 /// The stored element that has these bits; bits above the type's width are ignored.
 #[inline(always)]
-fn element_of<T: Element>(bits: u64, dtype: DType) -> T {
+pub fn element_of<T: Element>(bits: u64, dtype: DType) -> T {
     match dtype {
         DType::F32 => T::from_f32(f32::from_bits(bits as u32)),
         DType::U64 | DType::I64 => T::from_i64(bits as i64),

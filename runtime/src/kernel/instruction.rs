@@ -5,6 +5,7 @@
 //! an instruction is spread over hundreds of elements.
 
 use crate::element::{Element, integer_from_f64, integer_to_f64, round_float, wrap};
+use crate::kernel::bitcast::{bits_of, element_of};
 use crate::math;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::float::reduce_precision;
@@ -37,6 +38,10 @@ pub enum Code {
     IToF(DType),
     FToI(DType),
     IWrap(DType),
+    /// The same bits as another type.
+    FToFBits(DType, DType),
+    FToIBits(DType, DType),
+    IToFBits(DType, DType),
     /// The key's two words and the counter's.
     IThreefry(ThreefryWord),
 }
@@ -44,14 +49,16 @@ pub enum Code {
 impl Code {
     /// Whether the result is in an i64 register.
     pub fn writes_integers(self) -> bool {
-        let unary = matches!(self, Code::IUnary(..) | Code::FToI(_) | Code::IWrap(_));
+        let unary = matches!(self, Code::IUnary(..) | Code::FToI(_) | Code::IWrap(_) | Code::FToIBits(..));
         unary || matches!(self, Code::IBinary(..) | Code::ISelect | Code::IThreefry(_))
     }
 
     /// Of the operands `a`, `b`, `c`, `d`, which are i64 registers.
     pub fn reads_integers(self) -> [bool; MAX_OPERANDS] {
         match self {
-            Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) => [true, false, false, false],
+            Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) | Code::IToFBits(..) => {
+                [true, false, false, false]
+            }
             Code::IBinary(..) | Code::ICompare(..) => [true, true, false, false],
             Code::ISelect => [false, true, true, false],
             Code::IThreefry(_) => [true; MAX_OPERANDS],
@@ -147,6 +154,11 @@ impl Registers {
                     map!(target, float(i.a), x => reduce_precision(f64::from(x), exponent, mantissa, source) as f32);
                 }
             }
+            Code::IToFBits(DType::U32 | DType::I32, DType::F32) => {
+                map!(target, integer(i.a), x => f32::from_bits(x as u32))
+            }
+            Code::IToFBits(_, to) => map!(target, integer(i.a), x => element_of(x as u64, to)),
+            Code::FToFBits(from, to) => map!(target, float(i.a), x => element_of(bits_of(x, from), to)),
             Code::FToBool => map!(target, float(i.a), x => if x != 0.0 { 1.0 } else { 0.0 }),
             Code::IToBool => map!(target, integer(i.a), x => if x != 0 { 1.0 } else { 0.0 }),
             Code::IToF(DType::U64) => map!(target, integer(i.a), x => x as u64 as f32),
@@ -165,7 +177,7 @@ impl Registers {
                 }
             }
             Code::IUnary(..) | Code::IBinary(..) | Code::ISelect | Code::FToI(_) | Code::IWrap(_) => {}
-            Code::IThreefry(_) => {}
+            Code::IThreefry(_) | Code::FToIBits(..) => {}
         }
     }
 
@@ -193,6 +205,8 @@ impl Registers {
             Code::FToI(DType::U64) => map!(target, float(i.a), x => if x < 0.0 { x as i64 } else { x as u64 as i64 }),
             Code::FToI(dtype) => map!(target, float(i.a), x => wrap(x as i64, dtype)),
             Code::IWrap(dtype) => map!(target, integer(i.a), x => wrap(x, dtype)),
+            Code::FToIBits(DType::F32, DType::U32) => map!(target, float(i.a), x => i64::from(x.to_bits())),
+            Code::FToIBits(from, to) => map!(target, float(i.a), x => element_of(bits_of(x, from), to)),
             Code::IThreefry(word) => {
                 let [a, b, c, d] = [i.a, i.b, i.c, i.d].map(integer);
                 for (k, t) in target.iter_mut().enumerate() {
