@@ -251,7 +251,10 @@ impl Tolerance {
             Some(format) if dtype.is_half() => 0.5f64.powi(format.mantissa_bits as i32 + 1),
             _ => 0.0,
         };
-        let unit = plan.graph.parameters().map(|(v, _)| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
+        // What is computed in half precision is rounded to it, whatever its parameters are kept in.
+        let varies = plan.graph.depends_on(|v| plan.graph.node(v).op.is_leaf());
+        let computed = plan.graph.values().filter(|v| varies[v.index()]);
+        let unit = computed.map(|v| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
         Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
     }
 

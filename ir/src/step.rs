@@ -305,6 +305,9 @@ fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
                 let coupled = at(m, 1.0, &[0.0, 0.0], 0.0)? / (1.0 - beta1);
                 let settings = |weight_decay| (beta1, beta2, epsilon, weight_decay, bias_correction);
                 let fitted = |optimizer| Fitted { optimizer, learning_rate };
+                // Without decay they are the same.
+                let plain = settings(0.0);
+                candidates.push(fitted(adam(plain)));
                 candidates.push(fitted(adamw(settings(decoupled))));
                 candidates.push(fitted(adam(settings(coupled))));
             }

@@ -5,7 +5,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage, Storage};
-use altiplano_ir::rule::{AxisUse, FactorKind};
+use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule};
 use altiplano_ir::sharding::Sharding;
 use std::collections::BTreeSet;
 
@@ -13,6 +13,8 @@ use std::collections::BTreeSet;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     Vocabulary,
+    /// Each device holds some of several matrices that are multiplied side by side.
+    Expert,
     Column,
     Row,
     /// Along a dimension of an embedding table's rows.
@@ -32,6 +34,7 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
         let name = mesh.name(axis);
         said.push(match role(plan, stage, value, axis, users) {
             Role::Vocabulary => format!("vocabulary-parallel over {name}"),
+            Role::Expert => format!("expert-parallel over {name}"),
             Role::Column => format!("column-parallel over {name}"),
             Role::Row => format!("row-parallel over {name}"),
             Role::Embedding => format!("embedding dimension over {name}"),
@@ -83,13 +86,19 @@ fn role(plan: &Plan, stage: &Stage, value: ValueId, axis: AxisId, users: &[Vec<V
             best = best.min(match (&node.op, reduced) {
                 (Op::Gather(_), true) => Role::Vocabulary,
                 (Op::Gather(_), false) => Role::Embedding,
-                (Op::DotGeneral(_), true) => Role::Row,
-                (Op::DotGeneral(_), false) => Role::Column,
+                (op, true) if op.is_contraction() => Role::Row,
+                (Op::DotGeneral(_), false) if node.operands.len() == 2 && in_all(&rule, *factor) => Role::Expert,
+                (op, false) if op.is_contraction() => Role::Column,
                 _ => Role::Elementwise,
             });
         }
     }
     best
+}
+
+/// Whether a factor indexes every operand and the result.
+fn in_all(rule: &ShardingRule, factor: u8) -> bool {
+    rule.operands.iter().chain([&rule.result]).all(|dims| dims.iter().any(|d| d.contains(&factor)))
 }
 
 /// Ops that hand a parameter on in another form.
@@ -156,6 +165,14 @@ impl<'a> Activations<'a> {
         let is_last = dim + 1 == rank;
         if node.batch_dims >> dim & 1 == 1 {
             "batch".to_string()
+        } else if let Op::Convolution(conv) = &node.op {
+            match conv.result.spatial.iter().position(|&d| d == dim) {
+                Some(i) if conv.window.len() <= 3 => {
+                    ["depth", "height", "width"][3 - conv.window.len() + i].to_string()
+                }
+                Some(i) => format!("spatial dimension {i}"),
+                None => "channels".to_string(),
+            }
         } else if is_last && self.is_scores(value) {
             "vocabulary".to_string()
         } else if self.sequences.contains(&size) && (!is_last || rank == 4) {

@@ -10,7 +10,7 @@ use crate::error::{DataProblem, Error};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
 use altiplano_runtime::data::read_safetensors;
-use altiplano_runtime::init::initial;
+use altiplano_runtime::init::{initial, role};
 
 use altiplano_runtime::{HostTensor, Options, Session, StepReport};
 use std::collections::BTreeMap;
@@ -86,7 +86,11 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
     match &training.weights {
         Some(file) => weights_of(plan, file, &read_safetensors(file)?),
         None => {
-            let value = |(v, name)| (String::from(name), initial(name, plan.graph.ty(v), training.seed));
+            let users = plan.graph.users();
+            let value = |(v, name)| {
+                let role = role(&plan.graph, &users, v);
+                (String::from(name), initial(name, plan.graph.ty(v), role, training.seed))
+            };
             Ok(plan.graph.parameters().map(value).collect())
         }
     }
