@@ -17,8 +17,7 @@ pub fn with_precision(graph: &Graph, precision: DType) -> Result<Graph, ShapeErr
     let replaced: BTreeSet<DType> = graph.parameters().map(|(v, _)| graph.ty(v).dtype).collect();
     let dtype = |old: DType| if old.is_float() && replaced.contains(&old) { precision } else { old };
     let retype = |ty: &TensorType| ty.with_dtype(dtype(ty.dtype));
-    let mut to =
-        Graph { name: graph.name.clone(), batch: graph.batch, outputs: graph.outputs.clone(), nodes: Vec::new() };
+    let mut to = Graph { nodes: Vec::with_capacity(graph.len()), ..graph.clone() };
     for v in graph.values() {
         let node = graph.node(v);
         let op = match &node.op {

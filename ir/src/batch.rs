@@ -397,7 +397,13 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
     if batch == graph.batch || graph.batch == 0 {
         return Ok(graph.clone());
     }
-    let mut to = Graph { name: graph.name.clone(), batch, outputs: graph.outputs.clone(), ..Default::default() };
+    let mut to = Graph {
+        name: graph.name.clone(),
+        batch,
+        outputs: graph.outputs.clone(),
+        pins: graph.pins.clone(),
+        ..Default::default()
+    };
     for v in graph.values() {
         let node = graph.node(v);
         let scale = |(d, &size): (usize, &u64)| {

@@ -57,6 +57,32 @@ pub struct Graph {
     /// Samples in the batch that the sizes are written for; 0 where the graph has no batch.
     #[serde(default)]
     pub batch: u64,
+    /// Where the model's author wants values to be split, in ascending order of values.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pins: Vec<Pin>,
+}
+
+/// What a model says of how a value is to be laid out, in terms of a mesh of its own.
+///
+/// `%3 on mesh<data=2, model=4>: [{data}, {?}]` splits dimension 0 over two devices and leaves dimension 1 open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pin {
+    pub value: ValueId,
+    /// Names and sizes of the axes, major first.
+    pub mesh: Vec<(String, u64)>,
+    /// One entry for each dimension of the value.
+    pub dims: Vec<PinnedDim>,
+}
+
+/// How a pin lays out one dimension.
+#[derive(Clone, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct PinnedDim {
+    /// The axes that split it, major first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub axes: Vec<String>,
+    /// Further axes may split it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub open: bool,
 }
 
 /// What is wrong with a graph, found by [`Graph::verify`].
@@ -74,6 +100,8 @@ pub enum GraphError {
     DuplicateName { name: String },
     #[error("the graph has no outputs")]
     NoOutputs,
+    #[error("pin of {value}: {problem}")]
+    Pin { value: ValueId, problem: &'static str },
 }
 
 impl Graph {
@@ -88,6 +116,23 @@ impl Graph {
             op.infer(&types)?
         };
         Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() }))
+    }
+
+    /// Adds a pin unless the same was said already.
+    pub fn pin(&mut self, pin: Pin) {
+        if !self.pins.contains(&pin) {
+            let at = self.pins.partition_point(|known| known.value <= pin.value);
+            self.pins.insert(at, pin);
+        }
+    }
+
+    /// Takes over the pins of a graph whose values are these here; what has no value here loses its pins.
+    pub fn take_pins(&mut self, from: &Graph, map: impl Fn(ValueId) -> Option<ValueId>) {
+        for pin in &from.pins {
+            if let Some(value) = map(pin.value) {
+                self.pin(Pin { value, ..pin.clone() });
+            }
+        }
     }
 
     /// Appends a node as it is.
@@ -219,7 +264,36 @@ impl Graph {
                 errors.push(GraphError::Output { output });
             }
         }
+        for pin in &self.pins {
+            let value = pin.value;
+            let mut seen = std::collections::BTreeSet::new();
+            let known = |axis: &String| pin.mesh.iter().any(|(name, _)| name == axis);
+            let problem = match self.nodes.get(value.index()) {
+                None => "the value is not defined",
+                Some(node) if node.ty.rank() != pin.dims.len() => "it needs one entry for each dimension",
+                Some(_) if pin.dims.iter().flat_map(|dim| &dim.axes).any(|axis| !known(axis)) => "an axis has no size",
+                Some(_) if !pin.dims.iter().flat_map(|dim| &dim.axes).all(|axis| seen.insert(axis)) => {
+                    "an axis splits two dimensions"
+                }
+                Some(_) => continue,
+            };
+            errors.push(GraphError::Pin { value, problem });
+        }
         errors
+    }
+}
+
+/// `%3 on mesh<data=2, model=4>: [{data}, {?}]`.
+impl fmt::Display for Pin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes: Vec<String> = self.mesh.iter().map(|(name, size)| format!("{name}={size}")).collect();
+        write!(f, "{} on mesh<{}>: [", self.value, axes.join(", "))?;
+        for (index, dim) in self.dims.iter().enumerate() {
+            let open = dim.open.then_some("?");
+            let axes: Vec<&str> = dim.axes.iter().map(String::as_str).chain(open).collect();
+            write!(f, "{}{{{}}}", if index == 0 { "" } else { ", " }, axes.join(", "))?;
+        }
+        f.write_str("]")
     }
 }
 

@@ -1,12 +1,12 @@
 //! Small exact clean-ups that every graph goes through: constants are folded into their broadcasts, chains of
-//! broadcasts, reshapes and transposes become one, neutral elements vanish, equal nodes are shared, dead ones go.
+//! broadcasts, reshapes, slices and transposes become one, neutral elements vanish, equal nodes are shared, dead ones go.
 //!
 //! The result computes the same values bit for bit (constants are folded in their own type's precision).
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::Literal;
-use crate::op::{Binary, BroadcastInDim, Op, Reshape, Transpose};
+use crate::op::{Binary, BroadcastInDim, Op, Reshape, Slice, Threefry, ThreefryWord, Transpose};
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 
@@ -42,6 +42,7 @@ pub fn simplify(graph: &Graph) -> Graph {
         map.push(value);
     }
     to.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
+    to.take_pins(graph, |v| Some(map[v.index()]));
     without_dead_nodes(&to)
 }
 
@@ -64,6 +65,7 @@ pub fn without_dead_nodes(graph: &Graph) -> Graph {
         map[v.index()] = to.append(Node { operands, ..node.clone() });
     }
     to.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
+    to.take_pins(graph, |v| live[v.index()].then(|| map[v.index()]));
     to
 }
 
@@ -120,6 +122,25 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
             Some(x) => constant(&node.ty, op.apply(x, graph.ty(operand(0)).dtype)),
             None => Rewrite::Keep,
         },
+        Op::Binary(Binary::Xor) if both_words(graph, operand(0), operand(1)) => {
+            let operands = graph.node(operand(0)).operands.clone();
+            Rewrite::Node(Op::Threefry(Threefry { word: ThreefryWord::Xor }), operands)
+        }
+        Op::Slice(slice) if *graph.ty(operand(0)) == node.ty && slice.stride.iter().all(|s| *s == 1) => {
+            Rewrite::Value(operand(0))
+        }
+        Op::Slice(slice) => match graph.node(operand(0)) {
+            Node { op: Op::Slice(inner), operands, .. } => {
+                Rewrite::Node(Op::Slice(nested(inner, slice)), operands.clone())
+            }
+            Node { op: Op::Concatenate(joined), operands, .. } => match within_part(graph, joined.dim, operands, slice)
+            {
+                Some((slice, part)) => Rewrite::Node(Op::Slice(slice), vec![part]),
+                None => Rewrite::Keep,
+            },
+            _ => Rewrite::Keep,
+        },
+        Op::Concatenate(_) if node.operands.len() == 1 => Rewrite::Value(operand(0)),
         Op::Binary(op) => {
             let (a, b) = (splat(0), splat(1));
             if let (Some(a), Some(b)) = (a, b) {
@@ -155,6 +176,53 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
     }
 }
 
+/// The two words that one cipher makes, in either order.
+fn both_words(graph: &Graph, a: ValueId, b: ValueId) -> bool {
+    let word = |v: ValueId| match &graph.node(v).op {
+        Op::Threefry(Threefry { word }) => Some(*word),
+        _ => None,
+    };
+    let words = [word(a), word(b)];
+    let both = words == [Some(ThreefryWord::First), Some(ThreefryWord::Second)]
+        || words == [Some(ThreefryWord::Second), Some(ThreefryWord::First)];
+    both && graph.node(a).operands == graph.node(b).operands
+}
+
+/// The slice of a slice as one.
+fn nested(inner: &Slice, outer: &Slice) -> Slice {
+    let mut slice = inner.clone();
+    for d in 0..slice.start.len() {
+        slice.start[d] = inner.start[d] + outer.start[d] * inner.stride[d];
+        slice.stride[d] = inner.stride[d] * outer.stride[d];
+        let kept = (outer.limit[d] - outer.start[d]).div_ceil(outer.stride[d]);
+        // The limit lies right behind the last element, so that it stays inside the operand.
+        slice.limit[d] = slice.start[d] + if kept == 0 { 0 } else { (kept - 1) * slice.stride[d] + 1 };
+        if kept <= 1 {
+            slice.stride[d] = 1;
+        }
+        if kept == 0 {
+            (slice.start[d], slice.limit[d]) = (0, 0);
+        }
+    }
+    slice
+}
+
+/// The slice of the one part of a concatenation in which it lies, and that part.
+fn within_part(graph: &Graph, dim: usize, parts: &[ValueId], slice: &Slice) -> Option<(Slice, ValueId)> {
+    let mut from = 0;
+    for &part in parts {
+        let to = from + graph.shape(part)[dim];
+        if slice.start[dim] >= from && slice.limit[dim] <= to && slice.start[dim] < slice.limit[dim] {
+            let mut slice = slice.clone();
+            slice.start[dim] -= from;
+            slice.limit[dim] -= from;
+            return Some((slice, part));
+        }
+        from = to;
+    }
+    None
+}
+
 fn literal(graph: &Graph, v: ValueId) -> Option<&Literal> {
     match &graph.node(v).op {
         Op::Constant(l) => Some(l),
@@ -179,4 +247,68 @@ fn keeps_order(op: &Op) -> bool {
 /// `value` as the nearest value of type `to`.
 pub fn rounded(value: f64, from: DType, to: DType) -> f64 {
     to.round(if from.is_float() && to.is_integer() { value.trunc() } else { value })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(body: &str, expected: &str) {
+        let graph = |body: &str| {
+            let lines: Vec<String> =
+                body.lines().enumerate().map(|(i, line)| format!("%{i}: {}", line.trim())).collect();
+            let text = format!("graph \"g\" {{\n{}\n}} -> (%{})", lines.join("\n"), lines.len() - 1);
+            crate::text::parse(&text).unwrap_or_else(|error| panic!("{error}\n{text}"))
+        };
+        let (before, after) = (graph(body), graph(expected));
+        assert_eq!(simplify(&before).to_string(), after.to_string(), "{body}");
+    }
+
+    #[test]
+    fn slices_find_what_they_take() {
+        let leaves = "f32[6] = input \"x\"\nf32[4] = input \"y\"";
+        let slice = |start: u64, limit: u64, stride: u64| {
+            format!("{{\"start\":[{start}],\"limit\":[{limit}],\"stride\":[{stride}]}}")
+        };
+        let joined = format!("{leaves}\nf32[10] = concatenate(%0, %1) {{\"dim\":0}}");
+        for (body, expected) in [
+            (
+                format!("{leaves}\nf32[5] = slice(%0) {}\nf32[2] = slice(%2) {}", slice(1, 6, 1), slice(1, 5, 2)),
+                format!("{leaves}\nf32[2] = slice(%0) {}", slice(2, 5, 2)),
+            ),
+            (
+                format!("{leaves}\nf32[3] = slice(%0) {}\nf32[1] = slice(%2) {}", slice(1, 6, 2), slice(1, 2, 1)),
+                format!("{leaves}\nf32[1] = slice(%0) {}", slice(3, 4, 1)),
+            ),
+            (
+                format!("{joined}\nf32[3] = slice(%2) {}", slice(7, 10, 1)),
+                format!("{leaves}\nf32[3] = slice(%1) {}", slice(1, 4, 1)),
+            ),
+            (
+                format!("{joined}\nf32[4] = slice(%2) {}", slice(4, 8, 1)),
+                format!("{joined}\nf32[4] = slice(%2) {}", slice(4, 8, 1)),
+            ),
+            (
+                format!("{joined}\nf32[6] = slice(%2) {}\nf32[6] = negate(%3)", slice(0, 6, 1)),
+                format!("{leaves}\nf32[6] = negate(%0)"),
+            ),
+        ] {
+            check(&body, &expected);
+        }
+    }
+
+    #[test]
+    fn both_words_of_the_cipher_are_one_op() {
+        let leaves = "u32[2] = input \"a\"\nu32[2] = input \"b\"";
+        let cipher = |word: &str, operands: &str| format!("u32[2] = threefry({operands}) {{\"word\":\"{word}\"}}");
+        let (first, second) = (cipher("first", "%0, %1, %0, %1"), cipher("second", "%0, %1, %0, %1"));
+        let one = format!("{leaves}\n{}", cipher("xor", "%0, %1, %0, %1"));
+        for operands in ["%2, %3", "%3, %2"] {
+            check(&format!("{leaves}\n{first}\n{second}\nu32[2] = xor({operands})"), &one);
+        }
+        let others = format!("{leaves}\n{first}\n{}\nu32[2] = xor(%2, %3)", cipher("second", "%0, %1, %1, %0"));
+        check(&others, &others);
+        let same = format!("{leaves}\n{first}\nu32[2] = xor(%2, %2)");
+        check(&same, &same);
+    }
 }

@@ -104,6 +104,7 @@ impl TrainingStep {
             map[v.index()] = loss.append(node);
         }
         loss.outputs = vec![map[self.loss.index()]];
+        loss.take_pins(graph, |v| needed[v.index()].then(|| map[v.index()]));
         loss
     }
 }

@@ -60,6 +60,9 @@ impl fmt::Display for Graph {
             write_node(f, self.node(v))?;
             writeln!(f)?;
         }
+        for pin in &self.pins {
+            writeln!(f, "  pin {}", serde_json::to_string(pin).map_err(|_| fmt::Error)?)?;
+        }
         write!(f, "}} -> (")?;
         write_list(f, &self.outputs)?;
         writeln!(f, ")")
@@ -126,6 +129,10 @@ pub fn parse(text: &str) -> Result<Graph, TextError> {
     }
     cursor.symbol("{")?;
     while !cursor.take("}") {
+        if cursor.take("pin") {
+            graph.pin(cursor.json("a pin")?);
+            continue;
+        }
         let node = cursor.node(&graph)?;
         graph.append(node);
     }

@@ -24,7 +24,7 @@ mod schema;
 mod tests;
 
 use crate::dtype::DType;
-use crate::graph::{Graph, GraphError, Node, ValueId};
+use crate::graph::{Graph, GraphError, Node, Pin, ValueId};
 use crate::op::{Op, Operator, ShapeError};
 use crate::text::attributes::{Attribute, attributes, hint, near, op_from};
 use crate::text::{AttributeError, object, quoted};
@@ -89,7 +89,12 @@ pub fn write(graph: &Graph) -> String {
         text.push_str(&object_of(node));
     }
     let outputs: Vec<String> = graph.outputs.iter().map(|v| v.0.to_string()).collect();
-    text.push_str(&format!("\n],\"outputs\":[{}]}}\n", outputs.join(",")));
+    text.push_str(&format!("\n],\"outputs\":[{}]", outputs.join(",")));
+    if !graph.pins.is_empty() {
+        let pins: Vec<String> = graph.pins.iter().filter_map(|pin| serde_json::to_string(pin).ok()).collect();
+        text.push_str(&format!(",\"pins\":[\n{}\n]", pins.join(",\n")));
+    }
+    text.push_str("}\n");
     text
 }
 
@@ -134,7 +139,7 @@ pub fn read(text: &str) -> Result<Graph, JsonError> {
     if document.get("format").and_then(Value::as_str) != Some(FORMAT) {
         return Err(JsonError::Format);
     }
-    let map = root.object("an object", &["format", "version", "name", "batch", "nodes", "outputs"])?;
+    let map = root.object("an object", &["format", "version", "name", "batch", "nodes", "outputs", "pins"])?;
     match root.required(map, "version")?.number()? {
         VERSION => {}
         found => return Err(JsonError::Version { found }),
@@ -163,6 +168,13 @@ pub fn read(text: &str) -> Result<Graph, JsonError> {
     }
     if graph.outputs.is_empty() {
         return Err(JsonError::NoOutputs);
+    }
+    if let Some(pins) = root.optional(map, "pins") {
+        for entry in pins.items()? {
+            let pin: Pin = serde_json::from_value(entry.value.clone())
+                .map_err(|_| entry.expected("a value, a mesh and a list of dimensions"))?;
+            graph.pin(pin);
+        }
     }
     match graph.verify().into_iter().next() {
         None => Ok(graph),

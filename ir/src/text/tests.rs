@@ -1,6 +1,7 @@
 //! Printing and parsing: every op, random graphs, truncated texts, and what error messages say.
 
 use super::*;
+use crate::graph::{Pin, PinnedDim};
 use crate::op::tests::numbers::Rng;
 use crate::op::tests::{Case, cases};
 use crate::op::{Binary, Concatenate, Convert, Input, Parameter, Reduce, Reducer, Reshape, Transpose, Unary};
@@ -68,6 +69,13 @@ pub(crate) fn random_graph(rng: &mut Rng) -> Graph {
     }
     for _ in 0..rng.below(4).min(graph.len() as u64) {
         graph.outputs.push(ValueId(rng.below(graph.len() as u64) as u32));
+    }
+    for _ in 0..rng.below(3).min(graph.len() as u64) {
+        let value = ValueId(rng.below(graph.len() as u64) as u32);
+        let axis = rng.choose(&["data", "a \"b\""]).to_string();
+        let rank = graph.ty(value).rank();
+        let dim = |d| PinnedDim { axes: if d == 0 { vec![axis.clone()] } else { Vec::new() }, open: d % 2 == 1 };
+        graph.pin(Pin { value, mesh: vec![(axis.clone(), 2)], dims: (0..rank).map(dim).collect() });
     }
     graph
 }
