@@ -11,6 +11,7 @@ use altiplano_ir::import::{json, stablehlo};
 use altiplano_ir::op::Op;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::step::{self, Fitted, TrainingStep};
+use altiplano_ir::unstack::{stack_of, unstack};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -109,15 +110,17 @@ struct Traced {
     arguments: Vec<ValueId>,
 }
 
-/// The loss of a whole training step, and what else the step does; any other graph as it is.
+/// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<TrainingStep>) {
     let Traced { graph, arguments } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments) };
-    match step {
-        Some(step) => (step.loss_graph(&graph), Some(step)),
-        None => (graph, None),
-    }
+    let graph = match &step {
+        Some(step) => step.loss_graph(&graph),
+        None => graph,
+    };
+    // Layers that a loop ran over are planned like layers that were written out.
+    (unstack(&graph), step)
 }
 
 fn load(
@@ -354,7 +357,7 @@ fn find_values(graph: &Graph, names: &[String]) -> Result<Vec<ValueId>, Error> {
         for v in graph.values() {
             let node = graph.node(v);
             let leaf = match &node.op {
-                Op::Parameter(p) => p.name == *name,
+                Op::Parameter(p) => p.name == *name || stack_of(&p.name).is_some_and(|(stack, _)| stack == name),
                 Op::Input(i) => i.name == *name,
                 _ => false,
             };

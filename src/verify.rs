@@ -8,7 +8,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use altiplano_runtime::HostTensor;
-use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::data::{read_safetensors, tensor_named};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -216,7 +216,7 @@ fn recorded_values(
             let problem = DataProblem::Missing { name: name.clone() };
             Error::Data { file: file.to_path_buf(), problem: Box::new(problem) }
         };
-        tensors.get(&name).ok_or_else(missing)
+        tensor_named(tensors, &name).ok_or_else(missing)
     };
     let loss = find("loss".to_string())?.to_f64().first().copied().unwrap_or(f64::NAN);
     let mut gradients = BTreeMap::new();

@@ -30,3 +30,4 @@ pub mod step;
 pub mod tensor;
 pub mod text;
 pub mod types;
+pub mod unstack;

@@ -6,9 +6,11 @@ use crate::random::Stream;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::types::TensorType;
+use altiplano_ir::unstack::stack_of;
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -22,6 +24,24 @@ pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
         }
         _ => Err(RuntimeError::FileKind { file: file.to_path_buf() }),
     }
+}
+
+/// The tensor of this name among those of a file. Where there is none, `NAME[3]` is row 3 of the tensor `NAME`.
+pub fn tensor_named<'a>(tensors: &'a BTreeMap<String, HostTensor>, name: &str) -> Option<Cow<'a, HostTensor>> {
+    if let Some(tensor) = tensors.get(name) {
+        return Some(Cow::Borrowed(tensor));
+    }
+    let (stack, row) = stack_of(name)?;
+    let stack = tensor_named(tensors, stack)?;
+    let (&rows, shape) = stack.ty.shape.split_first()?;
+    if row >= rows {
+        return None;
+    }
+    let ty = stack.ty.with_shape(shape);
+    let class = stack.data.class();
+    let bytes = ty.elements() as usize * class.bytes();
+    let data = stack.data.as_bytes().get(row as usize * bytes..(row as usize + 1) * bytes)?;
+    Some(Cow::Owned(HostTensor { ty, data: HostData::from_bytes(class, data) }))
 }
 
 fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
@@ -267,6 +287,21 @@ mod tests {
             assert_eq!(found[name].ty.dtype, dtype, "{name}");
         }
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn rows_are_found_in_stacks() {
+        let stack = HostTensor::f32([2, 1, 2], vec![1.0, 2.0, 3.0, 4.0]).unwrap();
+        let own = HostTensor::f32([1], vec![5.0]).unwrap();
+        let tensors = BTreeMap::from([("w".to_string(), stack.clone()), ("w[0][0]".to_string(), own.clone())]);
+        let find = |name: &str| tensor_named(&tensors, name).map(|tensor| (tensor.ty.shape.clone(), tensor.to_f64()));
+        assert_eq!(find("w"), Some((vec![2, 1, 2], vec![1.0, 2.0, 3.0, 4.0])));
+        assert_eq!(find("w[1]"), Some((vec![1, 2], vec![3.0, 4.0])));
+        assert_eq!(find("w[1][0]"), Some((vec![2], vec![3.0, 4.0])));
+        assert_eq!(find("w[0][0]"), Some((vec![1], vec![5.0])));
+        for name in ["w[2]", "v[0]", "w[1][1]", "w[-1]", "w[1", "w[]", "[0]", "w[1][0][0][0]"] {
+            assert_eq!(find(name), None, "{name}");
+        }
     }
 
     #[test]

@@ -74,7 +74,9 @@ pub fn initial(name: &str, ty: &TensorType, role: Role, seed: u64) -> HostTensor
 /// `weight` is that of a norm.
 fn is_gain(name: &str) -> bool {
     let separators = |c: char| !c.is_alphanumeric() && c != '_';
-    let key = name.split(separators).rfind(|k| !k.is_empty()).unwrap_or("").to_lowercase();
+    // The number of a layer or of a row says nothing.
+    let says = |k: &&str| k.bytes().any(|b| !b.is_ascii_digit());
+    let key = name.split(separators).rfind(says).unwrap_or("").to_lowercase();
     let names = ["g", "gain", "gamma", "scale", "weight", "w"];
     names.iter().any(|n| key == *n || key.strip_suffix(n).is_some_and(|rest| rest.ends_with('_')))
 }
@@ -88,7 +90,14 @@ mod tests {
     fn names_and_shapes_choose_the_values() {
         let value =
             |name: &str, shape: &[u64]| initial(name, &TensorType::new(DType::F32, shape), Role::Unknown, 7).to_f64();
-        for gain in ["g", "h.0.ln_1.weight", "params['ln']['scale']", "blocks[3]['ln_g']", "encoder/norm/gamma"] {
+        for gain in [
+            "g",
+            "h.0.ln_1.weight",
+            "params['ln']['scale']",
+            "blocks[3]['ln_g']",
+            "encoder/norm/gamma",
+            "norms['scale'][3]",
+        ] {
             assert_eq!(value(gain, &[3]), [1.0; 3], "{gain}");
         }
         for bias in ["b", "h.0.ln_1.bias", "params['ln']['beta']", "blocks[3]['ln_b']", "log"] {

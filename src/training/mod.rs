@@ -9,7 +9,7 @@ pub use data::{Batch, Batches};
 use crate::error::{DataProblem, Error};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
-use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::data::{read_safetensors, tensor_named};
 use altiplano_runtime::init::{initial, role};
 
 use altiplano_runtime::{HostTensor, Options, Session, StepReport};
@@ -105,7 +105,8 @@ pub fn weights_of(
     let mut weights = BTreeMap::new();
     for (v, name) in plan.graph.parameters() {
         let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
-        let tensor = tensors.get(name).ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
+        let tensor =
+            tensor_named(tensors, name).ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
         let expected = plan.graph.ty(v);
         if tensor.ty.shape != expected.shape || !tensor.ty.dtype.is_float() {
             let (found, expected) = (tensor.ty.clone(), expected.clone());
