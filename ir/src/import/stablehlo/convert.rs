@@ -1,21 +1,24 @@
-//! Turns the syntax tree into a graph: calls are inlined, names become values, and what no result needs is dropped.
+//! Turns the syntax tree into a graph: calls and regions are inlined, names become values, and what no result needs
+//! is dropped.
 //!
 //! What this crate cannot express does not stop the walk. Such an op leaves a placeholder behind, so that one error
 //! can list all of them, and none is reported whose result nobody uses.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 
-use super::lexer::{MAX_DEPTH, ParseError, Place};
+use super::known::Knowledge;
+use super::lexer::{MAX_DEPTH, Place};
 use super::literal::{same_type, tensor_type};
 use super::parse::parse;
-use super::syntax::{Function, LocationId, Module, Operation, Type};
+use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported, full_name};
+use super::syntax::{Argument as Named, Function, LocationId, Module, Operation, Region, Type};
+use super::update::Updates;
 use crate::dtype::DType;
-use crate::graph::{Graph, Node, ValueId};
+use crate::graph::{Graph, Node, Pin, ValueId};
 use crate::op::{Input, Op, ShapeError};
 use crate::types::TensorType;
 
-/// The most ops that a module may have once its calls are inlined.
+/// The most ops that a module may have once its calls are inlined and its loops unrolled.
 pub const MAX_OPERATIONS: u64 = 10_000_000;
 
 /// A graph read from StableHLO.
@@ -35,80 +38,6 @@ pub struct Argument {
     pub name: Option<String>,
     pub ty: TensorType,
     pub value: ValueId,
-}
-
-/// Why the text gives no graph. The caller puts the file name in front.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ImportError {
-    #[error(transparent)]
-    Parse(#[from] ParseError),
-    #[error("found {functions} functions, but none is named @main and there is not just one public function")]
-    NoMain { functions: usize },
-    #[error("{place}: argument {index} has type {ty}; supported are tensors of known sizes of {DTYPES}")]
-    ArgumentType { place: Place, index: usize, ty: Box<str> },
-    #[error("{place}: %{name} is not defined before this")]
-    Undefined { place: Place, name: Box<str> },
-    #[error("{place}: %{name} is defined twice")]
-    Redefined { place: Place, name: Box<str> },
-    #[error("{place}: there is no function @{name}")]
-    UnknownFunction { place: Place, name: Box<str> },
-    #[error("{place}: @{name} calls itself")]
-    Recursive { place: Place, name: Box<str> },
-    #[error("{place}: calls are nested more than {MAX_DEPTH} levels deep")]
-    CallsTooDeep { place: Place },
-    #[error("{place}: @{name} takes {expected} arguments and gives {results} results, which this call does not match")]
-    CallMismatch { place: Place, name: Box<str>, expected: usize, results: usize },
-    #[error("{place}: @{name} does not end with a return of {expected} results")]
-    NoReturn { place: Place, name: Box<str>, expected: usize },
-    #[error("{place}: the module has more than {limit} operations once its calls are inlined")]
-    TooManyOperations { place: Place, limit: u64 },
-    #[error("{place}: @{name} returns nothing; a model returns its loss first")]
-    NoResults { place: Place, name: Box<str> },
-    #[error("{}", list(.unsupported, .problems))]
-    Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
-}
-
-const DTYPES: &str = "f64, f32, f16, bf16, the 8-bit floats, i64 to i2, ui64 to ui2 or i1";
-
-/// An op that the graph cannot express.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unsupported {
-    /// `stablehlo.sort`, or with what makes it unsupported: `stablehlo.scatter (other than addition)`.
-    pub name: String,
-    /// How many there are once calls are inlined.
-    pub count: u64,
-    /// The first places in the text, three at most.
-    pub places: Vec<Place>,
-    /// There are other places.
-    pub more_places: bool,
-}
-
-/// An op that contradicts itself.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Problem {
-    pub place: Place,
-    pub op: String,
-    pub kind: ProblemKind,
-}
-
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ProblemKind {
-    #[error("{0}")]
-    Shape(#[from] ShapeError),
-    #[error("is declared to give {declared}, but gives {inferred}")]
-    ResultType { declared: Box<str>, inferred: TensorType },
-    #[error("operand {index} is declared as {declared}, but is {actual}")]
-    OperandType { index: usize, declared: Box<str>, actual: TensorType },
-    #[error("takes {expected} operands, found {found}")]
-    OperandCount { expected: usize, found: usize },
-    #[error("gives {expected} results, but {found} are declared")]
-    ResultCount { expected: usize, found: usize },
-    #[error("attribute '{name}' is missing or has another form")]
-    Attribute { name: &'static str },
-    #[error("the literal does not have as many elements as its type")]
-    LiteralCount,
-    #[error("the literal has an element that its type cannot hold")]
-    LiteralElement,
 }
 
 /// Reads the text of a module, as JAX prints it, into a graph.
@@ -138,14 +67,28 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
         graph: Graph::new(module.name.as_deref().unwrap_or(&main.name)),
         location: None,
         placeholders: BTreeMap::new(),
+        tuples: HashMap::new(),
+        knowledge: Knowledge::default(),
+        updates: Updates::default(),
+        lifted: None,
         problems: Vec::new(),
+        threefry: HashMap::new(),
+        pins: Vec::new(),
         callers: Vec::new(),
+        depth: 0,
         limit,
         operations: 0,
     };
     let arguments = converter.arguments(main)?;
     let values = arguments.iter().map(|argument| argument.value).collect();
-    let results = converter.inline(main, values, main.place)?;
+    let mut results = converter.inline(main, values, main.place)?;
+    for (value, result) in results.iter().zip(&main.results) {
+        converter.pin_named(*value, &result.attributes);
+    }
+    results.retain(|value| !converter.is_opaque(*value));
+    if results.is_empty() && !converter.problems.is_empty() {
+        return Err(ImportError::Operations { unsupported: Vec::new(), problems: converter.problems });
+    }
     if results.is_empty() {
         return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
     }
@@ -162,37 +105,57 @@ fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError
     }
 }
 
-/// Why one op cannot be converted.
-pub(super) enum Reject {
-    /// With what is special about it, or an empty string.
-    Unsupported(&'static str),
-    Invalid(ProblemKind),
-}
-
-impl From<ShapeError> for Reject {
-    fn from(error: ShapeError) -> Self {
-        Reject::Invalid(error.into())
-    }
-}
-
-/// Stands for the result of an op that could not be converted.
+/// Stands for the result of an op that could not be converted, or for what is no tensor.
 struct Placeholder {
     /// The op, unless it only uses another placeholder.
     op: Option<(String, Place)>,
     /// The type in the graph is that of the text. Otherwise nothing can be said of ops that use it.
     typed: bool,
+    /// A token or a tuple, which is passed around but never computed with.
+    opaque: bool,
+}
+
+/// The names of a region; those of the regions around it are seen as well.
+pub(super) struct Scope<'s, 't> {
+    names: HashMap<(&'t str, u32), ValueId>,
+    outer: Option<&'s Scope<'s, 't>>,
+}
+
+impl Scope<'_, '_> {
+    fn find(&self, name: &str, index: u32) -> Option<ValueId> {
+        let mut scope = Some(self);
+        while let Some(Scope { names, outer }) = scope {
+            if let Some(value) = names.get(&(name, index)) {
+                return Some(*value);
+            }
+            scope = *outer;
+        }
+        None
+    }
 }
 
 pub(super) struct Converter<'t, 'a> {
-    module: &'t Module<'a>,
+    pub module: &'t Module<'a>,
     functions: HashMap<&'t str, &'t Function<'a>>,
     pub graph: Graph,
     /// Of the op that is being converted; of the call where an inlined op has none.
-    location: Option<LocationId>,
+    pub location: Option<LocationId>,
     placeholders: BTreeMap<ValueId, Placeholder>,
+    /// What is in each tuple.
+    pub tuples: HashMap<ValueId, Vec<ValueId>>,
+    pub knowledge: Knowledge,
+    pub updates: Updates,
+    /// Inside a region of scalars that is applied to all elements of tensors at once: their shape.
+    pub lifted: Option<Vec<u64>>,
     problems: Vec<Problem>,
+    /// Whether each function that was called is the cipher of JAX's random bits.
+    threefry: HashMap<&'t str, bool>,
+    /// Where values shall be split, in the order of the text.
+    pub pins: Vec<Pin>,
     /// Functions that are being inlined, outermost first.
     callers: Vec<&'t str>,
+    /// Functions and regions around the op that is being converted.
+    depth: u32,
     limit: u64,
     operations: u64,
 }
@@ -202,10 +165,6 @@ impl<'t, 'a> Converter<'t, 'a> {
         let mut arguments = Vec::with_capacity(main.arguments.len());
         let mut names = std::collections::BTreeSet::new();
         for (index, argument) in main.arguments.iter().enumerate() {
-            let Some(ty) = tensor_type(&argument.ty) else {
-                let ty = argument.ty.to_string().into();
-                return Err(ImportError::ArgumentType { place: argument.place, index, ty });
-            };
             // A name that two arguments share tells nothing.
             let name = self.module.location_name(argument.location).map(str::to_owned);
             let name = name.filter(|name| names.insert(name.clone()));
@@ -213,8 +172,16 @@ impl<'t, 'a> Converter<'t, 'a> {
             while name.is_none() && !names.insert(leaf.clone()) {
                 leaf.push('_');
             }
+            let Some(ty) = tensor_type(&argument.ty) else {
+                let kind = ProblemKind::ArgumentType { index, ty: argument.ty.to_string().into() };
+                self.problems.push(Problem { place: argument.place, op: String::new(), kind });
+                let value = self.placeholder(&argument.ty, &[], None);
+                arguments.push(Argument { name, ty: self.graph.ty(value).clone(), value });
+                continue;
+            };
             let op = Op::Input(Input { name: leaf.clone(), ty: ty.clone() });
-            let value = self.graph.append(Node { op, operands: Vec::new(), ty: ty.clone(), batch_dims: 0, name: leaf });
+            let value = self.append(Node { op, operands: Vec::new(), ty: ty.clone(), batch_dims: 0, name: leaf });
+            self.pin_named(value, &argument.attributes);
             arguments.push(Argument { name, ty, value });
         }
         Ok(arguments)
@@ -231,46 +198,35 @@ impl<'t, 'a> Converter<'t, 'a> {
         if self.callers.contains(&&*function.name) {
             return Err(ImportError::Recursive { place, name: name() });
         }
-        if self.callers.len() >= MAX_DEPTH as usize {
-            return Err(ImportError::CallsTooDeep { place });
+        if self.threefry_named(function)?
+            && let Ok(words) = self.threefry(&arguments)
+        {
+            return Ok(words);
         }
+        self.inline_body(function, arguments, place)
+    }
+
+    /// [`Converter::is_threefry`], asked once for each function.
+    fn threefry_named(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
+        if let Some(&known) = self.threefry.get(&*function.name) {
+            return Ok(known);
+        }
+        // While it is being tried, it is a function like any other.
+        self.threefry.insert(&function.name, false);
+        let known = self.is_threefry(function)?;
+        self.threefry.insert(&function.name, known);
+        Ok(known)
+    }
+
+    pub fn inline_body(
+        &mut self,
+        function: &'t Function<'a>,
+        arguments: Vec<ValueId>,
+        place: Place,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let name = || function.name.as_ref().into();
         self.callers.push(&function.name);
-        let call = self.location;
-        let mut scope: HashMap<(&'t str, u32), ValueId> = HashMap::with_capacity(2 * function.operations.len());
-        for (argument, value) in function.arguments.iter().zip(arguments) {
-            // Arguments of a declaration have no names.
-            let named = !argument.name.is_empty();
-            if named && scope.insert((argument.name, 0), value).is_some() {
-                return Err(ImportError::Redefined { place: argument.place, name: argument.name.into() });
-            }
-        }
-        let mut returned = None;
-        for operation in &function.operations {
-            self.operations += 1;
-            if self.operations > self.limit {
-                return Err(ImportError::TooManyOperations { place: operation.place, limit: self.limit });
-            }
-            let mut operands = Vec::with_capacity(operation.operands.len());
-            for operand in &operation.operands {
-                let Some(value) = scope.get(&(operand.name, operand.index)) else {
-                    return Err(ImportError::Undefined { place: operand.place, name: operand.name.into() });
-                };
-                operands.push(*value);
-            }
-            if operation.name == "return" {
-                returned = Some((operands, operation));
-                break;
-            }
-            let results = self.operation(operation, operands, call)?;
-            let mut results = results.into_iter();
-            for result in &operation.results {
-                for (index, value) in (0..result.count).zip(&mut results) {
-                    if scope.insert((result.name, index), value).is_some() {
-                        return Err(ImportError::Redefined { place: operation.place, name: result.name.into() });
-                    }
-                }
-            }
-        }
+        let returned = self.walk(&function.arguments, &function.operations, arguments, None, place)?;
         self.callers.pop();
         let expected = function.results.len();
         match returned {
@@ -284,11 +240,93 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
+    /// What a region of an op returns for these arguments.
+    pub fn region(
+        &mut self,
+        operation: &'t Operation<'a>,
+        region: &'t Region<'a>,
+        arguments: Vec<ValueId>,
+        results: usize,
+        scope: &Scope<'_, 't>,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let mismatch = ImportError::RegionMismatch {
+            place: operation.place,
+            op: full_name(operation).into(),
+            arguments: arguments.len(),
+            results,
+        };
+        if region.arguments.len() != arguments.len() {
+            return Err(mismatch);
+        }
+        let location = self.location;
+        let returned = self.walk(&region.arguments, &region.operations, arguments, Some(scope), operation.place)?;
+        self.location = location;
+        match returned {
+            Some((values, _)) if values.len() == results => Ok(values),
+            _ => Err(mismatch),
+        }
+    }
+
+    /// Converts ops in order up to a return, and gives what that returns.
+    fn walk(
+        &mut self,
+        parameters: &'t [Named<'a>],
+        operations: &'t [Operation<'a>],
+        arguments: Vec<ValueId>,
+        outer: Option<&Scope<'_, 't>>,
+        place: Place,
+    ) -> Result<Option<(Vec<ValueId>, &'t Operation<'a>)>, ImportError> {
+        if self.depth >= MAX_DEPTH {
+            return Err(ImportError::CallsTooDeep { place });
+        }
+        self.depth += 1;
+        let call = self.location;
+        let mut scope = Scope { names: HashMap::with_capacity(parameters.len() + operations.len()), outer };
+        for (argument, value) in parameters.iter().zip(arguments) {
+            // Arguments of a declaration have no names.
+            let named = !argument.name.is_empty();
+            if named && scope.names.insert((argument.name, 0), value).is_some() {
+                return Err(ImportError::Redefined { place: argument.place, name: argument.name.into() });
+            }
+        }
+        let mut returned = None;
+        for operation in operations {
+            self.operations += 1;
+            if self.operations > self.limit {
+                return Err(ImportError::TooManyOperations { place: operation.place, limit: self.limit });
+            }
+            let mut operands = Vec::with_capacity(operation.operands.len());
+            for operand in &operation.operands {
+                let Some(value) = scope.find(operand.name, operand.index) else {
+                    return Err(ImportError::Undefined { place: operand.place, name: operand.name.into() });
+                };
+                operands.push(value);
+            }
+            if operation.name == "return" {
+                returned = Some((operands, operation));
+                break;
+            }
+            let results = self.operation(operation, operands, &scope, call)?;
+            let mut results = results.into_iter();
+            for result in &operation.results {
+                for (index, value) in (0..result.count).zip(&mut results) {
+                    if scope.names.insert((result.name, index), value).is_some() {
+                        return Err(ImportError::Redefined { place: operation.place, name: result.name.into() });
+                    }
+                }
+            }
+        }
+        self.location = call;
+        self.depth -= 1;
+        Ok(returned)
+    }
+
     /// The values of an op's results, one for each result type.
     fn operation(
         &mut self,
         operation: &'t Operation<'a>,
         operands: Vec<ValueId>,
+        scope: &Scope<'_, 't>,
         call: Option<LocationId>,
     ) -> Result<Vec<ValueId>, ImportError> {
         let place = operation.place;
@@ -301,6 +339,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 self.check_operand(index, declared, *operand, operation);
             }
         }
+        self.location = location;
         if let Some(callee) = callee(operation) {
             let Some(&function) = self.functions.get(callee) else {
                 return Err(ImportError::UnknownFunction { place, name: callee.into() });
@@ -312,20 +351,24 @@ impl<'t, 'a> Converter<'t, 'a> {
             for (index, (argument, operand)) in function.arguments.iter().zip(&operands).enumerate() {
                 self.check_operand(index, &argument.ty, *operand, operation);
             }
-            self.location = location;
             return self.inline(function, operands, place);
         }
-        if operands.iter().any(|operand| self.is_untyped(*operand)) {
+        if !moves_only(operation) && operands.iter().any(|operand| self.is_untyped(*operand)) {
             return Ok(self.stand_in(operation, &operands, None));
         }
-        self.location = location;
         let types = operation.result_types.len();
-        let rejected = match self.lower(operation, &operands) {
+        let lowered = match &self.lifted {
+            Some(shape) => self.lower_lifted(operation, &operands, shape.clone(), scope),
+            None => self.lower(operation, &operands, scope),
+        };
+        self.location = location;
+        let rejected = match lowered {
             Ok(values) if values.len() == types => return Ok(self.check_results(operation, values)),
             Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
             Err(reject) => reject,
         };
         let unsupported = match rejected {
+            Reject::Stop(error) => return Err(error),
             Reject::Unsupported("") => Some((full_name(operation), place)),
             Reject::Unsupported(detail) => Some((format!("{} ({detail})", full_name(operation)), place)),
             Reject::Invalid(kind) => {
@@ -337,17 +380,30 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     fn check_operand(&mut self, index: usize, declared: &Type, operand: ValueId, operation: &Operation) {
-        let actual = self.graph.ty(operand);
-        if !self.is_untyped(operand) && !same_type(declared, actual) {
+        if !self.is_untyped(operand) && !self.is_opaque(operand) && !self.fits(declared, operand) {
+            let actual = self.graph.ty(operand).clone();
             let declared = declared.to_string().into();
-            let actual = actual.clone();
             self.report(operation, ProblemKind::OperandType { index, declared, actual });
         }
     }
 
+    /// Inside a region of scalars that is applied to tensors, a tensor stands for a scalar.
+    fn fits(&self, declared: &Type, value: ValueId) -> bool {
+        let actual = self.graph.ty(value);
+        same_type(declared, actual)
+            || self
+                .lifted
+                .as_ref()
+                .is_some_and(|shape| *shape == actual.shape && same_type(declared, &TensorType::scalar(actual.dtype)))
+    }
+
     fn is_untyped(&self, value: ValueId) -> bool {
         let placeholder = self.placeholders.get(&value);
-        placeholder.is_some_and(|placeholder| !placeholder.typed)
+        placeholder.is_some_and(|placeholder| !placeholder.typed && !placeholder.opaque)
+    }
+
+    pub fn is_opaque(&self, value: ValueId) -> bool {
+        self.placeholders.get(&value).is_some_and(|placeholder| placeholder.opaque)
     }
 
     /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
@@ -361,11 +417,10 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// The results, or placeholders of the declared type where the graph infers another.
     fn check_results(&mut self, operation: &Operation, mut values: Vec<ValueId>) -> Vec<ValueId> {
         for (value, declared) in values.iter_mut().zip(&operation.result_types) {
-            let inferred = self.graph.ty(*value);
-            if same_type(declared, inferred) {
+            if self.fits(declared, *value) || self.placeholders.contains_key(value) {
                 continue;
             }
-            let inferred = inferred.clone();
+            let inferred = self.graph.ty(*value).clone();
             let kind = ProblemKind::ResultType { declared: declared.to_string().into(), inferred };
             self.report(operation, kind);
             *value = self.placeholder(declared, &[], None);
@@ -389,42 +444,86 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// An input that is none: it has operands, and no graph is given out that contains it.
     fn placeholder(&mut self, ty: &Type, operands: &[ValueId], op: Option<(String, Place)>) -> ValueId {
         let known = tensor_type(ty);
-        let placeholder = Placeholder { op, typed: known.is_some() };
+        // What stands for a scalar where it stands for all elements may have any shape.
+        let typed = known.is_some() && self.lifted.is_none();
         let ty = known.unwrap_or_else(|| TensorType::scalar(DType::Bool));
+        self.pseudo(ty, operands, Placeholder { op, typed, opaque: false })
+    }
+
+    /// A token, or a tuple of these values.
+    pub fn opaque(&mut self, operands: &[ValueId]) -> ValueId {
+        let placeholder = Placeholder { op: None, typed: false, opaque: true };
+        self.pseudo(TensorType::scalar(DType::Bool), operands, placeholder)
+    }
+
+    fn pseudo(&mut self, ty: TensorType, operands: &[ValueId], placeholder: Placeholder) -> ValueId {
         let leaf = Op::Input(Input { name: String::new(), ty: ty.clone() });
-        let value =
-            self.graph.append(Node { op: leaf, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() });
+        let node = Node { op: leaf, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() };
+        let value = self.append(node);
         self.placeholders.insert(value, placeholder);
         value
     }
 
     /// Appends a node under the name of the op that is being converted.
     pub fn push(&mut self, op: Op, operands: &[ValueId]) -> Result<ValueId, ShapeError> {
-        let value = self.graph.push(op, operands)?;
-        if let Some(name) = self.module.location_name(self.location) {
-            name.clone_into(&mut self.graph.nodes[value.index()].name);
-        }
-        Ok(value)
+        let ty = {
+            let types: Vec<&TensorType> = operands.iter().map(|&v| self.graph.ty(v)).collect();
+            crate::op::Operator::infer(&op, &types)?
+        };
+        let name = self.module.location_name(self.location).unwrap_or_default().to_owned();
+        Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name }))
+    }
+
+    pub fn append(&mut self, node: Node) -> ValueId {
+        self.knowledge.note(&node);
+        self.graph.append(node)
     }
 
     /// Reports what was not converted, and drops what no output needs. The first output is the loss; another one that
     /// rests on something unsupported (an accuracy beside the loss, say) is dropped instead of refused.
     fn finish(mut self, mut arguments: Vec<Argument>) -> Result<Imported, ImportError> {
-        let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some());
+        let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some() || p.opaque);
         let tainted = self.graph.depends_on(unsupported);
         let first = self.graph.outputs.first().copied();
         self.graph.outputs.retain(|o| Some(*o) == first || !tainted[o.index()]);
-        let mut live = vec![false; self.graph.len()];
-        for output in &self.graph.outputs {
-            live[output.index()] = true;
+        let live = self.resolve_updates();
+        let unsupported = self.unsupported(&live);
+        if !unsupported.is_empty() || !self.problems.is_empty() {
+            self.problems.sort_by_key(|problem| problem.place);
+            return Err(ImportError::Operations { unsupported, problems: self.problems });
         }
-        for value in self.graph.values().rev() {
-            if live[value.index()] {
-                for operand in &self.graph.node(value).operands {
-                    live[operand.index()] = true;
-                }
+        let mut live = live;
+        for argument in &arguments {
+            live[argument.value.index()] = true;
+        }
+        let mut graph = Graph::new(std::mem::take(&mut self.graph.name));
+        let mut renumbered = vec![ValueId(0); live.len()];
+        let nodes = std::mem::take(&mut self.graph.nodes);
+        for (old, mut node) in nodes.into_iter().enumerate() {
+            if !live[old] {
+                continue;
             }
+            if let Some(pieces) = self.updates.resolved(ValueId(old as u32)) {
+                renumbered[old] = pieces.emit(&mut graph, &renumbered, &node.name);
+                continue;
+            }
+            for operand in &mut node.operands {
+                *operand = renumbered[operand.index()];
+            }
+            renumbered[old] = graph.append(node);
         }
+        graph.outputs = self.graph.outputs.iter().map(|output| renumbered[output.index()]).collect();
+        for argument in &mut arguments {
+            argument.value = renumbered[argument.value.index()];
+        }
+        for pin in self.pins.into_iter().filter(|pin| live[pin.value.index()]) {
+            graph.pin(Pin { value: renumbered[pin.value.index()], ..pin });
+        }
+        Ok(Imported { graph, arguments })
+    }
+
+    /// The ops among what is needed that the graph cannot express, each once.
+    fn unsupported(&self, live: &[bool]) -> Vec<Unsupported> {
         let mut unsupported: Vec<Unsupported> = Vec::new();
         let mut positions: HashMap<&str, usize> = HashMap::new();
         for (value, placeholder) in &self.placeholders {
@@ -445,32 +544,8 @@ impl<'t, 'a> Converter<'t, 'a> {
                 }
             }
         }
-        if !unsupported.is_empty() || !self.problems.is_empty() {
-            return Err(ImportError::Operations { unsupported, problems: self.problems });
-        }
-        for argument in &arguments {
-            live[argument.value.index()] = true;
-        }
-        let mut graph = Graph::new(self.graph.name);
-        let mut renumbered = vec![ValueId(0); live.len()];
-        for (old, mut node) in self.graph.nodes.into_iter().enumerate() {
-            if live[old] {
-                for operand in &mut node.operands {
-                    *operand = renumbered[operand.index()];
-                }
-                renumbered[old] = graph.append(node);
-            }
-        }
-        graph.outputs = self.graph.outputs.iter().map(|output| renumbered[output.index()]).collect();
-        for argument in &mut arguments {
-            argument.value = renumbered[argument.value.index()];
-        }
-        Ok(Imported { graph, arguments })
+        unsupported
     }
-}
-
-fn full_name(operation: &Operation) -> String {
-    format!("{}.{}", operation.dialect, operation.name)
 }
 
 /// The function that an op calls. A composite op says in a function what it means.
@@ -483,35 +558,8 @@ fn callee<'o>(operation: &'o Operation) -> Option<&'o str> {
     operation.attribute(attribute)?.as_word()
 }
 
-/// One line for each unsupported op and each problem, of which the first twenty are shown.
-fn list(unsupported: &[Unsupported], problems: &[Problem]) -> String {
-    const SHOWN: usize = 20;
-    let mut lines: Vec<String> = Vec::new();
-    for problem in problems.iter().take(SHOWN) {
-        lines.push(problem.to_string());
-    }
-    if problems.len() > SHOWN {
-        lines.push(format!("and {} more such problems", problems.len() - SHOWN));
-    }
-    if !unsupported.is_empty() {
-        lines.push("these operations are not supported:".into());
-    }
-    for entry in unsupported {
-        lines.push(format!("  {entry}"));
-    }
-    lines.join("\n")
-}
-
-impl fmt::Display for Unsupported {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let places: Vec<String> = self.places.iter().map(Place::to_string).collect();
-        let more = if self.more_places { ", ..." } else { "" };
-        write!(f, "{}: {} at {}{more}", self.name, self.count, places.join(", "))
-    }
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}: {}", self.place, self.op, self.kind)
-    }
+/// Ops that pass their operands on, whatever these are.
+fn moves_only(operation: &Operation) -> bool {
+    operation.dialect == "stablehlo"
+        && matches!(operation.name, "optimization_barrier" | "tuple" | "get_tuple_element" | "while" | "after_all")
 }

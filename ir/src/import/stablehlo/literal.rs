@@ -29,12 +29,20 @@ pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
     ty.check().then_some(ty)
 }
 
-/// Is `ty` the way MLIR writes `known`?
+/// The element type of a tensor, whatever its shape.
+pub(super) fn element_type(ty: &Type) -> Option<DType> {
+    match ty {
+        Type::Tensor(SyntaxTensor { element, .. }) => dtype(element),
+        _ => None,
+    }
+}
+
+/// Is `ty` the way MLIR writes `known`? A size that is left open agrees with any.
 pub(super) fn same_type(ty: &Type, known: &TensorType) -> bool {
     match ty {
         Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) => {
             dims.len() == known.rank()
-                && dims.iter().zip(&known.shape).all(|(dim, size)| *dim == Some(*size))
+                && dims.iter().zip(&known.shape).all(|(dim, size)| dim.is_none_or(|dim| dim == *size))
                 && dtype(element) == Some(known.dtype)
         }
         _ => false,

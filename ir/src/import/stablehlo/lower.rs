@@ -3,29 +3,28 @@
 //! Attributes are read here and nowhere else. What the graph writes in another way, such as a reduction that starts
 //! from a value or a scatter into a tensor, becomes several nodes.
 
-use super::convert::{Converter, ProblemKind, Reject};
-use super::literal::{LiteralError, literal, tensor_type};
-use super::syntax::{Attribute, Operation};
+use super::convert::{Converter, Scope};
+use super::literal::{LiteralError, element_type, literal, tensor_type};
+use super::report::{ProblemKind, Reject};
+use super::syntax::{Attribute, Operation, Type};
 use crate::dtype::DType;
 use crate::graph::ValueId;
+use crate::literal::Literal;
 use crate::op::{
-    Binary, BroadcastInDim, Compare, Concatenate, Convert, Direction, DotGeneral, Gather, GatherDims, Iota, Op,
-    OutOfBounds, Pad, Reduce, Reducer, Reshape, ScatterAdd, Select, Slice, Transpose, Unary,
+    Binary, BitcastConvert, BroadcastInDim, Compare, Concatenate, Convert, Direction, Iota, Op, Operator, Pad,
+    ReducePrecision, Reshape, Reverse, Select, Slice, Transpose, Unary,
 };
 use crate::types::TensorType;
 
 pub(super) type Lowered = Result<Vec<ValueId>, Reject>;
 
-impl Converter<'_, '_> {
+impl<'t, 'a> Converter<'t, 'a> {
     /// The results of an op. Calls are not ops here: the walk inlines them.
-    pub fn lower(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub fn lower(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         let name = operation.name;
         match operation.dialect {
             "stablehlo" | "chlo" => {}
-            // Hints about where values should live; the planner decides that itself.
-            "sdy" if matches!(name, "sharding_constraint" | "reshard" | "propagation_barrier") => {
-                return Ok(operands.to_vec());
-            }
+            "sdy" => return self.sharding(operation, operands, scope),
             _ => return Err(Reject::Unsupported("")),
         }
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
@@ -38,21 +37,64 @@ impl Converter<'_, '_> {
         }
         match name {
             "optimization_barrier" => Ok(operands.to_vec()),
-            "constant" => self.constant(operation),
-            "iota" => {
-                let ty = result_type(operation)?;
-                self.one(Op::Iota(Iota { ty, dim: dim(operation, "iota_dimension")? }), operands)
+            "while" => self.while_loop(operation, operands, scope),
+            "case" | "if" => self.branch(operation, operands, scope),
+            "tuple" => {
+                let tuple = self.opaque(operands);
+                self.tuples.insert(tuple, operands.to_vec());
+                Ok(vec![tuple])
             }
-            "square" => {
-                let [x] = exactly(operands)?;
-                self.one(Op::Binary(Binary::Multiply), &[x, x])
+            "get_tuple_element" => {
+                let [tuple] = exactly(operands)?;
+                let index = dim(operation, "index")?;
+                let element = self.tuples.get(&tuple).and_then(|elements| elements.get(index));
+                element.map(|element| vec![*element]).ok_or_else(|| attribute("index"))
+            }
+            // The order of effects, of which a graph has none.
+            "after_all" | "create_token" => Ok(vec![self.opaque(&[])]),
+            "constant" if operation.dialect == "stablehlo" => self.constant(operation),
+            "iota" | "dynamic_iota" => {
+                let mut ty = result_type(operation);
+                if let (true, [shape]) = (name == "dynamic_iota", operands) {
+                    let shape = self.known_shape(*shape)?;
+                    ty = Ok(TensorType::new(result_dtype(operation)?, shape));
+                }
+                let ty = ty?;
+                let operands = &[];
+                self.one(Op::Iota(Iota { ty, dim: dim(operation, "iota_dimension")? }), operands)
             }
             "compare" => self.compare(operation, operands),
             "select" => self.select(operands),
             "clamp" => self.clamp(operands),
             "convert" => {
                 let [x] = exactly(operands)?;
-                Ok(vec![self.converted(x, result_type(operation)?.dtype)?])
+                Ok(vec![self.converted(x, result_dtype(operation)?)?])
+            }
+            "reduce_precision" => {
+                let [x] = exactly(operands)?;
+                let (exponent_bits, mantissa_bits) = precision(operation)?;
+                self.one(Op::ReducePrecision(ReducePrecision { exponent_bits, mantissa_bits }), &[x])
+            }
+            "bitcast_convert" => {
+                let [x] = exactly(operands)?;
+                self.one(Op::BitcastConvert(BitcastConvert { dtype: result_dtype(operation)? }), &[x])
+            }
+            "dynamic_broadcast_in_dim" => {
+                let [x, shape] = exactly(operands)?;
+                let (dims, shape) = (dims(operation, "broadcast_dimensions")?, self.known_shape(shape)?);
+                Ok(vec![self.broadcast(x, shape, dims)?])
+            }
+            "dynamic_reshape" => {
+                let [x, shape] = exactly(operands)?;
+                let shape = self.known_shape(shape)?;
+                Ok(vec![self.reshaped(x, shape)?])
+            }
+            "get_dimension_size" => {
+                let [x] = exactly(operands)?;
+                let size =
+                    *self.graph.shape(x).get(dim(operation, "dimension")?).ok_or_else(|| attribute("dimension"))?;
+                let ty = TensorType::scalar(result_dtype(operation)?);
+                self.one(Op::Constant(Literal::splat(ty, size as f64)), &[])
             }
             "broadcast_in_dim" => {
                 let [x] = exactly(operands)?;
@@ -67,11 +109,7 @@ impl Converter<'_, '_> {
             }
             "reshape" => {
                 let [x] = exactly(operands)?;
-                let shape = result_type(operation)?.shape;
-                if shape == self.graph.shape(x) {
-                    return Ok(vec![x]);
-                }
-                self.one(Op::Reshape(Reshape { shape }), &[x])
+                Ok(vec![self.reshaped(x, result_type(operation)?.shape)?])
             }
             "transpose" => {
                 let [x] = exactly(operands)?;
@@ -89,9 +127,16 @@ impl Converter<'_, '_> {
                     Some(_) => sizes(operation, "strides")?,
                     None => vec![1; start.len()],
                 };
-                self.one(Op::Slice(Slice { start, limit, stride }), &[x])
+                self.slice(x, start, limit, stride)
+            }
+            "real_dynamic_slice" => {
+                let [x, start, limit, stride] = exactly(operands)?;
+                let (start, limit) = (self.known_shape(start)?, self.known_shape(limit)?);
+                let stride = self.known_shape(stride)?;
+                self.slice(x, start, limit, stride)
             }
             "dynamic_slice" => self.dynamic_slice(operation, operands),
+            "dynamic_update_slice" => self.dynamic_update_slice(operands),
             "concatenate" => self.one(Op::Concatenate(Concatenate { dim: dim(operation, "dimension")? }), operands),
             "pad" => {
                 let [x, value] = exactly(operands)?;
@@ -100,19 +145,82 @@ impl Converter<'_, '_> {
                 let interior = sizes(operation, "interior_padding")?;
                 self.one(Op::Pad(Pad { low, high, interior }), &[x, value])
             }
-            "reduce" => self.reduce(operation, operands),
-            "reduce_window" => self.reduce_window(operation, operands),
-            "convolution" => self.convolution(operation, operands),
+            "dynamic_pad" => {
+                let [x, value, low, high, interior] = exactly(operands)?;
+                let known = |ints: Option<Vec<i64>>| ints.ok_or(COMPUTED_SHAPE);
+                let (low, high) = (known(self.known_ints(low))?, known(self.known_ints(high))?);
+                let interior = self.known_shape(interior)?;
+                self.one(Op::Pad(Pad { low, high, interior }), &[x, value])
+            }
+            "reverse" => {
+                let [x] = exactly(operands)?;
+                self.one(Op::Reverse(Reverse { dims: dims(operation, "dimensions")? }), &[x])
+            }
+            "reduce" => self.reduce(operation, operands, scope),
+            "reduce_window" => self.reduce_window(operation, operands, scope),
+            "select_and_scatter" => self.select_and_scatter(operation, operands),
             "dot_general" | "dot" => self.dot(operation, operands),
-            "gather" => self.gather(operation, operands),
+            "convolution" => self.convolution(operation, operands),
+            "gather" | "dynamic_gather" => self.gather(operation, operands),
             "scatter" => self.scatter(operation, operands),
+            "sort" => self.sort(operation, operands, scope),
+            "top_k" => self.top_k(operation, operands),
+            "rng_bit_generator" => self.random_bits(operation, operands),
+            "rng" => Err(Reject::Unsupported("whose numbers follow from no key; use jax.random")),
             "custom_call" => self.custom_call(operation, operands),
-            _ => Err(Reject::Unsupported("")),
+            "complex" | "real" | "imag" | "conj" => Err(COMPLEX),
+            "fft" => Err(Reject::Unsupported("Fourier transforms")),
+            "cholesky" | "triangular_solve" => Err(Reject::Unsupported("linear solvers")),
+            "uniform_quantize" | "uniform_dequantize" => Err(QUANTIZED),
+            "all_gather"
+            | "all_reduce"
+            | "all_to_all"
+            | "collective_broadcast"
+            | "collective_permute"
+            | "reduce_scatter"
+            | "partition_id"
+            | "replica_id"
+            | "infeed"
+            | "outfeed"
+            | "send"
+            | "recv" => Err(Reject::Unsupported("programs of one device are planned, this is one of several")),
+            _ => self.function(operation, operands),
         }
     }
 
-    fn one(&mut self, op: Op, operands: &[ValueId]) -> Lowered {
+    pub fn one(&mut self, op: Op, operands: &[ValueId]) -> Lowered {
         Ok(vec![self.push(op, operands)?])
+    }
+
+    pub fn unary(&mut self, op: Unary, x: ValueId) -> Result<ValueId, Reject> {
+        Ok(self.push(Op::Unary(op), &[x])?)
+    }
+
+    pub fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> Result<ValueId, Reject> {
+        Ok(self.push(Op::Binary(op), &[a, b])?)
+    }
+
+    /// The value itself where it has this shape already.
+    pub fn reshaped(&mut self, x: ValueId, shape: Vec<u64>) -> Result<ValueId, Reject> {
+        if self.graph.shape(x) == shape {
+            return Ok(x);
+        }
+        Ok(self.push(Op::Reshape(Reshape { shape }), &[x])?)
+    }
+
+    fn slice(&mut self, x: ValueId, start: Vec<u64>, limit: Vec<u64>, stride: Vec<u64>) -> Lowered {
+        let op = Slice { start: start.clone(), limit: limit.clone(), stride: stride.clone() };
+        op.infer(&[self.graph.ty(x)])?;
+        match stride.iter().all(|stride| *stride == 1) {
+            true => Ok(vec![self.sliced(x, start, limit)?]),
+            false => self.one(Op::Slice(op), &[x]),
+        }
+    }
+
+    /// A shape given as a tensor, which must follow from constants.
+    fn known_shape(&mut self, shape: ValueId) -> Result<Vec<u64>, Reject> {
+        let sizes = self.known_ints(shape).ok_or(COMPUTED_SHAPE)?;
+        sizes.into_iter().map(|size| u64::try_from(size).map_err(|_| COMPUTED_SHAPE)).collect()
     }
 
     fn constant(&mut self, operation: &Operation) -> Lowered {
@@ -131,8 +239,8 @@ impl Converter<'_, '_> {
         self.one(Op::Constant(literal), &[])
     }
 
-    fn compare(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let [a, b] = exactly(operands)?;
+    pub fn compare(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+        let [mut a, mut b] = exactly(operands)?;
         let direction = match operation.attribute("comparison_direction").and_then(Attribute::as_word) {
             Some("EQ") => Direction::Eq,
             Some("NE") => Direction::Ne,
@@ -142,7 +250,29 @@ impl Converter<'_, '_> {
             Some("GE") => Direction::Ge,
             _ => return Err(attribute("comparison_direction")),
         };
+        let order = operation.attribute("compare_type").and_then(Attribute::as_word);
+        if order == Some("TOTALORDER") && self.graph.ty(a).dtype.is_float() {
+            (a, b) = (self.total_order(a)?, self.total_order(b)?);
+        }
         self.one(Op::Compare(Compare { direction }), &[a, b])
+    }
+
+    /// Integers in the total order of these floats: their bits, those of negative numbers counted the other way.
+    fn total_order(&mut self, x: ValueId) -> Result<ValueId, Reject> {
+        let ty = self.graph.ty(x).clone();
+        let (bits, most) = match ty.dtype.bytes() {
+            8 => (DType::I64, i64::MAX as f64),
+            4 => (DType::I32, f64::from(i32::MAX)),
+            2 => (DType::I16, f64::from(i16::MAX)),
+            _ => (DType::I8, f64::from(i8::MAX)),
+        };
+        let word = self.cast(x, bits)?;
+        let ty = ty.with_dtype(bits);
+        let zero = self.push(Op::Constant(Literal::splat(ty.clone(), 0.0)), &[])?;
+        let most = self.push(Op::Constant(Literal::splat(ty, most)), &[])?;
+        let mirrored = self.binary(Binary::Xor, word, most)?;
+        let negative = self.push(Op::Compare(Compare { direction: Direction::Lt }), &[word, zero])?;
+        Ok(self.push(Op::Select(Select {}), &[negative, mirrored, word])?)
     }
 
     /// One predicate may choose for all elements.
@@ -162,7 +292,7 @@ impl Converter<'_, '_> {
     }
 
     /// A scalar in the shape of `like`; anything else as it is.
-    fn broadcast_scalar(&mut self, x: ValueId, like: ValueId) -> Result<ValueId, Reject> {
+    pub fn broadcast_scalar(&mut self, x: ValueId, like: ValueId) -> Result<ValueId, Reject> {
         if self.graph.ty(x).rank() > 0 {
             return Ok(x);
         }
@@ -170,192 +300,47 @@ impl Converter<'_, '_> {
         self.broadcast(x, shape, Vec::new())
     }
 
-    fn broadcast(&mut self, x: ValueId, shape: Vec<u64>, dims: Vec<usize>) -> Result<ValueId, Reject> {
+    pub fn broadcast(&mut self, x: ValueId, shape: Vec<u64>, dims: Vec<usize>) -> Result<ValueId, Reject> {
         if self.graph.shape(x) == shape && dims.iter().copied().eq(0..shape.len()) {
             return Ok(x);
         }
         Ok(self.push(Op::BroadcastInDim(BroadcastInDim { shape, dims }), &[x])?)
     }
 
-    pub(super) fn converted(&mut self, x: ValueId, dtype: DType) -> Result<ValueId, Reject> {
+    pub fn converted(&mut self, x: ValueId, dtype: DType) -> Result<ValueId, Reject> {
         if self.graph.ty(x).dtype == dtype {
             return Ok(x);
         }
         Ok(self.push(Op::Convert(Convert { dtype }), &[x])?)
     }
 
-    /// The value of all elements where it is known: of a constant, or of a constant that was broadcast.
-    pub(super) fn splat(&self, mut value: ValueId) -> Option<f64> {
-        loop {
-            let node = self.graph.node(value);
-            match &node.op {
-                Op::Constant(literal) => return literal.as_splat(),
-                Op::BroadcastInDim(_) | Op::Reshape(_) => value = *node.operands.first()?,
-                _ => return None,
-            }
-        }
-    }
-
-    /// A slice whose start is constant; one that is not would need an op of its own.
-    fn dynamic_slice(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let lengths = sizes(operation, "slice_sizes")?;
-        let Some((&x, starts)) = operands.split_first() else {
-            return Err(count(1, 0));
-        };
-        let shape = self.graph.shape(x).to_vec();
-        if starts.len() != shape.len() || lengths.len() != shape.len() {
-            return Err(count(shape.len() + 1, operands.len()));
-        }
-        let (mut start, mut limit) = (Vec::new(), Vec::new());
-        for ((&at, &length), &size) in starts.iter().zip(&lengths).zip(&shape) {
-            let at = self.splat(at).ok_or(Reject::Unsupported("from a computed position"))?;
-            // Starts are moved so that the slice lies inside.
-            let at = (at.max(0.0) as u64).min(size.saturating_sub(length));
-            start.push(at);
-            limit.push(at.saturating_add(length));
-        }
-        let stride = vec![1; shape.len()];
-        self.one(Op::Slice(Slice { start, limit, stride }), &[x])
-    }
-
-    fn reduce(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let &[x, init] = operands else {
-            return match operands.len() % 2 {
-                0 => Err(Reject::Unsupported("of several operands")),
-                _ => Err(count(2, operands.len())),
-            };
-        };
-        let dims = dims(operation, "dimensions")?;
-        let (ty, init_ty) = (self.graph.ty(x), self.graph.ty(init));
-        if init_ty.rank() != 0 || init_ty.dtype != ty.dtype {
-            let declared = format!("a scalar of {}", ty.dtype).into();
-            return Err(Reject::Invalid(ProblemKind::OperandType { index: 1, declared, actual: init_ty.clone() }));
-        }
-        let reducer = reducer(operation, ty.dtype)
-            .ok_or(Reject::Unsupported("with another function than add, multiply, maximum, minimum, and, or"))?;
-        let neutral = reducer.neutral(ty.dtype);
-        let reduced = match dims.is_empty() {
-            true => x,
-            false => self.push(Op::Reduce(Reduce { reducer, dims }), &[x])?,
-        };
-        if self.splat(init) == Some(neutral) {
-            return Ok(vec![reduced]);
-        }
-        let init = self.broadcast_scalar(init, reduced)?;
-        self.one(Op::Binary(reducer.combine()), &[reduced, init])
-    }
-
-    /// Element types of operands and result may differ: a product of half precision that is summed in single.
-    fn dot(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let [mut lhs, mut rhs] = exactly(operands)?;
-        let dot = match operation.name {
-            "dot" => DotGeneral {
-                lhs_batch: Vec::new(),
-                rhs_batch: Vec::new(),
-                lhs_contract: vec![self.graph.ty(lhs).rank().saturating_sub(1)],
-                rhs_contract: vec![0],
-            },
-            _ => DotGeneral {
-                lhs_batch: optional_dims(operation, "lhs_batching_dimensions")?,
-                rhs_batch: optional_dims(operation, "rhs_batching_dimensions")?,
-                lhs_contract: optional_dims(operation, "lhs_contracting_dimensions")?,
-                rhs_contract: optional_dims(operation, "rhs_contracting_dimensions")?,
-            },
-        };
-        let dtype = result_type(operation)?.dtype;
-        // The graph's dot has one element type. Converting the operands up keeps every digit of the wider sum.
-        if dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes()) {
-            lhs = self.converted(lhs, dtype)?;
-            rhs = self.converted(rhs, dtype)?;
-        }
-        let product = self.push(Op::DotGeneral(dot), &[lhs, rhs])?;
-        Ok(vec![self.converted(product, dtype)?])
-    }
-
-    fn gather(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let [x, indices] = exactly(operands)?;
-        let dims = GatherDims {
-            offset_dims: optional_dims(operation, "offset_dims")?,
-            collapsed_slice_dims: optional_dims(operation, "collapsed_slice_dims")?,
-            operand_batching_dims: optional_dims(operation, "operand_batching_dims")?,
-            indices_batching_dims: optional_dims(operation, "start_indices_batching_dims")?,
-            start_index_map: optional_dims(operation, "start_index_map")?,
-            index_vector_dim: optional_dim(operation, "index_vector_dim")?,
-            slice_sizes: sizes(operation, "slice_sizes")?,
-        };
-        // StableHLO moves indices to where the slice lies inside; other behaviours are ops around it.
-        self.one(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
-    }
-
-    /// Addition into a tensor: that tensor plus the scattered updates, or just these where it is zero.
-    fn scatter(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let &[x, indices, updates] = operands else {
-            return Err(Reject::Unsupported("of several operands"));
-        };
-        if operation.regions.first().and_then(|region| region.applies()) != Some("add") {
-            return Err(Reject::Unsupported("other than addition"));
-        }
-        let shape = self.graph.shape(x).to_vec();
-        let updates_shape = self.graph.shape(updates);
-        let mut dims = GatherDims {
-            offset_dims: optional_dims(operation, "update_window_dims")?,
-            collapsed_slice_dims: optional_dims(operation, "inserted_window_dims")?,
-            operand_batching_dims: optional_dims(operation, "input_batching_dims")?,
-            indices_batching_dims: optional_dims(operation, "scatter_indices_batching_dims")?,
-            start_index_map: optional_dims(operation, "scatter_dims_to_operand_dims")?,
-            index_vector_dim: optional_dim(operation, "index_vector_dim")?,
-            slice_sizes: Vec::new(),
-        };
-        // The windows have the sizes of the updates; dimensions without one have windows of a single element.
-        let mut windows = dims.offset_dims.iter().map(|&dim| updates_shape.get(dim).copied());
-        for dim in 0..shape.len() {
-            let single = dims.collapsed_slice_dims.contains(&dim) || dims.operand_batching_dims.contains(&dim);
-            let size = if single { Some(1) } else { windows.next().flatten() };
-            dims.slice_sizes.push(size.ok_or_else(|| attribute("update_window_dims"))?);
-        }
-        let sum = self.push(Op::ScatterAdd(ScatterAdd { dims, shape }), &[indices, updates])?;
-        if self.splat(x) == Some(0.0) {
-            return Ok(vec![sum]);
-        }
-        self.one(Op::Binary(Binary::Add), &[x, sum])
-    }
-
     fn custom_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let target = operation.attribute("call_target_name").and_then(Attribute::as_word);
-        let unary = match target {
-            Some("Sharding" | "annotate_device_placement") => return Ok(operands.to_vec()),
-            Some("mhlo.erf") => Unary::Erf,
-            Some("mhlo.tan") => Unary::Tan,
-            _ => return Err(Reject::Unsupported("to another target than @Sharding")),
-        };
-        let [x] = exactly(operands)?;
-        self.one(Op::Unary(unary), &[x])
+        let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
+        match target {
+            "Sharding" => self.sharding_call(operation, operands),
+            "annotate_device_placement" => Ok(operands.to_vec()),
+            // What the generator of random bits is called where a device has a kernel for it.
+            "cu_threefry2x32" | "cu_threefry2x32_ffi" | "hip_threefry2x32" | "hip_threefry2x32_ffi" => {
+                self.threefry(operands)
+            }
+            "mhlo.topk" => self.top_k(operation, operands),
+            _ => match target.strip_prefix("mhlo.") {
+                Some(name) => self.function_named(name, operands),
+                None => Err(Reject::Unsupported("")),
+            },
+        }
     }
 }
+
+const COMPLEX: Reject = Reject::Unsupported("complex numbers");
+const QUANTIZED: Reject = Reject::Unsupported("quantized numbers");
+const COMPUTED_SHAPE: Reject = Reject::Unsupported("with a shape that is computed");
 
 pub(super) fn exactly<const N: usize>(operands: &[ValueId]) -> Result<[ValueId; N], Reject> {
     operands.try_into().map_err(|_| count(N, operands.len()))
 }
 
-/// The standard reduction that an op names or whose region it has.
-pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
-    let applied = operation.attribute("applies").and_then(Attribute::as_word);
-    let applied = applied.or_else(|| operation.regions.first()?.applies());
-    let boolean = dtype == DType::Bool;
-    match applied? {
-        "add" if boolean => Some(Reducer::Or),
-        "multiply" if boolean => Some(Reducer::And),
-        "add" => Some(Reducer::Sum),
-        "multiply" => Some(Reducer::Product),
-        "maximum" => Some(Reducer::Max),
-        "minimum" => Some(Reducer::Min),
-        "and" => Some(Reducer::And),
-        "or" => Some(Reducer::Or),
-        _ => None,
-    }
-}
-
-fn count(expected: usize, found: usize) -> Reject {
+pub(super) fn count(expected: usize, found: usize) -> Reject {
     Reject::Invalid(ProblemKind::OperandCount { expected, found })
 }
 
@@ -366,8 +351,16 @@ pub(super) fn attribute(name: &'static str) -> Reject {
 /// The type of the only result, for ops that do not follow from their operands.
 pub(super) fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
     match operation.result_types.as_slice() {
-        [ty] => tensor_type(ty).ok_or(Reject::Unsupported("with a result of this type")),
+        [ty] => tensor_type(ty).ok_or_else(|| no_type(ty)),
         types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),
+    }
+}
+
+fn no_type(ty: &Type) -> Reject {
+    match ty {
+        Type::Tensor(ty) if ty.element.starts_with("complex") => COMPLEX,
+        Type::Tensor(ty) if ty.element.starts_with("!quant") => QUANTIZED,
+        _ => Reject::Unsupported("with a result of this type"),
     }
 }
 
@@ -380,12 +373,12 @@ pub(super) fn sizes(operation: &Operation, name: &'static str) -> Result<Vec<u64
     sizes.map_err(|_| attribute(name))
 }
 
-fn dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
+pub(super) fn dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
     let dims: Result<Vec<usize>, _> = ints(operation, name)?.into_iter().map(usize::try_from).collect();
     dims.map_err(|_| attribute(name))
 }
 
-fn dim(operation: &Operation, name: &'static str) -> Result<usize, Reject> {
+pub(super) fn dim(operation: &Operation, name: &'static str) -> Result<usize, Reject> {
     match dims(operation, name)?.as_slice() {
         [dim] => Ok(*dim),
         _ => Err(attribute(name)),
@@ -404,5 +397,43 @@ pub(super) fn optional_dim(operation: &Operation, name: &'static str) -> Result<
     match operation.attribute(name) {
         Some(_) => dim(operation, name),
         None => Ok(0),
+    }
+}
+
+/// The element type of the only result, which is known even where its sizes are not.
+fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
+    match operation.result_types.as_slice() {
+        [ty] => element_type(ty).ok_or_else(|| no_type(ty)),
+        types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),
+    }
+}
+
+/// Bits of the exponent and of the mantissa: two attributes, or `format = e5m2`.
+fn precision(operation: &Operation) -> Result<(u32, u32), Reject> {
+    let bits = |name: &'static str| -> Result<u32, Reject> {
+        u32::try_from(dim(operation, name)?).map_err(|_| attribute(name))
+    };
+    match operation.attribute("format").and_then(Attribute::as_word) {
+        None => Ok((bits("exponent_bits")?, bits("mantissa_bits")?)),
+        Some(format) => {
+            let parts = format.strip_prefix('e').and_then(|rest| rest.split_once('m'));
+            let parts = parts.and_then(|(e, m)| Some((e.parse().ok()?, m.parse().ok()?)));
+            parts.ok_or_else(|| attribute("format"))
+        }
+    }
+}
+
+/// Does the op give each element of its result from the elements of its operands at the same index?
+pub(super) fn is_elementwise(operation: &Operation) -> bool {
+    let name = operation.name;
+    let structural = ["constant", "top_k", "ragged_dot", "constant_like"];
+    match operation.dialect {
+        "chlo" => !structural.contains(&name) && !name.starts_with("broadcast_"),
+        "stablehlo" => {
+            matches!(name, "compare" | "select" | "clamp" | "convert" | "reduce_precision" | "bitcast_convert")
+                || Unary::ALL.iter().any(|unary| unary.name() == name)
+                || Binary::ALL.iter().any(|binary| binary.name() == name)
+        }
+        _ => false,
     }
 }

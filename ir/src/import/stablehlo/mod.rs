@@ -5,20 +5,34 @@
 //! (`lower` knows the ops, `literal` the constants).
 
 mod attribute;
+mod control;
 mod convert;
+mod function;
+mod indexing;
+mod known;
 mod lexer;
 mod literal;
 mod lower;
 mod parse;
 mod pretty;
+mod product;
+mod random;
+mod reduction;
+mod report;
+mod sharding;
+mod sort;
 pub mod syntax;
+mod update;
 mod window;
 
 #[cfg(test)]
 mod convert_tests;
 #[cfg(test)]
+mod meaning_tests;
+#[cfg(test)]
 mod parse_tests;
 
-pub use convert::{Argument, ImportError, Imported, MAX_OPERATIONS, Problem, ProblemKind, Unsupported, import};
+pub use convert::{Argument, Imported, MAX_OPERATIONS, import};
 pub use lexer::{ParseError, Place};
 pub use parse::parse;
+pub use report::{ImportError, Problem, ProblemKind, Unsupported};

@@ -16,7 +16,7 @@ use super::syntax::{
 /// Parses the text of one module, or of functions without a module around them.
 pub fn parse(text: &str) -> Result<Module<'_>, ParseError> {
     let mut parser = Parser::new(text)?;
-    let mut module = Module { name: None, functions: Vec::new(), location_names: Vec::new() };
+    let mut module = Module { name: None, functions: Vec::new(), meshes: Vec::new(), location_names: Vec::new() };
     while parser.current.token != Token::End {
         if matches!(parser.current.token, Token::Hash(_) | Token::Bang(_)) {
             parser.alias()?;
@@ -230,12 +230,13 @@ impl<'a> Parser<'a> {
                 module.functions.push(function);
                 Ok(())
             }
-            // `sdy.mesh @name = <[...]> {...}` describes a device mesh; the planner makes its own.
+            // `sdy.mesh @name = <[...]> {...}` describes a device mesh.
             Token::Word("sdy.mesh") => {
                 self.advance()?;
-                self.symbol()?;
+                let name = unescape(self.symbol()?);
                 self.expect(b'=', "'='")?;
-                self.balanced()?;
+                let axes = self.balanced()?;
+                module.meshes.push((name, axes));
                 if self.at(b'{') {
                     self.attribute_dictionary()?;
                 }
@@ -282,6 +283,11 @@ impl<'a> Parser<'a> {
                 }
                 for operation in operation.regions.into_iter().flat_map(|region| region.operations) {
                     self.generic_item(operation, module)?;
+                }
+            }
+            ("sdy", "mesh") => {
+                if let (Some(name), Some(Attribute::Opaque(axes))) = (name, operation.attribute("mesh")) {
+                    module.meshes.push((name, axes));
                 }
             }
             ("func", "func") => {

@@ -59,7 +59,12 @@ impl<'a> Parser<'a> {
                 }
                 Token::Punctuation(b'(') => {
                     self.advance()?;
-                    operation.operands.extend(self.operands(b')')?);
+                    // `top_k(%a, k = 2)` has its attribute inside.
+                    while let Token::Value(_) = self.current.token {
+                        operation.operands.push(self.operand()?);
+                        self.separator(b')')?;
+                    }
+                    operation.attributes.extend(self.attribute_list(b')', true)?);
                 }
                 Token::String(raw) => {
                     self.advance()?;

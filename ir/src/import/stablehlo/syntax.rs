@@ -13,6 +13,8 @@ pub use super::lexer::Place;
 pub struct Module<'a> {
     pub name: Option<Cow<'a, str>>,
     pub functions: Vec<Function<'a>>,
+    /// Device meshes of Shardy with what stands behind their names: `<["x"=2]>`.
+    pub meshes: Vec<(Cow<'a, str>, &'a str)>,
     /// For each location that the text mentions, the name that it stands for.
     pub location_names: Vec<Option<Cow<'a, str>>>,
 }
@@ -209,6 +211,24 @@ impl<'a> Region<'a> {
             && (operands == [left.name, right.name] || operands == [right.name, left.name])
             && returned.name == result.name;
         simple.then_some(apply.name)
+    }
+
+    /// `Some("GE")` where the region only compares its first argument with its second.
+    pub fn compares(&self) -> Option<&str> {
+        let [compare, end] = self.operations.as_slice() else {
+            return None;
+        };
+        let ([left, right], [result], [returned]) =
+            (self.arguments.as_slice(), compare.results.as_slice(), end.operands.as_slice())
+        else {
+            return None;
+        };
+        let names: Vec<&str> = compare.operands.iter().map(|operand| operand.name).collect();
+        let simple = compare.is("compare")
+            && end.name == "return"
+            && names == [left.name, right.name]
+            && returned.name == result.name;
+        simple.then(|| compare.attribute("comparison_direction")?.as_word()).flatten()
     }
 }
 

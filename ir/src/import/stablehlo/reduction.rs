@@ -1,0 +1,160 @@
+//! Reductions of whole dimensions.
+//!
+//! The reducers of the graph are recognised; any other function is applied to halves of the tensor, again and again, so
+//! that a reduction of `n` elements is a tree of depth `log n` of ordinary ops.
+
+use super::control::regions;
+use super::convert::{Converter, Scope};
+use super::lower::{Lowered, attribute, count, dims};
+use super::report::{ProblemKind, Reject};
+use super::syntax::{Attribute, Operation, Region};
+use crate::dtype::DType;
+use crate::graph::ValueId;
+use crate::op::{Concatenate, Op, Reduce, Reducer};
+
+impl<'t, 'a> Converter<'t, 'a> {
+    pub fn reduce(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+        let n = self.check_inits(operands)?;
+        let dims = dims(operation, "dimensions")?;
+        let dtype = self.graph.ty(operands[0]).dtype;
+        if n == 1
+            && let Some(reducer) = reducer(operation, dtype)
+        {
+            let (x, init) = (operands[0], operands[1]);
+            let reduced = match dims.is_empty() {
+                true => x,
+                false => self.push(Op::Reduce(Reduce { reducer, dims }), &[x])?,
+            };
+            return Ok(vec![self.with_init(reducer, reduced, init)?]);
+        }
+        let [region] = regions(operation)?;
+        let (mut values, inits) = (operands[..n].to_vec(), &operands[n..]);
+        let shape = self.graph.shape(values[0]).to_vec();
+        if dims.iter().any(|&d| d >= shape.len()) || values.iter().any(|&v| self.graph.shape(v) != shape) {
+            return Err(attribute("dimensions"));
+        }
+        let kept: Vec<u64> = (0..shape.len()).filter(|d| !dims.contains(d)).map(|d| shape[d]).collect();
+        if dims.iter().any(|&d| shape[d] == 0) {
+            return inits.iter().map(|&init| self.broadcast(init, kept.clone(), Vec::new())).collect();
+        }
+        for &dim in &dims {
+            values = self.reduce_dim(operation, region, values, dim, scope)?;
+        }
+        for value in &mut values {
+            *value = self.reshaped(*value, kept.clone())?;
+        }
+        self.apply_inits(operation, region, inits, values, scope)
+    }
+
+    /// Combines neighbours along `dim` until one element is left. Neighbours, since the order of elements is to be kept.
+    fn reduce_dim(
+        &mut self,
+        operation: &'t Operation<'a>,
+        region: &'t Region<'a>,
+        mut values: Vec<ValueId>,
+        dim: usize,
+        scope: &Scope<'_, 't>,
+    ) -> Lowered {
+        loop {
+            let shape = self.graph.shape(values[0]).to_vec();
+            let (pairs, odd) = (shape[dim] / 2, shape[dim] % 2 == 1);
+            if pairs == 0 {
+                return Ok(values);
+            }
+            let mut paired = shape.clone();
+            paired[dim] = pairs;
+            paired.insert(dim + 1, 2);
+            let (mut left, mut right, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+            for &value in &values {
+                let even = self.rows(value, dim, 0, 2 * pairs)?;
+                let even = self.reshaped(even, paired.clone())?;
+                for (half, at) in [(&mut left, 0), (&mut right, 1)] {
+                    let mut halved = shape.clone();
+                    halved[dim] = pairs;
+                    let rows = self.rows(even, dim + 1, at, at + 1)?;
+                    half.push(self.reshaped(rows, halved)?);
+                }
+                if odd {
+                    rest.push(self.rows(value, dim, shape[dim] - 1, shape[dim])?);
+                }
+            }
+            let n = values.len();
+            left.extend(right);
+            values = self.apply(operation, region, left, n, scope)?;
+            for (value, rest) in values.iter_mut().zip(rest) {
+                *value = self.push(Op::Concatenate(Concatenate { dim }), &[*value, rest])?;
+            }
+        }
+    }
+
+    /// The region on the initial values and what was reduced.
+    pub fn apply_inits(
+        &mut self,
+        operation: &'t Operation<'a>,
+        region: &'t Region<'a>,
+        inits: &[ValueId],
+        values: Vec<ValueId>,
+        scope: &Scope<'_, 't>,
+    ) -> Lowered {
+        let mut arguments = Vec::with_capacity(2 * values.len());
+        for (&init, &value) in inits.iter().zip(&values) {
+            arguments.push(self.broadcast_scalar(init, value)?);
+        }
+        let n = values.len();
+        arguments.extend(values);
+        self.apply(operation, region, arguments, n, scope)
+    }
+
+    /// Half of the operands are scalars of the types of the other half. Gives how many they are.
+    pub fn check_inits(&self, operands: &[ValueId]) -> Result<usize, Reject> {
+        let n = operands.len() / 2;
+        if n == 0 || operands.len() % 2 == 1 {
+            return Err(count(2, operands.len()));
+        }
+        for position in 0..n {
+            let (ty, init) = (self.graph.ty(operands[position]), self.graph.ty(operands[n + position]));
+            if init.rank() != 0 || init.dtype != ty.dtype {
+                let declared = format!("a scalar of {}", ty.dtype).into();
+                let (index, actual) = (n + position, init.clone());
+                return Err(Reject::Invalid(ProblemKind::OperandType { index, declared, actual }));
+            }
+        }
+        Ok(n)
+    }
+
+    pub fn with_init(&mut self, reducer: Reducer, reduced: ValueId, init: ValueId) -> Result<ValueId, Reject> {
+        if self.is_neutral(reducer, init) {
+            return Ok(reduced);
+        }
+        let init = self.broadcast_scalar(init, reduced)?;
+        self.binary(reducer.combine(), reduced, init)
+    }
+
+    pub fn is_neutral(&self, reducer: Reducer, init: ValueId) -> bool {
+        self.splat(init) == Some(reducer.neutral(self.graph.ty(init).dtype))
+    }
+
+    /// Elements `from..to` of one dimension.
+    pub fn rows(&mut self, x: ValueId, dim: usize, from: u64, to: u64) -> Result<ValueId, Reject> {
+        let mut limit = self.graph.shape(x).to_vec();
+        let mut start = vec![0; limit.len()];
+        (start[dim], limit[dim]) = (from, to);
+        self.sliced(x, start, limit)
+    }
+}
+
+/// The reducer of the graph that the op's function is.
+pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
+    let applied = operation.attribute("applies").and_then(Attribute::as_word);
+    let applied = applied.or_else(|| operation.regions.first()?.applies())?;
+    let boolean = dtype == DType::Bool;
+    Some(match applied {
+        "add" | "or" | "maximum" if boolean => Reducer::Or,
+        "multiply" | "and" | "minimum" if boolean => Reducer::And,
+        "add" => Reducer::Sum,
+        "multiply" => Reducer::Product,
+        "maximum" => Reducer::Max,
+        "minimum" => Reducer::Min,
+        _ => return None,
+    })
+}
