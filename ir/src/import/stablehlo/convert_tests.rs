@@ -11,6 +11,7 @@ use super::{Imported, import, parse};
 use crate::graph::{Graph, ValueId};
 use crate::interpret;
 use crate::op::Op;
+use crate::simplify::simplify;
 use crate::tensor::Tensor;
 
 /// One line for each node that is no leaf: `%2 = {"reduce":{...}} %0 %1 : f32[2]`.
@@ -583,7 +584,9 @@ fn models() -> BTreeMap<String, String> {
 
 #[test]
 fn damaged_models_never_panic() {
-    for_each_damaged(SMALL, |text| drop(import(text)));
+    for text in [SMALL, include_str!("modules/layers.mlir"), include_str!("modules/uniform.mlir")] {
+        for_each_damaged(text, |text| drop(import(text)));
+    }
     if let Some(text) = models().get("gpt2-tiny") {
         for end in (0..text.len()).step_by(997) {
             let _ = import(text.get(..end).unwrap_or(text));
@@ -630,5 +633,23 @@ fn real_models_convert() {
         assert_eq!(graph.ty(graph.outputs[0]).rank(), 0, "{name}");
         assert!(imported.arguments.iter().all(|argument| argument.name.is_some()), "{name}");
         assert_eq!(graph.nodes.iter().filter(|node| node.name.is_empty()).count(), 0, "{name}");
+    }
+}
+
+/// Each mask of a dropout is one op of random bits; nothing of the cipher is left.
+#[test]
+fn dropout_masks_are_single_ops() {
+    let models = models();
+    for name in ["flax-dropout", "flax-dropout-unnamed"] {
+        let Some(text) = models.get(name) else {
+            continue;
+        };
+        let graph = simplify(&import(text).unwrap_or_else(|error| panic!("{name}.mlir:{error}")).graph);
+        assert_eq!(graph.verify(), [], "{name}");
+        let count = |name: &str| graph.nodes.iter().filter(|node| node.op.name() == name).count();
+        let masks = graph.nodes.iter().filter(|node| node.op.name() == "threefry" && node.ty.elements() > 1);
+        // Three blocks of three masks; from each mask's key two words are made.
+        assert_eq!((masks.count(), count("threefry")), (9, 27), "{name}");
+        assert_eq!((count("xor"), count("shift_left")), (0, 0), "{name}");
     }
 }

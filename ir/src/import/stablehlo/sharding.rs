@@ -26,7 +26,8 @@ impl<'t, 'a> Converter<'t, 'a> {
                 Ok(vec![x])
             }
             // Hints on how far annotations spread.
-            "propagation_barrier" | "sharding_group" => Ok(operands[..operation.result_types.len()].to_vec()),
+            "propagation_barrier" => Ok(operands.to_vec()),
+            "sharding_group" => Ok(Vec::new()),
             "named_computation" => {
                 let [region] = regions(operation)?;
                 Ok(self.region(operation, region, operands.to_vec(), operation.result_types.len(), scope)?)

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use super::convert::Converter;
 use super::report::Reject;
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{Concatenate, Input, Op, Slice};
+use crate::op::{Concatenate, Input, Op, ShapeError, Slice};
 
 /// `base` with `update` from `start` on along `dim`; the other dimensions are whole.
 struct Update {
@@ -133,6 +133,10 @@ impl Converter<'_, '_> {
     /// `base` with `update` written at `starts`, where it lies inside.
     pub fn updated(&mut self, base: ValueId, update: ValueId, starts: &[u64]) -> Result<ValueId, Reject> {
         let (shape, part) = (self.graph.shape(base).to_vec(), self.graph.shape(update).to_vec());
+        let (left, right) = (self.graph.ty(base).dtype, self.graph.ty(update).dtype);
+        if left != right {
+            return Err(ShapeError::DTypesDiffer { left, right }.into());
+        }
         let mut partial = (0..shape.len()).filter(|&d| part[d] != shape[d]);
         let Some(dim) = partial.next() else {
             return Ok(update);
