@@ -148,7 +148,7 @@ fn load(
     if let Some(precision) = options.precision {
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
-    let graph = simplify(&graph);
+    let graph = simplify(&graph).with_free_pins();
     let mut warnings: Vec<Warning> = Vec::new();
     let optimizer = step.as_ref().and_then(|s| s.optimizer);
     warnings.extend(step.map(|s| Warning::TrainingStep { parameters: s.parameters.len(), optimizer }));

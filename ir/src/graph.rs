@@ -5,11 +5,13 @@
 
 use crate::dtype::DType;
 use crate::literal::Literal;
+use crate::mesh::{AxisId, Mesh};
 use crate::op::{
     Binary, BroadcastInDim, Compare, Convert, Direction, Op, Operator, Reduce, Reducer, Reshape, Select, ShapeError,
     Transpose, Unary,
 };
 use crate::rule::ShardingRule;
+use crate::sharding::Sharding;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -85,6 +87,22 @@ pub struct PinnedDim {
     pub open: bool,
 }
 
+impl Pin {
+    /// Whether a layout on another mesh does what the pin asks for. Meshes differ in axes and names, so what counts is into
+    /// how many contiguous parts each dimension is split: exactly as many as the pin's axes, or a multiple where it is open.
+    pub fn allows(&self, layout: &Sharding, mesh: &Mesh) -> bool {
+        let size = |name: &String| self.mesh.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
+        self.dims.iter().zip(&layout.dims).all(|(pinned, dim)| {
+            let wanted: u64 = pinned.axes.iter().map(size).product();
+            let axes: Vec<AxisId> = dim.axes().collect();
+            let parts = mesh.product(&axes);
+            let contiguous = dim.segments().len() == 1 || parts == 1;
+            let enough = if pinned.open { parts.is_multiple_of(wanted.max(1)) } else { parts == wanted };
+            enough && (contiguous || wanted == 1)
+        })
+    }
+}
+
 /// What is wrong with a graph, found by [`Graph::verify`].
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GraphError {
@@ -124,6 +142,38 @@ impl Graph {
             let at = self.pins.partition_point(|known| known.value <= pin.value);
             self.pins.insert(at, pin);
         }
+    }
+
+    /// The pins of a value.
+    pub fn pins_of(&self, value: ValueId) -> &[Pin] {
+        let range = |edge: fn(ValueId, ValueId) -> bool| self.pins.partition_point(|pin| edge(pin.value, value));
+        &self.pins[range(|pin, value| pin < value)..range(|pin, value| pin <= value)]
+    }
+
+    /// The graph in which every pinned value can be laid out in any way: what is neither elementwise nor a parameter gets
+    /// an op of no effect behind it, where it changes its layout.
+    pub fn with_free_pins(&self) -> Graph {
+        let free = |v: ValueId| self.node(v).op.is_elementwise() || matches!(self.node(v).op, Op::Parameter(_));
+        if self.pins.iter().all(|pin| free(pin.value)) {
+            return self.clone();
+        }
+        let mut to = Graph { name: self.name.clone(), batch: self.batch, ..Default::default() };
+        let mut map = Vec::with_capacity(self.len());
+        for v in self.values() {
+            let mut node = self.node(v).clone();
+            node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
+            let (dtype, batch_dims, name) = (node.ty.dtype, node.batch_dims, node.name.clone());
+            let mut value = to.append(node);
+            if !self.pins_of(v).is_empty() && !free(v) {
+                value = to.emit(Op::Convert(crate::op::Convert { dtype }), &[value]);
+                to.nodes[value.index()].batch_dims = batch_dims;
+                to.nodes[value.index()].name = name;
+            }
+            map.push(value);
+        }
+        to.outputs = self.outputs.iter().map(|o| map[o.index()]).collect();
+        to.take_pins(self, |v| Some(map[v.index()]));
+        to
     }
 
     /// Takes over the pins of a graph whose values are these here; what has no value here loses its pins.

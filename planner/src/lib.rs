@@ -44,7 +44,12 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
         Some(new)
     };
     altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
-    let searched = best_that_fits(request, &freedom, &cost, &layered, progress);
+    let searched = best_that_fits(request, &freedom, &cost, &layered, progress).map_err(|failure| match failure {
+        PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
+            PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
+        }
+        failure => failure,
+    });
     if !request.baselines {
         return searched;
     }

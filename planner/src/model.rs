@@ -114,6 +114,9 @@ impl Layered {
             let crosses = self.users[v.index()].iter().any(|u| u.0 >= end);
             let _ =
                 write!(text, "{:?} {} {} {crosses} {:?}(", node.op, node.ty, node.batch_dims, self.blocks[v.index()]);
+            for pin in self.graph.pins_of(v) {
+                let _ = write!(text, "{:?}{:?}", pin.mesh, pin.dims);
+            }
             for o in &node.operands {
                 let (kind, position) = if let Some(i) = layer.parameters.iter().position(|p| p == o) {
                     ('p', i)
@@ -128,6 +131,11 @@ impl Layered {
                 let _ = write!(text, "{kind}{position}{grad}{} {:?},", self.graph.ty(*o), self.blocks[o.index()]);
             }
             text.push(')');
+        }
+        for (i, &p) in layer.parameters.iter().enumerate() {
+            for pin in self.graph.pins_of(p) {
+                let _ = write!(text, "p{i}{:?}{:?}", pin.mesh, pin.dims);
+            }
         }
         for &v in &layer.entering {
             let passes = self.users[v.index()].iter().any(|u| u.0 >= end);

@@ -82,12 +82,14 @@ pub enum PlanFailure {
     Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
+    #[error("no plan for this cluster and these options lays out values as the model asks for: {}", .pins.join("; "))]
+    Pins { pins: Vec<String> },
 }
 
 impl PlanFailure {
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
-        !matches!(self, PlanFailure::Memory { .. } | PlanFailure::NoCombination)
+        !matches!(self, PlanFailure::Memory { .. } | PlanFailure::NoCombination | PlanFailure::Pins { .. })
     }
 }
 

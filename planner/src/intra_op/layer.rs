@@ -325,7 +325,8 @@ impl Builder<'_, '_, '_> {
                     least = least.min(bytes);
                     let backward_s = if needs_gradient[v.index()] { c.forward_s * wanted as f64 } else { 0.0 };
                     let kept_bytes = if kept { bytes } else { 0.0 };
-                    Terms { forward_s: c.forward_s, backward_s, kept_bytes, ..Terms::default() }
+                    let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
+                    Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
                 })
                 .collect();
             // A forward value, its cotangent and one more of its size are alive at once.
@@ -340,7 +341,12 @@ impl Builder<'_, '_, '_> {
                     Op::Parameter(_) => {
                         if let Entry::Vacant(entry) = variable_of.entry(o) {
                             let layouts = self.spaces.parameter_layouts(graph.ty(o), &blocks[o.index()]);
-                            let terms = layouts.iter().map(|&l| self.parameter_terms(graph.ty(o), l)).collect();
+                            let forbidden = Terms { forward_s: f64::INFINITY, ..Terms::default() };
+                            let terms = layouts.iter().map(|&l| match self.honours_pins(o, l) {
+                                true => self.parameter_terms(graph.ty(o), l),
+                                false => forbidden,
+                            });
+                            let terms = terms.collect();
                             entry.insert(self.add(Variable::Parameter(o, layouts), terms));
                         }
                         uses.entry(o).or_default().push(User::Operand(id, k));
@@ -370,6 +376,11 @@ impl Builder<'_, '_, '_> {
             }
         }
         (main_in.is_some(), main_out.is_some(), transient)
+    }
+
+    /// Whether a value's layout is what the model's author asked for.
+    fn honours_pins(&self, v: ValueId, layout: LayoutId) -> bool {
+        self.model.graph.pins_of(v).iter().all(|pin| pin.allows(self.spaces.layout(layout), self.spaces.mesh()))
     }
 
     /// Once-per-step cost and bytes of a parameter whose compute layout is `layout`.

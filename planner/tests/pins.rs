@@ -1,0 +1,89 @@
+//! What a model says of the layout of its values is done, whatever else would be faster.
+
+use altiplano_cost_models::preset;
+use altiplano_ir::batch::{LossKind, find_batch};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
+use altiplano_ir::op::{DotGeneral, Input, Op, Parameter, Reducer, Unary};
+use altiplano_ir::types::TensorType;
+use altiplano_planner::{PlanFailure, Request, Silent, plan};
+
+/// Two layers of a perceptron; gives the graph, its hidden value and its first weight.
+fn perceptron() -> (Graph, ValueId, ValueId) {
+    let mut graph = Graph::new("perceptron");
+    let ty = |shape: &[u64]| TensorType::new(DType::F32, shape);
+    let x = graph.emit(Op::Input(Input { name: "x".into(), ty: ty(&[64, 256]) }), &[]);
+    let w = graph.emit(Op::Parameter(Parameter { name: "w".into(), ty: ty(&[256, 512]) }), &[]);
+    let u = graph.emit(Op::Parameter(Parameter { name: "u".into(), ty: ty(&[512, 256]) }), &[]);
+    let dot = |lhs: usize, rhs: usize| DotGeneral {
+        lhs_batch: vec![],
+        rhs_batch: vec![],
+        lhs_contract: vec![lhs],
+        rhs_contract: vec![rhs],
+    };
+    let hidden = graph.emit(Op::DotGeneral(dot(1, 0)), &[x, w]);
+    let hidden = graph.unary(Unary::Tanh, hidden);
+    let out = graph.emit(Op::DotGeneral(dot(1, 0)), &[hidden, u]);
+    let square = graph.mul(out, out);
+    let loss = graph.reduce(square, Reducer::Sum, &[0, 1]);
+    graph.outputs = vec![loss];
+    (find_batch(&graph, &[Some(0)]).graph, hidden, w)
+}
+
+fn pin(value: ValueId, dims: &[(&[&str], bool)]) -> Pin {
+    let dim = |(axes, open): &(&[&str], bool)| PinnedDim {
+        axes: axes.iter().map(ToString::to_string).collect(),
+        open: *open,
+    };
+    Pin { value, mesh: vec![("x".into(), 2), ("y".into(), 4)], dims: dims.iter().map(dim).collect() }
+}
+
+fn request(graph: &Graph, pins: &[Pin], devices: u32) -> Request {
+    let mut graph = graph.clone();
+    pins.iter().for_each(|p| graph.pin(p.clone()));
+    let cluster = preset(&format!("local:{devices}")).expect("a preset");
+    let mut request = Request::new("perceptron", graph.with_free_pins(), LossKind::Sum, cluster);
+    request.baselines = false;
+    request
+}
+
+#[test]
+fn pinned_values_are_laid_out_as_asked() {
+    let (graph, hidden, w) = perceptron();
+    let cases: Vec<(Pin, u32)> = vec![
+        (pin(hidden, &[(&["x"], false), (&[], false)]), 2),
+        (pin(hidden, &[(&[], false), (&["x"], false)]), 2),
+        (pin(hidden, &[(&[], false), (&["y"], false)]), 4),
+        (pin(hidden, &[(&["x"], false), (&["y"], false)]), 8),
+        (pin(hidden, &[(&["x"], true), (&[], true)]), 4),
+        (pin(w, &[(&["y"], false), (&[], true)]), 4),
+        (pin(w, &[(&[], false), (&["x", "y"], false)]), 8),
+    ];
+    for (pin, devices) in cases {
+        let mut request = request(&graph, std::slice::from_ref(&pin), devices);
+        request.pp = Some(1);
+        let plan = plan(&request, &Silent).unwrap_or_else(|e| panic!("{pin}: {e}"));
+        let stage = &plan.stages[0];
+        let layout = match &plan.graph.node(pin.value).op {
+            Op::Parameter(p) => stage.parameters[&p.name].parameter.clone(),
+            _ => plan
+                .graph
+                .rule(pin.value)
+                .shardings(&stage.shardings[&pin.value].strategy, &stage.mesh)
+                .result
+                .reduced(),
+        };
+        let shown = layout.display(&stage.mesh).to_string();
+        assert!(pin.allows(&layout, &stage.mesh), "{pin} became {shown} on {}", stage.mesh);
+    }
+}
+
+#[test]
+fn pins_that_no_plan_honours_are_named() {
+    let (graph, hidden, _) = perceptron();
+    let pin = pin(hidden, &[(&["x", "y"], false), (&[], false)]);
+    match plan(&request(&graph, std::slice::from_ref(&pin), 4), &Silent) {
+        Err(PlanFailure::Pins { pins }) => assert_eq!(pins, [pin.to_string()]),
+        other => panic!("{other:?}"),
+    }
+}
