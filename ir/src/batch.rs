@@ -11,6 +11,7 @@ use crate::literal::{Literal, Values};
 use crate::op::{
     ArgSort, Binary, Cumulative, DotGeneral, Op, Operator, ReduceWindow, Reducer, SelectAndScatter, Unary,
 };
+use crate::sample::count_by_sample;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -86,6 +87,7 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
             for (node, dims) in batched.nodes.iter_mut().zip(&scaled) {
                 node.batch_dims = dims.iter().enumerate().filter(|(_, s)| **s).map(|(d, _)| 1 << d).sum();
             }
+            batched = count_by_sample(&batched);
             let loss = normalise(&mut batched);
             // The proof that all of this is consistent is that the graph can be rebuilt at another size.
             match rebatch(&batched, 2 * batch) {
@@ -510,6 +512,7 @@ pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
             }
         }
     }
+    let batched = count_by_sample(&batched);
     let mut marked = batched.clone();
     let loss = normalise(&mut marked);
     rebatch(&batched, second_batch).map_err(|value| SettleError::CannotResize { value })?;

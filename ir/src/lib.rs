@@ -23,6 +23,7 @@ pub mod plan;
 pub mod program;
 pub mod reshard;
 pub mod rule;
+pub mod sample;
 pub mod sharding;
 pub mod shift;
 pub mod simplify;

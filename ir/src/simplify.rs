@@ -7,6 +7,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::Literal;
 use crate::op::{Binary, BroadcastInDim, Op, Reshape, Slice, Threefry, ThreefryWord, Transpose};
+use crate::sample::is_sample_index;
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 
@@ -15,6 +16,8 @@ pub fn simplify(graph: &Graph) -> Graph {
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
     let mut seen: BTreeMap<(String, Vec<ValueId>, u32), ValueId> = BTreeMap::new();
+    // Counts of random bits are made where they are used: they are cheaper than keeping and sending them.
+    let mut is_count: Vec<bool> = Vec::with_capacity(graph.len());
     for v in graph.values() {
         let node = graph.node(v);
         let operands = node.operands.iter().map(|o| map[o.index()]).collect();
@@ -26,8 +29,14 @@ pub fn simplify(graph: &Graph) -> Graph {
                     break match seen.get(&key) {
                         Some(&same) if !node.op.is_leaf() => same,
                         _ => {
+                            let counted = |o: &ValueId| is_count[o.index()] || is_sample_index(&to, *o);
+                            let only = node.operands.iter().all(|o| counted(o) || literal(&to, *o).is_some());
+                            let count = only && node.operands.iter().any(counted);
                             let value = to.append(node);
-                            seen.insert(key, value);
+                            is_count.push(count);
+                            if !count {
+                                seen.insert(key, value);
+                            }
                             value
                         }
                     };

@@ -4,6 +4,7 @@ use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, bound};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
+use altiplano_ir::sample::SAMPLE_INDEX;
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::data::{read_npy, read_safetensors, synthetic};
 use altiplano_runtime::{HostData, HostTensor};
@@ -17,6 +18,8 @@ pub type Batch = BTreeMap<String, HostTensor>;
 pub struct Batches {
     inputs: Vec<InputType>,
     source: Source,
+    /// The number of each sample in the batch, where random bits are counted by it.
+    sample_index: Option<(String, HostTensor)>,
     /// Batches given out.
     taken: u64,
 }
@@ -39,7 +42,7 @@ impl Batches {
     /// One batch over and over: integers that index what the model looks up, normal floats. It is the same for the
     /// same seed whatever the plan, and since it can be learnt by heart, the loss falls where training works.
     pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
-        Batches { inputs: inputs(plan), source: Source::Synthetic { seed }, taken: 0 }
+        Batches { inputs: inputs(plan), source: Source::Synthetic { seed }, sample_index: sample_index(plan), taken: 0 }
     }
 
     /// Batches from a `.safetensors` file that names tensors as the model's inputs (`tokens` or `input/tokens`), or
@@ -75,7 +78,8 @@ impl Batches {
             return Err(problem(DataProblem::TooFewSamples { samples, needed }));
         }
         let samples = samples.map_or(0, |(samples, _)| samples);
-        Ok(Batches { inputs, source: Source::File { file: file.to_path_buf(), tensors, samples }, taken: 0 })
+        let source = Source::File { file: file.to_path_buf(), tensors, samples };
+        Ok(Batches { inputs, source, sample_index: sample_index(plan), taken: 0 })
     }
 
     /// The file that batches are cut from.
@@ -97,8 +101,17 @@ impl Batches {
             };
             (input.name.clone(), tensor)
         };
-        self.inputs.iter().map(tensor).collect()
+        self.inputs.iter().map(tensor).chain(self.sample_index.clone()).collect()
     }
+}
+
+/// The numbers of the samples of a global batch, where a plan's graph asks for them.
+fn sample_index(plan: &Plan) -> Option<(String, HostTensor)> {
+    let (v, name) = plan.graph.inputs().find(|(_, name)| *name == SAMPLE_INDEX)?;
+    let samples = plan.graph.shape(v)[0] * plan.num_microbatches as u64;
+    let numbers: Vec<f64> = (0..samples).map(|i| i as f64).collect();
+    let ty = TensorType::new(plan.graph.ty(v).dtype, [samples]);
+    Some((name.to_string(), HostTensor::from_f64(ty, &numbers)))
 }
 
 /// The inputs of a plan's graph at the global batch.
@@ -113,7 +126,7 @@ fn inputs(plan: &Plan) -> Vec<InputType> {
         let bound = if ty.dtype.is_integer() { bound(&plan.graph, v) } else { None };
         InputType { name: name.to_string(), ty, batch_dim, bound }
     };
-    plan.graph.inputs().map(input).collect()
+    plan.graph.inputs().filter(|(_, name)| *name != SAMPLE_INDEX).map(input).collect()
 }
 
 /// One array of ids serves a model of one input as it is, and one of tokens and labels shifted by one.
