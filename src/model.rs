@@ -379,6 +379,40 @@ fn find_values(graph: &Graph, names: &[String]) -> Result<Vec<ValueId>, Error> {
 mod tests {
     use super::*;
 
+    /// A loop over the rows of `w`, as `lax.scan` over stacked layers is printed.
+    #[test]
+    fn stacked_layers_become_parameters() {
+        let text = r#"func.func @main(%w: tensor<3x4xf32> loc("params['w']"), %x: tensor<2x4xf32> loc("x")) -> tensor<f32> {
+            %zero = stablehlo.constant dense<0> : tensor<i32>
+            %one = stablehlo.constant dense<1> : tensor<i32>
+            %end = stablehlo.constant dense<3> : tensor<i32>
+            %0:2 = stablehlo.while(%i = %zero, %h = %x) : tensor<i32>, tensor<2x4xf32>
+            cond {
+              %1 = stablehlo.compare LT, %i, %end : (tensor<i32>, tensor<i32>) -> tensor<i1>
+              stablehlo.return %1 : tensor<i1>
+            } do {
+              %1 = stablehlo.dynamic_slice %w, %i, %zero, sizes = [1, 4] : (tensor<3x4xf32>, tensor<i32>, tensor<i32>) -> tensor<1x4xf32>
+              %2 = stablehlo.reshape %1 : (tensor<1x4xf32>) -> tensor<4xf32>
+              %3 = stablehlo.broadcast_in_dim %2, dims = [1] : (tensor<4xf32>) -> tensor<2x4xf32>
+              %4 = stablehlo.multiply %h, %3 : tensor<2x4xf32>
+              %5 = stablehlo.add %i, %one : tensor<i32>
+              stablehlo.return %5, %4 : tensor<i32>, tensor<2x4xf32>
+            }
+            %f = stablehlo.constant dense<0.0> : tensor<f32>
+            %6 = stablehlo.reduce(%0#1 init: %f) applies stablehlo.add across dimensions = [0, 1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<f32>
+            return %6 : tensor<f32>
+          }"#;
+        let options = ImportOptions { stop_gradients: vec!["params['w']".into()], ..Default::default() };
+        let model = model_of("stacked.mlir".as_ref(), text.as_bytes(), &options).unwrap();
+        let types: Vec<String> = model.graph.parameters().map(|(v, n)| format!("{n}: {}", model.graph.ty(v))).collect();
+        assert_eq!(types, ["params['w'][0]: f32[4]", "params['w'][1]: f32[4]", "params['w'][2]: f32[4]"]);
+        let names = ["broadcast_in_dim", "multiply", "reduce"];
+        let ops: Vec<&str> = model.graph.nodes.iter().map(|n| n.op.name()).filter(|n| !names.contains(n)).collect();
+        assert_eq!(ops, ["parameter", "parameter", "parameter", "input"]);
+        // The stack's name means all of its rows.
+        assert_eq!(model.stop_gradients.len(), 3);
+    }
+
     #[test]
     fn formats_are_recognised_by_content() {
         let cases: [(&[u8], Format); 14] = [

@@ -18,8 +18,9 @@ use crate::graph::{Graph, Node, Pin, ValueId};
 use crate::op::{Input, Op, ShapeError};
 use crate::types::TensorType;
 
-/// The most ops that a module may have once its calls are inlined and its loops unrolled.
-pub const MAX_OPERATIONS: u64 = 10_000_000;
+/// The most ops that a module may have once its calls are inlined and its loops unrolled: ten times what a training step of
+/// a thousand layers has, and about a gigabyte of nodes.
+pub const MAX_OPERATIONS: u64 = 4_000_000;
 
 /// A graph read from StableHLO.
 #[derive(Debug, Clone, PartialEq)]

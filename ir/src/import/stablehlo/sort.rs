@@ -94,7 +94,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             .filter(|k| reached.contains_key(&arguments[2 * k]) || reached.contains_key(&arguments[2 * k + 1]))
             .collect();
         let mut values: Vec<Vec<f64>> = keys.iter().map(|&k| probes(self.graph.ty(operands[k]).dtype)).collect();
-        let pairs = |values: &[Vec<f64>]| values.iter().map(|v| v.len() * v.len()).product::<usize>();
+        let pairs = |values: &[Vec<f64>]| values.iter().fold(1usize, |n, v| n.saturating_mul(v.len() * v.len()));
         while pairs(&values) > MOST_PROBES {
             let Some(longest) = values.iter_mut().max_by_key(|v| v.len()).filter(|v| v.len() > 2) else {
                 return Ok(None);
