@@ -44,8 +44,19 @@ pub struct Model {
     pub stop_gradients: Vec<ValueId>,
     /// The optimizer of a whole training step, and its learning rate.
     pub optimizer: Option<Fitted>,
+    /// The gradients of a whole training step as it computes them itself.
+    pub given: Option<GivenStep>,
     /// What the reader should know of the import.
     pub warnings: Vec<Warning>,
+}
+
+/// The loss and the gradients of a whole training step, for comparison with a plan's.
+#[derive(Clone, Debug)]
+pub struct GivenStep {
+    /// Its outputs are the loss and a gradient for each of `parameters`.
+    pub graph: Graph,
+    /// Names as the function has them: layers that a loop runs over are stacked in one.
+    pub parameters: Vec<String>,
 }
 
 /// Something odd that does not stop the import.
@@ -111,21 +122,25 @@ struct Traced {
 }
 
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
-fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<TrainingStep>) {
+fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<(TrainingStep, GivenStep)>) {
     let Traced { graph, arguments } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments) };
-    let graph = match &step {
-        Some(step) => step.loss_graph(&graph),
-        None => graph,
-    };
     // Layers that a loop ran over are planned like layers that were written out.
-    (unstack(&graph), step)
+    let Some(step) = step else { return (unstack(&graph), None) };
+    let name = |v: ValueId| match &graph.node(v).op {
+        Op::Input(input) => input.name.clone(),
+        Op::Parameter(parameter) => parameter.name.clone(),
+        _ => String::new(),
+    };
+    let parameters = step.parameters.iter().map(|p| name(p.parameter)).collect();
+    let given = GivenStep { graph: step.gradient_graph(&graph), parameters };
+    (unstack(&step.loss_graph(&graph)), Some((step, given)))
 }
 
 fn load(
     file: &Path,
-    (traced, step): (Graph, Option<TrainingStep>),
+    (traced, step): (Graph, Option<(TrainingStep, GivenStep)>),
     options: &ImportOptions,
     all_results: bool,
 ) -> Result<Model, Error> {
@@ -150,8 +165,9 @@ fn load(
     }
     let graph = simplify(&graph).with_free_pins();
     let mut warnings: Vec<Warning> = Vec::new();
-    let optimizer = step.as_ref().and_then(|s| s.optimizer);
-    warnings.extend(step.map(|s| Warning::TrainingStep { parameters: s.parameters.len(), optimizer }));
+    let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
+    let given = step.map(|(_, given)| given);
+    warnings.extend(given.iter().map(|g| Warning::TrainingStep { parameters: g.parameters.len(), optimizer }));
     warnings.extend((results > 1 && !all_results).then_some(Warning::OtherResults(results)));
     warnings.extend(doubt.clone().map(Warning::Batch));
     warnings.extend((loss == LossKind::Other && doubt.is_none()).then_some(Warning::LossKind));
@@ -162,6 +178,7 @@ fn load(
         loss,
         doubt,
         optimizer,
+        given,
         warnings,
     })
 }

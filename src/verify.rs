@@ -2,13 +2,16 @@
 //! weights and batch, compared in loss, gradients and updated weights; and with values that another framework recorded.
 
 use crate::error::{DataProblem, Error};
+use crate::model::GivenStep;
 use crate::training::{Batch, Batches, Training, scalars, session, weights, weights_of};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::types::TensorType;
+use altiplano_ir::unstack::row_name;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent};
-use altiplano_runtime::HostTensor;
 use altiplano_runtime::data::{read_safetensors, tensor_named};
+use altiplano_runtime::{HostTensor, evaluate};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -90,6 +93,8 @@ pub struct Verified {
     pub loss: f64,
     pub one_device: Vec<Comparison>,
     pub expected: Vec<Comparison>,
+    /// With the gradients that a whole training step computes itself.
+    pub given: Vec<Comparison>,
     /// Every gradient is zero, on the plan's devices and on one, so that their agreement says little.
     pub no_gradient: bool,
 }
@@ -97,17 +102,19 @@ pub struct Verified {
 impl Verified {
     /// The worst of what does not agree.
     pub fn failure(&self) -> Option<&Comparison> {
-        let all = self.one_device.iter().chain(&self.expected).filter(|c| c.fails());
+        let all = self.one_device.iter().chain(&self.expected).chain(&self.given).filter(|c| c.fails());
         all.max_by(|a, b| a.worst.severity.abs().total_cmp(&b.worst.severity.abs()))
     }
 }
 
 /// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
-/// gradients as `grad/NAME`; without it weights and batch are as for training.
+/// gradients as `grad/NAME`; without it weights and batch are as for training. `given` is the step that the model was, where
+/// it was one, and the plan's batch is the traced one.
 pub fn verify(
     plan: &Plan,
     training: &Training,
     expect: Option<&Path>,
+    given: Option<&GivenStep>,
     progress: &dyn Progress,
 ) -> Result<Verified, Error> {
     progress.step("the plan's devices", 0, 2);
@@ -138,9 +145,16 @@ pub fn verify(
         tolerance.tensors(Quantity::Gradient, &ours.gradients, &single.gradients),
         tolerance.weights(&ours, &single),
     ];
+    let given = match given.filter(|g| is_traced_batch(g, &batch)) {
+        None => Vec::new(),
+        Some(given) => {
+            let (loss, gradients) = given_values(given, &weights, &batch)?;
+            vec![tolerance.loss(ours.loss, loss), tolerance.tensors(Quantity::Gradient, &ours.gradients, &gradients)]
+        }
+    };
     let zero = |o: &Outcome| o.gradients.values().flatten().all(|&g| g == 0.0);
     let no_gradient = zero(&ours) && zero(&single);
-    Ok(Verified { loss: ours.loss, one_device, expected, no_gradient })
+    Ok(Verified { loss: ours.loss, one_device, expected, given, no_gradient })
 }
 
 /// The same training on one device with memory enough. A mean or a sum over samples takes the whole batch at once there,
@@ -190,6 +204,60 @@ fn outcome(
         updated.insert(name.clone(), session.parameter(name)?.to_f64());
     }
     Ok(Outcome { loss, gradients, weights: updated })
+}
+
+/// Whether a batch has the sizes that a whole training step was traced at.
+fn is_traced_batch(given: &GivenStep, batch: &Batch) -> bool {
+    given.graph.inputs().all(|(v, name)| batch.get(name).is_some_and(|t| t.ty.shape == given.graph.shape(v)))
+}
+
+/// Loss and gradients as a whole training step computes them, on one device, under the names of a plan's parameters.
+fn given_values(
+    given: &GivenStep,
+    weights: &BTreeMap<String, HostTensor>,
+    batch: &Batch,
+) -> Result<(f64, BTreeMap<String, Vec<f64>>), Error> {
+    let mut leaves: BTreeMap<String, HostTensor> = batch.clone();
+    // The rows of the parameters that the plan has one by one.
+    let mut rows: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for name in &given.parameters {
+        let tensor = stacked(weights, name, rows.entry(name).or_default());
+        leaves.extend(tensor.map(|t| (name.clone(), t)));
+    }
+    let mut results = evaluate(&given.graph, &leaves)?.into_iter();
+    let loss = results.next().and_then(|t| t.to_f64().first().copied()).unwrap_or(f64::NAN);
+    let mut gradients = BTreeMap::new();
+    for (name, gradient) in given.parameters.iter().zip(results) {
+        let names = &rows[name.as_str()];
+        let values = gradient.to_f64();
+        for (row, part) in names.iter().zip(values.chunks((values.len() / names.len().max(1)).max(1))) {
+            gradients.insert(row.clone(), part.to_vec());
+        }
+    }
+    Ok((loss, gradients))
+}
+
+/// A parameter, or the stack of its rows, and the rows of stacks in it; `names` collects what it is made of.
+fn stacked(weights: &BTreeMap<String, HostTensor>, name: &str, names: &mut Vec<String>) -> Option<HostTensor> {
+    if let Some(tensor) = weights.get(name) {
+        names.push(name.to_string());
+        return Some(tensor.clone());
+    }
+    let prefix = format!("{name}[");
+    if !weights.keys().any(|k| k.starts_with(&prefix)) {
+        return None;
+    }
+    let mut all: Vec<f64> = Vec::new();
+    let mut ty: Option<TensorType> = None;
+    let mut count = 0;
+    while let Some(row) = stacked(weights, &row_name(name, count), names) {
+        all.extend(row.to_f64());
+        ty = Some(row.ty);
+        count += 1;
+    }
+    let row = ty?;
+    let shape: Vec<u64> = [&[count], row.shape.as_slice()].concat();
+    Some(HostTensor::from_f64(row.with_shape(shape), &all))
 }
 
 /// The batch in a file of recorded values, which must be exactly the plan's.
@@ -245,7 +313,8 @@ const TINY_NORM: f64 = 1e-6;
 const TINY_DIFFERENCE: f64 = 1e-7;
 
 impl Tolerance {
-    /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for.
+    /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for: JAX's own gradients
+    /// of a small attention in bf16 are up to 13 units off those in f32, and both sides of a comparison may be.
     fn of(plan: &Plan) -> Tolerance {
         let unit = |dtype: DType| match dtype.float_format() {
             Some(format) if dtype.is_half() => 0.5f64.powi(format.mantissa_bits as i32 + 1),
@@ -255,7 +324,7 @@ impl Tolerance {
         let varies = plan.graph.depends_on(|v| plan.graph.node(v).op.is_leaf());
         let computed = plan.graph.values().filter(|v| varies[v.index()]);
         let unit = computed.map(|v| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
-        Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
+        Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (32.0 * unit).max(1e-4) }
     }
 
     fn loss(&self, ours: f64, reference: f64) -> Comparison {

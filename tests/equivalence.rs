@@ -72,7 +72,7 @@ fn a_loss_that_is_not_what_the_plan_calls_it_is_caught() {
     let training = altiplano::training::Training { steps: 1, learning_rate: 1e-3, ..Default::default() };
     for (loss, agrees) in [(LossKind::Mean, true), (LossKind::Sum, false)] {
         plan.loss = loss;
-        let verified = altiplano::verify::verify(&plan, &training, None, &Silent).expect("both run");
+        let verified = altiplano::verify::verify(&plan, &training, None, None, &Silent).expect("both run");
         assert_eq!(verified.failure().is_none(), agrees, "{verified:?}");
     }
 }

@@ -84,8 +84,18 @@ pub fn recognise(graph: &Graph, arguments: &[ValueId]) -> Option<TrainingStep> {
 impl TrainingStep {
     /// The loss alone, with what is trained as parameters; what only gradients and updates need is left out.
     pub fn loss_graph(&self, graph: &Graph) -> Graph {
+        self.part(graph, &[self.loss])
+    }
+
+    /// The loss and the gradients as the step computes them, one for each of `self.parameters`.
+    pub fn gradient_graph(&self, graph: &Graph) -> Graph {
+        let gradients = self.parameters.iter().map(|p| p.gradient);
+        self.part(graph, &[self.loss].into_iter().chain(gradients).collect::<Vec<_>>())
+    }
+
+    fn part(&self, graph: &Graph, outputs: &[ValueId]) -> Graph {
         let mut needed = vec![false; graph.len()];
-        needed[self.loss.index()] = true;
+        outputs.iter().for_each(|o| needed[o.index()] = true);
         for v in graph.values().rev() {
             if needed[v.index()] {
                 graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
@@ -93,7 +103,7 @@ impl TrainingStep {
         }
         let trained: BTreeSet<ValueId> = self.parameters.iter().map(|p| p.parameter).collect();
         let mut map = vec![ValueId(u32::MAX); graph.len()];
-        let mut loss = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
+        let mut part = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
         for v in graph.values().filter(|v| needed[v.index()]) {
             let mut node = graph.node(v).clone();
             node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
@@ -101,11 +111,11 @@ impl TrainingStep {
                 Op::Input(Input { name, ty }) if trained.contains(&v) => Op::Parameter(Parameter { name, ty }),
                 op => op,
             };
-            map[v.index()] = loss.append(node);
+            map[v.index()] = part.append(node);
         }
-        loss.outputs = vec![map[self.loss.index()]];
-        loss.take_pins(graph, |v| needed[v.index()].then(|| map[v.index()]));
-        loss
+        part.outputs = outputs.iter().map(|o| map[o.index()]).collect();
+        part.take_pins(graph, |v| needed[v.index()].then(|| map[v.index()]));
+        part
     }
 }
 

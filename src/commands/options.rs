@@ -7,7 +7,7 @@ use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::planner::Request;
 use altiplano::training::Training;
-use altiplano::{Error, Format, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
+use altiplano::{Error, Format, GivenStep, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -136,11 +136,16 @@ enum OptimizerName {
 impl PlanOptions {
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
-        self.request_of(model, &read_bytes(model)?, options)
+        Ok(self.request_of(model, &read_bytes(model)?, options)?.0)
     }
 
     /// [`Self::request`] of a model file that was read already.
-    fn request_of(&self, model: &Path, bytes: &[u8], options: &ModelOptions) -> Result<Request, Error> {
+    fn request_of(
+        &self,
+        model: &Path,
+        bytes: &[u8],
+        options: &ModelOptions,
+    ) -> Result<(Request, Option<GivenStep>), Error> {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         let model = model_of(model, bytes, &options.import())?;
         warn(&model);
@@ -164,7 +169,7 @@ impl PlanOptions {
             None => request.optimizer,
         };
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
-        Ok(request)
+        Ok((request, model.given))
     }
 }
 
@@ -183,6 +188,11 @@ pub struct PlanOrModel {
 impl PlanOrModel {
     /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
     pub fn plan(&self) -> Result<Plan, Error> {
+        Ok(self.plan_and_step()?.0)
+    }
+
+    /// [`Self::plan`], and what a model that is a whole training step computes itself.
+    pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
             let fixed = self.model != ModelOptions::default() || self.plan != PlanOptions::default();
@@ -192,12 +202,12 @@ impl PlanOrModel {
                     problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
                 });
             }
-            return plan_of(&self.file, &bytes);
+            return Ok((plan_of(&self.file, &bytes)?, None));
         }
-        let mut request = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        let (mut request, given) = self.plan.request_of(&self.file, &bytes, &self.model)?;
         request.baselines = false;
         let bar = Bar::new();
-        Ok(altiplano::plan(&request, &bar)?)
+        Ok((altiplano::plan(&request, &bar)?, given))
     }
 }
 

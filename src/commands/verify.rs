@@ -22,16 +22,19 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
-        let plan = self.plan.plan()?;
+        let (plan, given) = self.plan.plan_and_step()?;
         let training = self.start.training(1);
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
-        let verified = verify(&plan, &training, self.expect.as_deref(), &bar)?;
+        let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;
         drop(bar);
         say(format!("loss {:.6}", verified.loss))?;
         say(table("one device", &verified.one_device))?;
         if let Some(file) = &self.expect {
             say(table(&file.display().to_string(), &verified.expected))?;
+        }
+        if !verified.given.is_empty() {
+            say(table("the step's own gradients", &verified.given))?;
         }
         if verified.no_gradient {
             eprintln!("warning: all gradients are zero, in the plan and on one device: that they agree says little");
