@@ -166,11 +166,29 @@ impl DType {
     pub fn wrap(self, value: f64) -> f64 {
         match self {
             DType::I64 => value as i64 as f64,
+            // The greatest `u64` is 2^64 in an `f64`, one too many: positive numbers end there and do not wrap.
+            DType::U64 if value > 0.0 => value as u64 as f64,
             DType::U64 => value as i128 as u64 as f64,
             DType::Bool => (value != 0.0) as u8 as f64,
             _ if self.is_float() => value,
             _ => self.from_bits(value as i64 as u64),
         }
+    }
+
+    /// The integer that an element of an integer type stands for. The greatest `u64` is 2^64 in an `f64`, one too many.
+    pub fn to_integer(self, value: f64) -> i128 {
+        if self == DType::U64 { i128::from(value as u64) } else { i128::from(value as i64) }
+    }
+
+    /// The integer of this type that has the lowest bits of `value`: two's complement arithmetic in full width.
+    pub fn narrow_integer(self, value: i128) -> i128 {
+        let unused = 128 - self.width();
+        if self.is_signed_integer() { value << unused >> unused } else { ((value as u128) << unused >> unused) as i128 }
+    }
+
+    /// [`DType::narrow_integer`] as an element: exact up to 2^53.
+    pub fn wrap_integer(self, value: i128) -> f64 {
+        self.narrow_integer(value) as f64
     }
 
     /// The number of this type that stands for `value`: floats are rounded, integers wrap.

@@ -3,6 +3,7 @@
 //! Both gradients are convolutions again (a transposed one for the operand, one whose window is the cotangent for the
 //! kernel), so training needs this op alone. A split spatial dimension exchanges edges with the neighbours.
 
+use super::elementwise::sum_of_products;
 use super::window::{WindowDim, window_factors};
 use super::*;
 use crate::rule::{FactorKind, Window};
@@ -267,20 +268,20 @@ impl Operator for Convolution {
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let (lhs, rhs) = (operands[0], operands[1]);
-        let (times, plus, dtype) = (Binary::Multiply, Binary::Add, result.dtype);
         let inputs = rhs.shape()[self.rhs.input];
         let groups = self.feature_groups.max(self.batch_groups);
         let outputs = rhs.shape()[self.rhs.output] / groups;
         let batch = result.shape[self.result.batch];
         let window: Vec<u64> = self.window.iter().map(|w| w.size).collect();
         let (mut from, mut with) = (vec![0; lhs.ty.rank()], vec![0; rhs.ty.rank()]);
+        let mut pairs = Vec::new();
         Tensor::from_fn(result.clone(), |to| {
             let output = to[self.result.feature];
             let group = output / outputs.max(1);
             with[self.rhs.output] = output;
             from[self.lhs.batch] = to[self.result.batch] + if self.batch_groups > 1 { group * batch } else { 0 };
             let first = if self.feature_groups > 1 { group * inputs } else { 0 };
-            let mut sum = 0.0;
+            pairs.clear();
             for_each_index(&window, |k| {
                 for (i, w) in self.window.iter().enumerate() {
                     let n = lhs.shape()[self.lhs.spatial[i]];
@@ -293,10 +294,10 @@ impl Operator for Convolution {
                 for input in 0..inputs {
                     from[self.lhs.feature] = first + input;
                     with[self.rhs.input] = input;
-                    sum = plus.apply(sum, times.apply(lhs.at(&from), rhs.at(&with), dtype), dtype);
+                    pairs.push((lhs.at(&from), rhs.at(&with)));
                 }
             });
-            sum
+            sum_of_products(pairs.iter().copied(), result.dtype)
         })
     }
 

@@ -1,5 +1,7 @@
 //! Cumulative: running sums, products and extrema along a dimension.
 
+use super::elementwise::Running;
+use super::product::Factors;
 use super::*;
 
 /// Element `i` of the result combines elements `0..=i` of the operand along `dim`, or with `reverse` elements `i..`.
@@ -31,7 +33,7 @@ impl Operator for Cumulative {
     }
 
     /// The cotangent of a running extremum goes to the element that it was taken from, of equal ones the latest. That
-    /// of a running product divides by the element, as that of a product does.
+    /// of a running product is divided by the element, or where that is zero the products of the others are taken.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let (x, y, g) = (cx.operands[0], cx.result, cx.cotangent);
         let graph = &mut *cx.graph;
@@ -40,9 +42,11 @@ impl Operator for Cumulative {
             _ if graph.ty(x).elements() == 0 => g,
             Reducer::Sum => graph.emit(back, &[g]),
             Reducer::Product => {
-                let scaled = graph.mul(g, y);
-                let total = graph.emit(back, &[scaled]);
-                graph.div(total, x)
+                let factors = Factors::new(graph, x);
+                let products = graph.emit(Op::Cumulative(*self), &[factors.others]);
+                let sum = Op::Cumulative(Cumulative { reducer: Reducer::Sum, ..*self });
+                let zeros = graph.emit(sum, &[factors.zeros]);
+                factors.cotangent(graph, g, products, zeros, |graph, g| graph.emit(back.clone(), &[g]))
             }
             Reducer::Max | Reducer::Min => {
                 let taken = self.taken_from(graph, x, y);
@@ -65,15 +69,16 @@ impl Operator for Cumulative {
     }
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
-        let combine = self.reducer.combine();
         let mut all = operands[0].clone();
         for_each_line(&result.shape, self.dim, |line| {
-            let mut step = |from: usize, to: usize| {
-                all.data[to] = combine.apply(all.data[from], all.data[to], result.dtype);
+            let mut running = Running::new(self.reducer, result.dtype);
+            let mut step = |&at: &usize| {
+                running.add(all.data[at]);
+                all.data[at] = running.value();
             };
             match self.reverse {
-                false => line.windows(2).for_each(|w| step(w[0], w[1])),
-                true => line.windows(2).rev().for_each(|w| step(w[1], w[0])),
+                false => line.iter().for_each(&mut step),
+                true => line.iter().rev().for_each(&mut step),
             }
         });
         all

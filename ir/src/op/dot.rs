@@ -1,5 +1,6 @@
 //! General dot product: batched contraction of two tensors, which is every matmul and most einsums.
 
+use super::elementwise::sum_of_products;
 use super::*;
 use crate::rule::FactorKind;
 use crate::tensor::for_each_index;
@@ -150,10 +151,8 @@ impl Operator for DotGeneral {
             };
             let l = (at(b, &self.lhs_batch, &left) + at(i, &lhs_free, &left)) as usize;
             let r = (at(b, &self.rhs_batch, &right) + at(j, &rhs_free, &right)) as usize;
-            let (times, plus, dtype) = (Binary::Multiply, Binary::Add, result.dtype);
-            terms.iter().fold(0.0, |sum, &(dl, dr)| {
-                plus.apply(sum, times.apply(lhs.data[l + dl], rhs.data[r + dr], dtype), dtype)
-            })
+            let pairs = terms.iter().map(|&(dl, dr)| (lhs.data[l + dl], rhs.data[r + dr]));
+            sum_of_products(pairs, result.dtype)
         })
     }
 

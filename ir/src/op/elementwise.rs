@@ -148,6 +148,7 @@ impl Unary {
     /// The function in exact arithmetic. `dtype` is the operand's: `not` depends on it.
     pub fn apply(self, x: f64, dtype: DType) -> f64 {
         match self {
+            Unary::Negate if dtype.is_integer() => dtype.wrap_integer(-dtype.to_integer(x)),
             Unary::Negate => -x,
             Unary::Exponential => x.exp(),
             Unary::ExponentialMinusOne => x.exp_m1(),
@@ -163,6 +164,7 @@ impl Unary {
             Unary::Tan => x.tan(),
             Unary::Erf => libm::erf(x),
             Unary::Erfc => libm::erfc(x),
+            Unary::Abs if dtype.is_integer() => dtype.wrap_integer(dtype.to_integer(x).abs()),
             Unary::Abs => x.abs(),
             Unary::Sign if x == 0.0 || x.is_nan() => x,
             Unary::Sign => x.signum(),
@@ -171,10 +173,12 @@ impl Unary {
             Unary::RoundNearestEven => x.round_ties_even(),
             Unary::RoundNearestAfz => x.round(),
             Unary::Not if dtype == DType::Bool => (x == 0.0) as u8 as f64,
-            Unary::Not => dtype.wrap_i128(!dtype.bits(x)),
+            Unary::Not => dtype.wrap_integer(!dtype.to_integer(x)),
             Unary::IsFinite => x.is_finite() as u8 as f64,
-            Unary::PopulationCount => f64::from(dtype.to_bits(x).count_ones()),
-            Unary::CountLeadingZeros => f64::from(dtype.to_bits(x).leading_zeros() + dtype.width() - 64),
+            Unary::PopulationCount => dtype.wrap_integer(dtype.to_bits(x).count_ones().into()),
+            Unary::CountLeadingZeros => {
+                dtype.wrap_integer((dtype.to_bits(x).leading_zeros() + dtype.width() - 64).into())
+            }
         }
     }
 }
@@ -223,27 +227,6 @@ impl Binary {
     pub fn apply(self, a: f64, b: f64, dtype: DType) -> f64 {
         let logical = dtype == DType::Bool;
         match self {
-            Binary::Add if logical => (a != 0.0 || b != 0.0) as u8 as f64,
-            Binary::Multiply if logical => (a != 0.0 && b != 0.0) as u8 as f64,
-            Binary::Add => dtype.wrap(a + b),
-            Binary::Subtract => dtype.wrap(a - b),
-            Binary::Multiply if dtype.is_integer() => dtype.wrap_i128(a as i128 * b as i128),
-            Binary::Multiply => a * b,
-            Binary::Divide if dtype.is_integer() && b == 0.0 => dtype.wrap(-1.0),
-            Binary::Divide if dtype.is_integer() => dtype.wrap((a / b).trunc()),
-            Binary::Divide => a / b,
-            Binary::Maximum if a.is_nan() || b.is_nan() => f64::NAN,
-            Binary::Maximum => a.max(b),
-            Binary::Minimum if a.is_nan() || b.is_nan() => f64::NAN,
-            Binary::Minimum => a.min(b),
-            Binary::Power if dtype.is_integer() => dtype.power(a, b),
-            Binary::Power => a.powf(b),
-            Binary::Remainder if dtype.is_integer() && b == 0.0 => a,
-            Binary::Remainder => a % b,
-            Binary::Atan2 => a.atan2(b),
-            Binary::And => dtype.wrap_i128(dtype.bits(a) & dtype.bits(b)),
-            Binary::Or => dtype.wrap_i128(dtype.bits(a) | dtype.bits(b)),
-            Binary::Xor => dtype.wrap_i128(dtype.bits(a) ^ dtype.bits(b)),
             Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => {
                 let (bits, by, width) = (dtype.to_bits(a), dtype.to_bits(b), dtype.width());
                 let unused = 64 - width;
@@ -256,44 +239,103 @@ impl Binary {
                     _ => bits >> by,
                 })
             }
+            _ if dtype.is_integer() => dtype.wrap_integer(self.on_integers(dtype.to_integer(a), dtype.to_integer(b))),
+            Binary::Add | Binary::Or if logical => (a != 0.0 || b != 0.0) as u8 as f64,
+            Binary::Multiply | Binary::And if logical => (a != 0.0 && b != 0.0) as u8 as f64,
+            Binary::Xor if logical => (a != b) as u8 as f64,
+            Binary::Add => a + b,
+            Binary::Subtract => a - b,
+            Binary::Multiply => a * b,
+            Binary::Divide => a / b,
+            Binary::Maximum if a.is_nan() || b.is_nan() => f64::NAN,
+            Binary::Maximum => a.max(b),
+            Binary::Minimum if a.is_nan() || b.is_nan() => f64::NAN,
+            Binary::Minimum => a.min(b),
+            Binary::Power => a.powf(b),
+            Binary::Remainder => a % b,
+            Binary::Atan2 => a.atan2(b),
+            // Bits of floats are not defined, which shape inference refuses.
+            Binary::And | Binary::Or | Binary::Xor => f64::NAN,
+        }
+    }
+
+    /// The function on the integers that two elements of an integer type stand for, before the result is wrapped.
+    fn on_integers(self, a: i128, b: i128) -> i128 {
+        match self {
+            Binary::Add => a.wrapping_add(b),
+            Binary::Subtract => a.wrapping_sub(b),
+            Binary::Multiply => a.wrapping_mul(b),
+            Binary::Divide => a.checked_div(b).unwrap_or(-1),
+            Binary::Remainder => a.checked_rem(b).unwrap_or(a),
+            Binary::Maximum => a.max(b),
+            Binary::Minimum => a.min(b),
+            Binary::Power => power(a, b),
+            Binary::And => a & b,
+            Binary::Or => a | b,
+            Binary::Xor => a ^ b,
+            // Not defined on integers, or on their bits only, which `apply` does.
+            Binary::Atan2 | Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => 0,
         }
     }
 }
 
-impl DType {
-    /// The integer that an element stands for. All ones of `u64` are 2^64 in an `f64`, one too many.
-    fn bits(self, value: f64) -> i128 {
-        if self == DType::U64 { value as u64 as i128 } else { value as i128 }
+/// Integer power by squaring, modulo the type's range. A negative exponent truncates the reciprocal.
+fn power(base: i128, exponent: i128) -> i128 {
+    if exponent < 0 {
+        return match base {
+            1 => 1,
+            -1 if exponent % 2 == 0 => 1,
+            -1 => -1,
+            _ => 0,
+        };
+    }
+    let (mut power, mut square, mut left) = (1i128, base, exponent);
+    while left > 0 {
+        if left % 2 == 1 {
+            power = power.wrapping_mul(square);
+        }
+        square = square.wrapping_mul(square);
+        left /= 2;
+    }
+    power
+}
+
+/// A sum of products: of integers exact until it is wrapped, of booleans whether any pair is true.
+pub(super) fn sum_of_products(pairs: impl Iterator<Item = (f64, f64)>, dtype: DType) -> f64 {
+    if dtype.is_integer() {
+        let product = |(a, b)| dtype.to_integer(a).wrapping_mul(dtype.to_integer(b));
+        return dtype.wrap_integer(pairs.map(product).fold(0, i128::wrapping_add));
+    }
+    let product = |(a, b)| Binary::Multiply.apply(a, b, dtype);
+    pairs.map(product).fold(0.0, |sum, x| Binary::Add.apply(sum, x, dtype))
+}
+
+/// A reduction in progress. Integers keep all their bits, so that only the final value is rounded to an `f64`.
+#[derive(Clone, Copy)]
+pub(super) struct Running {
+    op: Binary,
+    dtype: DType,
+    real: f64,
+    integer: i128,
+}
+
+impl Running {
+    pub fn new(reducer: Reducer, dtype: DType) -> Running {
+        let neutral = reducer.neutral(dtype);
+        Running { op: reducer.combine(), dtype, real: neutral, integer: dtype.to_integer(neutral) }
     }
 
-    /// Integer power by squaring, modulo the type's range. A negative exponent truncates the reciprocal.
-    fn power(self, base: f64, exponent: f64) -> f64 {
-        let (mut square, mut left) = (self.bits(base), self.bits(exponent));
-        if left < 0 {
-            return match square {
-                1 => 1.0,
-                -1 if left % 2 == 0 => 1.0,
-                -1 => -1.0,
-                _ => 0.0,
-            };
+    pub fn add(&mut self, x: f64) {
+        if self.dtype.is_integer() {
+            let wide = self.op.on_integers(self.integer, self.dtype.to_integer(x));
+            self.integer = self.dtype.narrow_integer(wide);
+        } else {
+            self.real = self.op.apply(self.real, x, self.dtype);
         }
-        let mut power = 1i128;
-        while left > 0 {
-            if left % 2 == 1 {
-                power = self.bits(self.wrap_i128(power.wrapping_mul(square)));
-            }
-            square = self.bits(self.wrap_i128(square.wrapping_mul(square)));
-            left /= 2;
-        }
-        self.wrap_i128(power)
     }
 
-    fn wrap_i128(self, value: i128) -> f64 {
-        match self {
-            DType::I64 => value as i64 as f64,
-            DType::U64 => value as u64 as f64,
-            _ => self.wrap(value as i64 as f64),
-        }
+    pub fn value(&self) -> f64 {
+        if self.dtype.is_integer() { self.dtype.wrap_integer(self.integer) } else { self.real }
     }
 }
 
@@ -436,7 +478,7 @@ impl Operator for Unary {
     }
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let dtype = operands[0].ty.dtype;
-        Tensor::new(result.clone(), operands[0].data.iter().map(|&x| dtype.wrap(self.apply(x, dtype))).collect())
+        Tensor::new(result.clone(), operands[0].data.iter().map(|&x| self.apply(x, dtype)).collect())
     }
 }
 

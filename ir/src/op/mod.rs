@@ -13,6 +13,7 @@ mod elementwise;
 mod gather;
 mod leaf;
 mod pad;
+mod product;
 mod reduce;
 mod reduce_window;
 mod reshape;

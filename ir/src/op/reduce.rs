@@ -1,5 +1,7 @@
 //! Reduce: combines all elements along some dimensions.
 
+use super::elementwise::Running;
+use super::product::products_of_others;
 use super::*;
 use crate::rule::FactorKind;
 
@@ -119,11 +121,7 @@ impl Operator for Reduce {
         let spread = |graph: &mut Graph, v: ValueId| graph.broadcast(v, &shape, &kept);
         let dx = match self.reducer {
             Reducer::Sum => spread(cx.graph, cx.cotangent),
-            Reducer::Product => {
-                let scaled = cx.graph.mul(cx.cotangent, cx.result);
-                let scaled = spread(cx.graph, scaled);
-                cx.graph.div(scaled, x)
-            }
+            Reducer::Product => products_of_others(cx.graph, x, cx.cotangent, &self.dims),
             // Equal extrema share the cotangent, as in JAX.
             Reducer::Max | Reducer::Min => {
                 let extremum = spread(cx.graph, cx.result);
@@ -141,18 +139,14 @@ impl Operator for Reduce {
     }
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
-        let combine = self.reducer.combine();
         let kept = self.kept(operands[0].ty.rank());
-        let mut reduced = Tensor::splat(result.clone(), self.reducer.neutral(result.dtype));
-        let mut target = vec![0; kept.len()];
+        let mut running = vec![Running::new(self.reducer, result.dtype); result.elements() as usize];
+        let strides = crate::types::strides(&result.shape);
         crate::tensor::for_each_index(operands[0].shape(), |index| {
-            for (t, &d) in target.iter_mut().zip(&kept) {
-                *t = index[d];
-            }
-            let at = reduced.offset(&target);
-            reduced.data[at] = combine.apply(reduced.data[at], operands[0].at(index), result.dtype);
+            let at: u64 = kept.iter().zip(&strides).map(|(&d, stride)| index[d] * stride).sum();
+            running[at as usize].add(operands[0].at(index));
         });
-        reduced
+        Tensor::new(result.clone(), running.iter().map(Running::value).collect())
     }
 
     fn flop(&self, operands: &[&TensorType], _: &TensorType) -> u64 {

@@ -1,5 +1,7 @@
 //! Pooling: reductions over windows, and the op that carries a maximum's cotangent back to where it was.
 
+use super::elementwise::Running;
+use super::product::Factors;
 use super::window::{WindowDim, window_factors};
 use super::*;
 use crate::rule::FactorKind;
@@ -124,9 +126,11 @@ impl Operator for ReduceWindow {
         let dx = match self.reducer {
             Reducer::Sum => spread(cx.graph, g),
             Reducer::Product => {
-                let scaled = cx.graph.mul(g, cx.result);
-                let scaled = spread(cx.graph, scaled);
-                cx.graph.div(scaled, x)
+                let factors = Factors::new(cx.graph, x);
+                let products = cx.graph.emit(Op::ReduceWindow(self.clone()), &[factors.others]);
+                let sum = ReduceWindow { reducer: Reducer::Sum, window: self.window.clone() };
+                let zeros = cx.graph.emit(Op::ReduceWindow(sum), &[factors.zeros]);
+                factors.cotangent(cx.graph, g, products, zeros, spread)
             }
             Reducer::Max | Reducer::Min => {
                 let select = if self.reducer == Reducer::Max { Extremum::Max } else { Extremum::Min };
@@ -140,17 +144,16 @@ impl Operator for ReduceWindow {
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let x = operands[0];
-        let combine = self.reducer.combine();
         let sizes: Vec<u64> = self.window.iter().map(|w| w.size).collect();
         let mut from = vec![0; x.ty.rank()];
         Tensor::from_fn(result.clone(), |to| {
-            let mut value = self.reducer.neutral(result.dtype);
+            let mut running = Running::new(self.reducer, result.dtype);
             for_each_index(&sizes, |k| {
                 if source(&self.window, to, k, x.shape(), &mut from) {
-                    value = combine.apply(value, x.at(&from), result.dtype);
+                    running.add(x.at(&from));
                 }
             });
-            value
+            running.value()
         })
     }
 

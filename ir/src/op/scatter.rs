@@ -3,6 +3,7 @@
 //! Adding is not among the ways to combine: that is the tensor plus a [`ScatterAdd`], which starts from zeros and so
 //! may be a partial sum.
 
+use super::product::Factors;
 use super::*;
 use crate::rule::FactorKind;
 
@@ -124,7 +125,7 @@ impl Operator for Scatter {
     }
 
     /// An update that is dropped, or replaced by a later one, has no part in the result and gets zero. Equal extrema
-    /// share the cotangent, as in JAX; the cotangents of a product divide by an update, as those of a product do.
+    /// share the cotangent, as in JAX; that of a factor is divided by it, or where it is zero the product of the others is taken.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let [x, indices, updates] = [0, 1, 2].map(|i| cx.operands[i]);
         let (y, g, wanted) = (cx.result, cx.cotangent, cx.wanted);
@@ -150,9 +151,13 @@ impl Operator for Scatter {
                     graph.mul(g, factors)
                 });
                 let du = wanted[2].then(|| {
-                    let scaled = graph.mul(g, y);
-                    let there = self.gather(graph, scaled, indices);
-                    graph.div(there, updates)
+                    let (operand, factors) = (Factors::new(graph, x), Factors::new(graph, updates));
+                    let scatter = Op::Scatter(self.clone());
+                    let products = graph.emit(scatter, &[operand.others, indices, factors.others]);
+                    let add = ScatterAdd { dims: self.dims.clone(), shape: graph.shape(x).to_vec() };
+                    let zeros = graph.emit(Op::ScatterAdd(add), &[indices, factors.zeros]);
+                    let zeros = graph.add(zeros, operand.zeros);
+                    factors.cotangent(graph, g, products, zeros, |graph, g| self.gather(graph, g, indices))
                 });
                 (dx, du)
             }

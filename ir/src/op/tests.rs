@@ -141,6 +141,39 @@ fn reference_results_have_the_inferred_type() {
     }
 }
 
+/// Intermediate values of more than 53 bits keep them all until they are wrapped.
+#[test]
+fn integers_are_exact_until_they_wrap() {
+    let of = |op: Op, operands: &[(&str, &[f64])]| -> Vec<f64> {
+        let tensors: Vec<Tensor> = operands.iter().map(|(t, data)| Tensor::new(cases::ty(t), data.to_vec())).collect();
+        let types: Vec<&TensorType> = tensors.iter().map(|t| &t.ty).collect();
+        let result = op.infer(&types).expect("a type");
+        op.eval(&tensors.iter().collect::<Vec<_>>(), &result).data
+    };
+    let (a, b) = (2147483647.0, 1234567891.0);
+    let binary = |op: Binary, ty: &str, x: f64, y: f64| of(Op::Binary(op), &[(ty, &[x]), (ty, &[y])])[0];
+    // (2^31 - 1) * b = 2^31 * b - b, and b is odd.
+    assert_eq!(binary(Binary::Multiply, "i32[1]", a, b), 2147483648.0 - b);
+    assert_eq!(binary(Binary::Multiply, "u32[1]", a, b), 2147483648.0 - b);
+    assert_eq!(binary(Binary::Power, "u32[1]", 3.0, 41.0), f64::from(3u32.wrapping_pow(41)));
+    assert_eq!(binary(Binary::Power, "i64[1]", 3.0, 64.0), 3i64.wrapping_pow(64) as f64);
+    assert_eq!(binary(Binary::Add, "i64[1]", 2f64.powi(62), 2f64.powi(62)), -(2f64.powi(63)));
+    assert_eq!(binary(Binary::Divide, "i32[1]", -2147483648.0, -1.0), -2147483648.0);
+    let rows: (&str, &[f64]) = ("u64[3]", &[4294967295.0, 4294967295.0, 2.0]);
+    let dot = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![0], rhs_contract: vec![0] };
+    // 2 (2^32 - 1)^2 + 4 = 2^65 - 2^34 + 6.
+    assert_eq!(of(Op::DotGeneral(dot), &[rows, rows]), [18446744056529682438u64 as f64]);
+    let product = Op::Reduce(Reduce { reducer: Reducer::Product, dims: vec![0] });
+    let x: (&str, &[f64]) = ("i64[4]", &[3037000501.0, 3037000501.0, 4294967296.0, 0.0]);
+    assert_eq!(of(product.clone(), &[x]), [0.0]);
+    let x: (&str, &[f64]) = ("i64[3]", &[3037000501.0, 3037000501.0, 4294967296.0]);
+    let wrapped = 3037000501i64.wrapping_mul(3037000501).wrapping_mul(1 << 32);
+    assert_eq!(of(product, &[x]), [wrapped as f64]);
+    let running = Op::Cumulative(Cumulative { reducer: Reducer::Product, dim: 0, reverse: false });
+    assert_eq!(of(running, &[x])[2], wrapped as f64);
+    assert_eq!(of(Op::Unary(Unary::Not), &[("u64[1]", &[0.0])]), [u64::MAX as f64]);
+}
+
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     for case in cases() {

@@ -162,4 +162,27 @@ fn cotangents_go_to_the_elements_that_were_taken() {
     assert_eq!(found(Combine::Maximum), expected([0.5, 0.0, 100.0], [5.0, 0.5, 0.0, 5.0]));
     assert_eq!(found(Combine::Minimum), expected([0.5, 10.0, 100.0], [0.0, 0.5, 0.0, 0.0]));
     assert_eq!(found(Combine::Multiply), expected([4.0, 90.0, 100.0], [60.0, 4.0, 0.0, 60.0]));
+
+    // Factors of zero: none, one and several in a product.
+    let product = |dims: &[usize]| Op::Reduce(Reduce { reducer: Reducer::Product, dims: dims.to_vec() });
+    let x: (&str, &[f64]) = ("f32[3,2]", &[2.0, 3.0, 0.0, 5.0, 0.0, 0.0]);
+    assert_eq!(of(product(&[1]), &[x], &[1.0, 10.0, 100.0]), [Some(vec![3.0, 2.0, 50.0, 0.0, 0.0, 0.0])]);
+    let x: (&str, &[f64]) = ("f32[3,2]", &[2.0, 3.0, 0.0, 5.0, 1e-200, 1e-200]);
+    assert_eq!(
+        of(product(&[1, 0]), &[("f32[3,2]", &[2.0, 3.0, 0.0, 5.0, 7.0, 1.0])], &[1.0]),
+        [Some(vec![0.0, 0.0, 210.0, 0.0, 0.0, 0.0])]
+    );
+    // The product of the last row is too small for a number, those of the others are not.
+    assert_eq!(of(product(&[1]), &[x], &[0.0, 0.0, 1.0]), [Some(vec![0.0, 0.0, 0.0, 0.0, 1e-200, 1e-200])]);
+    let running = |reverse| Op::Cumulative(Cumulative { reducer: Reducer::Product, dim: 0, reverse });
+    let x: (&str, &[f64]) = ("f32[4]", &[2.0, 0.0, 3.0, 0.0]);
+    assert_eq!(of(running(false), &[x], &[1.0, 10.0, 100.0, 1000.0]), [Some(vec![1.0, 620.0, 0.0, 0.0])]);
+    assert_eq!(of(running(true), &[x], &[1.0, 10.0, 100.0, 1000.0]), [Some(vec![0.0, 0.0, 0.0, 1300.0])]);
+    let window = vec![WindowDim { size: 2, ..WindowDim::one() }];
+    let pooled = Op::ReduceWindow(ReduceWindow { reducer: Reducer::Product, window });
+    let x: (&str, &[f64]) = ("f32[5]", &[2.0, 0.0, 3.0, 0.0, 0.0]);
+    assert_eq!(of(pooled, &[x], &[1.0, 10.0, 100.0, 1000.0]), [Some(vec![0.0, 32.0, 0.0, 300.0, 0.0])]);
+    let operands: [(&str, &[f64]); 3] =
+        [("f32[3]", &[4.0, 2.0, 0.0]), ("i32[4]", &[1.0, 0.0, 2.0, 1.0]), ("f32[4]", &[0.0, 0.0, 7.0, 3.0])];
+    assert_eq!(of(scatter(Combine::Multiply), &operands, &weights), expected([0.0, 0.0, 700.0], [60.0, 4.0, 0.0, 0.0]));
 }
