@@ -2,13 +2,13 @@
 
 use crate::arena::{Arena, Storage};
 use crate::collective::{Member, own};
-use crate::compile::{Compiled, Kernel, Step};
 use crate::element::{Class, Element, with_class, with_width};
 use crate::error::{KernelError, Place, RuntimeError};
 use crate::execute::{fill, round_stored, run_kernel};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, summand_of};
 use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::step::{Compiled, Kernel, Step};
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Program, Transfer, TransferId};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -194,9 +194,9 @@ pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
     }
 }
 
-/// Whether the storage format holds numbers that the type does not, so that results must be rounded to the type.
+/// Whether the storage format holds numbers that the type does not, so that results must be rounded or wrapped.
 pub fn is_narrower_than_stored(dtype: DType) -> bool {
-    dtype.is_float() && dtype.bytes() == 1
+    dtype == DType::Bool || dtype.width() < 8 * Class::of(dtype).bytes() as u32
 }
 
 /// Rounds to the numbers that a type of at most 32 bits has.

@@ -1,11 +1,11 @@
 //! Runs one step's kernel on stored tensors. Collectives are not here, since they need other devices.
 
 use crate::arena::Storage;
-use crate::compile::{Kernel, Step};
 use crate::element::{
     Class, Element, integer_from_f64, is_narrower_than_stored, round_float, with_class, with_width, wrap,
 };
 use crate::error::KernelError;
+use crate::step::{Kernel, Step};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::Mesh;
 
@@ -74,15 +74,24 @@ pub fn run_kernel(
         Kernel::Cumulative(scan) => scan.run(inputs[0], output, threads),
         Kernel::ArgSort(order) => order.run(inputs, output, threads),
     }
-    round_stored(output, dtype);
+    if step.kernel.adds_or_multiplies() {
+        round_stored(output, dtype);
+    }
     Ok(())
 }
 
-/// Rounds elements to their type where it has fewer numbers than the format in which kernels write them.
+/// Rounds floats and wraps integers to their type where it has fewer numbers than the format in which kernels compute:
+/// arithmetic modulo a power of two may be reduced to a smaller one at the end.
 pub fn round_stored(storage: &mut Storage, dtype: DType) {
     if is_narrower_than_stored(dtype) {
-        with_class!(Class::of(dtype), T => {
-            storage.slice_mut::<T>().iter_mut().for_each(|x| *x = T::from_f32(round_float(x.to_f32(), dtype)));
+        let class = Class::of(dtype);
+        with_class!(class, T => {
+            let elements = storage.slice_mut::<T>().iter_mut();
+            if class.is_integer() {
+                elements.for_each(|x| *x = T::from_i64(wrap(x.to_i64(), dtype)));
+            } else {
+                elements.for_each(|x| *x = T::from_f32(round_float(x.to_f32(), dtype)));
+            }
         });
     }
 }

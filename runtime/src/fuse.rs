@@ -1,10 +1,11 @@
 //! Builds a [`Chain`] from a group of elementwise nodes: chooses instructions, reads what comes from outside, writes
 //! what is needed outside, and gives registers to values for as long as they live.
 
-use crate::compile::{Compiler, Group, Output, Place};
+use crate::compile::{Compiler, Group, Place};
 use crate::element::{Class, integer_from_f64};
 use crate::kernel::chain::{Chain, Load, RowReduction, Source, Store};
 use crate::kernel::instruction::{Code, Instruction, MAX_OPERANDS, float_reducer};
+use crate::step::Output;
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;

@@ -24,6 +24,7 @@ pub mod mailbox;
 pub mod math;
 pub mod random;
 pub mod session;
+pub mod step;
 pub mod view;
 
 pub use compile::body_transient_bytes;

@@ -1,9 +1,9 @@
 //! When stored values die, which results take over the storage of a dying operand, and the bytes that follow from it.
 
 use crate::collective::chunk_elements;
-use crate::compile::{Compiled, Kernel, Step};
 use crate::element::Class;
 use crate::kernel::chain::Source;
+use crate::step::{Compiled, Kernel, Step};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::reshard::Collective;
 

@@ -94,10 +94,15 @@ fn integers_wrap() {
         let sum = graph.add(sum, x);
         let product = graph.mul(sum, x);
         let negative = graph.sub(x, product);
-        graph.outputs = vec![sum, product, negative];
+        let square = graph.mul(sum, sum);
+        graph.outputs = vec![sum, product, negative, square];
         check_graph(&graph, &mut Random(4), 0.0, &format!("wrapping {dtype}"));
     }
 }
+
+/// Of narrow integers sums wrap.
+const PRODUCTS: [DType; 9] =
+    [DType::F32, DType::F32, DType::BF16, DType::I32, DType::F16, DType::I64, DType::I8, DType::U4, DType::Bool];
 
 const REDUCED: [DType; 10] = [
     DType::F32,
@@ -146,7 +151,7 @@ fn reductions_of_all_kinds() {
 #[test]
 fn products_with_any_dimension_numbers() {
     let mut random = Random(6);
-    for round in 0..120 {
+    for round in 0..180 {
         // Random roles: some dimensions are batch, contracted, or free on one side; then each side is shuffled.
         let sizes = [1u64, 2, 3, 5, 8];
         let (mut left, mut right) = (Vec::new(), Vec::new());
@@ -186,7 +191,7 @@ fn products_with_any_dimension_numbers() {
                 _ => {}
             }
         }
-        let dtype = [DType::F32, DType::F32, DType::BF16, DType::I32, DType::F16, DType::I64][round % 6];
+        let dtype = PRODUCTS[round % PRODUCTS.len()];
         let mut graph = Graph::new("dot");
         let shape = |list: &[(usize, usize, u64)]| list.iter().map(|d| d.2).collect::<Vec<_>>();
         let x = input(&mut graph, "x", dtype, &shape(&left));
@@ -276,7 +281,7 @@ fn iota_and_constants() {
 #[test]
 fn convolutions_of_all_kinds() {
     let mut random = Random(20);
-    for case in 0..120 {
+    for case in 0..180 {
         let mut below = |n: usize| random.below(n);
         let rank = 1 + below(3);
         let order = |below: &mut dyn FnMut(usize) -> usize| {
@@ -317,7 +322,7 @@ fn convolutions_of_all_kinds() {
             lhs[l[2 + i]] = 1 + below(9) as u64;
             rhs[r[2 + i]] = conv.window[i].size;
         }
-        let dtype = [DType::F32, DType::F32, DType::BF16, DType::F16, DType::I32, DType::I64][case % 6];
+        let dtype = PRODUCTS[case % PRODUCTS.len()];
         let mut graph = Graph::new("convolution");
         let x = input(&mut graph, "x", dtype, &lhs);
         let w = input(&mut graph, "w", dtype, &rhs);
@@ -365,7 +370,7 @@ fn large_convolutions_run_in_tiles() {
 #[test]
 fn windows_are_reduced_and_scattered_into() {
     let mut random = Random(22);
-    for case in 0..150 {
+    for case in 0..210 {
         let mut below = |n: usize| random.below(n);
         let rank = 1 + below(4);
         let shape: Vec<u64> = (0..rank).map(|_| 2 + below(7) as u64).collect();
@@ -383,7 +388,7 @@ fn windows_are_reduced_and_scattered_into() {
                 },
             })
             .collect();
-        let dtype = [DType::F32, DType::BF16, DType::I32, DType::Bool, DType::I64][case % 5];
+        let dtype = [DType::F32, DType::BF16, DType::I32, DType::Bool, DType::I64, DType::I8, DType::U4][case % 7];
         let reducer = Reducer::ALL[below(6)];
         let select = if below(2) == 0 { Extremum::Max } else { Extremum::Min };
         let mut graph = Graph::new("windows");
