@@ -284,28 +284,31 @@ impl<'a> StageLowering<'a> {
         let mut writes = Vec::new();
         let accumulators = self.accumulators();
         for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
-            let Some(cotangent) = training.cotangents[v.index()] else { continue };
-            let to = cx.resting(v);
-            let mut received = Vec::new();
-            for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
-                let name = format!("cotangent of {v} from stage{stage}");
-                let buffer = self.buffer(name, BufferKind::Value, graph.ty(v).clone(), to.clone());
-                receives_backward.insert((v, stage), buffer);
-                received.push(buffer);
-            }
-            let Some(total) = self.cotangent(&mut b, v, &to, &received) else { continue };
-            b.define(cotangent, to, total);
-            for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
-                let operands = &graph.node(n).operands;
-                let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
-                let strategy = cx.choose(n, &available);
-                let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
-                for (&o, to) in operands.iter().zip(&shardings.operands) {
-                    self.fetch(&mut b, &forward, o, to);
+            'contributions: {
+                let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
+                let to = cx.resting(v);
+                let mut received = Vec::new();
+                for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
+                    let name = format!("cotangent of {v} from stage{stage}");
+                    let buffer = self.buffer(name, BufferKind::Value, graph.ty(v).clone(), to.clone());
+                    receives_backward.insert((v, stage), buffer);
+                    received.push(buffer);
                 }
-                b.emit(n, &strategy);
+                let Some(total) = self.cotangent(&mut b, v, &to, &received) else { break 'contributions };
+                b.define(cotangent, to, total);
+                for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
+                    let operands = &graph.node(n).operands;
+                    let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
+                    let strategy = cx.choose(n, &available);
+                    let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
+                    for (&o, to) in operands.iter().zip(&shardings.operands) {
+                        self.fetch(&mut b, &forward, o, to);
+                    }
+                    b.emit(n, &strategy);
+                }
             }
-            // A gradient joins its accumulator as soon as its last contribution is there.
+            // A gradient joins its accumulator as soon as its last contribution is there, although the parameter's first
+            // user may itself have no cotangent.
             for (&p, &buffer) in &accumulators {
                 let here = |u: &&ValueId| cx.stage_of[u.index()] == Some(cx.index);
                 if cx.users[p.index()].iter().find(here) == Some(&v) {
@@ -370,6 +373,11 @@ impl<'a> StageLowering<'a> {
         forward_frees.retain(|b| per_microbatch(&self.buffers, *b));
         let mut backward_frees: Vec<BufferId> = read_back.into_iter().collect();
         backward_frees.retain(|b| per_microbatch(&self.buffers, *b));
+        // Two values may have one cotangent, of which what comes for the first is read and what comes for the other is not.
+        let received = self.received.values().chain(receives_backward.values());
+        let unread = received.filter(|b| !forward_frees.contains(b) && !backward_frees.contains(b));
+        let unread: Vec<BufferId> = unread.copied().collect();
+        backward_frees.extend(unread);
         let forward = Body {
             name: format!("stage{} forward", cx.index),
             phase: Phase::Forward,
