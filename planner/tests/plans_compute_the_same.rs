@@ -4,18 +4,23 @@ mod support;
 
 use altiplano_cost_models::preset;
 use altiplano_ir::batch::{LossKind, find_batch, rebatch};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
+use support::networks::{convolutional, mixture_of_experts};
 use support::{assert_computes_the_same, transformer};
 
 fn request(cluster: &str) -> Request {
-    let traced = transformer(2);
-    let batched = find_batch(&traced, &[Some(0), Some(0)]);
-    assert_eq!((batched.loss, &batched.doubt), (LossKind::Mean, &None));
+    request_of(&transformer(2), LossKind::Mean, cluster)
+}
+
+fn request_of(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
+    let batched = find_batch(traced, &[Some(0), Some(0)]);
+    assert_eq!((batched.loss, &batched.doubt), (loss, &None));
     let graph = simplify(&batched.graph);
-    let mut request = Request::new("transformer", graph, batched.loss, preset(cluster).expect("a known preset"));
+    let mut request = Request::new(&traced.name, graph, batched.loss, preset(cluster).expect("a known preset"));
     request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     request
@@ -40,6 +45,28 @@ fn every_combination_of_degrees() {
         let plan = check(&request);
         assert_eq!(plan.stages.len() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
+    }
+}
+
+/// Convolutions with and without batch statistics, and experts, where each of the degrees splits something else.
+#[test]
+fn other_kinds_of_networks() {
+    let networks = [
+        (convolutional(3, true), LossKind::Other),
+        (convolutional(3, false), LossKind::Mean),
+        (mixture_of_experts(2), LossKind::Mean),
+    ];
+    for (network, loss) in networks {
+        for (dp, tp, pp) in [(4, 1, 1), (1, 4, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2)] {
+            let mut request = request_of(&network, loss, &format!("local:{}", dp * tp * pp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            check(&request);
+            if loss == LossKind::Mean && dp < 4 {
+                request.num_microbatches = Some(2);
+                check(&request);
+            }
+        }
+        check(&request_of(&network, loss, "local:4"));
     }
 }
 

@@ -4,6 +4,8 @@
 //! that a plan's meaning is checked in f64 without any of the runtime.
 #![allow(dead_code)]
 
+pub mod networks;
+
 use altiplano_ir::autodiff::differentiate;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
