@@ -83,10 +83,21 @@ pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
                 ends[v.index()] -= bytes[s.index()];
             }
         }
-        peak = peak.max(now);
+        peak = peak.max(now + workspace_bytes(graph, v));
         now -= ends[v.index()];
     }
     peak
+}
+
+/// What an op needs while it runs, beyond its operands and its result: matrices in single precision.
+fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
+    let node = graph.node(v);
+    match &node.op {
+        Op::Convolution(op) if node.ty.dtype.is_float() => {
+            4 * op.workspace(graph.shape(node.operands[1]), &node.ty.shape).iter().sum::<u64>()
+        }
+        _ => 0,
+    }
 }
 
 /// Values that an elementwise node reads at its own positions, through what is fused into it.

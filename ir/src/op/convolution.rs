@@ -57,7 +57,33 @@ impl KernelDims {
     }
 }
 
+/// Results that are gathered at once where a convolution runs as products of matrices, at most.
+pub const GATHERED_ROWS: u64 = 256;
+
+/// Elements that are gathered at once for each of them, about.
+const GATHERED_COLUMNS: u64 = 1024;
+
 impl Convolution {
+    /// Elements that a convolution of floats needs, beside its operands and its result, where it runs as products of
+    /// matrices: a tile of what results see, the kernel, and a tile of results. None where each group has one input and
+    /// one output, which leaves nothing to multiply. `rhs` and `result` are shapes.
+    pub fn workspace(&self, rhs: &[u64], result: &[u64]) -> [u64; 3] {
+        let groups = self.feature_groups.max(self.batch_groups);
+        let (inputs, outputs) = (rhs[self.rhs.input], rhs[self.rhs.output] / groups.max(1));
+        if inputs == 1 && outputs == 1 && groups > 1 {
+            return [0; 3];
+        }
+        let positions: u64 = self.window.iter().map(WindowDim::positions_of_a_result).product();
+        let rows = GATHERED_ROWS.min(result.iter().product::<u64>() / (groups * outputs).max(1));
+        let at_once = Convolution::gathered_positions(inputs).min(positions);
+        [rows * at_once * inputs, positions * inputs * outputs, rows * outputs]
+    }
+
+    /// Window positions of so many inputs that are gathered at once.
+    pub fn gathered_positions(inputs: u64) -> u64 {
+        (GATHERED_COLUMNS / inputs.max(1)).max(1)
+    }
+
     fn factors(&self, lhs: &[u64], rhs: &[u64], result: &[u64]) -> Factors {
         let mut rule = ShardingRule { linear: vec![vec![0], vec![1]], ..Default::default() };
         let mut left = vec![Vec::new(); lhs.len()];

@@ -31,7 +31,7 @@ pub(crate) mod tests;
 pub use bits::{BitcastConvert, ReducePrecision, Threefry, ThreefryWord};
 pub use broadcast::BroadcastInDim;
 pub use concatenate::Concatenate;
-pub use convolution::{Convolution, ImageDims, KernelDims};
+pub use convolution::{Convolution, GATHERED_ROWS, ImageDims, KernelDims};
 pub use cumulative::Cumulative;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};

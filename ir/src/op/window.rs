@@ -70,6 +70,16 @@ impl WindowDim {
         Ok(if padded < window { 0 } else { (padded - window) as u64 / self.stride + 1 })
     }
 
+    /// The most window positions at which one result sees the operand, not the gaps of its dilation.
+    pub fn positions_of_a_result(&self) -> u64 {
+        // Positions that meet elements are as far apart as it takes for window steps to make up a whole dilation.
+        let (mut a, mut b) = (self.base_dilation, self.window_dilation);
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        self.size.div_ceil(self.base_dilation / a.max(1))
+    }
+
     /// The operand's element that result position `o` sees at window position `k`, if it is none of the padding.
     pub fn source(&self, o: u64, k: u64, n: u64) -> Option<u64> {
         let k = if self.reversed { self.size - 1 - k } else { k };

@@ -9,14 +9,11 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
 use crate::view::View;
-use altiplano_ir::op::{Convolution, WindowDim};
+use altiplano_ir::op::{Convolution, GATHERED_ROWS, WindowDim};
 use rayon::prelude::*;
 
 /// Rows of the gathered matrix, at most.
-const ROWS: usize = 256;
-
-/// Columns of the gathered matrix, about.
-const COLUMNS: usize = 1024;
+const ROWS: usize = GATHERED_ROWS as usize;
 
 /// A spatial dimension with its strides in lhs, rhs and result.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,6 +54,8 @@ pub struct Conv {
     result_output: usize,
     result_group: usize,
     result_elements: usize,
+    /// Elements of the gathered matrix, the kernel's matrix and the product.
+    workspace: [usize; 3],
 }
 
 /// Where an operand's elements are.
@@ -115,6 +114,11 @@ impl Conv {
                 phases: phases(&op.window[i], shape[d]),
             }
         });
+        let shapes = [&rhs.shape, shape].map(|shape| shape.iter().map(|&n| n as u64).collect::<Vec<_>>());
+        let workspace = match class.is_integer() {
+            true => [0; 3],
+            false => op.workspace(&shapes[0], &shapes[1]).map(|n| n as usize),
+        };
         let side =
             |view: &View, group, major, input| Side { offset: view.offset, end: view.end(), group, major, input };
         Conv {
@@ -130,28 +134,13 @@ impl Conv {
             result_output: result[op.result.feature],
             result_group: outputs * result[op.result.feature],
             result_elements: shape.iter().product(),
+            workspace,
         }
     }
 
     /// Window positions that are gathered at once.
     fn block(&self) -> usize {
-        (COLUMNS / self.inputs.max(1)).max(1)
-    }
-
-    fn most_positions(&self) -> usize {
-        let most = |s: &Spatial| s.phases.iter().map(|p| p.positions.len()).max().unwrap_or(0);
-        self.spatial.iter().map(most).product()
-    }
-
-    /// Elements of the gathered matrix, the kernel's matrix and the product.
-    fn workspace(&self) -> [usize; 3] {
-        if self.class.is_integer() || self.is_depthwise() {
-            return [0; 3];
-        }
-        let positions = self.most_positions();
-        let rows = ROWS.min(self.result_elements / (self.groups * self.outputs).max(1));
-        let block = self.block().min(positions);
-        [rows * block * self.inputs, positions * self.inputs * self.outputs, rows * self.outputs]
+        Convolution::gathered_positions(self.inputs as u64) as usize
     }
 
     fn is_depthwise(&self) -> bool {
@@ -164,12 +153,12 @@ impl Conv {
             Class::F32 | Class::I32 | Class::I64 => 0,
             _ => self.lhs.end - self.lhs.offset + self.rhs.end - self.rhs.offset + self.result_elements,
         };
-        4 * (self.workspace().iter().sum::<usize>() + copies) as u64
+        4 * (self.workspace.iter().sum::<usize>() + copies) as u64
     }
 
     pub fn run(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage, threads: usize) -> Result<(), KernelError> {
         let arena = result.arena().clone();
-        let [gathered, kernel, product] = self.workspace();
+        let [gathered, kernel, product] = self.workspace;
         let mut work = [
             arena.allocate(Class::F32, gathered)?,
             arena.allocate(Class::F32, kernel)?,
