@@ -82,6 +82,26 @@ fn half_precision() {
     agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
+/// What workers hold is never much more than the plan said, and not much less.
+#[test]
+fn memory_is_as_predicted() {
+    let convolutions = shared_model("wresnet-tiny.mlir");
+    for model in [Some(DEMO), convolutions.as_deref()].into_iter().flatten() {
+        for options in PLANS.into_iter().filter(|options| !options.contains(&"local:8")) {
+            let said = succeeds(&[&["run", model, "--steps", "1"], options].concat());
+            let line = said.lines().find(|line| line.starts_with("peak memory")).expect("the line on memory");
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let before = |word: &str| -> f64 {
+                let at = words.iter().position(|w| w.starts_with(word)).expect(word);
+                assert_eq!(words[at - 1], "MB", "{line}");
+                words[at - 2].parse().expect("a number of megabytes")
+            };
+            let ratio = before("held") / before("predicted");
+            assert!((0.8..1.02).contains(&ratio), "{model} {options:?}: {line}");
+        }
+    }
+}
+
 #[test]
 fn gpt2_tiny_as_jax_computes_it() {
     recorded("gpt2-tiny");
