@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{altiplano, shared_model};
+use common::{altiplano, shared_model, shared_models};
 use serde_json::Value;
 
 const MODELS: [&str; 6] = ["gpt2-tiny", "llama-tiny", "gpt2-small", "gpt3-2.6b", "gpt3-39b", "llama3-8b"];
@@ -37,6 +37,28 @@ fn every_model_on_every_cluster() {
             assert!(plan.is_some() || may_fail && cluster == "p3.16xlarge:1", "{name} fits on {cluster}");
         }
     }
+}
+
+/// Every kind of model that there is: transformers, mixtures of experts, convolutional nets, dropout, a whole step.
+#[test]
+fn every_model_on_eight_large_devices() {
+    let Some(folder) = shared_models() else { return };
+    let mut planned_models = 0;
+    for entry in std::fs::read_dir(folder).expect("the folder").flatten() {
+        let path = entry.path();
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if !name.ends_with(".mlir") {
+            continue;
+        }
+        let mut options = vec!["--cluster", "dgx-a100:1"];
+        if name.contains("unnamed") {
+            options.extend(["--params", "0-53"]);
+        }
+        let plan = planned(&path.display().to_string(), &options);
+        assert!(plan.is_some() || name == "gpt3-39b.mlir", "{name} fits");
+        planned_models += 1;
+    }
+    assert!(planned_models > 0, "no model was found");
 }
 
 #[test]

@@ -97,3 +97,8 @@ pub fn shared_model(name: &str) -> Option<String> {
     eprintln!("SKIPPED: {} is not there (set ALTIPLANO_SHARED)", path.display());
     None
 }
+
+/// The folder of the collection, where there is one.
+pub fn shared_models() -> Option<PathBuf> {
+    shared_model("gpt2-tiny.mlir").and_then(|file| Path::new(&file).parent().map(Path::to_path_buf))
+}
