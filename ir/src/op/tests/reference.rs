@@ -18,6 +18,8 @@ the arrow. A small letter in the result can be split over devices, and operands 
 small letter that is only on the left is reduced: split, it leaves a result that is *partial* over those devices.
 `(ab)` is one dimension made of two factors, major first; `-` is a dimension of size one that is repeated.
 A capital letter is needed whole on each device; a letter in `[brackets]` can be split into contiguous blocks only.
+A window slides over a dimension in `{braces}`: it is split when the factor in them is, and each device gets the edges of
+its neighbours' blocks (a halo exchange) where the sizes of both sides allow it.
 **Partial** says which operands may be partial sums, so that the result is one (`0`; `0+1`: both together; `0, 1`:
 either).
 Sums of integers and booleans pass through fewer ops than the sums of floats shown.
@@ -45,7 +47,7 @@ fn stablehlo(op: &Op) -> String {
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
-        "keep_first" => "-".to_string(),
+        "keep_first" | "halo" => "-".to_string(),
         name => format!("`stablehlo.{name}`"),
     }
 }
@@ -97,7 +99,11 @@ fn words(case: &Case) -> (String, String) {
     let rule = case.op.rule(&case.types(), &case.result);
     let letter = |f: u8| {
         let kind = rule.factors[f as usize].kind;
-        let small = (b'a' + (8 + f) % 26) as char;
+        let name = |f: u8| (b'a' + (8 + f) % 26) as char;
+        if let Some(window) = rule.windows.iter().find(|w| w.factor == f) {
+            return format!("{{{}}}", window.followers.iter().map(|&f| name(f)).collect::<String>());
+        }
+        let small = name(f);
         match (kind == FactorKind::Whole, rule.contiguous.contains(&f)) {
             (true, _) => small.to_ascii_uppercase().to_string(),
             (false, true) => format!("[{small}]"),
