@@ -39,6 +39,8 @@ pub enum Error {
     Graph { file: PathBuf, error: Box<GraphError> },
     #[error("{}: {error}", file.display())]
     Arguments { file: PathBuf, error: Box<ArgumentError> },
+    #[error("--loss: there is no result '{name}'; the results are {results}")]
+    UnknownResult { name: String, results: Names },
     #[error("--batch-dim: there is no input '{name}'; the inputs are {inputs}")]
     UnknownInput { name: String, inputs: Names },
     #[error("--batch-dim: input '{name}' is {ty} and has no dimension {dim}")]

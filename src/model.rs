@@ -27,6 +27,10 @@ pub struct ImportOptions {
     pub also: Option<PathBuf>,
     /// Values through which no gradient flows: names of leaves or ops, or `%12`.
     pub stop_gradients: Vec<String>,
+    /// The result that is the loss, by name or position; default: the one that is called so, or the first.
+    pub loss: Option<String>,
+    /// Do not ask for the layouts that the model states.
+    pub ignore_shardings: bool,
     /// Floating-point type to compute in; default: the traced ones.
     pub precision: Option<DType>,
 }
@@ -57,6 +61,8 @@ pub struct GivenStep {
     pub graph: Graph,
     /// Names as the function has them: layers that a loop runs over are stacked in one.
     pub parameters: Vec<String>,
+    /// That of the first step, where the optimizer is known.
+    pub learning_rate: Option<f64>,
 }
 
 /// Something odd that does not stop the import.
@@ -64,8 +70,8 @@ pub struct GivenStep {
 pub enum Warning {
     #[error("{0}; the batch stays as traced")]
     Batch(Doubt),
-    #[error("{}", describe_step(*.parameters, .optimizer))]
-    TrainingStep { parameters: usize, optimizer: Option<Fitted> },
+    #[error("{}", describe_step(*.parameters, .optimizer, *.changed))]
+    TrainingStep { parameters: usize, optimizer: Option<Fitted>, changed: bool },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
@@ -81,13 +87,20 @@ impl Warning {
     }
 }
 
-fn describe_step(parameters: usize, optimizer: &Option<Fitted>) -> String {
+fn describe_step(parameters: usize, optimizer: &Option<Fitted>, changed: bool) -> String {
     let update = match optimizer {
+        Some(f) if f.scheduled => {
+            format!("{} with a learning rate of {} that follows a schedule", f.optimizer.name(), f.learning_rate)
+        }
         Some(f) => format!("{} with a learning rate of {}", f.optimizer.name(), f.learning_rate),
-        None => "an update that is none of sgd, adam and adamw (plan with --optimizer)".to_string(),
+        None if changed => {
+            "gradients that are clipped or otherwise changed before the update, which a plan leaves out; choose the update with --optimizer".to_string()
+        }
+        None => "an update that is none of sgd, adam and adamw; choose one with --optimizer".to_string(),
     };
+    let s = if parameters == 1 { "" } else { "s" };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameters and {update}; its loss is planned, and the plan's own gradients and updates take the place of the step's"
+        "the function is a whole training step: a loss, gradients of {parameters} parameter{s} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
     )
 }
 
@@ -119,13 +132,15 @@ pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, E
 struct Traced {
     graph: Graph,
     arguments: Vec<ValueId>,
+    /// What the function calls its results, where it says.
+    results: Vec<Option<String>>,
 }
 
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<(TrainingStep, GivenStep)>) {
-    let Traced { graph, arguments } = traced;
+    let Traced { graph, arguments, results } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty();
-    let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments) };
+    let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let Some(step) = step else { return (unstack(&graph), None) };
     let name = |v: ValueId| match &graph.node(v).op {
@@ -133,8 +148,10 @@ fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<(TrainingS
         Op::Parameter(parameter) => parameter.name.clone(),
         _ => String::new(),
     };
-    let parameters = step.parameters.iter().map(|p| name(p.parameter)).collect();
-    let given = GivenStep { graph: step.gradient_graph(&graph), parameters };
+    let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
+    let parameters = compared.map(|p| name(p.parameter)).collect();
+    let learning_rate = step.optimizer.map(|f| f.learning_rate);
+    let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
     (unstack(&step.loss_graph(&graph)), Some((step, given)))
 }
 
@@ -166,8 +183,10 @@ fn load(
     let graph = simplify(&graph).with_free_pins();
     let mut warnings: Vec<Warning> = Vec::new();
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
+    let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
+    let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
     let given = step.map(|(_, given)| given);
-    warnings.extend(given.iter().map(|g| Warning::TrainingStep { parameters: g.parameters.len(), optimizer }));
+    warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
     warnings.extend((results > 1 && !all_results).then_some(Warning::OtherResults(results)));
     warnings.extend(doubt.clone().map(Warning::Batch));
     warnings.extend((loss == LossKind::Other && doubt.is_none()).then_some(Warning::LossKind));
@@ -189,22 +208,53 @@ fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
 }
 
 fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, Error> {
-    let (graph, arguments) = graph_of(file, bytes)?;
+    let (mut graph, arguments, mut results) = graph_of(file, bytes)?;
+    if options.ignore_shardings {
+        graph.pins.clear();
+    }
+    loss_first(&mut graph, &mut results, options.loss.as_deref())?;
     if let Some(error) = graph.verify().into_iter().next() {
         return Err(Error::Graph { file: file.to_path_buf(), error: Box::new(error) });
     }
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
-        return Ok(Traced { graph, arguments: values });
+        return Ok(Traced { graph, arguments: values, results });
     }
-    if options.params.is_empty() && options.inputs.is_empty() && step::recognise(&graph, &values).is_some() {
+    if options.params.is_empty() && options.inputs.is_empty() && step::recognise(&graph, &values, &results).is_some() {
         // The step itself says what it trains.
-        return Ok(Traced { graph, arguments: values });
+        return Ok(Traced { graph, arguments: values, results });
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    Ok(Traced { graph: arguments::with_parameters(&graph, &arguments, &trained), arguments: values })
+    Ok(Traced { graph: arguments::with_parameters(&graph, &arguments, &trained), arguments: values, results })
+}
+
+/// Puts the result that is the loss before the others: the one that the user names, or of several scalars the one that the
+/// function calls a loss.
+fn loss_first(graph: &mut Graph, results: &mut [Option<String>], said: Option<&str>) -> Result<(), Error> {
+    let key =
+        |name: &str| name.trim_end_matches(['\'', ']', '"']).rsplit(['\'', '[', '.', '"']).next().map(str::to_string);
+    let scalar = |i: &usize| graph.ty(graph.outputs[*i]).rank() == 0 && graph.ty(graph.outputs[*i]).dtype.is_float();
+    let named = |i: &usize, wanted: &str| matches!(results.get(*i), Some(Some(name)) if name == wanted || key(name).as_deref() == Some(wanted));
+    let mut all = 0..graph.outputs.len();
+    let at = match said {
+        None => ["loss", "total_loss"].into_iter().find_map(|word| all.clone().find(|i| scalar(i) && named(i, word))),
+        Some(said) => {
+            let position = said.parse::<usize>().ok().filter(|&i| i < graph.outputs.len());
+            let found = all.find(|i| named(i, said)).or(position);
+            Some(found.ok_or_else(|| {
+                let results =
+                    (0..).zip(results.iter()).map(|(i, name)| name.clone().unwrap_or(format!("{i}"))).collect();
+                Error::UnknownResult { name: said.to_string(), results: Names(results) }
+            })?)
+        }
+    };
+    if let Some(at) = at.filter(|&at| at > 0) {
+        graph.outputs[..=at].rotate_right(1);
+        results[..=at].rotate_right(1);
+    }
+    Ok(())
 }
 
 /// What a file is, as far as its content says.
@@ -284,7 +334,7 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Error> {
+fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>, Vec<Option<String>>), Error> {
     let file = file.to_path_buf();
     let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
     let text = std::str::from_utf8(bytes).unwrap_or_default();
@@ -294,12 +344,13 @@ fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Error> 
                 stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
-            Ok((imported.graph, arguments))
+            Ok((imported.graph, arguments, imported.results))
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
             let arguments = leaves(&graph);
-            Ok((graph, arguments))
+            let results = vec![None; graph.outputs.len()];
+            Ok((graph, arguments, results))
         }
         Format::PlanJson => Err(Error::OtherArtefact {
             file,

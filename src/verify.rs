@@ -6,6 +6,7 @@ use crate::model::GivenStep;
 use crate::training::{Batch, Batches, Training, scalars, session, weights, weights_of};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::row_name;
@@ -145,7 +146,7 @@ pub fn verify(
         tolerance.tensors(Quantity::Gradient, &ours.gradients, &single.gradients),
         tolerance.weights(&ours, &single),
     ];
-    let given = match given.filter(|g| is_traced_batch(g, &batch)) {
+    let given = match given.filter(|g| !g.parameters.is_empty() && is_traced_batch(g, &batch)) {
         None => Vec::new(),
         Some(given) => {
             let (loss, gradients) = given_values(given, &weights, &batch)?;
@@ -168,7 +169,9 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
         group.devices_per_node = 1;
         group.device.memory_bytes = 1 << 60;
     }
-    let mut request = Request::new(plan.model.clone(), plan.graph.clone(), plan.loss, cluster);
+    // What is asked of layouts is asked of several devices.
+    let graph = Graph { pins: Vec::new(), ..plan.graph.clone() };
+    let mut request = Request::new(plan.model.clone(), graph, plan.loss, cluster);
     request.stop_gradients = plan.stop_gradients.clone();
     request.global_batch = Some(plan.global_batch);
     let whole = plan.loss != LossKind::Other && plan.graph.batch != 0;

@@ -1,17 +1,19 @@
 """Writes gpt-small-demo.mlir: a small GPT as JAX exports it, with the loss of one batch as its result.
 
-    python3 -m venv venv && venv/bin/pip install jax && venv/bin/python make.py
+    python3 -m venv venv && venv/bin/pip install jax && venv/bin/python make.py [LAYERS FILE]
 
 The file has the form that users have (StableHLO text with argument names and op names); only the paths of this script
 are left out, so that the text is the same wherever it is written.
 """
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 
-LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH = 4, 128, 4, 1024, 64, 8
+LAYERS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH = 128, 4, 1024, 64, 8
 
 
 def norm(x, p):
@@ -83,5 +85,5 @@ def without_paths(text):
 
 if __name__ == "__main__":
     text = without_paths(jax.jit(gpt).lower(*shapes()).as_text(debug_info=True))
-    with open("gpt-small-demo.mlir", "w") as file:
+    with open(sys.argv[2] if len(sys.argv) > 2 else "gpt-small-demo.mlir", "w") as file:
         file.write(text)

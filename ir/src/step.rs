@@ -7,7 +7,7 @@
 
 use crate::graph::{Graph, ValueId};
 use crate::interpret;
-use crate::op::{Binary, Input, Op, Operator, Parameter};
+use crate::op::{Binary, Input, Op, Operator, Parameter, Unary};
 use crate::optimizer::{Optimizer, leaf, update};
 use crate::tensor::Tensor;
 use crate::types::TensorType;
@@ -20,6 +20,8 @@ pub struct TrainingStep {
     pub parameters: Vec<TrainedParameter>,
     /// What all parameters are updated by, if it is an optimizer that this crate knows.
     pub optimizer: Option<Fitted>,
+    /// Gradients are clipped or otherwise changed before the update.
+    pub changed: bool,
 }
 
 /// A parameter of a training step.
@@ -27,7 +29,8 @@ pub struct TrainingStep {
 pub struct TrainedParameter {
     pub parameter: ValueId,
     pub states: Vec<ValueId>,
-    pub gradient: ValueId,
+    /// What the loss is differentiated to by it, where that can be told from what is done to it before the update.
+    pub gradient: Option<ValueId>,
     pub updated: ValueId,
     pub updated_states: Vec<ValueId>,
 }
@@ -36,34 +39,43 @@ pub struct TrainedParameter {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fitted {
     pub optimizer: Optimizer,
-    /// Where it is a constant of the function.
+    /// That of the first step.
     pub learning_rate: f64,
+    /// The learning rate follows a schedule.
+    pub scheduled: bool,
 }
 
-/// The training step that a graph with several results is; `arguments` are its leaves in the function's order.
-pub fn recognise(graph: &Graph, arguments: &[ValueId]) -> Option<TrainingStep> {
+/// The training step that a graph with several results is. `arguments` are its leaves in the function's order, and `names` what
+/// the function calls its results, where it says: of several scalars one that is called a loss is tried first.
+pub fn recognise(graph: &Graph, arguments: &[ValueId], names: &[Option<String>]) -> Option<TrainingStep> {
     let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
-    let is_loss = |i: &usize| {
+    let is_scalar = |i: &usize| {
         let ty = graph.ty(graph.outputs[*i]);
         ty.rank() == 0 && ty.dtype.is_float() && reach[*i].is_empty()
     };
-    let loss_index = (0..graph.outputs.len()).find(is_loss)?;
-    let loss = graph.outputs[loss_index];
-    let updates = matched(graph, arguments, &reach, loss_index)?;
+    let mut scalars: Vec<usize> = (0..graph.outputs.len()).filter(is_scalar).collect();
+    let is_called_loss = |i: usize| matches!(names.get(i), Some(Some(name)) if name.to_lowercase().contains("loss"));
+    scalars.sort_by_key(|&i| !is_called_loss(i));
+    scalars.into_iter().find_map(|i| step_of_loss(graph, arguments, &reach, i))
+}
 
-    let mut needed = vec![false; graph.len()];
-    needed[loss.index()] = true;
-    for v in graph.values().rev().filter(|v| v.0 <= loss.0) {
-        if needed[v.index()] {
-            graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
-        }
-    }
+/// The step whose loss is this output: all that is trained must be what the loss can be differentiated by, and the loss must
+/// not itself be made of gradients.
+fn step_of_loss(
+    graph: &Graph,
+    arguments: &[ValueId],
+    reach: &[BTreeSet<ValueId>],
+    loss_index: usize,
+) -> Option<TrainingStep> {
+    let loss = graph.outputs[loss_index];
+    let updates = matched(graph, arguments, reach, loss_index)?;
+    let needed = ancestors(graph, &[loss], |_| true);
+    let smooth = ancestors(graph, &[loss], |v| graph.ty(v).dtype.is_float());
     let from_loss = graph.depends_on(|v| graph.node(v).op.is_leaf() && needed[v.index()]);
+    let users = graph.users();
     let mut parameters = Vec::new();
-    for (&parameter, &(updated, index)) in updates.iter().filter(|(a, _)| needed[a.index()]) {
-        if !graph.ty(parameter).dtype.is_float() {
-            return None;
-        }
+    let (mut changed, mut strange) = (false, false);
+    for (&parameter, &(updated, index)) in updates.iter().filter(|(a, _)| smooth[a.index()]) {
         // A count of steps is updated as well, but learns nothing from the batch.
         let learns = |s: &ValueId| updates.get(s).is_some_and(|(updated, _)| from_loss[updated.index()]);
         let is_state = |s: &&ValueId| **s != parameter && learns(s) && !needed[s.index()];
@@ -71,14 +83,114 @@ pub fn recognise(graph: &Graph, arguments: &[ValueId]) -> Option<TrainingStep> {
         let updated_states: Vec<ValueId> = states.iter().map(|s| updates[s].0).collect();
         let results: Vec<ValueId> = [&[updated], updated_states.as_slice()].concat();
         let own: BTreeSet<ValueId> = states.iter().copied().chain([parameter]).collect();
-        let gradient = gradient(graph, &results, &own)?;
+        // A loss with a penalty on the weights themselves has them in its gradient.
+        let is_penalty = |u: &&ValueId| {
+            let node = graph.node(**u);
+            let keeps = matches!(node.op, Op::Convert(_) | Op::Reshape(_));
+            needed[u.index()] && node.op.is_elementwise() && !keeps && node.ty.shape == graph.shape(parameter)
+        };
+        let penalised = users[parameter.index()].iter().any(|u| is_penalty(&u));
+        let mut gradient = gradient(graph, &results, &own, penalised);
+        if !penalised && graph.ty(parameter).rank() > 0 {
+            let raw = gradient.and_then(|g| before_changes(graph, g));
+            changed |= raw != gradient;
+            gradient = raw;
+        }
+        strange |= gradient.is_none();
         parameters.push(TrainedParameter { parameter, states, gradient, updated, updated_states });
     }
-    parameters.sort_by_key(|p| p.parameter);
-    let mut fits = parameters.iter().map(|p| fit(graph, p));
+    let gradients: BTreeSet<ValueId> = parameters.iter().filter_map(|p| p.gradient).collect();
+    let from_gradients = graph.depends_on(|v| gradients.contains(&v));
+    if from_gradients[loss.index()] {
+        return None;
+    }
+    // State that changes parameters and belongs to none of them is that of an optimizer with a memory of another form.
+    let known: BTreeSet<ValueId> = parameters.iter().flat_map(|p| &p.states).copied().collect();
+    let updated: Vec<ValueId> = parameters.iter().map(|p| p.updated).collect();
+    let steers = ancestors(graph, &updated, |_| true);
+    let foreign = |a: &ValueId| {
+        let ty = graph.ty(*a);
+        steers[a.index()] && !needed[a.index()] && !known.contains(a) && ty.dtype.is_float() && ty.rank() > 0
+    };
+    strange |= changed || updates.keys().any(foreign);
+    let mut fits = parameters.iter().map(|p| if strange { None } else { fit(graph, p) });
     let first = fits.next()?;
     let same = fits.all(|f| f == first);
-    Some(TrainingStep { loss, parameters, optimizer: first.filter(|_| same) })
+    Some(TrainingStep { loss, parameters, optimizer: first.filter(|_| same), changed })
+}
+
+/// The nodes that `outputs` are made of, through nodes that `passes` holds for.
+fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
+    let mut needed = vec![false; graph.len()];
+    outputs.iter().for_each(|o| needed[o.index()] = true);
+    for v in graph.values().rev() {
+        if needed[v.index()] {
+            graph.node(v).operands.iter().filter(|o| passes(**o)).for_each(|o| needed[o.index()] = true);
+        }
+    }
+    needed
+}
+
+/// Whether a value is one number computed from others, in a shape.
+fn is_spread(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    let smaller = |o: ValueId| graph.ty(o).elements() < node.ty.elements();
+    matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && !is_uniform(graph, v)
+}
+
+/// The gradient before it was clipped, normalised or the like: by numbers made of gradients, or by functions that no
+/// gradient of a sum of products ends with. `None` where it cannot be told apart.
+fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
+    let shape = graph.shape(gradient);
+    let plain = |v: ValueId| {
+        let node = graph.node(v);
+        let linear = matches!(
+            node.op,
+            Op::Binary(Binary::Add | Binary::Subtract | Binary::Multiply | Binary::Divide)
+                | Op::Unary(Unary::Negate)
+                | Op::Convert(_)
+        );
+        !node.op.is_elementwise() || linear && !node.operands.iter().any(|&o| is_spread(graph, o))
+    };
+    // The elementwise part of the gradient, from the last op to the first.
+    let mut changes = false;
+    let (mut seen, mut stack) = (BTreeSet::new(), vec![gradient]);
+    while let Some(at) = stack.pop() {
+        if graph.shape(at) != shape || !graph.node(at).op.is_elementwise() || !seen.insert(at) {
+            continue;
+        }
+        changes |= !plain(at);
+        stack.extend(&graph.node(at).operands);
+    }
+    if !changes {
+        return Some(gradient);
+    }
+    let mut parts = BTreeSet::from([gradient]);
+    loop {
+        let last = *parts.last()?;
+        let is_last_change = parts.len() == 1 && !elementwise_above(graph, last).iter().any(|&v| !plain(v));
+        if is_last_change {
+            return Some(last);
+        }
+        parts.pop_last();
+        let node = graph.node(last);
+        if !node.op.is_elementwise() && !matches!(node.op, Op::Reshape(_)) {
+            return None;
+        }
+        let varies = |o: &&ValueId| graph.shape(**o) == shape && !is_uniform(graph, **o) && !is_spread(graph, **o);
+        parts.extend(node.operands.iter().filter(varies));
+    }
+}
+
+/// A value and the elementwise ops of its shape that it is made of.
+fn elementwise_above(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
+    let (mut found, mut stack) = (BTreeSet::new(), vec![v]);
+    while let Some(at) = stack.pop() {
+        if graph.shape(at) == graph.shape(v) && graph.node(at).op.is_elementwise() && found.insert(at) {
+            stack.extend(&graph.node(at).operands);
+        }
+    }
+    found
 }
 
 impl TrainingStep {
@@ -87,9 +199,9 @@ impl TrainingStep {
         self.part(graph, &[self.loss])
     }
 
-    /// The loss and the gradients as the step computes them, one for each of `self.parameters`.
+    /// The loss and the gradients as the step computes them, one for each of `self.parameters` that has one.
     pub fn gradient_graph(&self, graph: &Graph) -> Graph {
-        let gradients = self.parameters.iter().map(|p| p.gradient);
+        let gradients = self.parameters.iter().filter_map(|p| p.gradient);
         self.part(graph, &[self.loss].into_iter().chain(gradients).collect::<Vec<_>>())
     }
 
@@ -119,7 +231,7 @@ impl TrainingStep {
     }
 }
 
-/// Leaves of the type of `v` that it is made of by elementwise ops.
+/// Leaves of the shape of `v` that it is made of by elementwise ops.
 fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
     let ty = graph.ty(v);
     let (mut leaves, mut seen, mut stack) = (BTreeSet::new(), BTreeSet::new(), vec![v]);
@@ -129,7 +241,8 @@ fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
             continue;
         }
         if node.op.is_leaf() {
-            if node.ty == *ty {
+            // State may be kept in another precision.
+            if node.ty == *ty || node.ty.dtype.is_float() && ty.dtype.is_float() {
                 leaves.insert(at);
             }
         } else if node.op.is_elementwise() || matches!(node.op, Op::Reshape(_)) {
@@ -175,10 +288,15 @@ fn matched(
     (matched.len() == pairs.len() && !matched.is_empty()).then_some(matched)
 }
 
-/// The one value through which results depend on anything but `own`, scalars and constants.
-fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>) -> Option<ValueId> {
+/// The one value through which results depend on anything but `own`, scalars and constants. Where the loss has a penalty on
+/// the parameter, what is made of the parameter alone belongs to the gradient.
+fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalised: bool) -> Option<ValueId> {
     let shape = graph.shape(results[0]);
-    let mut depends: BTreeMap<ValueId, bool> = own.iter().map(|&v| (v, true)).collect();
+    let parameter = |v: ValueId| graph.node(v).op.is_leaf() && own.contains(&v);
+    let states = results.len() > 1;
+    // The parameter is the one of `own` that results[0] replaces; states are the others.
+    let sources = own.iter().filter(|&&v| !penalised || states && elementwise_leaves(graph, results[1]).contains(&v));
+    let mut depends: BTreeMap<ValueId, bool> = sources.map(|&v| (v, true)).collect();
     for &r in results {
         depends_on(graph, r, shape, &mut depends);
     }
@@ -190,7 +308,7 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>) -> Opti
         if own.contains(&at) || !seen.insert(at) {
             continue;
         }
-        if depends.get(&at) == Some(&true) {
+        if depends.get(&at) == Some(&true) || results.contains(&at) {
             stack.extend(&graph.node(at).operands);
         } else if graph.shape(at) == shape && !is_uniform(graph, at) {
             outside.insert(at);
@@ -203,13 +321,13 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>) -> Opti
         if !node.op.is_elementwise() && !matches!(node.op, Op::Reshape(_)) {
             return None;
         }
-        outside.extend(node.operands.iter().filter(|&&o| !is_uniform(graph, o)));
+        outside.extend(node.operands.iter().filter(|&&o| !is_uniform(graph, o) && !parameter(o)));
     }
     let gradient = outside.pop_first()?;
-    // Without state the step size is all that tells the change from the gradient.
+    // With less state than Adam's a factor is all that tells the change from the gradient.
     let node = graph.node(gradient);
-    match (&node.op, own.len()) {
-        (Op::Binary(Binary::Multiply), 1) => {
+    match (&node.op, results.len()) {
+        (Op::Binary(Binary::Multiply), 1 | 2) => {
             let varies: Vec<ValueId> = node.operands.iter().copied().filter(|&o| !is_uniform(graph, o)).collect();
             Some(if let [only] = varies[..] { only } else { gradient })
         }
@@ -243,9 +361,7 @@ fn is_uniform(graph: &Graph, v: ValueId) -> bool {
     match &node.op {
         Op::Constant(literal) => literal.as_splat().is_some(),
         op if op.is_leaf() => node.ty.rank() == 0,
-        Op::BroadcastInDim(_) | Op::Reshape(_) => {
-            graph.shape(node.operands[0]).is_empty() || is_uniform(graph, node.operands[0])
-        }
+        Op::BroadcastInDim(_) | Op::Reshape(_) => is_uniform(graph, node.operands[0]),
         op => node.ty.rank() == 0 && op.is_elementwise() && node.operands.iter().all(|&o| is_uniform(graph, o)),
     }
 }
@@ -285,23 +401,24 @@ fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
     // Scalar arguments are counts of steps done.
     let after = |steps: f64, result: ValueId, weight: f64, states: &[f64], g: f64| {
         let mut given: BTreeMap<ValueId, f64> = p.states.iter().copied().zip(states.iter().copied()).collect();
-        given.extend([(p.parameter, weight), (p.gradient, g)]);
+        given.extend([(p.parameter, weight)].into_iter().chain(p.gradient.map(|gradient| (gradient, g))));
         element(graph, result, &given, steps)
     };
     let at = |result: ValueId, weight: f64, states: &[f64], g: f64| after(0.0, result, weight, states, g);
     let weight = |w: f64, states: &[f64], g: f64| at(p.updated, w, states, g);
+    let fitted = |optimizer, learning_rate| Fitted { optimizer, learning_rate, scheduled: false };
     let mut candidates = Vec::new();
     match *p.updated_states.as_slice() {
         [] => {
             let learning_rate = -weight(0.0, &[], 1.0)?;
             let weight_decay = (1.0 - weight(1.0, &[], 0.0)?) / learning_rate;
-            candidates.push(Fitted { optimizer: Optimizer::Sgd { momentum: 0.0, weight_decay }, learning_rate });
+            candidates.push(fitted(Optimizer::Sgd { momentum: 0.0, weight_decay }, learning_rate));
         }
         [velocity] => {
             let momentum = at(velocity, 0.0, &[1.0], 0.0)?;
             let learning_rate = -weight(0.0, &[0.0], 1.0)?;
             let weight_decay = at(velocity, 1.0, &[0.0], 0.0)?;
-            candidates.push(Fitted { optimizer: Optimizer::Sgd { momentum, weight_decay }, learning_rate });
+            candidates.push(fitted(Optimizer::Sgd { momentum, weight_decay }, learning_rate));
         }
         [m, v] => {
             let (beta1, beta2) = (at(m, 0.0, &[1.0, 0.0], 0.0)?, at(v, 0.0, &[0.0, 1.0], 0.0)?);
@@ -315,7 +432,7 @@ fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
                 let decoupled = (1.0 - weight(1.0, &[0.0, 1.0], 0.0)?) / learning_rate;
                 let coupled = at(m, 1.0, &[0.0, 0.0], 0.0)? / (1.0 - beta1);
                 let settings = |weight_decay| (beta1, beta2, epsilon, weight_decay, bias_correction);
-                let fitted = |optimizer| Fitted { optimizer, learning_rate };
+                let fitted = |optimizer| fitted(optimizer, learning_rate);
                 // Without decay they are the same.
                 let plain = settings(0.0);
                 candidates.push(fitted(adam(plain)));
@@ -325,24 +442,38 @@ fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
         }
         _ => return None,
     }
-    let agrees = |f: &Fitted, steps: f64| {
-        (0..16u32).all(|i| {
+    // How much farther than the candidate the update goes, the same everywhere; `None` where it goes elsewhere.
+    let rate = |f: &Fitted, steps: f64| -> Option<f64> {
+        let mut rate: Option<f64> = None;
+        for i in 0..16u32 {
             let number = |k: u32| f64::from((i * 7 + k * 5) % 11) / 4.0 - 1.2;
             let states: Vec<f64> = (0..p.states.len() as u32).map(|k| number(k + 2).abs() + 0.01).collect();
             let expected = step_of(f, steps + 1.0, number(0), &states, number(1));
-            let results = [&[p.updated], p.updated_states.as_slice()].concat();
-            results.iter().zip(expected).all(|(&r, expected)| {
-                // Of the weight it is the change that counts, which is small.
-                let old = if r == p.updated { number(0) } else { 0.0 };
-                let found = after(steps, r, number(0), &states, number(1)).unwrap_or(f64::NAN);
-                (found - expected).abs() <= 1e-5 * (expected - old).abs() + 1e-12
-            })
-        })
+            for (&r, expected) in p.updated_states.iter().zip(&expected[1..]) {
+                let found = after(steps, r, number(0), &states, number(1))?;
+                if (found - expected).abs() > 1e-5 * expected.abs() + 1e-12 {
+                    return None;
+                }
+            }
+            // Of the weight it is the change that counts, which is small.
+            let (change, expected) =
+                (after(steps, p.updated, number(0), &states, number(1))? - number(0), expected[0] - number(0));
+            let known = *rate.get_or_insert(change / expected);
+            if (change - known * expected).abs() > 1e-5 * change.abs() + 1e-12 {
+                return None;
+            }
+        }
+        rate.filter(|r| *r > 0.0)
+    };
+    let first = |f: &&Fitted| f.learning_rate > 0.0 && rate(f, 0.0).is_some_and(|r| (r - 1.0).abs() < 1e-4);
+    let always = candidates.iter().filter(first).find(|f| rate(f, 9.0).is_some_and(|r| (r - 1.0).abs() < 1e-4));
+    let mut fitted = match always {
+        Some(f) => *f,
+        // Another step size at another step is a schedule.
+        // (Averages without a bias are a schedule of those with one, so these are tried last.)
+        None => Fitted { scheduled: true, ..*candidates.iter().rev().filter(first).find(|f| rate(f, 9.0).is_some())? },
     };
     // Settings that are constants of the text in single precision are meant in decimal.
-    let always = candidates.iter().find(|f| agrees(f, 0.0) && agrees(f, 9.0));
-    // A learning rate that follows a schedule is that of the first step.
-    let mut fitted = *always.or_else(|| candidates.iter().rev().find(|f| agrees(f, 0.0)))?;
     let decimal =
         |x: f64| format!("{x:.5e}").parse::<f64>().ok().filter(|d| (d - x).abs() <= 1e-6 * x.abs()).unwrap_or(x);
     fitted.learning_rate = decimal(fitted.learning_rate);

@@ -82,7 +82,11 @@ pub enum PlanFailure {
     Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
-    #[error("no plan for this cluster and these options lays out values as the model asks for: {}", .pins.join("; "))]
+    #[error(
+        "no plan for this cluster and these options lays out values as the model asks for (--ignore-shardings plans without): {}{}",
+        .pins.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("; "),
+        if .pins.len() > 3 { format!("; and {} more", .pins.len() - 3) } else { String::new() }
+    )]
     Pins { pins: Vec<String> },
 }
 

@@ -29,6 +29,12 @@ pub struct ModelOptions {
     /// Let no gradient flow through this value: a name or number as `altiplano show` prints it
     #[arg(long, value_name = "NAME")]
     stop_gradient: Vec<String>,
+    /// The result that is the loss: a name (loss) or position [default: the one called loss, or the first]
+    #[arg(long, value_name = "RESULT")]
+    loss: Option<String>,
+    /// Leave out the shardings that the model states (with_sharding_constraint and the like)
+    #[arg(long)]
+    ignore_shardings: bool,
     /// Floating-point type to train in [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
@@ -63,6 +69,8 @@ impl ModelOptions {
             batch_dims: self.batch_dim.clone(),
             also: self.also.clone(),
             stop_gradients: self.stop_gradient.clone(),
+            loss: self.loss.clone(),
+            ignore_shardings: self.ignore_shardings,
             precision: self.precision.map(|p| match p {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
@@ -187,11 +195,7 @@ pub struct PlanOrModel {
 
 impl PlanOrModel {
     /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
-    pub fn plan(&self) -> Result<Plan, Error> {
-        Ok(self.plan_and_step()?.0)
-    }
-
-    /// [`Self::plan`], and what a model that is a whole training step computes itself.
+    /// With it what a model that is a whole training step computes itself.
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
@@ -223,13 +227,15 @@ pub struct Start {
     /// Initialise weights with this seed
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     init: u64,
-    /// Learning rate
-    #[arg(long, value_name = "X", default_value_t = 1e-3, value_parser = learning_rate, allow_hyphen_values = true)]
-    lr: f64,
+    /// Learning rate [default: that of a whole training step, or 0.001]
+    #[arg(long, value_name = "X", value_parser = learning_rate, allow_hyphen_values = true)]
+    lr: Option<f64>,
 }
 
 impl Start {
-    pub fn training(self, steps: u64) -> Training {
-        Training { steps, learning_rate: self.lr, seed: self.init, weights: self.weights, data: self.data }
+    /// `step` is the training step that the model was, if it was one.
+    pub fn training(self, steps: u64, step: Option<&GivenStep>) -> Training {
+        let learning_rate = self.lr.or(step.and_then(|s| s.learning_rate)).unwrap_or(1e-3);
+        Training { steps, learning_rate, seed: self.init, weights: self.weights, data: self.data }
     }
 }

@@ -23,8 +23,8 @@ pub struct Run {
 
 impl Run {
     pub fn run(self) -> Result<(), Error> {
-        let plan = self.plan.plan()?;
-        let training = self.start.training(self.steps);
+        let (plan, given) = self.plan.plan_and_step()?;
+        let training = self.start.training(self.steps, given.as_ref());
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let peaks = train(&plan, &training, |step| {

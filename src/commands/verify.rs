@@ -23,7 +23,7 @@ pub struct Verify {
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
         let (plan, given) = self.plan.plan_and_step()?;
-        let training = self.start.training(1);
+        let training = self.start.training(1, given.as_ref());
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;

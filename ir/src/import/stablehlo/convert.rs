@@ -11,7 +11,7 @@ use super::lexer::{MAX_DEPTH, Place};
 use super::literal::{same_type, tensor_type};
 use super::parse::parse;
 use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported, full_name};
-use super::syntax::{Argument as Named, Function, LocationId, Module, Operation, Region, Type};
+use super::syntax::{Argument as Named, Attribute, Function, LocationId, Module, Operation, Region, Type, find};
 use super::update::Updates;
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, Pin, ValueId};
@@ -30,6 +30,8 @@ pub struct Imported {
     pub graph: Graph,
     /// The arguments of the entry function in order, whether used or not.
     pub arguments: Vec<Argument>,
+    /// What the function calls its results, in order, where the text says: `result[0]`, `['loss']`.
+    pub results: Vec<Option<String>>,
 }
 
 /// An argument of the entry function.
@@ -82,11 +84,14 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
     };
     let arguments = converter.arguments(main)?;
     let values = arguments.iter().map(|argument| argument.value).collect();
-    let mut results = converter.inline(main, values, main.place)?;
+    let results = converter.inline(main, values, main.place)?;
     for (value, result) in results.iter().zip(&main.results) {
         converter.pin_named(*value, &result.attributes);
     }
-    results.retain(|value| !converter.is_opaque(*value));
+    let name = |attributes| find(attributes, "jax.result_info").and_then(Attribute::as_word).map(str::to_string);
+    let mut named = results.iter().zip(&main.results).map(|(v, r)| (*v, name(&r.attributes))).collect::<Vec<_>>();
+    named.retain(|(value, _)| !converter.is_opaque(*value));
+    let (results, names): (Vec<ValueId>, Vec<Option<String>>) = named.into_iter().unzip();
     if results.is_empty() && !converter.problems.is_empty() {
         return Err(ImportError::Operations { unsupported: Vec::new(), problems: converter.problems });
     }
@@ -94,7 +99,7 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
         return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
     }
     converter.graph.outputs = results;
-    converter.finish(arguments)
+    converter.finish(arguments, names)
 }
 
 fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError> {
@@ -482,11 +487,19 @@ impl<'t, 'a> Converter<'t, 'a> {
 
     /// Reports what was not converted, and drops what no output needs. The first output is the loss; another one that
     /// rests on something unsupported (an accuracy beside the loss, say) is dropped instead of refused.
-    fn finish(mut self, mut arguments: Vec<Argument>) -> Result<Imported, ImportError> {
+    fn finish(
+        mut self,
+        mut arguments: Vec<Argument>,
+        mut results: Vec<Option<String>>,
+    ) -> Result<Imported, ImportError> {
         let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some() || p.opaque);
         let tainted = self.graph.depends_on(unsupported);
         let first = self.graph.outputs.first().copied();
-        self.graph.outputs.retain(|o| Some(*o) == first || !tainted[o.index()]);
+        let keeps: Vec<bool> = self.graph.outputs.iter().map(|o| Some(*o) == first || !tainted[o.index()]).collect();
+        let mut kept = keeps.iter();
+        self.graph.outputs.retain(|_| kept.next() == Some(&true));
+        let mut kept = keeps.iter();
+        results.retain(|_| kept.next() == Some(&true));
         let live = self.resolve_updates();
         let unsupported = self.unsupported(&live);
         if !unsupported.is_empty() || !self.problems.is_empty() {
@@ -520,7 +533,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         for pin in self.pins.into_iter().filter(|pin| live[pin.value.index()]) {
             graph.pin(Pin { value: renumbered[pin.value.index()], ..pin });
         }
-        Ok(Imported { graph, arguments })
+        Ok(Imported { graph, arguments, results })
     }
 
     /// The ops among what is needed that the graph cannot express, each once.

@@ -318,7 +318,7 @@ const SMALL: &str = r#"
 /// What a model means does not change on the way.
 #[test]
 fn a_small_model_computes() {
-    let Imported { graph, arguments } = imported(SMALL);
+    let Imported { graph, arguments, .. } = imported(SMALL);
     let data = [vec![10.0, 1.0, 20.0, 2.0, 30.0, 3.0], vec![0.0, 2.0, 2.0, 9.0]];
     let loss = interpret::run(&graph, |leaf| {
         let argument = arguments.iter().position(|argument| argument.value == leaf).unwrap();

@@ -232,7 +232,7 @@ impl<'a> Region<'a> {
     }
 }
 
-fn find<'t, 'a>(attributes: &'t Attributes<'a>, name: &str) -> Option<&'t Attribute<'a>> {
+pub fn find<'t, 'a>(attributes: &'t Attributes<'a>, name: &str) -> Option<&'t Attribute<'a>> {
     let direct = attributes.iter().find(|(key, _)| key == name);
     let nested = || {
         attributes.iter().find_map(|(_, value)| match value {
