@@ -155,7 +155,7 @@ fn by_name(arguments: &[Argument]) -> Result<Vec<bool>, ArgumentError> {
 }
 
 /// `params` of `params['h0']['w']`, `params.h0.w` or `params/h0/w`.
-fn group(name: &str) -> &str {
+pub fn group(name: &str) -> &str {
     name.split(['[', '.', '/']).next().unwrap_or(name)
 }
 

@@ -124,8 +124,10 @@ pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Mo
 
 /// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    let Traced { graph, .. } = read_traced(file, options)?;
-    load(file, (graph, None), options, true)
+    let traced = read_traced(file, options)?;
+    let states = states(&traced.graph);
+    let loss = Loss { graph: traced.graph, step: None, states };
+    load(file, loss, options, true)
 }
 
 /// A graph as it was read, and its leaves in the function's order.
@@ -136,36 +138,52 @@ struct Traced {
     results: Vec<Option<String>>,
 }
 
+/// What is planned of a file: the loss, the step that it is a part of, and inputs that the function gives back updated.
+struct Loss {
+    graph: Graph,
+    step: Option<(TrainingStep, GivenStep)>,
+    states: Vec<String>,
+}
+
+fn leaf_name(graph: &Graph, v: ValueId) -> String {
+    match &graph.node(v).op {
+        Op::Input(input) => input.name.clone(),
+        Op::Parameter(parameter) => parameter.name.clone(),
+        _ => String::new(),
+    }
+}
+
+/// Leaves that the function gives back updated.
+fn states(graph: &Graph) -> Vec<String> {
+    step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
+}
+
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
-fn loss_of(traced: Traced, options: &ImportOptions) -> (Graph, Option<(TrainingStep, GivenStep)>) {
+fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
     let Traced { graph, arguments, results } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
-    let Some(step) = step else { return (unstack(&graph), None) };
-    let name = |v: ValueId| match &graph.node(v).op {
-        Op::Input(input) => input.name.clone(),
-        Op::Parameter(parameter) => parameter.name.clone(),
-        _ => String::new(),
-    };
+    let states = states(&graph);
+    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states } };
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
-    let parameters = compared.map(|p| name(p.parameter)).collect();
+    let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    (unstack(&step.loss_graph(&graph)), Some((step, given)))
+    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states }
 }
 
 fn load(
     file: &Path,
-    (traced, step): (Graph, Option<(TrainingStep, GivenStep)>),
+    Loss { graph: traced, step, states }: Loss,
     options: &ImportOptions,
     all_results: bool,
 ) -> Result<Model, Error> {
     let results = traced.outputs.len();
     let batched = match &options.also {
-        None => found_batch(&traced, &batch_dims(&traced, &options.batch_dims)?, options),
+        None => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
         Some(also) => {
-            let (second, _) = loss_of(read_traced(also, options)?, options);
+            let second = loss_of(read_traced(also, options)?, options).graph;
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
                 also: also.clone(),
@@ -239,7 +257,12 @@ fn loss_first(graph: &mut Graph, results: &mut [Option<String>], said: Option<&s
     let named = |i: &usize, wanted: &str| matches!(results.get(*i), Some(Some(name)) if name == wanted || key(name).as_deref() == Some(wanted));
     let mut all = 0..graph.outputs.len();
     let at = match said {
-        None => ["loss", "total_loss"].into_iter().find_map(|word| all.clone().find(|i| scalar(i) && named(i, word))),
+        None => {
+            let called = |word: &&str| all.clone().find(|i| scalar(i) && named(i, word));
+            let mut scalars = all.clone().filter(scalar);
+            let only = scalars.next().filter(|_| scalars.next().is_none());
+            ["loss", "total_loss"].iter().find_map(called).or(only)
+        }
         Some(said) => {
             let position = said.parse::<usize>().ok().filter(|&i| i < graph.outputs.len());
             let found = all.find(|i| named(i, said)).or(position);
@@ -391,29 +414,82 @@ fn found_batch(graph: &Graph, dims: &[Option<usize>], options: &ImportOptions) -
     }
 }
 
-/// The batch dimension of each input: what the user says, else what the file says, else the first. A scalar has none,
-/// nor has a random key as JAX passes it (two or four `u32`).
-fn batch_dims(graph: &Graph, said: &[(String, Option<usize>)]) -> Result<Vec<Option<usize>>, Error> {
-    for (name, dim) in said {
-        let Some((v, _)) = graph.inputs().find(|(_, n)| n == name) else {
+/// The batch dimension of each input, as assignments to try in order: what the user says, else what the file says, else the
+/// first dimension. A scalar has none, nor has a random key as JAX passes it (two or four `u32`), nor state that the
+/// function gives back. Inputs whose sizes differ cannot all have the batch: then those of one size do, the size that most
+/// have first; the rest (masks, tables of positions) have none.
+fn batch_dims(
+    graph: &Graph,
+    said: &[(String, Option<usize>)],
+    states: &[String],
+) -> Result<Vec<Vec<Option<usize>>>, Error> {
+    let is_meant = |said: &str, name: &str| match said.strip_suffix('*') {
+        Some(prefix) => name.starts_with(prefix),
+        None => said == name || said == arguments::group(name),
+    };
+    for (wanted, dim) in said {
+        let mut meant = graph.inputs().filter(|(_, name)| is_meant(wanted, name)).peekable();
+        if meant.peek().is_none() {
             let inputs = Names(graph.inputs().map(|(_, n)| n.to_string()).collect());
-            return Err(Error::UnknownInput { name: name.clone(), inputs });
-        };
-        if let Some(dim) = dim.filter(|&d| d >= graph.shape(v).len()) {
-            return Err(Error::NoSuchDimension { name: name.clone(), ty: graph.ty(v).clone(), dim });
+            return Err(Error::UnknownInput { name: wanted.clone(), inputs });
+        }
+        for (v, name) in meant {
+            if let Some(dim) = dim.filter(|&d| d >= graph.shape(v).len()) {
+                return Err(Error::NoSuchDimension { name: name.to_string(), ty: graph.ty(v).clone(), dim });
+            }
         }
     }
-    let dim = |(v, name): (ValueId, &str)| {
+    let given = |name: &str| said.iter().rev().find(|(n, _)| is_meant(n, name)).map(|(_, dim)| *dim);
+    let default = |(v, name): (ValueId, &str)| {
         let ty = graph.ty(v);
         let is_key = ty.dtype == DType::U32 && matches!(ty.shape.as_slice(), [2] | [4]);
         let marked = graph.node(v).batch_dims;
-        let default = match graph.batch {
-            0 => (ty.rank() > 0 && !is_key).then_some(0),
+        match graph.batch {
+            0 => (ty.rank() > 0 && !is_key && !states.iter().any(|s| s == name)).then_some(0),
             _ => (marked != 0).then_some(marked.trailing_zeros() as usize),
-        };
-        said.iter().rev().find(|(n, _)| n == name).map_or(default, |(_, dim)| *dim)
+        }
     };
-    Ok(graph.inputs().map(dim).collect())
+    let all: Vec<Option<usize>> = graph.inputs().map(|i| given(i.1).unwrap_or_else(|| default(i))).collect();
+    let size = |(v, dim): (ValueId, Option<usize>)| dim.map(|d| graph.shape(v)[d]);
+    let named: Vec<u64> = graph.inputs().filter_map(|(v, name)| size((v, given(name)?))).collect();
+    // Sizes in the order in which they first appear, each with the number of inputs that have it.
+    let mut sizes: Vec<(u64, usize)> = Vec::new();
+    for found in graph.inputs().zip(&all).filter_map(|((v, _), dim)| size((v, *dim))) {
+        match sizes.iter_mut().find(|(known, _)| *known == found) {
+            Some((_, count)) => *count += 1,
+            None => sizes.push((found, 1)),
+        }
+    }
+    if graph.batch != 0 || sizes.len() < 2 {
+        return Ok(vec![all]);
+    }
+    sizes.sort_by_key(|&(size, count)| (size == 1, std::cmp::Reverse(count)));
+    sizes.retain(|(size, _)| named.is_empty() || named.contains(size));
+    let only = |wanted: u64| {
+        let inputs = graph.inputs().zip(&all);
+        let one = |((v, name), dim): ((ValueId, &str), &Option<usize>)| match given(name) {
+            Some(dim) => dim,
+            None => dim.filter(|_| size((v, *dim)) == Some(wanted)),
+        };
+        inputs.map(one).collect::<Vec<_>>()
+    };
+    let mut tries: Vec<Vec<Option<usize>>> = sizes.iter().map(|&(size, _)| only(size)).collect();
+    tries.push(all.clone());
+    Ok(tries)
+}
+
+/// The batch under the first of these assignments that leaves no doubt, those first that make the loss one over samples.
+fn first_without_doubt(graph: &Graph, tries: &[Vec<Option<usize>>], options: &ImportOptions) -> Batched {
+    let mut found: Vec<Batched> = Vec::new();
+    for dims in tries {
+        let batched = found_batch(graph, dims, options);
+        if batched.doubt.is_none() && batched.loss != LossKind::Other {
+            return batched;
+        }
+        found.push(batched);
+    }
+    let at = found.iter().position(|b| b.doubt.is_none()).unwrap_or(found.len() - 1);
+    found.swap_remove(at)
 }
 
 /// The values of these names: `%12`, a leaf's name, an op's name or its last part.

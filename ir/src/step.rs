@@ -231,6 +231,13 @@ impl TrainingStep {
     }
 }
 
+/// Leaves that a function gives back updated by elementwise ops: weights, moments, running statistics.
+pub fn updated_leaves(graph: &Graph) -> BTreeSet<ValueId> {
+    let others = graph.outputs.iter().filter(|o| !graph.node(**o).op.is_leaf());
+    let same_type = |o: ValueId| move |v: &ValueId| graph.ty(*v) == graph.ty(o);
+    others.flat_map(|&o| elementwise_leaves(graph, o).into_iter().filter(same_type(o))).collect()
+}
+
 /// Leaves of the shape of `v` that it is made of by elementwise ops.
 fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
     let ty = graph.ty(v);

@@ -33,8 +33,14 @@ impl Verify {
         if let Some(file) = &self.expect {
             say(table(&file.display().to_string(), &verified.expected))?;
         }
-        if !verified.given.is_empty() {
-            say(table("the step's own gradients", &verified.given))?;
+        match given {
+            Some(_) if verified.given.is_empty() => {
+                say(
+                    "against the step's own gradients: not compared, since they cannot be told from what is done to them",
+                )?;
+            }
+            Some(_) => say(table("the step's own gradients", &verified.given))?,
+            None => {}
         }
         if verified.no_gradient {
             eprintln!("warning: all gradients are zero, in the plan and on one device: that they agree says little");
