@@ -290,7 +290,10 @@ impl Converter<'_, '_> {
         let w = self.unary(Unary::Negate, log)?;
         let centre = self.plus(w, -2.5)?;
         let central = self.polynomial(centre, &CENTRAL)?;
-        let root = self.unary(Unary::Sqrt, w)?;
+        // Where the tail is not taken it is kept away from zero, where the slope of a root has no value.
+        let five = self.like(w, 5.0)?;
+        let far = self.push(Op::Binary(Binary::Maximum), &[w, five])?;
+        let root = self.unary(Unary::Sqrt, far)?;
         let shifted = self.plus(root, -3.0)?;
         let tail = self.polynomial(shifted, &TAIL)?;
         let is_central = self.test(w, Direction::Lt, 5.0)?;
@@ -307,7 +310,9 @@ impl Converter<'_, '_> {
         }
         let size = self.unary(Unary::Abs, x)?;
         let at_one = self.test(size, Direction::Eq, 1.0)?;
-        let infinite = self.times(x, f64::INFINITY)?;
+        // The sign has no slope, which infinity times anything would spoil.
+        let sign = self.unary(Unary::Sign, x)?;
+        let infinite = self.times(sign, f64::INFINITY)?;
         self.choose(at_one, infinite, y)
     }
 

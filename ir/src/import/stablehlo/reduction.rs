@@ -10,7 +10,7 @@ use super::report::{ProblemKind, Reject};
 use super::syntax::{Attribute, Operation, Region};
 use crate::dtype::DType;
 use crate::graph::ValueId;
-use crate::op::{Concatenate, Op, Reduce, Reducer};
+use crate::op::{Binary, Concatenate, Op, Reduce, Reducer};
 
 impl<'t, 'a> Converter<'t, 'a> {
     pub fn reduce(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
@@ -26,6 +26,24 @@ impl<'t, 'a> Converter<'t, 'a> {
                 false => self.push(Op::Reduce(Reduce { reducer, dims }), &[x])?,
             };
             return Ok(vec![self.with_init(reducer, reduced, init)?]);
+        }
+        // Printers name the op in place of a region that is one op.
+        if let (1, [], Some(op)) = (n, operation.regions.as_slice(), applied(operation)) {
+            let (mut x, init) = (operands[0], operands[1]);
+            let shape = self.graph.shape(x).to_vec();
+            if dims.iter().any(|&d| d >= shape.len()) {
+                return Err(attribute("dimensions"));
+            }
+            let kept: Vec<u64> = (0..shape.len()).filter(|d| !dims.contains(d)).map(|d| shape[d]).collect();
+            if dims.iter().any(|&d| shape[d] == 0) {
+                return Ok(vec![self.broadcast(init, kept, Vec::new())?]);
+            }
+            for &dim in &dims {
+                x = self.fold(op, x, dim)?;
+            }
+            let x = self.reshaped(x, kept)?;
+            let init = self.broadcast_scalar(init, x)?;
+            return Ok(vec![self.push(Op::Binary(op), &[init, x])?]);
         }
         let [region] = regions(operation)?;
         let (mut values, inits) = (operands[..n].to_vec(), &operands[n..]);
@@ -44,6 +62,26 @@ impl<'t, 'a> Converter<'t, 'a> {
             *value = self.reshaped(*value, kept.clone())?;
         }
         self.apply_inits(operation, region, inits, values, scope)
+    }
+
+    /// Combines halves along `dim` by an op of no order until one element is left.
+    fn fold(&mut self, op: Binary, mut x: ValueId, dim: usize) -> Result<ValueId, Reject> {
+        loop {
+            let size = self.graph.shape(x)[dim];
+            let half = size / 2;
+            if half == 0 {
+                return Ok(x);
+            }
+            let (low, high) = (self.rows(x, dim, 0, half)?, self.rows(x, dim, half, 2 * half)?);
+            let both = self.push(Op::Binary(op), &[low, high])?;
+            x = match size % 2 {
+                0 => both,
+                _ => {
+                    let rest = self.rows(x, dim, size - 1, size)?;
+                    self.push(Op::Concatenate(Concatenate { dim }), &[both, rest])?
+                }
+            };
+        }
     }
 
     /// Combines neighbours along `dim` until one element is left. Neighbours, since the order of elements is to be kept.
@@ -157,4 +195,10 @@ pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
         "minimum" => Reducer::Min,
         _ => return None,
     })
+}
+
+/// The op of two elements that is named in place of a region. Those that printers shorten so have no order.
+fn applied(operation: &Operation) -> Option<Binary> {
+    let word = operation.attribute("applies").and_then(Attribute::as_word)?;
+    Binary::ALL.into_iter().find(|op| op.name() == word)
 }
