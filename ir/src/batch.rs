@@ -9,7 +9,8 @@
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
 use crate::op::{
-    ArgSort, Binary, Cumulative, DotGeneral, Op, Operator, ReduceWindow, Reducer, SelectAndScatter, Unary,
+    ArgSort, Binary, Cumulative, DotGeneral, GatherDims, Op, Operator, ReduceWindow, Reducer, Scatter, ScatterAdd,
+    SelectAndScatter, Unary,
 };
 use crate::sample::count_by_sample;
 use serde::{Deserialize, Serialize};
@@ -347,9 +348,20 @@ fn aggregate(graph: &Graph, v: ValueId, kinds: &[Aggregate], counts: &[Option<u6
             Aggregate::Mixed
         }
         Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
+        // Looking up one sample's value at a place that another says (the edges of a graph).
+        Op::Gather(op) if indexes_batch(&op.dims, graph.node(node.operands[0])) => Aggregate::Mixed,
+        Op::ScatterAdd(ScatterAdd { dims, .. }) | Op::Scatter(Scatter { dims, .. }) if indexes_batch(dims, node) => {
+            Aggregate::Mixed
+        }
         Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
         _ => elementwise(&all),
     }
+}
+
+/// Whether a lookup chooses among the samples of a table.
+fn indexes_batch(dims: &GatherDims, table: &Node) -> bool {
+    let chosen = |d: &&usize| dims.slice_sizes[**d] < table.ty.shape[**d];
+    dims.start_index_map.iter().filter(chosen).any(|&d| table.batch_dims >> d & 1 == 1)
 }
 
 /// Whether one of these dimensions of the first operand scales with the batch.
