@@ -206,13 +206,7 @@ impl TrainingStep {
     }
 
     fn part(&self, graph: &Graph, outputs: &[ValueId]) -> Graph {
-        let mut needed = vec![false; graph.len()];
-        outputs.iter().for_each(|o| needed[o.index()] = true);
-        for v in graph.values().rev() {
-            if needed[v.index()] {
-                graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
-            }
-        }
+        let needed = ancestors(graph, outputs, |_| true);
         let trained: BTreeSet<ValueId> = self.parameters.iter().map(|p| p.parameter).collect();
         let mut map = vec![ValueId(u32::MAX); graph.len()];
         let mut part = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };

@@ -336,35 +336,34 @@ impl Conv {
     /// One input and one output in each group: groups run innermost.
     fn depthwise(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32]) {
         result.fill(0.0);
-        for phase in self.all_phases() {
-            let positions = all_positions(&phase);
-            let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
-            let rows = Rows { counts: &counts, images: self.images, by_image: false };
-            for m in 0..rows.len() {
-                let (image, js) = rows.at(m);
-                let to = self.result_at(image, &js, &phase);
-                for position in &positions {
-                    let (mut from, mut with, mut inside) = (image * self.lhs.major, 0, true);
-                    for ((&(k, first), &j), (p, s)) in position.iter().zip(&js).zip(phase.iter().zip(&self.spatial)) {
-                        let x = first + j as isize * p.step;
-                        inside &= x >= 0 && (x as usize) < s.size;
-                        from += x.max(0) as usize * s.lhs;
-                        with += k * s.rhs;
-                    }
-                    if !inside {
-                        continue;
-                    }
-                    for g in 0..self.groups {
-                        let x = lhs[from + g * self.lhs.group] * rhs[with + g * self.rhs.group];
-                        result[to + g * self.result_group] += x;
-                    }
-                }
+        self.for_each_position(|to, from, with| {
+            for g in 0..self.groups {
+                let x = lhs[from + g * self.lhs.group] * rhs[with + g * self.rhs.group];
+                result[to + g * self.result_group] += x;
             }
-        }
+        });
     }
 
     /// Visits every term: positions in result, lhs and rhs. For formats in which products are rare and small.
     fn for_each_term(&self, mut visit: impl FnMut(usize, usize, usize)) {
+        self.for_each_position(|to, from, with| {
+            for g in 0..self.groups {
+                for output in 0..self.outputs {
+                    for input in 0..self.inputs {
+                        visit(
+                            to + g * self.result_group + output * self.result_output,
+                            from + g * self.lhs.group + input * self.lhs.input,
+                            with + g * self.rhs.group + output * self.rhs.major + input * self.rhs.input,
+                        );
+                    }
+                }
+            }
+        });
+    }
+
+    /// Visits every result and window position that meet an element: positions in result, lhs and rhs of the first group,
+    /// output and input.
+    fn for_each_position(&self, mut visit: impl FnMut(usize, usize, usize)) {
         for phase in self.all_phases() {
             let positions = all_positions(&phase);
             let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
@@ -380,17 +379,8 @@ impl Conv {
                         from = from.zip(x).map(|(from, x)| from + x * s.lhs);
                         with += k * s.rhs;
                     }
-                    let Some(from) = from else { continue };
-                    for g in 0..self.groups {
-                        for output in 0..self.outputs {
-                            for input in 0..self.inputs {
-                                visit(
-                                    to + g * self.result_group + output * self.result_output,
-                                    from + g * self.lhs.group + input * self.lhs.input,
-                                    with + g * self.rhs.group + output * self.rhs.major + input * self.rhs.input,
-                                );
-                            }
-                        }
+                    if let Some(from) = from {
+                        visit(to, from, with);
                     }
                 }
             }
