@@ -6,6 +6,7 @@
 //! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
 //! plain data, verified before use.
 
+pub mod array;
 pub mod autodiff;
 pub mod batch;
 pub mod cluster;

@@ -1,0 +1,158 @@
+//! Attention over heads, and rotary positions.
+
+use super::*;
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Binary, Direction, DotGeneral, Op, Unary};
+
+/// What [`attention`] does with its scores.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Attention {
+    /// Factor of the scores; default `1 / sqrt(D)`.
+    pub scale: Option<f64>,
+    /// Position `s` of the queries sees positions `0..=s` of the keys.
+    pub causal: bool,
+    /// Broadcastable to `[B, H, S, T]`: booleans (true: seen) or numbers that are added to the scores.
+    pub mask: Option<ValueId>,
+}
+
+/// `[S, T]` booleans: whether query `s` sees key `t`, which is at most `s + offset`.
+pub fn causal_mask(g: &mut Graph, queries: u64, keys: u64, offset: i64) -> Built {
+    let row = iota(g, &[queries, keys], 0, DType::I32)?;
+    let column = iota(g, &[queries, keys], 1, DType::I32)?;
+    let row = if offset == 0 { row } else { with_number(g, Binary::Add, row, offset as f64)? };
+    compare(g, Direction::Ge, row, column)
+}
+
+/// Each head of `[B, Hkv, T, D]` as often as it has queries: `[B, heads, T, D]`.
+pub fn repeat_heads(g: &mut Graph, x: ValueId, heads: u64) -> Built {
+    let shape = g.shape(x).to_vec();
+    let [b, kv, t, d] = shape[..] else { return Err(ShapeError::Attribute("heads are [B, H, T, D]")) };
+    if kv == heads {
+        return Ok(x);
+    }
+    if kv == 0 || !heads.is_multiple_of(kv) {
+        return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
+    }
+    let each = broadcast_dims(g, x, &[b, kv, heads / kv, t, d], &[0, 1, 3, 4])?;
+    reshape(g, each, &[b, heads, t, d])
+}
+
+fn broadcast_dims(g: &mut Graph, x: ValueId, shape: &[u64], dims: &[usize]) -> Built {
+    let op = crate::op::BroadcastInDim { shape: shape.to_vec(), dims: dims.to_vec() };
+    g.push(Op::BroadcastInDim(op), &[x])
+}
+
+/// Query times key for all pairs of positions, `[B, H, S, T]`, times the scale.
+pub fn scaled_scores(g: &mut Graph, q: ValueId, k: ValueId, scale: f64) -> Built {
+    let heads =
+        DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![3], rhs_contract: vec![3] };
+    let scores = g.push(Op::DotGeneral(heads), &[q, k])?;
+    with_number(g, Binary::Multiply, scores, scale)
+}
+
+/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, H, S, D]`, `k` `[B, Hkv, T, D]` and `v` `[B, Hkv, T, Dv]`, where each
+/// head of the keys serves `H / Hkv` heads of the queries. The result is `[B, H, S, Dv]`.
+pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attention) -> Built {
+    let ranks = [q, k, v].map(|x| g.shape(x).len());
+    if ranks != [4, 4, 4] {
+        return Err(ShapeError::Attribute("attention takes queries, keys and values of four dimensions"));
+    }
+    let [b, heads, s, d] = [0, 1, 2, 3].map(|i| g.shape(q)[i]);
+    let (kv, t) = (g.shape(k)[1], g.shape(k)[2]);
+    let dtype = g.ty(q).dtype;
+    let scale = how.scale.unwrap_or(1.0 / (d.max(1) as f64).sqrt());
+    if kv == 0 || !heads.is_multiple_of(kv) {
+        return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
+    }
+    let shape = [b, heads, s, t];
+    let mut scores = if kv == heads {
+        scaled_scores(g, q, k, scale)?
+    } else {
+        // Queries in groups, one for each head of the keys.
+        let grouped = reshape(g, q, &[b, kv, heads / kv, s, d])?;
+        let dot =
+            DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![4], rhs_contract: vec![3] };
+        let scores = g.push(Op::DotGeneral(dot), &[grouped, k])?;
+        let scores = with_number(g, Binary::Multiply, scores, scale)?;
+        reshape(g, scores, &shape)?
+    };
+    if how.causal {
+        let seen = causal_mask(g, s, t, 0)?;
+        scores = masked(g, scores, seen)?;
+    }
+    if let Some(mask) = how.mask {
+        scores = if g.ty(mask).dtype == DType::Bool {
+            masked(g, scores, mask)?
+        } else {
+            let mask = g.convert(mask, dtype);
+            binary(g, Binary::Add, scores, mask)?
+        };
+    }
+    let weights = softmax(g, scores, 3)?;
+    if kv == heads {
+        let dot =
+            DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![3], rhs_contract: vec![2] };
+        return g.push(Op::DotGeneral(dot), &[weights, v]);
+    }
+    let grouped = reshape(g, weights, &[b, kv, heads / kv, s, t])?;
+    let dot = DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![4], rhs_contract: vec![2] };
+    let mixed = g.push(Op::DotGeneral(dot), &[grouped, v])?;
+    let width = g.shape(v)[3];
+    reshape(g, mixed, &[b, heads, s, width])
+}
+
+/// Scores that are not seen become the least number of their type: a row of which nothing is seen stays finite.
+fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
+    let least = match g.ty(scores).dtype {
+        DType::F16 => -65504.0,
+        DType::F64 => f64::MIN,
+        DType::BF16 => DType::BF16.round(-3.38e38),
+        _ => f64::from(f32::MIN),
+    };
+    let hidden = full_like(g, scores, least)?;
+    select(g, seen, scores, hidden)
+}
+
+/// How the pairs that are turned lie in the last dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotaryHalves {
+    /// Element `i` with element `i + D / 2`, as GPT-NeoX and Hugging Face's Llama do.
+    Split,
+    /// Element `2 i` with element `2 i + 1`, as GPT-J and the original do.
+    Interleaved,
+}
+
+/// Rotary positions (Su et al. 2021): pairs of the last dimension of `x` turned by angles whose cosines and sines broadcast to
+/// `x` (of full width for [`RotaryHalves::Split`], of half width for interleaved pairs).
+pub fn rotary(g: &mut Graph, x: ValueId, cosine: ValueId, sine: ValueId, halves: RotaryHalves) -> Built {
+    let shape = g.shape(x).to_vec();
+    let Some(last) = shape.len().checked_sub(1) else {
+        return Err(ShapeError::Attribute("rotary positions need a dimension of pairs"));
+    };
+    let half = shape[last] / 2;
+    if !shape[last].is_multiple_of(2) {
+        return Err(ShapeError::Attribute("rotary positions need a dimension of pairs"));
+    }
+    match halves {
+        RotaryHalves::Split => {
+            let parts = split(g, x, last, &[half, half])?;
+            let negative = unary(g, Unary::Negate, parts[1])?;
+            let turned = concat(g, &[negative, parts[0]], last)?;
+            let along = binary(g, Binary::Multiply, x, cosine)?;
+            let across = binary(g, Binary::Multiply, turned, sine)?;
+            g.push(Op::Binary(Binary::Add), &[along, across])
+        }
+        RotaryHalves::Interleaved => {
+            let pairs = reshape(g, x, &[&shape[..last], &[half, 2]].concat())?;
+            let first = select_dim(g, pairs, last + 1, 0)?;
+            let second = select_dim(g, pairs, last + 1, 1)?;
+            let [fc, fs, sc, ss] = [(first, cosine), (first, sine), (second, cosine), (second, sine)]
+                .map(|(x, angle)| binary(g, Binary::Multiply, x, angle));
+            let real = g.push(Op::Binary(Binary::Subtract), &[fc?, ss?])?;
+            let imaginary = g.push(Op::Binary(Binary::Add), &[fs?, sc?])?;
+            let both = stack(g, &[real, imaginary], last + 1)?;
+            reshape(g, both, &shape)
+        }
+    }
+}

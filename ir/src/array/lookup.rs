@@ -1,0 +1,103 @@
+//! Lookups by index, and orders.
+
+use super::*;
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{ArgSort, Binary, Direction, Gather, GatherDims, Op, OutOfBounds};
+
+/// Indices that count from the end where they are negative, as numpy's do.
+fn from_start(g: &mut Graph, indices: ValueId, size: u64) -> Built {
+    if g.ty(indices).dtype.is_unsigned_integer() {
+        return Ok(indices);
+    }
+    let zero = full_like(g, indices, 0.0)?;
+    let negative = compare(g, Direction::Lt, indices, zero)?;
+    let moved = with_number(g, Binary::Add, indices, size as f64)?;
+    select(g, negative, moved, indices)
+}
+
+/// Slices of `x` at `indices` of dimension `dim`: the dimensions of `indices` take the place of `dim`. With `wrap` negative
+/// indices count from the end. Indices outside are the nearest one.
+pub fn take(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap: bool) -> Built {
+    let shape = g.shape(x).to_vec();
+    let size = *shape.get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
+    if size == 0 {
+        return Err(ShapeError::Attribute("there is nothing to look up in a dimension without elements"));
+    }
+    let indices = if wrap { from_start(g, indices, size)? } else { indices };
+    let rank = g.shape(indices).len();
+    let mut slice_sizes = shape.clone();
+    slice_sizes[dim] = 1;
+    let offset = |d: usize| if d < dim { d } else { d + rank - 1 };
+    let dims = GatherDims {
+        offset_dims: (0..shape.len()).filter(|&d| d != dim).map(offset).collect(),
+        collapsed_slice_dims: vec![dim],
+        operand_batching_dims: Vec::new(),
+        indices_batching_dims: Vec::new(),
+        start_index_map: vec![dim],
+        index_vector_dim: rank,
+        slice_sizes,
+    };
+    g.push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
+}
+
+/// Rows of a table.
+pub fn embedding(g: &mut Graph, table: ValueId, ids: ValueId) -> Built {
+    take(g, table, 0, ids, false)
+}
+
+/// For each element of `indices` the element of `x` at the same place but for `dim`, where the index says it is. Dimensions of
+/// `indices` other than `dim` may be shorter than those of `x`.
+pub fn take_along(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap: bool) -> Built {
+    let (shape, wanted) = (g.shape(x).to_vec(), g.shape(indices).to_vec());
+    if shape.len() != wanted.len() || dim >= shape.len() {
+        return Err(ShapeError::ShapesDiffer { left: shape, right: wanted });
+    }
+    if shape[dim] == 0 {
+        return Err(ShapeError::Attribute("there is nothing to look up in a dimension without elements"));
+    }
+    let mut x = x;
+    for d in (0..shape.len()).filter(|&d| d != dim) {
+        if wanted[d] > shape[d] {
+            return Err(ShapeError::ShapesDiffer { left: shape, right: wanted });
+        }
+        x = slice_dim(g, x, d, 0, wanted[d] as i64, 1)?;
+    }
+    let indices = if wrap { from_start(g, indices, shape[dim])? } else { indices };
+    let others: Vec<usize> = (0..shape.len()).filter(|&d| d != dim).collect();
+    let dims = GatherDims {
+        offset_dims: Vec::new(),
+        collapsed_slice_dims: vec![dim],
+        operand_batching_dims: others.clone(),
+        indices_batching_dims: others,
+        start_index_map: vec![dim],
+        index_vector_dim: shape.len(),
+        slice_sizes: vec![1; shape.len()],
+    };
+    g.push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
+}
+
+/// A new last dimension of `classes` elements: one where the index is, zero elsewhere.
+pub fn one_hot(g: &mut Graph, indices: ValueId, classes: u64, dtype: DType) -> Built {
+    let shape = [g.shape(indices), &[classes]].concat();
+    let classes = iota(g, &shape, shape.len() - 1, g.ty(indices).dtype)?;
+    let indices = unsqueeze(g, indices, -1)?;
+    let hit = compare(g, Direction::Eq, indices, classes)?;
+    Ok(g.convert(hit, dtype))
+}
+
+/// `x` sorted along `dim`, and where each element was (`i32`). Equal elements keep their order.
+pub fn sort(g: &mut Graph, x: ValueId, dim: usize, descending: bool) -> Result<(ValueId, ValueId), ShapeError> {
+    let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![descending] }), &[x])?;
+    Ok((take_along(g, x, dim, order, false)?, order))
+}
+
+/// The `k` greatest elements along `dim` (with `least` the least), and where they are (`i32`).
+pub fn top_k(g: &mut Graph, x: ValueId, dim: usize, k: u64, least: bool) -> Result<(ValueId, ValueId), ShapeError> {
+    let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![!least] }), &[x])?;
+    if k > g.shape(x)[dim] {
+        return Err(ShapeError::SizesDiffer { what: "k and the sorted dimension", left: k, right: g.shape(x)[dim] });
+    }
+    let first = slice_dim(g, order, dim, 0, k as i64, 1)?;
+    Ok((take_along(g, x, dim, first, false)?, first))
+}

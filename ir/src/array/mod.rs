@@ -1,0 +1,33 @@
+//! Functions of arrays as frameworks have them, written in ops.
+//!
+//! PyTorch, ONNX and Hugging Face configs speak of softmax, layer norm and attention, of numpy's broadcasting and negative
+//! axes. Each such function is written here once, so that a model becomes the same ops whatever it came from. Functions
+//! append to a graph and never panic: operands that do not fit give the [`ShapeError`] of the op that refused them.
+
+mod activation;
+mod attention;
+mod contraction;
+mod lookup;
+mod loss;
+mod norm;
+mod pool;
+mod reduction;
+mod shape;
+
+#[cfg(test)]
+mod tests;
+
+pub use activation::*;
+pub use attention::{Attention, RotaryHalves, attention, causal_mask, repeat_heads, rotary, scaled_scores};
+pub use contraction::{Conv, contract, convolution, linear, matmul};
+pub use lookup::{embedding, one_hot, sort, take, take_along, top_k};
+pub use loss::{cross_entropy, mse};
+pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
+pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
+pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
+pub use shape::*;
+
+pub use crate::op::ShapeError;
+
+/// What these functions give: a value of the graph, or why operands do not fit.
+pub type Built = Result<crate::graph::ValueId, ShapeError>;

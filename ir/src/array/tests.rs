@@ -1,0 +1,303 @@
+//! Functions against what they are defined as, written out with loops.
+
+use super::*;
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::interpret::run;
+use crate::op::{Binary, Input, Op};
+use crate::tensor::Tensor;
+use crate::types::TensorType;
+
+/// A value between -2 and 2 that depends on the position alone.
+fn number(seed: usize, at: usize) -> f64 {
+    ((at * 7919 + seed * 104_729 + 13) % 1009) as f64 / 252.0 - 2.0
+}
+
+struct Case {
+    graph: Graph,
+    leaves: Vec<Tensor>,
+}
+
+impl Case {
+    fn new() -> Case {
+        Case { graph: Graph::new("case"), leaves: Vec::new() }
+    }
+
+    fn leaf(&mut self, shape: &[u64]) -> ValueId {
+        let seed = self.leaves.len();
+        let n: u64 = shape.iter().product();
+        let values = (0..n as usize).map(|i| number(seed, i)).collect();
+        self.given(Tensor::new(TensorType::new(DType::F32, shape), values))
+    }
+
+    fn given(&mut self, tensor: Tensor) -> ValueId {
+        let input = Input { name: format!("x{}", self.leaves.len()), ty: tensor.ty.clone() };
+        self.leaves.push(tensor);
+        self.graph.push(Op::Input(input), &[]).unwrap()
+    }
+
+    fn run(&mut self, result: ValueId) -> Tensor {
+        self.graph.outputs = vec![result];
+        assert_eq!(self.graph.verify(), []);
+        let mut leaves = self.leaves.iter();
+        run(&self.graph, |_| leaves.next().unwrap().clone()).remove(0)
+    }
+
+    /// Compares a result with a formula of its index and the leaves.
+    fn check(mut self, result: ValueId, expected: impl Fn(&[u64], &[Tensor]) -> f64) {
+        let found = self.run(result);
+        let leaves = &self.leaves;
+        let expected = Tensor::from_fn(found.ty.clone(), |index| expected(index, leaves));
+        for (i, (f, e)) in found.data.iter().zip(&expected.data).enumerate() {
+            assert!((f - e).abs() <= 1e-6 * (1.0 + e.abs()), "element {i}: {f} instead of {e}");
+        }
+    }
+}
+
+#[test]
+fn shapes_broadcast_as_in_numpy() {
+    for (a, b, expected) in [
+        (&[3, 1][..], &[4][..], Some(&[3, 4][..])),
+        (&[], &[2, 2], Some(&[2, 2])),
+        (&[1, 5], &[7, 1, 1], Some(&[7, 1, 5])),
+        (&[2], &[3], None),
+        (&[0], &[1], Some(&[0])),
+    ] {
+        assert_eq!(broadcast_shapes(a, b).ok().as_deref(), expected, "{a:?} {b:?}");
+    }
+    let mut case = Case::new();
+    let (a, b) = (case.leaf(&[3, 1, 2]), case.leaf(&[4, 1]));
+    let sum = binary(&mut case.graph, Binary::Add, a, b).unwrap();
+    case.check(sum, |i, x| x[0].at(&[i[0], 0, i[2]]) + x[1].at(&[i[1], 0]));
+}
+
+#[test]
+fn matrix_products_follow_numpy() {
+    for (a, b, shape) in [
+        (&[3][..], &[3][..], &[][..]),
+        (&[2, 3], &[3], &[2]),
+        (&[3], &[3, 4], &[4]),
+        (&[5, 2, 3], &[3, 4], &[5, 2, 4]),
+        (&[3], &[5, 3, 4], &[5, 4]),
+        (&[5, 1, 2, 3], &[6, 3, 4], &[5, 6, 2, 4]),
+    ] {
+        let mut case = Case::new();
+        let (x, y) = (case.leaf(a), case.leaf(b));
+        let product = matmul(&mut case.graph, x, y).unwrap();
+        assert_eq!(case.graph.shape(product), shape, "{a:?} {b:?}");
+        let (row, column) = (a.len() > 1, b.len() > 1);
+        case.check(product, |i, x| {
+            // The index in a leaf: its batch counts from the right and stops at dimensions of one.
+            let at = |t: &Tensor, matrix: &[u64], batch: &[u64]| {
+                let n = t.shape().len() - matrix.len();
+                let of_batch =
+                    batch[batch.len() - n..].iter().zip(t.shape()).map(|(i, s)| if *s == 1 { 0 } else { *i });
+                t.at(&of_batch.chain(matrix.iter().copied()).collect::<Vec<_>>())
+            };
+            let batch = &i[..i.len() - usize::from(row) - usize::from(column)];
+            let rest = &i[batch.len()..];
+            (0..3).fold(0.0, |sum, k| {
+                let left = if row { vec![rest[0], k] } else { vec![k] };
+                let right = if column { vec![k, rest[rest.len() - 1]] } else { vec![k] };
+                sum + at(&x[0], &left, batch) * at(&x[1], &right, batch)
+            })
+        });
+    }
+}
+
+#[test]
+fn a_transposed_convolution_spreads_what_a_convolution_gathers() {
+    for (groups, stride, pad, dilation, more) in [(1, 1, 0, 1, 0), (1, 2, 1, 1, 1), (2, 3, 0, 2, 0)] {
+        let mut case = Case::new();
+        let (x, w) = (case.leaf(&[2, 4, 5]), case.leaf(&[4, 3, 3]));
+        let conv = Conv {
+            stride: vec![stride],
+            pad_low: vec![pad],
+            pad_high: vec![pad],
+            dilation: vec![dilation],
+            groups,
+            transposed: true,
+            output_padding: vec![more],
+        };
+        let y = convolution(&mut case.graph, x, w, None, &conv).unwrap();
+        assert_eq!(case.graph.shape(y)[2], 4 * stride + 2 * dilation + 1 + more - 2 * pad as u64);
+        case.check(y, |i, x| {
+            let (group, out) = (i[1] / 3, i[1] % 3);
+            let mut sum = 0.0;
+            for c in 0..4 / groups {
+                for p in 0..5 {
+                    for k in 0..3 {
+                        if p * stride + k * dilation == i[2] + pad as u64 {
+                            let input = group * (4 / groups) + c;
+                            sum += x[0].at(&[i[0], input, p]) * x[1].at(&[input, out, k]);
+                        }
+                    }
+                }
+            }
+            sum
+        });
+    }
+}
+
+#[test]
+fn pools_take_means_and_maxima_of_what_is_there() {
+    for (size, stride, pad, ceil, count_padding) in [
+        (2, 2, 0, false, true),
+        (3, 2, 1, false, true),
+        (3, 2, 1, true, false),
+        (2, 3, 1, true, true),
+        (3, 3, 0, true, true),
+    ] {
+        let pool = Pool {
+            size: vec![size],
+            stride: vec![stride],
+            pad_low: vec![pad],
+            pad_high: vec![pad],
+            dilation: vec![1],
+            ceil,
+        };
+        let (n, p) = (8i64, pad);
+        // Positions of window `o` in the operand, and how many of them its mean counts.
+        let window = move |o: u64| {
+            let start = o as i64 * stride as i64 - p;
+            (start.max(0)..(start + size as i64).min(n), ((start + size as i64).min(n + p) - start) as f64)
+        };
+        let mut case = Case::new();
+        let x = case.leaf(&[1, 2, 8]);
+        let y = avg_pool(&mut case.graph, x, &pool, count_padding).unwrap();
+        case.check(y, |i, x| {
+            let (inside, counted) = window(i[2]);
+            let divisor = if count_padding { counted } else { (inside.end - inside.start) as f64 };
+            inside.map(|at| x[0].at(&[0, i[1], at as u64])).sum::<f64>() / divisor
+        });
+        let mut case = Case::new();
+        let x = case.leaf(&[1, 2, 8]);
+        let y = max_pool(&mut case.graph, x, &pool).unwrap();
+        case.check(y, |i, x| window(i[2]).0.map(|at| x[0].at(&[0, i[1], at as u64])).fold(f64::NEG_INFINITY, f64::max));
+    }
+    for parts in [1, 2, 3, 5, 8] {
+        let mut case = Case::new();
+        let x = case.leaf(&[1, 2, 8]);
+        let y = adaptive_avg_pool(&mut case.graph, x, &[parts]).unwrap();
+        case.check(y, |i, x| {
+            let (from, to) = (i[2] * 8 / parts, ((i[2] + 1) * 8).div_ceil(parts));
+            (from..to).map(|at| x[0].at(&[0, i[1], at])).sum::<f64>() / (to - from) as f64
+        });
+    }
+}
+
+#[test]
+fn attention_of_grouped_queries_sees_what_the_masks_leave() {
+    for (kv, causal, additive) in [(4, false, None), (2, true, None), (1, true, Some(false)), (4, false, Some(true))] {
+        let mut case = Case::new();
+        let (q, k, v) = (case.leaf(&[2, 4, 3, 2]), case.leaf(&[2, kv, 3, 2]), case.leaf(&[2, kv, 3, 5]));
+        let mask = additive.map(|additive| {
+            let dtype = if additive { DType::F32 } else { DType::Bool };
+            let value = |i: &[u64]| if additive { number(9, (i[0] * 3 + i[3]) as usize) } else { f64::from(i[3] != 1) };
+            case.given(Tensor::from_fn(TensorType::new(dtype, vec![2, 1, 1, 3]), value))
+        });
+        let y = attention(&mut case.graph, q, k, v, &Attention { scale: Some(0.5), causal, mask }).unwrap();
+        case.check(y, |i, x| {
+            let (b, h, s) = (i[0], i[1], i[2]);
+            let head = h / (4 / kv);
+            let score = |t: u64| {
+                let dot: f64 = (0..2).map(|d| x[0].at(&[b, h, s, d]) * x[1].at(&[b, head, t, d])).sum();
+                let mask = x.get(3).map_or(0.0, |m| match additive {
+                    Some(true) => m.at(&[b, 0, 0, t]),
+                    _ if m.at(&[b, 0, 0, t]) == 0.0 => f64::NEG_INFINITY,
+                    _ => 0.0,
+                });
+                if causal && t > s { 0.0 } else { (0.5 * dot + mask).exp() }
+            };
+            let total: f64 = (0..3).map(score).sum();
+            (0..3).map(|t| score(t) / total * x[2].at(&[b, head, t, i[3]])).sum()
+        });
+    }
+}
+
+#[test]
+fn lookups_take_rows_and_elements() {
+    let index = |shape: &[u64]| {
+        Tensor::from_fn(TensorType::new(DType::I32, shape), |i| (i.iter().sum::<u64>() % 3) as f64 - 1.0)
+    };
+    let mut case = Case::new();
+    let x = case.leaf(&[2, 3, 4]);
+    let at = case.given(index(&[5, 2]));
+    let y = take(&mut case.graph, x, 1, at, true).unwrap();
+    case.check(y, |i, x| x[0].at(&[i[0], (x[1].at(&[i[1], i[2]]) as i64).rem_euclid(3) as u64, i[3]]));
+    let mut case = Case::new();
+    let x = case.leaf(&[2, 3, 4]);
+    let at = case.given(index(&[2, 6, 3]));
+    let y = take_along(&mut case.graph, x, 1, at, true).unwrap();
+    case.check(y, |i, x| x[0].at(&[i[0], (x[1].at(i) as i64).rem_euclid(3) as u64, i[2]]));
+    let mut case = Case::new();
+    let x = case.leaf(&[3, 7]);
+    let (values, _) = top_k(&mut case.graph, x, 1, 2, false).unwrap();
+    case.check(values, |i, x| {
+        let mut row: Vec<f64> = (0..7).map(|c| x[0].at(&[i[0], c])).collect();
+        row.sort_by(|a, b| b.total_cmp(a));
+        row[i[1] as usize]
+    });
+}
+
+#[test]
+fn norms_centre_and_scale() {
+    let standard = |values: Vec<f64>, x: f64| {
+        let mean = values.iter().sum::<f64>() / values.len() as f64;
+        let spread = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / values.len() as f64;
+        (x - mean) / (spread + 0.1).sqrt()
+    };
+    let mut case = Case::new();
+    let (x, w, b) = (case.leaf(&[2, 3, 4]), case.leaf(&[4]), case.leaf(&[4]));
+    let y = layer_norm(&mut case.graph, x, 1, Some(w), Some(b), 0.1).unwrap();
+    case.check(y, |i, x| {
+        let row = (0..4).map(|c| x[0].at(&[i[0], i[1], c])).collect();
+        standard(row, x[0].at(i)) * x[1].at(&i[2..]) + x[2].at(&i[2..])
+    });
+    let mut case = Case::new();
+    let (x, w) = (case.leaf(&[2, 4, 3]), case.leaf(&[4]));
+    let y = group_norm(&mut case.graph, x, 2, Some(w), None, 0.1).unwrap();
+    case.check(y, |i, x| {
+        let first = i[1] / 2 * 2;
+        let group = (first..first + 2).flat_map(|c| (0..3).map(move |p| (c, p)));
+        standard(group.map(|(c, p)| x[0].at(&[i[0], c, p])).collect(), x[0].at(i)) * x[1].at(&i[1..2])
+    });
+    let mut case = Case::new();
+    let x = case.leaf(&[2, 4, 3]);
+    let y = batch_norm_training(&mut case.graph, x, None, None, 0.1).unwrap();
+    case.check(y, |i, x| {
+        let all = (0..2).flat_map(|b| (0..3).map(move |p| (b, p)));
+        standard(all.map(|(b, p)| x[0].at(&[b, i[1], p])).collect(), x[0].at(i))
+    });
+}
+
+#[test]
+fn losses_are_means() {
+    let mut case = Case::new();
+    let x = case.leaf(&[2, 5, 3]);
+    let labels =
+        case.given(Tensor::from_fn(TensorType::new(DType::I32, vec![2, 3]), |i| ((i[0] * 3 + i[1]) % 5) as f64));
+    let y = cross_entropy(&mut case.graph, x, labels, 1).unwrap();
+    case.check(y, |_, x| {
+        let one = |b: u64, s: u64| {
+            let powers = (0..5).map(|c| x[0].at(&[b, c, s]).exp());
+            powers.sum::<f64>().ln() - x[0].at(&[b, x[1].at(&[b, s]) as u64, s])
+        };
+        (0..2).flat_map(|b| (0..3).map(move |s| (b, s))).map(|(b, s)| one(b, s)).sum::<f64>() / 6.0
+    });
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() {
+    let mut case = Case::new();
+    let (a, b, s) = (case.leaf(&[2, 3]), case.leaf(&[4, 5]), case.leaf(&[]));
+    let g = &mut case.graph;
+    assert!(matmul(g, a, b).is_err() && matmul(g, a, s).is_err() && linear(g, s, a, None).is_err());
+    assert!(binary(g, Binary::Add, a, b).is_err() && softmax(g, a, 2).is_err() && take(g, a, 2, b, false).is_err());
+    assert!(layer_norm(g, a, 3, None, None, 0.1).is_err() && group_norm(g, a, 2, None, None, 0.1).is_err());
+    assert!(split(g, a, 0, &[1, 2]).is_err() && reshape_to(g, a, &[-1, 4]).is_err() && axis(-3, 2).is_err());
+    assert!(convolution(g, a, b, None, &Conv::default()).is_err() && max_pool(g, a, &Pool::default()).is_ok());
+    assert!(
+        attention(g, a, a, a, &Attention::default()).is_err() && full(g, &[1 << 40, 1 << 40], 0.0, DType::F32).is_err()
+    );
+}
