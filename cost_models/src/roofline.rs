@@ -108,6 +108,12 @@ impl CostModel for Roofline {
             // Leaves are there already; the others are folded into whatever reads them.
             Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) => 0.0,
+            // The ops that it is made of.
+            Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
+                let graph = &body.graph;
+                let inside = graph.values().filter(|&v| !body.is_constant(v));
+                inside.map(|v| self.compute_s(&graph.node(v).op, &graph.operand_types(v), graph.ty(v))).sum()
+            }),
             // Priced by `collective_s`, and a number that a device knows.
             Op::Collective(_) | Op::AxisIndex(_) => 0.0,
             // One read and one write; further operands are most often broadcasts or come from the same kernel.

@@ -12,6 +12,7 @@ pub mod batch;
 pub mod cluster;
 pub mod dot;
 pub mod dtype;
+pub mod expand;
 pub mod float;
 pub mod graph;
 pub mod import;

@@ -7,6 +7,7 @@
 use crate::lower::Prices;
 use altiplano_cost_models::pipeline::{StageTimes, simulate};
 use altiplano_cost_models::{CostModel, transfer_path};
+use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Memory, Plan, Predicted, StagePredicted};
@@ -195,7 +196,7 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
         stage.predicted = p;
     }
     let peak = cluster_peak_flops(plan);
-    let model_flop = model_flop(&plan.graph) * plan.num_microbatches as f64;
+    let model_flop = model_flop(&without_composites(&plan.graph)) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
         lower_bound_s: model_flop / peak,

@@ -92,6 +92,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
         for v in body.graph.values() {
             match &body.graph.node(v).op {
                 op if op.is_leaf() && !bound.contains(&v) => return fail(v, "is a leaf that no buffer is bound to"),
+                Op::Composite(_) => return fail(v, "is a composite, which programs are not made of"),
                 Op::Collective(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
                 Op::AxisIndex(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
                 _ => {}

@@ -309,6 +309,8 @@ impl Compiler<'_> {
                 };
                 self.whole_step(v, kernel, inputs);
             }
+            // Refused before: see `check`.
+            Op::Composite(_) => {}
             Op::Collective(op) => {
                 let input = self.stored(node.operands[0]);
                 let kernel = Kernel::Collective {

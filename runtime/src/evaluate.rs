@@ -3,6 +3,7 @@
 use crate::error::RuntimeError;
 use crate::host::HostTensor;
 use crate::session::{Options, Session};
+use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};
@@ -27,6 +28,7 @@ use std::collections::BTreeMap;
 /// # Ok::<(), altiplano_runtime::RuntimeError>(())
 /// ```
 pub fn evaluate(graph: &Graph, leaves: &BTreeMap<String, HostTensor>) -> Result<Vec<HostTensor>, RuntimeError> {
+    let graph = &*without_composites(graph);
     let mut session = Session::new(&programs(graph), &Options::default())?;
     for name in graph.values().filter_map(|v| leaf_name(&graph.node(v).op)) {
         let tensor = leaves.get(name).ok_or(RuntimeError::MissingInput { name: name.to_string() })?;

@@ -2,6 +2,7 @@
 
 use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, bound};
+use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::sample::SAMPLE_INDEX;
@@ -116,17 +117,18 @@ fn sample_index(plan: &Plan) -> Option<(String, HostTensor)> {
 
 /// The inputs of a plan's graph at the global batch.
 fn inputs(plan: &Plan) -> Vec<InputType> {
+    let graph = without_composites(&plan.graph);
     let input = |(v, name): (ValueId, &str)| {
-        let mut ty = plan.graph.ty(v).clone();
-        let marked = plan.graph.node(v).batch_dims;
+        let mut ty = graph.ty(v).clone();
+        let marked = graph.node(v).batch_dims;
         let batch_dim = (marked != 0).then(|| marked.trailing_zeros() as usize);
         if let Some(dim) = batch_dim {
             ty.shape[dim] *= plan.num_microbatches as u64;
         }
-        let bound = if ty.dtype.is_integer() { bound(&plan.graph, v) } else { None };
+        let bound = if ty.dtype.is_integer() { bound(&graph, v) } else { None };
         InputType { name: name.to_string(), ty, batch_dim, bound }
     };
-    plan.graph.inputs().filter(|(_, name)| *name != SAMPLE_INDEX).map(input).collect()
+    graph.inputs().filter(|(_, name)| *name != SAMPLE_INDEX).map(input).collect()
 }
 
 /// One array of ids serves a model of one input as it is, and one of tokens and labels shifted by one.

@@ -7,11 +7,11 @@ pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};
 
 use crate::error::{DataProblem, Error};
+use altiplano_ir::expand::without_composites;
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
 use altiplano_runtime::data::{read_safetensors, tensor_named};
 use altiplano_runtime::init::{initial, role};
-
 use altiplano_runtime::{HostTensor, Options, Session, StepReport};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -86,12 +86,13 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
     match &training.weights {
         Some(file) => weights_of(plan, file, &read_safetensors(file)?),
         None => {
-            let users = plan.graph.users();
+            let graph = without_composites(&plan.graph);
+            let users = graph.users();
             let value = |(v, name)| {
-                let role = role(&plan.graph, &users, v);
-                (String::from(name), initial(name, plan.graph.ty(v), role, training.seed))
+                let role = role(&graph, &users, v);
+                (String::from(name), initial(name, graph.ty(v), role, training.seed))
             };
-            Ok(plan.graph.parameters().map(value).collect())
+            Ok(graph.parameters().map(value).collect())
         }
     }
 }

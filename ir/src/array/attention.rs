@@ -4,6 +4,7 @@ use super::*;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Direction, DotGeneral, Op, Unary};
+use serde::{Deserialize, Serialize};
 
 /// What [`attention`] does with its scores.
 #[derive(Clone, Debug, PartialEq, Default)]
@@ -43,63 +44,85 @@ fn broadcast_dims(g: &mut Graph, x: ValueId, shape: &[u64], dims: &[usize]) -> B
     g.push(Op::BroadcastInDim(op), &[x])
 }
 
-/// Query times key for all pairs of positions, `[B, H, S, T]`, times the scale.
-pub fn scaled_scores(g: &mut Graph, q: ValueId, k: ValueId, scale: f64) -> Built {
-    let heads =
-        DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![3], rhs_contract: vec![3] };
-    let scores = g.push(Op::DotGeneral(heads), &[q, k])?;
-    with_number(g, Binary::Multiply, scores, scale)
-}
-
-/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, H, S, D]`, `k` `[B, Hkv, T, D]` and `v` `[B, Hkv, T, Dv]`, where each
-/// head of the keys serves `H / Hkv` heads of the queries. The result is `[B, H, S, Dv]`.
+/// [`attention_of_heads`] with heads before positions: `q` is `[B, H, S, D]`, `k` `[B, Hkv, T, D]`, `v` `[B, Hkv, T, Dv]` and the
+/// result `[B, H, S, Dv]`.
 pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attention) -> Built {
-    let ranks = [q, k, v].map(|x| g.shape(x).len());
-    if ranks != [4, 4, 4] {
+    if [q, k, v].iter().any(|&x| g.shape(x).len() != 4) {
         return Err(ShapeError::Attribute("attention takes queries, keys and values of four dimensions"));
     }
-    let [b, heads, s, d] = [0, 1, 2, 3].map(|i| g.shape(q)[i]);
-    let (kv, t) = (g.shape(k)[1], g.shape(k)[2]);
-    let dtype = g.ty(q).dtype;
-    let scale = how.scale.unwrap_or(1.0 / (d.max(1) as f64).sqrt());
+    let scale = how.scale.unwrap_or(1.0 / (g.shape(q)[3].max(1) as f64).sqrt());
+    let [q, k, v] = [q, k, v].map(|x| permute(g, x, &[0, 2, 1, 3]));
+    let mixed = attention_of_heads(g, q?, k?, v?, how.mask, scale, how.causal)?;
+    permute(g, mixed, &[0, 2, 1, 3])
+}
+
+/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, S, H, D]`, `k` `[B, T, Hkv, D]` and `v` `[B, T, Hkv, Dv]`, where each
+/// head of the keys serves `H / Hkv` heads of the queries. The mask broadcasts to `[B, H, S, T]`; booleans say what is seen,
+/// numbers are added to the scores. The result is `[B, S, H, Dv]`.
+pub fn attention_of_heads(
+    g: &mut Graph,
+    q: ValueId,
+    k: ValueId,
+    v: ValueId,
+    mask: Option<ValueId>,
+    scale: f64,
+    causal: bool,
+) -> Built {
+    let ([b, s, heads, d], [_, t, kv, _], [_, _, _, width]) = (four(g, q)?, four(g, k)?, four(g, v)?);
     if kv == 0 || !heads.is_multiple_of(kv) {
         return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
     }
-    let shape = [b, heads, s, t];
-    let mut scores = if kv == heads {
-        scaled_scores(g, q, k, scale)?
-    } else {
-        // Queries in groups, one for each head of the keys.
-        let grouped = reshape(g, q, &[b, kv, heads / kv, s, d])?;
-        let dot =
-            DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![4], rhs_contract: vec![3] };
-        let scores = g.push(Op::DotGeneral(dot), &[grouped, k])?;
-        let scores = with_number(g, Binary::Multiply, scores, scale)?;
-        reshape(g, scores, &shape)?
+    let group = heads / kv;
+    // Queries in groups, one for each head of the keys: scores are [B, Hkv, S, group, T], or without groups [B, H, S, T].
+    let q = if group > 1 { reshape(g, q, &[b, s, kv, group, d])? } else { q };
+    let rank = g.shape(q).len();
+    let dot = DotGeneral {
+        lhs_batch: vec![0, 2],
+        rhs_batch: vec![0, 2],
+        lhs_contract: vec![rank - 1],
+        rhs_contract: vec![3],
     };
-    if how.causal {
+    let scores = g.push(Op::DotGeneral(dot), &[q, k])?;
+    let mut scores = if scale == 1.0 { scores } else { with_number(g, Binary::Multiply, scores, scale)? };
+    if causal {
         let seen = causal_mask(g, s, t, 0)?;
+        let seen = if group > 1 { reshape(g, seen, &[s, 1, t])? } else { seen };
         scores = masked(g, scores, seen)?;
     }
-    if let Some(mask) = how.mask {
+    if let Some(mask) = mask {
+        let shape = broadcast_shapes(g.shape(mask), &[b, heads, s, t])?;
+        if shape != [b, heads, s, t] {
+            return Err(ShapeError::ShapesDiffer { left: g.shape(mask).to_vec(), right: shape });
+        }
+        let sizes = [vec![1; 4 - g.shape(mask).len()].as_slice(), g.shape(mask)].concat();
+        let mut mask = reshape(g, mask, &sizes)?;
+        if group > 1 {
+            let (each, groups) = if sizes[1] == 1 { (1, 1) } else { (kv, group) };
+            mask = reshape(g, mask, &[sizes[0], each, groups, sizes[2], sizes[3]])?;
+            mask = permute(g, mask, &[0, 1, 3, 2, 4])?;
+        }
         scores = if g.ty(mask).dtype == DType::Bool {
             masked(g, scores, mask)?
         } else {
-            let mask = g.convert(mask, dtype);
+            let mask = g.convert(mask, g.ty(scores).dtype);
             binary(g, Binary::Add, scores, mask)?
         };
     }
-    let weights = softmax(g, scores, 3)?;
-    if kv == heads {
-        let dot =
-            DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![3], rhs_contract: vec![2] };
-        return g.push(Op::DotGeneral(dot), &[weights, v]);
+    let last = g.shape(scores).len() - 1;
+    let weights = softmax(g, scores, last)?;
+    let dot =
+        DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 2], lhs_contract: vec![last], rhs_contract: vec![1] };
+    let mixed = g.push(Op::DotGeneral(dot), &[weights, v])?;
+    if group == 1 {
+        return permute(g, mixed, &[0, 2, 1, 3]);
     }
-    let grouped = reshape(g, weights, &[b, kv, heads / kv, s, t])?;
-    let dot = DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract: vec![4], rhs_contract: vec![2] };
-    let mixed = g.push(Op::DotGeneral(dot), &[grouped, v])?;
-    let width = g.shape(v)[3];
-    reshape(g, mixed, &[b, heads, s, width])
+    let mixed = permute(g, mixed, &[0, 2, 1, 3, 4])?;
+    reshape(g, mixed, &[b, s, heads, width])
+}
+
+fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {
+    let error = ShapeError::Attribute("attention takes queries, keys and values of four dimensions");
+    <[u64; 4]>::try_from(g.shape(x)).map_err(|_| error)
 }
 
 /// Scores that are not seen become the least number of their type: a row of which nothing is seen stays finite.
@@ -115,7 +138,8 @@ fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
 }
 
 /// How the pairs that are turned lie in the last dimension.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RotaryHalves {
     /// Element `i` with element `i + D / 2`, as GPT-NeoX and Hugging Face's Llama do.
     Split,

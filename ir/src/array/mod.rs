@@ -18,10 +18,10 @@ mod shape;
 mod tests;
 
 pub use activation::*;
-pub use attention::{Attention, RotaryHalves, attention, causal_mask, repeat_heads, rotary, scaled_scores};
+pub use attention::{Attention, RotaryHalves, attention, attention_of_heads, causal_mask, repeat_heads, rotary};
 pub use contraction::{Conv, contract, convolution, linear, matmul};
 pub use lookup::{embedding, one_hot, sort, take, take_along, top_k};
-pub use loss::{cross_entropy, mse};
+pub use loss::{cross_entropy, label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};

@@ -5,9 +5,11 @@
 
 mod bits;
 mod broadcast;
+mod composite;
 mod concatenate;
 mod convolution;
 mod cumulative;
+mod decomposition;
 mod dot;
 mod elementwise;
 mod gather;
@@ -29,10 +31,13 @@ mod window;
 pub(crate) mod tests;
 
 pub use bits::{BitcastConvert, ReducePrecision, Threefry, ThreefryWord};
+
 pub use broadcast::BroadcastInDim;
+pub use composite::{Composite, Function};
 pub use concatenate::Concatenate;
 pub use convolution::{Convolution, GATHERED_ROWS, ImageDims, KernelDims};
 pub use cumulative::Cumulative;
+pub use decomposition::Decomposition;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
@@ -50,7 +55,7 @@ pub use transpose::Transpose;
 pub use window::WindowDim;
 
 use crate::dtype::DType;
-use crate::graph::{Graph, ValueId};
+use crate::graph::{Graph, Node, ValueId};
 use crate::literal::Literal;
 use crate::mesh::{AxisId, Mesh};
 use crate::reshard::Collective;
@@ -171,6 +176,7 @@ pub enum Op {
     Gather(Gather),
     ScatterAdd(ScatterAdd),
     Scatter(Scatter),
+    Composite(Composite),
     Collective(spmd::CollectiveOp),
     AxisIndex(AxisIndex),
 }
@@ -207,6 +213,7 @@ impl Op {
             Op::Gather(op) => op,
             Op::ScatterAdd(op) => op,
             Op::Scatter(op) => op,
+            Op::Composite(op) => op,
             Op::Collective(op) => op,
             Op::AxisIndex(op) => op,
         }
@@ -249,6 +256,7 @@ impl Op {
             Op::Gather(_) => "gather",
             Op::ScatterAdd(_) => "scatter_add",
             Op::Scatter(_) => "scatter",
+            Op::Composite(op) => op.function.name(),
             Op::Collective(op) => op.collective.name(),
             Op::AxisIndex(_) => "axis_index",
         }
@@ -259,9 +267,13 @@ impl Op {
         matches!(self, Op::Parameter(_) | Op::Input(_))
     }
 
-    /// Matmuls and convolutions: where a model's work is.
+    /// Matmuls and convolutions, and attention, which is made of matmuls: where a model's work is.
     pub fn is_contraction(&self) -> bool {
-        matches!(self, Op::DotGeneral(_) | Op::Convolution(_))
+        match self {
+            Op::DotGeneral(_) | Op::Convolution(_) => true,
+            Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
+            _ => false,
+        }
     }
 
     /// One result element from the operands' elements at the same index, nothing else.

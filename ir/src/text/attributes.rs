@@ -3,12 +3,13 @@
 //! What the operands and the result's type already say is left out: a reshape prints no shape. Every attribute
 //! is a number, a word or a list of these, so that both forms can be written by hand.
 
+use crate::array::RotaryHalves;
 use crate::dtype::DType;
 use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
-    Cumulative, Direction, DotGeneral, Extremum, Gather, GatherDims, ImageDims, Input, Iota, KernelDims, Op,
+    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, ImageDims, Input, Iota, KernelDims, Op,
     OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape, Reverse, Scatter, ScatterAdd,
     Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
 };
@@ -39,7 +40,18 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 35] = [
+const OTHERS: [&str; 46] = [
+    "softmax",
+    "log_softmax",
+    "gelu_erf",
+    "gelu_tanh",
+    "silu",
+    "mean",
+    "layer_norm",
+    "rms_norm",
+    "attention",
+    "rotary",
+    "cross_entropy",
     "convolution",
     "reduce_window",
     "select_and_scatter",
@@ -205,6 +217,7 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         }
         Op::ScatterAdd(op) => [gather_dims(&op.dims), shape_unless_typed(&op.shape)].concat(),
         Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
+        Op::Composite(op) => function(&op.function),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
         Op::AxisIndex(op) => {
             [vec![("axes", axes(&op.axes)), ("mesh", mesh(&op.mesh))], dtype_unless_typed(op.dtype)].concat()
@@ -259,6 +272,23 @@ fn gather_dims(dims: &GatherDims) -> Vec<Attribute> {
     all.push(("index_vector_dim", dims.index_vector_dim.into()));
     all.push(("slice_sizes", list(&dims.slice_sizes)));
     all
+}
+
+fn function(function: &Function) -> Vec<Attribute> {
+    match function {
+        Function::Softmax { dim } | Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
+            vec![("dim", (*dim).into())]
+        }
+        Function::GeluErf | Function::GeluTanh | Function::Silu => Vec::new(),
+        Function::Mean { dims } => vec![("dims", list(dims))],
+        Function::LayerNorm { eps } | Function::RmsNorm { eps } => vec![("eps", real(*eps))],
+        Function::Attention { scale, causal } => {
+            let causal = causal.then(|| ("causal", true.into()));
+            [("scale", real(*scale))].into_iter().chain(causal).collect()
+        }
+        Function::Rotary { halves: RotaryHalves::Split } => Vec::new(),
+        Function::Rotary { halves: RotaryHalves::Interleaved } => vec![("interleaved", true.into())],
+    }
 }
 
 /// Only what differs from windows that slide by one over an operand as it is.
@@ -414,6 +444,18 @@ pub(crate) fn op_from(
             let combine = combine.ok_or_else(|| expected("combine", words))?;
             Op::Scatter(Scatter { dims: f.gather_dims()?, combine })
         }
+        "softmax" => Function::Softmax { dim: f.size("dim")? }.into(),
+        "log_softmax" => Function::LogSoftmax { dim: f.size("dim")? }.into(),
+        "cross_entropy" => Function::CrossEntropy { dim: f.size("dim")? }.into(),
+        "gelu_erf" => Function::GeluErf.into(),
+        "gelu_tanh" => Function::GeluTanh.into(),
+        "silu" => Function::Silu.into(),
+        "mean" => Function::Mean { dims: f.dims("dims")? }.into(),
+        "layer_norm" => Function::LayerNorm { eps: f.real("eps")? }.into(),
+        "rms_norm" => Function::RmsNorm { eps: f.real("eps")? }.into(),
+        "attention" => Function::Attention { scale: f.real("scale")?, causal: f.flag("causal")? }.into(),
+        "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
+        "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),
         "axis_index" => Op::AxisIndex(AxisIndex { axes: f.axes()?, mesh: f.mesh()?, dtype: f.dtype(ty)? }),
         "constant" => {
             let ty = typed()?;
@@ -426,6 +468,18 @@ pub(crate) fn op_from(
         }
     };
     f.end(op)
+}
+
+const A_NUMBER: &str = "a number, \"inf\", \"-inf\" or \"nan\"";
+
+fn read_real(value: &Value) -> Option<Real> {
+    match (value.as_f64(), value.as_str()) {
+        (Some(v), _) => Some(Real(v)),
+        (None, Some("inf")) => Some(Real(f64::INFINITY)),
+        (None, Some("-inf")) => Some(Real(f64::NEG_INFINITY)),
+        (None, Some("nan")) => Some(Real(f64::NAN)),
+        _ => None,
+    }
 }
 
 fn expected(key: impl Into<String>, expected: &'static str) -> AttributeError {
@@ -616,15 +670,12 @@ impl<'a> Fields<'a> {
         })
     }
 
+    fn real(&mut self, key: &'static str) -> Result<Real, AttributeError> {
+        read_real(self.required(key)?).ok_or_else(|| expected(key, A_NUMBER))
+    }
+
     fn values(&mut self) -> Result<Values, AttributeError> {
-        let what = "a number, \"inf\", \"-inf\" or \"nan\"";
-        let read = |v: &Value| match (v.as_f64(), v.as_str()) {
-            (Some(v), _) => Some(Real(v)),
-            (None, Some("inf")) => Some(Real(f64::INFINITY)),
-            (None, Some("-inf")) => Some(Real(f64::NEG_INFINITY)),
-            (None, Some("nan")) => Some(Real(f64::NAN)),
-            _ => None,
-        };
+        let (what, read) = (A_NUMBER, read_real);
         match (self.optional("value"), self.optional("values")) {
             (Some(_), Some(_)) => Err(expected("values", "absent where 'value' is given")),
             (Some(one), None) => read(one).map(Values::Splat).ok_or_else(|| expected("value", what)),

@@ -9,6 +9,7 @@
 
 use super::solve::{self, BoundaryTable, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout, factor_blocks};
+use crate::lower::is_kept;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -314,17 +315,17 @@ impl Builder<'_, '_, '_> {
             let outers = factor_blocks(graph, v, blocks);
             let space = self.spaces.of(graph, v, &outers);
             let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
-            let op = &graph.node(v).op;
-            let kept = op.is_contraction() || matches!(op, Op::Gather(_) | Op::Reduce(_) | Op::ReduceWindow(_));
+            let kept = is_kept(&graph.node(v).op);
             let mut least = f64::INFINITY;
             let terms = space
                 .choices
                 .iter()
                 .map(|c| {
                     let bytes = self.spaces.local_bytes(graph.ty(v), c.resting) as f64;
-                    least = least.min(bytes);
-                    let backward_s = if needs_gradient[v.index()] { c.forward_s * wanted as f64 } else { 0.0 };
-                    let kept_bytes = if kept { bytes } else { 0.0 };
+                    least = least.min(c.inside.map_or(bytes, |inside| inside.largest_bytes.max(bytes)));
+                    let backward_s = c.inside.map_or(c.forward_s * wanted as f64, |inside| inside.backward_s);
+                    let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
+                    let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);
                     let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
                     Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
                 })

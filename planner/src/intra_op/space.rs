@@ -5,10 +5,10 @@
 //! gradients too, so an operand's cotangent comes out laid out as the operand, partial over the axes that split
 //! factors the operand does not have.
 
-use crate::lower::Prices;
+use crate::lower::{Inside, Prices};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::Reducer;
+use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
@@ -41,6 +41,8 @@ pub struct Choice {
     pub resting: LayoutId,
     /// Seconds of the op.
     pub forward_s: f64,
+    /// What is known of the inside of a composite.
+    pub inside: Option<Inside>,
 }
 
 /// All ways to run a node of one kind.
@@ -136,7 +138,14 @@ impl<'a> Spaces<'a> {
         let mut choices: Vec<Choice> = Vec::with_capacity(strategies.len());
         for strategy in strategies {
             let shardings = rule.shardings(&strategy, &mesh);
-            let forward_s = self.prices.op_s(&node.op, &types, &node.ty, &rule, &strategy, &shardings);
+            let inside = match &node.op {
+                Op::Composite(_) => Some(self.prices.inside(&node.op, &types, &rule, &strategy, &shardings)),
+                _ => None,
+            };
+            let forward_s = match &inside {
+                Some(inside) => inside.forward_s,
+                None => self.prices.op_s(&node.op, &types, &node.ty, &rule, &strategy, &shardings),
+            };
             let cotangents = (0..shardings.operands.len())
                 .map(|k| {
                     let mut sharding = shardings.operands[k].clone();
@@ -154,7 +163,7 @@ impl<'a> Spaces<'a> {
             let operands = shardings.operands.into_iter().map(|s| self.intern(s)).collect();
             let resting = self.intern(shardings.result.reduced());
             let result = self.intern(shardings.result);
-            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s });
+            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s, inside });
         }
         Space { choices }
     }

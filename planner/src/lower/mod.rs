@@ -15,6 +15,7 @@ use altiplano_cost_models::{AxisLink, CostModel, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
+use altiplano_ir::expand::expanded_plan;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Local, Op, Operator};
@@ -113,18 +114,35 @@ impl<'a> Prices<'a> {
         strategy: &Strategy,
         shardings: &OpShardings,
     ) -> f64 {
-        let compute_s = self.compute_s(op, operands, result, shardings);
         let follows = |f: &u8| rule.windows.iter().any(|w| w.followers.contains(f));
-        if !strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor))) {
+        let fetches = strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor)));
+        if let Op::Composite(_) = op {
+            return self.inside(op, operands, rule, strategy, shardings).forward_s;
+        }
+        let compute_s = self.compute_s(op, operands, result, shardings);
+        if !fetches {
             return compute_s;
         }
+        let graph = self.local_graph(op, operands, rule, strategy, shardings);
+        compute_s + graph.values().map(|v| self.exchange_s(&graph, v)).sum::<f64>()
+    }
+
+    /// What one device does of an op, as a graph of its own.
+    fn local_graph(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Graph {
         let mut graph = Graph::new("local");
         let leaves: Vec<ValueId> = operands
             .iter()
             .zip(&shardings.operands)
             .map(|(ty, s)| altiplano_ir::optimizer::leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
             .collect();
-        op.local(&mut Local {
+        let result = op.local(&mut Local {
             graph: &mut graph,
             mesh: &self.mesh,
             operands: leaves,
@@ -132,17 +150,45 @@ impl<'a> Prices<'a> {
             result_shape: shardings.result.local_shape(&self.mesh),
             factor_axes: strategy.factor_axes(rule.factors.len()),
         });
-        let exchange_s: f64 = graph
-            .values()
-            .filter_map(|v| match &graph.node(v).op {
-                Op::Collective(c) => {
-                    let operand = graph.ty(graph.node(v).operands[0]).bytes();
-                    Some(self.collective_s(&c.collective, operand, graph.ty(v).bytes()))
-                }
-                _ => None,
-            })
-            .sum();
-        compute_s + exchange_s
+        graph.outputs = vec![result];
+        graph
+    }
+
+    /// Seconds of a node of a local graph if it is a collective.
+    fn exchange_s(&self, graph: &Graph, v: ValueId) -> f64 {
+        match &graph.node(v).op {
+            Op::Collective(c) => {
+                let operand = graph.ty(graph.node(v).operands[0]).bytes();
+                self.collective_s(&c.collective, operand, graph.ty(v).bytes())
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// What the decomposition of a composite costs on one device.
+    pub fn inside(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Inside {
+        let graph = self.local_graph(op, operands, rule, strategy, shardings);
+        let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+        let mut inside = Inside::default();
+        for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
+            let node = graph.node(v);
+            let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
+            let exchange_s = self.exchange_s(&graph, v);
+            let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
+            let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
+            inside.forward_s += compute_s + exchange_s;
+            inside.backward_s += compute_s * wanted as f64 + exchange_s;
+            inside.kept_bytes += if is_kept(&node.op) { node.ty.bytes() as f64 } else { 0.0 };
+            inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
+        }
+        inside
     }
 
     /// Seconds of an op whose operands and result are laid out as given.
@@ -151,6 +197,22 @@ impl<'a> Prices<'a> {
             operands.iter().zip(&s.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
         self.cost.compute_s(op, &locals.iter().collect::<Vec<_>>(), &s.result.local_type(result, &self.mesh))
     }
+}
+
+/// Costs of the nodes inside a composite, together; bytes are those of one device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Inside {
+    pub forward_s: f64,
+    /// With the cotangents of all operands.
+    pub backward_s: f64,
+    /// Kept from forward to backward, if nothing is recomputed.
+    pub kept_bytes: f64,
+    pub largest_bytes: f64,
+}
+
+/// Whether an op's result is worth keeping for the backward pass: elementwise ops are repeated instead.
+pub fn is_kept(op: &Op) -> bool {
+    op.is_contraction() || matches!(op, Op::Gather(_) | Op::Reduce(_) | Op::ReduceWindow(_))
 }
 
 impl StageContext<'_> {
@@ -202,6 +264,7 @@ impl StageContext<'_> {
 
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffError> {
+    let plan = &*expanded_plan(plan);
     let training = differentiate(&plan.graph, &plan.stop_gradients)?;
     let graph = &training.graph;
     let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();

@@ -5,6 +5,8 @@
 
 use super::numbers::{Rng, random};
 use super::*;
+use crate::array::RotaryHalves;
+use crate::literal::Real;
 use crate::reshard::Collective;
 
 /// One row of the table.
@@ -98,6 +100,7 @@ pub(crate) fn cases() -> Vec<Case> {
         scatters(),
         convolutions(),
         windows(),
+        composites(),
         local_ops(),
     ]
     .into_iter()
@@ -540,6 +543,40 @@ fn scatters() -> Vec<Case> {
         }));
     }
     all
+}
+
+fn composites() -> Vec<Case> {
+    let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal };
+    let (half, eps) = (Real(0.5), Real(0.1));
+    vec![
+        case(Function::Softmax { dim: 1 }, "f32[4,6]", "f32[4,6]"),
+        case(Function::Softmax { dim: 0 }, "f32[6,1,5]", "f32[6,1,5]"),
+        case(Function::LogSoftmax { dim: 2 }, "f32[2,3,4]", "f32[2,3,4]"),
+        case(Function::GeluErf, "f32[4,6]", "f32[4,6]"),
+        case(Function::GeluTanh, "f32[4,6]", "f32[4,6]"),
+        case(Function::Silu, "f32[4,6]", "f32[4,6]"),
+        case(Function::Mean { dims: vec![0] }, "f32[4,6]", "f32[6]"),
+        case(Function::Mean { dims: vec![0, 2] }, "f32[4,3,6]", "f32[3]"),
+        case(Function::Mean { dims: vec![0, 1] }, "f32[4,6]", "f32[]"),
+        case(Function::LayerNorm { eps }, "f32[2,4,6] f32[6] f32[6]", "f32[2,4,6]"),
+        case(Function::LayerNorm { eps: half }, "f32[4,2,6] f32[2,6] f32[2,6]", "f32[4,2,6]"),
+        case(Function::RmsNorm { eps }, "f32[2,4,6] f32[6]", "f32[2,4,6]"),
+        case(attention(0.5, false), "f32[2,4,2,3] f32[2,6,2,3] f32[2,6,2,4]", "f32[2,4,2,4]"),
+        case(attention(1.0, true), "f32[2,6,4,2] f32[2,6,2,2] f32[2,6,2,2]", "f32[2,6,4,2]"),
+        case(attention(0.5, true), "f32[1,4,6,2] f32[1,4,1,2] f32[1,4,1,2]", "f32[1,4,6,2]"),
+        case(attention(0.5, false), "f32[2,4,2,3] f32[2,6,2,3] f32[2,6,2,3] f32[2,1,1,6]", "f32[2,4,2,3]"),
+        case(attention(0.5, false), "f32[2,4,4,3] f32[2,6,2,3] f32[2,6,2,3] f32[4,4,6]", "f32[2,4,4,3]"),
+        case(attention(0.5, false), "f32[2,2,4,3] f32[2,6,2,3] f32[2,6,2,3] f32[2,1,2,6]", "f32[2,2,4,3]"),
+        case(Function::Rotary { halves: RotaryHalves::Split }, "f32[2,4,2,6] f32[4,1,6] f32[4,1,6]", "f32[2,4,2,6]"),
+        case(
+            Function::Rotary { halves: RotaryHalves::Interleaved },
+            "f32[2,4,2,6] f32[4,1,3] f32[4,1,3]",
+            "f32[2,4,2,6]",
+        ),
+        case(Function::CrossEntropy { dim: 1 }, "f32[4,6] i32[4]", "f32[4]").integers(0, 5),
+        case(Function::CrossEntropy { dim: 2 }, "f32[2,3,12] i32[2,3]", "f32[2,3]").integers(0, 11),
+        case(Function::CrossEntropy { dim: 1 }, "f32[2,4,3] i32[2,3]", "f32[2,3]").integers(0, 3),
+    ]
 }
 
 /// Ops of local graphs.
