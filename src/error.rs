@@ -5,7 +5,8 @@ use crate::arguments::ArgumentError;
 use crate::units::plural;
 use altiplano_cost_models::ClusterError;
 use altiplano_ir::batch::SettleError;
-use altiplano_ir::graph::GraphError;
+use altiplano_ir::graph::{GraphError, ValueId};
+use altiplano_ir::import::huggingface::ConfigError;
 use altiplano_ir::import::json::JsonError;
 use altiplano_ir::import::stablehlo::ImportError;
 use altiplano_ir::op::ShapeError;
@@ -35,6 +36,10 @@ pub enum Error {
     StableHlo { file: PathBuf, error: Box<ImportError> },
     #[error("{}", graph_json(file, error))]
     Json { file: PathBuf, error: Box<JsonError> },
+    #[error("{}", config(file, error))]
+    Config { file: PathBuf, error: Box<ConfigError> },
+    #[error("a batch of {batch} samples: the op of {value} cannot be rewritten for it")]
+    Rebatch { batch: u64, value: ValueId },
     #[error("{}: {error}", file.display())]
     Graph { file: PathBuf, error: Box<GraphError> },
     #[error("{}: {error}", file.display())]
@@ -195,13 +200,22 @@ fn stablehlo(file: &Path, error: &ImportError) -> String {
 /// A syntax error has its place at the end of its message; it belongs behind the file's name.
 fn graph_json(file: &Path, error: &JsonError) -> String {
     match error {
-        JsonError::Syntax(syntax) => {
-            let message = syntax.to_string();
-            let message = message.split(" at line ").next().unwrap_or_default();
-            format!("{}:{}:{}: not JSON: {message}", file.display(), syntax.line(), syntax.column())
-        }
+        JsonError::Syntax(syntax) => not_json(file, syntax),
         _ => At(file, error).to_string(),
     }
+}
+
+fn config(file: &Path, error: &ConfigError) -> String {
+    match error {
+        ConfigError::Syntax(syntax) => not_json(file, syntax),
+        _ => At(file, error).to_string(),
+    }
+}
+
+fn not_json(file: &Path, syntax: &serde_json::Error) -> String {
+    let message = syntax.to_string();
+    let message = message.split(" at line ").next().unwrap_or_default();
+    format!("{}:{}:{}: not JSON: {message}", file.display(), syntax.line(), syntax.column())
 }
 
 /// The place of a cluster error is `line 3, column 5`; the file's name makes it complete. A preset has no file.

@@ -4,9 +4,10 @@
 use crate::arguments::{self, Argument};
 use crate::error::{Error, Names};
 use crate::precision::with_precision;
-use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, settle};
+use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, stablehlo};
 use altiplano_ir::op::Op;
 use altiplano_ir::simplify::simplify;
@@ -33,6 +34,12 @@ pub struct ImportOptions {
     pub ignore_shardings: bool,
     /// Floating-point type to compute in; default: the traced ones.
     pub precision: Option<DType>,
+    /// Tokens in a sample of a config's model; default: what [`huggingface`] finds sensible.
+    pub sequence: Option<u64>,
+    /// Samples in the batch of a config's model; default: one.
+    pub batch: Option<u64>,
+    /// How many tokens an expert of a config's model takes: see [`ConfigOptions::capacity_factor`].
+    pub capacity_factor: Option<f64>,
 }
 
 /// A model that can be planned.
@@ -78,12 +85,14 @@ pub enum Warning {
         "the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics"
     )]
     LossKind,
+    #[error("{0}")]
+    Config(huggingface::Note),
 }
 
 impl Warning {
     /// Something to know, and nothing odd.
     pub fn is_note(&self) -> bool {
-        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. })
+        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. } | Warning::Config(_))
     }
 }
 
@@ -126,7 +135,7 @@ pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Mo
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
     let traced = read_traced(file, options)?;
     let states = states(&traced.graph);
-    let loss = Loss { graph: traced.graph, step: None, states };
+    let loss = Loss { graph: traced.graph, step: None, states, notes: traced.notes, batch: traced.batch };
     load(file, loss, options, true)
 }
 
@@ -136,6 +145,10 @@ struct Traced {
     arguments: Vec<ValueId>,
     /// What the function calls its results, where it says.
     results: Vec<Option<String>>,
+    /// What was taken for granted.
+    notes: Vec<huggingface::Note>,
+    /// Samples in the batch, where that is not the number that the graph was made with.
+    batch: Option<u64>,
 }
 
 /// What is planned of a file: the loss, the step that it is a part of, and inputs that the function gives back updated.
@@ -143,6 +156,8 @@ struct Loss {
     graph: Graph,
     step: Option<(TrainingStep, GivenStep)>,
     states: Vec<String>,
+    notes: Vec<huggingface::Note>,
+    batch: Option<u64>,
 }
 
 fn leaf_name(graph: &Graph, v: ValueId) -> String {
@@ -160,22 +175,22 @@ fn states(graph: &Graph) -> Vec<String> {
 
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
-    let Traced { graph, arguments, results } = traced;
+    let Traced { graph, arguments, results, notes, batch } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let states = states(&graph);
-    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states } };
+    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, notes, batch } };
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
     let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states }
+    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, notes, batch }
 }
 
 fn load(
     file: &Path,
-    Loss { graph: traced, step, states }: Loss,
+    Loss { graph: traced, step, states, notes, batch }: Loss,
     options: &ImportOptions,
     all_results: bool,
 ) -> Result<Model, Error> {
@@ -192,6 +207,9 @@ fn load(
         }
     };
     let Batched { mut graph, loss, doubt } = batched;
+    if let Some(batch) = batch {
+        graph = rebatch(&graph, batch).map_err(|value| Error::Rebatch { batch, value })?;
+    }
     if !all_results {
         graph.outputs.truncate(1);
     }
@@ -199,7 +217,7 @@ fn load(
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
     let graph = simplify(&graph).with_free_pins();
-    let mut warnings: Vec<Warning> = Vec::new();
+    let mut warnings: Vec<Warning> = notes.into_iter().map(Warning::Config).collect();
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
     let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
@@ -226,7 +244,7 @@ fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
 }
 
 fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, Error> {
-    let (mut graph, arguments, mut results) = graph_of(file, bytes)?;
+    let Read { mut graph, arguments, mut results, notes, batch } = graph_of(file, bytes, options)?;
     if options.ignore_shardings {
         graph.pins.clear();
     }
@@ -237,15 +255,16 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
-        return Ok(Traced { graph, arguments: values, results });
+        return Ok(Traced { graph, arguments: values, results, notes, batch });
     }
     if options.params.is_empty() && options.inputs.is_empty() && step::recognise(&graph, &values, &results).is_some() {
         // The step itself says what it trains.
-        return Ok(Traced { graph, arguments: values, results });
+        return Ok(Traced { graph, arguments: values, results, notes, batch });
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    Ok(Traced { graph: arguments::with_parameters(&graph, &arguments, &trained), arguments: values, results })
+    let graph = arguments::with_parameters(&graph, &arguments, &trained);
+    Ok(Traced { graph, arguments: values, results, notes, batch })
 }
 
 /// Puts the result that is the loss before the others: the one that the user names, or of several scalars the one that the
@@ -357,7 +376,19 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>, Vec<Option<String>>), Error> {
+/// What a file holds.
+struct Read {
+    graph: Graph,
+    arguments: Vec<Argument>,
+    results: Vec<Option<String>>,
+    notes: Vec<huggingface::Note>,
+    batch: Option<u64>,
+}
+
+/// The batch that a config's graph is made with: of one sample it could not be told from other sizes of one.
+const CONFIG_BATCH: u64 = 2;
+
+fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
     let file = file.to_path_buf();
     let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
     let text = std::str::from_utf8(bytes).unwrap_or_default();
@@ -367,13 +398,23 @@ fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>, Vec<Opti
                 stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
-            Ok((imported.graph, arguments, imported.results))
+            let (graph, results) = (imported.graph, imported.results);
+            Ok(Read { graph, arguments, results, notes: Vec::new(), batch: None })
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
             let arguments = leaves(&graph);
             let results = vec![None; graph.outputs.len()];
-            Ok((graph, arguments, results))
+            Ok(Read { graph, arguments, results, notes: Vec::new(), batch: None })
+        }
+        Format::HuggingFaceConfig => {
+            let (sequence, capacity_factor) = (options.sequence, options.capacity_factor);
+            let how = ConfigOptions { batch: CONFIG_BATCH, sequence, capacity_factor };
+            let imported =
+                huggingface::import(text, &how).map_err(|error| Error::Config { file, error: Box::new(error) })?;
+            let (graph, notes) = (imported.graph, imported.notes);
+            let (arguments, results) = (leaves(&graph), vec![None; graph.outputs.len()]);
+            Ok(Read { graph, arguments, results, notes, batch: Some(options.batch.unwrap_or(1)) })
         }
         Format::PlanJson => Err(Error::OtherArtefact {
             file,
@@ -386,7 +427,6 @@ fn graph_of(file: &Path, bytes: &[u8]) -> Result<(Graph, Vec<Argument>, Vec<Opti
         Format::Onnx => unsupported("an ONNX model"),
         Format::TorchExport => unsupported("a zip archive, such as torch.export writes (.pt2)"),
         Format::MlirBytecode => unsupported("MLIR bytecode"),
-        Format::HuggingFaceConfig => unsupported("a Hugging Face config"),
         Format::Unknown => Err(Error::UnknownFormat { file }),
     }
 }

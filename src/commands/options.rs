@@ -38,6 +38,12 @@ pub struct ModelOptions {
     /// Floating-point type to train in [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
+    /// Tokens in a sample, where the model is a Hugging Face config [default: its positions, at most 4096]
+    #[arg(long, value_name = "N")]
+    seq: Option<u64>,
+    /// Tokens that an expert of a config's model takes, as a multiple of an even share [default: 1.25]
+    #[arg(long, value_name = "X")]
+    capacity_factor: Option<f64>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -76,6 +82,9 @@ impl ModelOptions {
                 Precision::Bf16 => DType::BF16,
                 Precision::F16 => DType::F16,
             }),
+            sequence: self.seq,
+            batch: None,
+            capacity_factor: self.capacity_factor,
         }
     }
 }
@@ -155,7 +164,9 @@ impl PlanOptions {
         options: &ModelOptions,
     ) -> Result<(Request, Option<GivenStep>), Error> {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
-        let model = model_of(model, bytes, &options.import())?;
+        // A config's model has the batch that is asked for.
+        let import = ImportOptions { batch: self.global_batch.or(self.microbatch), ..options.import() };
+        let model = model_of(model, bytes, &import)?;
         warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;

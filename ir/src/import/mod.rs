@@ -1,4 +1,5 @@
 //! Importers: from the formats that users have to a [`crate::graph::Graph`].
 
+pub mod huggingface;
 pub mod json;
 pub mod stablehlo;

@@ -1,0 +1,237 @@
+//! A graph under construction: weights by the path of the module that holds them, and the blocks that families share.
+
+use super::config::Fields;
+use super::error::{ConfigError, Note};
+use super::{ConfigOptions, DEFAULT_SEQUENCE, Imported};
+use crate::array;
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Input, Op, Parameter, ShapeError};
+use crate::types::TensorType;
+
+/// What a block gives.
+pub type Block = Result<ValueId, ConfigError>;
+
+/// A graph, and the module that is being built.
+pub struct Builder {
+    pub graph: Graph,
+    /// Precision of the weights and of what is computed with them.
+    pub dtype: DType,
+    pub batch: u64,
+    pub options: ConfigOptions,
+    pub notes: Vec<Note>,
+    /// Path of the module, such as `model.layers.0.mlp`.
+    path: String,
+}
+
+impl Builder {
+    pub fn new(name: &str, dtype: DType, options: &ConfigOptions) -> Self {
+        let batch = options.batch.max(1);
+        let graph = Graph { batch, ..Graph::new(name) };
+        Builder { graph, dtype, batch, options: options.clone(), notes: Vec::new(), path: String::new() }
+    }
+
+    pub fn finish(self) -> Imported {
+        Imported { graph: self.graph, notes: self.notes }
+    }
+
+    /// Builds the module `name` within this one. Its ops are named after it, and so is what does not fit.
+    pub fn within<T>(
+        &mut self,
+        name: &str,
+        build: impl FnOnce(&mut Builder) -> Result<T, ConfigError>,
+    ) -> Result<T, ConfigError> {
+        let outer = self.path.len();
+        if outer > 0 {
+            self.path.push('.');
+        }
+        self.path.push_str(name);
+        let first = self.graph.len();
+        let built = build(self).map_err(|error| match error {
+            ConfigError::Shape { place, error } if place.is_empty() => {
+                ConfigError::Shape { place: self.path.clone(), error }
+            }
+            error => error,
+        });
+        for node in self.graph.nodes[first..].iter_mut().filter(|node| node.name.is_empty()) {
+            node.name.clone_from(&self.path);
+        }
+        self.path.truncate(outer);
+        built
+    }
+
+    fn leaf(&mut self, op: Op, name: String, ty: TensorType, batched: bool) -> Block {
+        if !ty.check() {
+            return Err(ConfigError::Shape { place: name, error: ShapeError::TooLarge { shape: ty.shape } });
+        }
+        let leaf = self.graph.push(op, &[])?;
+        self.graph.nodes[leaf.index()].name = name;
+        self.graph.nodes[leaf.index()].batch_dims = u32::from(batched);
+        Ok(leaf)
+    }
+
+    fn name_of(&self, name: &str) -> String {
+        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+    }
+
+    /// A trained weight of this module.
+    pub fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
+        let (name, ty) = (self.name_of(name), TensorType::new(self.dtype, shape));
+        self.leaf(Op::Parameter(Parameter { name: name.clone(), ty: ty.clone() }), name, ty, false)
+    }
+
+    /// A buffer of this module: state that no gradient changes.
+    pub fn buffer(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
+        let (name, ty) = (self.name_of(name), TensorType::new(dtype, shape));
+        self.leaf(Op::Input(Input { name: name.clone(), ty: ty.clone() }), name, ty, false)
+    }
+
+    /// A part of the batch; `shape` is that of one sample.
+    pub fn input(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
+        let ty = TensorType::new(dtype, [&[self.batch], shape].concat());
+        self.leaf(Op::Input(Input { name: name.to_string(), ty: ty.clone() }), name.to_string(), ty, true)
+    }
+
+    /// Tokens of a sample: what is asked for, or what the model is made for.
+    pub fn sequence(&mut self, positions: u64) -> u64 {
+        self.options.sequence.unwrap_or_else(|| {
+            let tokens = positions.min(DEFAULT_SEQUENCE);
+            self.notes.push(Note::Sequence { tokens });
+            tokens
+        })
+    }
+
+    /// The same where every position has a row in a table of `positions`.
+    pub fn learned_sequence(&mut self, field: &'static str, positions: u64) -> Result<u64, ConfigError> {
+        let sequence = self.sequence(positions);
+        if sequence > positions {
+            return Err(ConfigError::TooLong { sequence, positions, field });
+        }
+        Ok(sequence)
+    }
+
+    /// Says of a config that asks for dropout that there is none.
+    pub fn without_dropout(&mut self, fields: &Fields<'_>, keys: &[&str]) -> Result<(), ConfigError> {
+        for key in keys {
+            if fields.number_or(key, 0.0)? > 0.0 {
+                self.notes.push(Note::Dropout { field: key.to_string() });
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// `x weight^T + bias` for the linear layer `name`, whose weight is `[out, in]`.
+    pub fn linear(&mut self, name: &str, x: ValueId, out: u64, bias: bool) -> Block {
+        self.within(name, |b| {
+            let input = b.graph.shape(x).last().copied().unwrap_or(1);
+            let weight = b.weight("weight", &[out, input])?;
+            let bias = if bias { Some(b.weight("bias", &[out])?) } else { None };
+            Ok(array::linear(&mut b.graph, x, weight, bias)?)
+        })
+    }
+
+    pub fn layer_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
+        self.within(name, |b| {
+            let width = b.graph.shape(x).last().copied().unwrap_or(1);
+            let (weight, bias) = (b.weight("weight", &[width])?, b.weight("bias", &[width])?);
+            Ok(array::layer_norm(&mut b.graph, x, 1, Some(weight), Some(bias), eps)?)
+        })
+    }
+
+    pub fn rms_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
+        self.within(name, |b| {
+            let width = b.graph.shape(x).last().copied().unwrap_or(1);
+            let weight = b.weight("weight", &[width])?;
+            Ok(array::rms_norm(&mut b.graph, x, 1, Some(weight), eps)?)
+        })
+    }
+
+    /// A table of so many rows, without a lookup.
+    pub fn table(&mut self, name: &str, rows: u64, width: u64) -> Block {
+        self.within(name, |b| b.weight("weight", &[rows, width]))
+    }
+
+    pub fn add(&mut self, a: ValueId, b: ValueId) -> Block {
+        Ok(array::binary(&mut self.graph, crate::op::Binary::Add, a, b)?)
+    }
+
+    pub fn multiply(&mut self, a: ValueId, b: ValueId) -> Block {
+        Ok(array::binary(&mut self.graph, crate::op::Binary::Multiply, a, b)?)
+    }
+
+    /// `down(activation(gate(x)) * up(x))`.
+    pub fn gated_mlp(&mut self, x: ValueId, width: u64, activation: Activation, bias: bool) -> Block {
+        let hidden = self.graph.shape(x).last().copied().unwrap_or(1);
+        let gate = self.linear("gate_proj", x, width, bias)?;
+        let up = self.linear("up_proj", x, width, bias)?;
+        let gate = activation.apply(&mut self.graph, gate)?;
+        let both = self.multiply(gate, up)?;
+        self.linear("down_proj", both, hidden, bias)
+    }
+
+    /// Logits for each token, by the matrix `head` or the table of embeddings, and their mean cross-entropy with the
+    /// labels, which becomes the graph's output. A label is what the model should say at its position: the next token.
+    pub fn token_loss(
+        &mut self,
+        hidden: ValueId,
+        head: Option<ValueId>,
+        labels: ValueId,
+        vocabulary: u64,
+    ) -> Result<(), ConfigError> {
+        let logits = match head {
+            Some(table) => self.within("lm_head", |b| Ok(array::linear(&mut b.graph, hidden, table, None)?))?,
+            None => self.linear("lm_head", hidden, vocabulary, false)?,
+        };
+        self.loss(logits, labels)
+    }
+
+    /// The mean cross-entropy of classes in the last dimension.
+    pub fn loss(&mut self, logits: ValueId, labels: ValueId) -> Result<(), ConfigError> {
+        self.within("loss", |b| {
+            let classes = b.graph.shape(logits).len() - 1;
+            let loss = array::cross_entropy(&mut b.graph, logits, labels, classes)?;
+            b.graph.outputs = vec![loss];
+            Ok(())
+        })
+    }
+}
+
+/// Functions between the matrices of a layer, as configs name them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    GeluErf,
+    GeluTanh,
+    GeluSigmoid,
+    Relu,
+    Silu,
+}
+
+const ACTIVATIONS: &[(&str, Activation)] = &[
+    ("gelu", Activation::GeluErf),
+    ("gelu_fast", Activation::GeluTanh),
+    ("gelu_new", Activation::GeluTanh),
+    ("gelu_pytorch_tanh", Activation::GeluTanh),
+    ("quick_gelu", Activation::GeluSigmoid),
+    ("relu", Activation::Relu),
+    ("silu", Activation::Silu),
+    ("swish", Activation::Silu),
+];
+
+impl Activation {
+    pub fn read(fields: &Fields<'_>, key: &str, default: &str) -> Result<Activation, ConfigError> {
+        let word = fields.word_or(key, default)?;
+        let found = ACTIVATIONS.iter().find(|(name, _)| *name == word).map(|(_, activation)| *activation);
+        found.ok_or_else(|| fields.unsupported(key, &ACTIVATIONS.iter().map(|(name, _)| *name).collect::<Vec<_>>()))
+    }
+
+    pub fn apply(self, g: &mut Graph, x: ValueId) -> array::Built {
+        match self {
+            Activation::GeluErf => array::gelu_erf(g, x),
+            Activation::GeluTanh => array::gelu_tanh(g, x),
+            Activation::GeluSigmoid => array::gelu_sigmoid(g, x),
+            Activation::Relu => array::relu(g, x),
+            Activation::Silu => array::silu(g, x),
+        }
+    }
+}

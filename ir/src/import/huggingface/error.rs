@@ -1,0 +1,76 @@
+//! What can be wrong with a config, and what its reader should know.
+
+use crate::op::ShapeError;
+use std::fmt;
+
+/// Why a config gives no graph. The caller puts the file name in front.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{0}")]
+    Syntax(#[source] serde_json::Error),
+    #[error("model_type: '{found}' is not known; known are {}; export other models with torch.export or JAX", .known.join(", "))]
+    ModelType { found: String, known: Vec<&'static str> },
+    #[error("{field}: is missing")]
+    Missing { field: String },
+    #[error("{field}: expected {expected}, found {found}")]
+    Expected { field: String, expected: String, found: String },
+    #[error("{field}: {found} is not supported; supported are {}", .supported.join(", "))]
+    Unsupported { field: String, found: String, supported: Vec<&'static str> },
+    #[error("{field}: {value} is not a multiple of {by} ({of})")]
+    Indivisible { field: String, value: u64, by: &'static str, of: u64 },
+    #[error("{field}: {value} is more than {by} ({of})")]
+    MoreThan { field: String, value: u64, by: &'static str, of: u64 },
+    #[error("{option}: expected more than 0 and at most {most}, found {found}")]
+    Option { option: &'static str, found: f64, most: f64 },
+    #[error("--seq: {sequence} tokens are more than the {positions} positions that the model has ({field})")]
+    TooLong { sequence: u64, positions: u64, field: &'static str },
+    #[error("--seq: this model takes images, whose number of patches the config says")]
+    NoSequence,
+    #[error("{}{error}", at(.place))]
+    Shape { place: String, error: ShapeError },
+}
+
+impl From<ShapeError> for ConfigError {
+    /// The place is filled in where the block that it arose in ends.
+    fn from(error: ShapeError) -> Self {
+        ConfigError::Shape { place: String::new(), error }
+    }
+}
+
+fn at(place: &str) -> String {
+    if place.is_empty() { String::new() } else { format!("{place}: ") }
+}
+
+/// What a config leaves open and how it was taken.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Note {
+    /// No sequence length was asked for.
+    Sequence { tokens: u64 },
+    /// The config asks for dropout, which the graph leaves out.
+    Dropout { field: String },
+    /// Of each sequence an expert computes this many tokens, and drops the others that chose it.
+    Capacity { tokens: u64, sequence: u64, factor: f64, all: f64 },
+    /// Masked positions of a sequence.
+    Masked { positions: u64, sequence: u64 },
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Note::Sequence { tokens } => {
+                write!(f, "samples are taken to have {tokens} tokens; --seq N says another number")
+            }
+            Note::Dropout { field } => write!(f, "dropout ({field}) is left out"),
+            Note::Capacity { tokens, sequence, factor, all } => write!(
+                f,
+                "an expert takes {tokens} tokens of a sequence of {sequence} at most, and others that choose it pass by; --capacity-factor X says how many (now {factor}; {all} drops none)"
+            ),
+            Note::Masked { positions, sequence } => {
+                write!(
+                    f,
+                    "the loss is that of {positions} masked positions of {sequence}, which the input `masked_positions` names"
+                )
+            }
+        }
+    }
+}

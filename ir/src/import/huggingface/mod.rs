@@ -1,0 +1,111 @@
+//! Hugging Face configs: a `config.json` names an architecture and its sizes, and the training graph follows from the
+//! architecture's published definition.
+//!
+//! Weights have the names and shapes of the published checkpoints, so that files of them load; experts are stacked in one
+//! tensor, as Transformers stacks them when it loads such files. One file a family says how its blocks are put together;
+//! the blocks are in [`blocks`], [`attention`], [`rope`] and [`moe`].
+
+mod attention;
+mod bert;
+mod blocks;
+mod config;
+mod decoder;
+mod deepseek;
+mod error;
+mod gpt2;
+mod moe;
+mod rope;
+mod t5;
+mod vit;
+
+#[cfg(test)]
+mod tests;
+
+use crate::dtype::DType;
+use crate::graph::Graph;
+use blocks::Builder;
+use config::{Fields, MAX_SEQUENCE, MAX_SIZE};
+pub use error::{ConfigError, Note};
+
+/// What a config does not say.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct ConfigOptions {
+    /// Samples in the batch; 0 and 1 are one sample.
+    pub batch: u64,
+    /// Tokens in a sample; default: as many as the model has positions, but [`DEFAULT_SEQUENCE`] at most.
+    pub sequence: Option<u64>,
+    /// How many times the tokens that each expert gets of a sequence where all get the same are computed: see [`moe`].
+    pub capacity_factor: Option<f64>,
+}
+
+/// Longer sequences are asked for.
+pub const DEFAULT_SEQUENCE: u64 = 4096;
+
+/// The graph of a config, its loss being the output, and what the reader should know of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Imported {
+    pub graph: Graph,
+    pub notes: Vec<Note>,
+}
+
+/// A family: how its config is read and its graph built.
+type Family = fn(&Fields<'_>, &mut Builder) -> Result<(), ConfigError>;
+
+/// The families by `model_type`, in alphabetical order.
+const FAMILIES: &[(&str, Family)] = &[
+    ("bert", bert::build),
+    ("deepseek_v3", deepseek::build),
+    ("gpt2", gpt2::build),
+    ("llama", decoder::build),
+    ("mistral", decoder::build),
+    ("mixtral", decoder::build),
+    ("qwen2", decoder::build),
+    ("qwen3", decoder::build),
+    ("t5", t5::build),
+    ("vit", vit::build),
+];
+
+/// Reads a config and builds the graph of its training loss.
+///
+/// ```
+/// use altiplano_ir::import::huggingface::{ConfigOptions, import};
+///
+/// let config = r#"{"model_type": "gpt2", "vocab_size": 100, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}"#;
+/// let options = ConfigOptions { batch: 4, ..Default::default() };
+/// let graph = import(config, &options)?.graph;
+/// assert_eq!(graph.inputs().map(|(_, name)| name).collect::<Vec<_>>(), ["input_ids", "labels"]);
+/// # Ok::<(), altiplano_ir::import::huggingface::ConfigError>(())
+/// ```
+pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigError> {
+    let map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).map_err(ConfigError::Syntax)?;
+    let fields = Fields::new(&map);
+    let model_type = fields.word("model_type")?;
+    let known = || FAMILIES.iter().map(|(name, _)| *name).collect();
+    let family = FAMILIES.iter().find(|(name, _)| *name == model_type);
+    let (name, build) = family.ok_or_else(|| ConfigError::ModelType { found: model_type.clone(), known: known() })?;
+    if options.batch > MAX_SIZE {
+        return Err(ConfigError::Option { option: "the batch", found: options.batch as f64, most: MAX_SIZE as f64 });
+    }
+    if let Some(sequence) = options.sequence.filter(|&s| s == 0 || s > MAX_SEQUENCE) {
+        return Err(ConfigError::Option { option: "--seq", found: sequence as f64, most: MAX_SEQUENCE as f64 });
+    }
+    if let Some(factor) = options.capacity_factor.filter(|f| !(*f > 0.0 && *f <= MAX_SIZE as f64)) {
+        return Err(ConfigError::Option { option: "--capacity-factor", found: factor, most: MAX_SIZE as f64 });
+    }
+    let mut builder = Builder::new(*name, dtype(&fields)?, options);
+    build(&fields, &mut builder)?;
+    Ok(builder.finish())
+}
+
+/// Precision of the weights. Quantised checkpoints are trained in the type that this says, too.
+fn dtype(fields: &Fields<'_>) -> Result<DType, ConfigError> {
+    // Newer versions of Transformers call it `dtype`.
+    let key = if fields.has("dtype") { "dtype" } else { "torch_dtype" };
+    match fields.word_or(key, "float32")?.as_str() {
+        "float32" => Ok(DType::F32),
+        "bfloat16" => Ok(DType::BF16),
+        "float16" => Ok(DType::F16),
+        "float64" => Ok(DType::F64),
+        _ => Err(fields.unsupported(key, &["float32", "bfloat16", "float16", "float64"])),
+    }
+}
