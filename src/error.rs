@@ -46,6 +46,12 @@ pub enum Error {
     Arguments { file: PathBuf, error: Box<ArgumentError> },
     #[error("--loss: there is no result '{name}'; the results are {results}")]
     UnknownResult { name: String, results: Names },
+    #[error("--loss: the loss {error}")]
+    Attach { error: ShapeError },
+    #[error(
+        "{}: the model's result is {ty}, which is no loss: attach one with --loss cross-entropy (it takes an input `labels`) or --loss mse (`targets`), plan to run the model without training with --loss none, or export a function that returns its loss", file.display()
+    )]
+    NoLoss { file: PathBuf, ty: TensorType },
     #[error("--batch-dim: there is no input '{name}'; the inputs are {inputs}")]
     UnknownInput { name: String, inputs: Names },
     #[error("--batch-dim: input '{name}' is {ty} and has no dimension {dim}")]

@@ -22,6 +22,7 @@
 pub mod arguments;
 mod cluster;
 mod error;
+mod loss;
 mod model;
 mod plan_file;
 pub mod precision;

@@ -3,6 +3,7 @@
 
 use crate::arguments::{self, Argument};
 use crate::error::{Error, Names};
+use crate::loss::{self, Attached};
 use crate::precision::with_precision;
 use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
@@ -28,7 +29,8 @@ pub struct ImportOptions {
     pub also: Option<PathBuf>,
     /// Values through which no gradient flows: names of leaves or ops, or `%12`.
     pub stop_gradients: Vec<String>,
-    /// The result that is the loss, by name or position; default: the one that is called so, or the first.
+    /// The result that is the loss, by name or position; default: the one that is called so, or the first. The words
+    /// `cross-entropy` and `mse` attach a loss to a model that has none, and `none` plans to run it without training.
     pub loss: Option<String>,
     /// Do not ask for the layouts that the model states.
     pub ignore_shardings: bool,
@@ -42,6 +44,13 @@ pub struct ImportOptions {
     pub capacity_factor: Option<f64>,
 }
 
+impl ImportOptions {
+    /// The loss that a model without one gets.
+    fn attached(&self) -> Option<Attached> {
+        self.loss.as_deref().and_then(Attached::of)
+    }
+}
+
 /// A model that can be planned.
 #[derive(Clone, Debug)]
 pub struct Model {
@@ -49,6 +58,8 @@ pub struct Model {
     pub name: String,
     /// Forward graph, simplified, with its batch found; its first output is the loss.
     pub graph: Graph,
+    /// The model is run and not trained: its outputs are what it gives.
+    pub inference: bool,
     pub loss: LossKind,
     /// Why the graph keeps to its traced batch, if it does.
     pub doubt: Option<Doubt>,
@@ -176,7 +187,7 @@ fn states(graph: &Graph) -> Vec<String> {
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
     let Traced { graph, arguments, results, notes, batch } = traced;
-    let chosen = !options.params.is_empty() || !options.inputs.is_empty();
+    let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let states = states(&graph);
@@ -206,11 +217,17 @@ fn load(
             })?
         }
     };
-    let Batched { mut graph, loss, doubt } = batched;
+    let Batched { mut graph, mut loss, doubt } = batched;
+    let inference = options.attached() == Some(Attached::Nothing);
+    if inference {
+        // Results that each belong to a sample are those of the microbatches, one after the other.
+        let by_sample = graph.outputs.iter().all(|o| graph.node(*o).batch_dims != 0);
+        loss = if by_sample { LossKind::Mean } else { LossKind::Other };
+    }
     if let Some(batch) = batch {
         graph = rebatch(&graph, batch).map_err(|value| Error::Rebatch { batch, value })?;
     }
-    if !all_results {
+    if !all_results && !inference {
         graph.outputs.truncate(1);
     }
     if let Some(precision) = options.precision {
@@ -223,13 +240,14 @@ fn load(
     let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
     let given = step.map(|(_, given)| given);
     warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
-    warnings.extend((results > 1 && !all_results).then_some(Warning::OtherResults(results)));
+    warnings.extend((results > 1 && !all_results && !inference).then_some(Warning::OtherResults(results)));
     warnings.extend(doubt.clone().map(Warning::Batch));
-    warnings.extend((loss == LossKind::Other && doubt.is_none()).then_some(Warning::LossKind));
+    warnings.extend((loss == LossKind::Other && doubt.is_none() && !inference).then_some(Warning::LossKind));
     Ok(Model {
         name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
         stop_gradients: find_values(&graph, &options.stop_gradients)?,
         graph,
+        inference,
         loss,
         doubt,
         optimizer,
@@ -248,22 +266,28 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     if options.ignore_shardings {
         graph.pins.clear();
     }
-    loss_first(&mut graph, &mut results, options.loss.as_deref())?;
+    let attached = options.attached();
+    if attached.is_none() {
+        loss_first(&mut graph, &mut results, options.loss.as_deref())?;
+    }
     if let Some(error) = graph.verify().into_iter().next() {
         return Err(Error::Graph { file: file.to_path_buf(), error: Box::new(error) });
     }
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
+        loss::attach(&mut graph, attached.unwrap_or(Attached::Nothing))?;
         return Ok(Traced { graph, arguments: values, results, notes, batch });
     }
-    if options.params.is_empty() && options.inputs.is_empty() && step::recognise(&graph, &values, &results).is_some() {
+    let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
+    if !chosen && step::recognise(&graph, &values, &results).is_some() {
         // The step itself says what it trains.
         return Ok(Traced { graph, arguments: values, results, notes, batch });
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    let graph = arguments::with_parameters(&graph, &arguments, &trained);
+    let mut graph = arguments::with_parameters(&graph, &arguments, &trained);
+    loss::attach(&mut graph, attached.unwrap_or(Attached::Nothing))?;
     Ok(Traced { graph, arguments: values, results, notes, batch })
 }
 
@@ -392,7 +416,14 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
     let file = file.to_path_buf();
     let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
     let text = std::str::from_utf8(bytes).unwrap_or_default();
-    match Format::of(bytes) {
+    let format = Format::of(bytes);
+    let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
+    if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && format != Format::HuggingFaceConfig) {
+        let problem =
+            "only the model of a Hugging Face config takes it; others have the sizes that they were traced with";
+        return Err(Error::Option { option, problem });
+    }
+    match format {
         Format::StableHlo => {
             let imported =
                 stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
@@ -408,8 +439,13 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
             Ok(Read { graph, arguments, results, notes: Vec::new(), batch: None })
         }
         Format::HuggingFaceConfig => {
-            let (sequence, capacity_factor) = (options.sequence, options.capacity_factor);
-            let how = ConfigOptions { batch: CONFIG_BATCH, sequence, capacity_factor };
+            let how = ConfigOptions {
+                batch: CONFIG_BATCH,
+                sequence: options.sequence,
+                capacity_factor: options.capacity_factor,
+                dtype: options.precision,
+                without_loss: options.attached().is_some(),
+            };
             let imported =
                 huggingface::import(text, &how).map_err(|error| Error::Config { file, error: Box::new(error) })?;
             let (graph, notes) = (imported.graph, imported.notes);

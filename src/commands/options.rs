@@ -29,7 +29,8 @@ pub struct ModelOptions {
     /// Let no gradient flow through this value: a name or number as `altiplano show` prints it
     #[arg(long, value_name = "NAME")]
     stop_gradient: Vec<String>,
-    /// The result that is the loss: a name (loss) or position [default: the one called loss, or the first]
+    /// The result that is the loss: a name (loss) or position [default: the one called loss, or the first]. For a model
+    /// without a loss: cross-entropy (with a new input `labels`), mse (`targets`), or none to run it without training
     #[arg(long, value_name = "RESULT")]
     loss: Option<String>,
     /// Leave out the shardings that the model states (with_sharding_constraint and the like)
@@ -166,8 +167,13 @@ impl PlanOptions {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         // A config's model has the batch that is asked for.
         let import = ImportOptions { batch: self.global_batch.or(self.microbatch), ..options.import() };
-        let model = model_of(model, bytes, &import)?;
+        let file = model;
+        let model = model_of(file, bytes, &import)?;
         warn(&model);
+        let ty = model.graph.ty(model.graph.outputs[0]);
+        if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
+            return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });
+        }
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
         request.microbatch = self.microbatch;

@@ -31,7 +31,6 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let ids = b.input("input_ids", &[tokens], DType::I32)?;
     let token_types = b.input("token_type_ids", &[tokens], DType::I32)?;
     let places = b.input("masked_positions", &[masked], DType::I32)?;
-    let labels = b.input("labels", &[masked], DType::I32)?;
 
     let (x, table) = b.within("bert", |b| {
         let (mut x, table) = b.within("embeddings", |b| {
@@ -82,7 +81,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         let bias = b.weight("bias", &[vocabulary])?;
         Ok(array::linear(&mut b.graph, x, head, Some(bias))?)
     })?;
-    b.loss(logits, labels)
+    b.loss(logits)
 }
 
 fn attention(b: &mut Builder, x: ValueId, heads: u64) -> Block {

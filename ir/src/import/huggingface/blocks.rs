@@ -170,26 +170,27 @@ impl Builder {
         self.linear("down_proj", both, hidden, bias)
     }
 
-    /// Logits for each token, by the matrix `head` or the table of embeddings, and their mean cross-entropy with the
-    /// labels, which becomes the graph's output. A label is what the model should say at its position: the next token.
-    pub fn token_loss(
-        &mut self,
-        hidden: ValueId,
-        head: Option<ValueId>,
-        labels: ValueId,
-        vocabulary: u64,
-    ) -> Result<(), ConfigError> {
-        let logits = match head {
+    /// Logits for each token, by the table of embeddings where it is tied, else by a matrix of their own; then
+    /// [`Builder::loss`]. A label is what the model should say at its position: the next token.
+    pub fn token_loss(&mut self, hidden: ValueId, tied: Option<ValueId>, vocabulary: u64) -> Result<(), ConfigError> {
+        let logits = match tied {
             Some(table) => self.within("lm_head", |b| Ok(array::linear(&mut b.graph, hidden, table, None)?))?,
             None => self.linear("lm_head", hidden, vocabulary, false)?,
         };
-        self.loss(logits, labels)
+        self.loss(logits)
     }
 
-    /// The mean cross-entropy of classes in the last dimension.
-    pub fn loss(&mut self, logits: ValueId, labels: ValueId) -> Result<(), ConfigError> {
+    /// The mean cross-entropy of classes in the last dimension with an input `labels`, which becomes the graph's output;
+    /// or the logits themselves where no loss is asked for.
+    pub fn loss(&mut self, logits: ValueId) -> Result<(), ConfigError> {
+        if self.options.without_loss {
+            self.graph.outputs = vec![logits];
+            return Ok(());
+        }
+        let classes = self.graph.shape(logits).len() - 1;
+        let of_sample = self.graph.shape(logits)[1..classes].to_vec();
+        let labels = self.input("labels", &of_sample, DType::I32)?;
         self.within("loss", |b| {
-            let classes = b.graph.shape(logits).len() - 1;
             let loss = array::cross_entropy(&mut b.graph, logits, labels, classes)?;
             b.graph.outputs = vec![loss];
             Ok(())

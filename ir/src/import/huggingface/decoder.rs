@@ -70,7 +70,6 @@ pub fn causal_model(
     let tied = fields.flag_or("tie_word_embeddings", false)?;
     let tokens = b.sequence(fields.size_or("max_position_embeddings", super::DEFAULT_SEQUENCE)?);
     let ids = b.input("input_ids", &[tokens], DType::I32)?;
-    let labels = b.input("labels", &[tokens], DType::I32)?;
     let (x, table) = b.within("model", |b| {
         let table = b.table("embed_tokens", vocabulary, hidden)?;
         let mut x = b.within("embed_tokens", |b| Ok(array::embedding(&mut b.graph, table, ids)?))?;
@@ -80,7 +79,7 @@ pub fn causal_model(
         }
         Ok((b.rms_norm("norm", x, eps)?, table))
     })?;
-    b.token_loss(x, tied.then_some(table), labels, vocabulary)
+    b.token_loss(x, tied.then_some(table), vocabulary)
 }
 
 /// How many tokens each layer sees at most.

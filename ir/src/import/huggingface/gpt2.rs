@@ -23,7 +23,6 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     b.without_dropout(fields, &["resid_pdrop", "embd_pdrop", "attn_pdrop"])?;
     let tokens = b.learned_sequence("n_positions", positions)?;
     let ids = b.input("input_ids", &[tokens], DType::I32)?;
-    let labels = b.input("labels", &[tokens], DType::I32)?;
 
     let (x, table) = b.within("transformer", |b| {
         let table = b.table("wte", vocabulary, hidden)?;
@@ -49,7 +48,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         }
         Ok((b.layer_norm("ln_f", x, eps)?, table))
     })?;
-    b.token_loss(x, tied.then_some(table), labels, vocabulary)
+    b.token_loss(x, tied.then_some(table), vocabulary)
 }
 
 fn attention(b: &mut Builder, x: ValueId, heads: u64, scale: f64) -> Block {

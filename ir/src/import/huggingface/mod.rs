@@ -36,6 +36,10 @@ pub struct ConfigOptions {
     pub sequence: Option<u64>,
     /// How many times the tokens that each expert gets of a sequence where all get the same are computed: see [`moe`].
     pub capacity_factor: Option<f64>,
+    /// Precision of the weights; default: that of the checkpoint. Norms, the softmax and the loss are f32 at least.
+    pub dtype: Option<DType>,
+    /// The output is what the loss would be taken of: logits.
+    pub without_loss: bool,
 }
 
 /// Longer sequences are asked for.
@@ -92,7 +96,8 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
     if let Some(factor) = options.capacity_factor.filter(|f| !(*f > 0.0 && *f <= MAX_SIZE as f64)) {
         return Err(ConfigError::Option { option: "--capacity-factor", found: factor, most: MAX_SIZE as f64 });
     }
-    let mut builder = Builder::new(*name, dtype(&fields)?, options);
+    let stated = dtype(&fields)?;
+    let mut builder = Builder::new(name, options.dtype.unwrap_or(stated), options);
     build(&fields, &mut builder)?;
     Ok(builder.finish())
 }

@@ -37,7 +37,6 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let tokens = b.sequence(fields.size_or("n_positions", 512)?);
     let ids = b.input("input_ids", &[tokens], DType::I32)?;
     let decoder_ids = b.input("decoder_input_ids", &[tokens], DType::I32)?;
-    let labels = b.input("labels", &[tokens], DType::I32)?;
 
     let table = b.table("shared", vocabulary, sizes.model)?;
     let mut embedded = |ids| b.within("shared", |b| Ok(array::embedding(&mut b.graph, table, ids)?));
@@ -49,7 +48,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         let scale = 1.0 / (sizes.model as f64).sqrt();
         y = b.within("lm_head", |b| Ok(array::with_number(&mut b.graph, Binary::Multiply, y, scale)?))?;
     }
-    b.token_loss(y, tied.then_some(table), labels, vocabulary)
+    b.token_loss(y, tied.then_some(table), vocabulary)
 }
 
 impl Sizes {

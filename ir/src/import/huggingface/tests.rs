@@ -6,7 +6,7 @@ use crate::batch::{LossKind, find_batch, rebatch};
 use crate::graph::Graph;
 
 fn built(config: &str, sequence: Option<u64>) -> Imported {
-    let options = ConfigOptions { batch: 2, sequence, capacity_factor: None };
+    let options = ConfigOptions { batch: 2, sequence, ..Default::default() };
     import(config, &options).unwrap_or_else(|error| panic!("{error}: {config}"))
 }
 
@@ -138,7 +138,7 @@ fn losses_are_means_over_samples_that_can_be_cut_and_differentiated() {
 #[test]
 fn what_is_wrong_is_named() {
     let check = |config: &str, expected: &str| {
-        let options = ConfigOptions { batch: 2, sequence: Some(8), capacity_factor: None };
+        let options = ConfigOptions { batch: 2, sequence: Some(8), ..Default::default() };
         let error = import(config, &options).map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     };

@@ -5,7 +5,6 @@ use super::blocks::{Activation, Block, Builder};
 use super::config::Fields;
 use super::error::ConfigError;
 use crate::array::{self, Attention, Conv};
-use crate::dtype::DType;
 use crate::graph::ValueId;
 
 pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
@@ -29,7 +28,6 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     };
     b.without_dropout(fields, &["hidden_dropout_prob", "attention_probs_dropout_prob"])?;
     let pixels = b.input("pixel_values", &[channels, image, image], b.dtype)?;
-    let labels = b.input("labels", &[], DType::I32)?;
 
     let x = b.within("vit", |b| {
         let mut x = b.within("embeddings", |b| embeddings(b, pixels, hidden, patch))?;
@@ -52,7 +50,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     })?;
     let summary = b.within("classifier", |b| Ok(array::select_dim(&mut b.graph, x, 1, 0)?))?;
     let logits = b.linear("classifier", summary, classes, true)?;
-    b.loss(logits, labels)
+    b.loss(logits)
 }
 
 /// Patches as tokens behind one of the class, plus positions: `[B, patches + 1, hidden]`.
