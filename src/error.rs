@@ -17,6 +17,12 @@ use altiplano_runtime::RuntimeError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+/// How each framework writes a model that can be read.
+const RECIPES: &str = r#"  JAX:           open("model.mlir", "w").write(jax.jit(loss).lower(params, batch).as_text(debug_info=True))
+  PyTorch:       torch.export.save(torch.export.export(module, (batch,)), "model.pt2"); then --loss cross-entropy
+  Hugging Face:  the model's config.json, with --seq N and --global-batch N
+  others:        altiplano.graph JSON (docs/graph.schema.json)"#;
+
 /// Errors of the facade and of the command line.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -26,9 +32,9 @@ pub enum Error {
     Write { file: PathBuf, error: std::io::Error },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir) and altiplano.graph JSON", file.display())]
+    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), a Hugging Face config.json and altiplano.graph JSON", file.display())]
     UnsupportedFormat { file: PathBuf, found: &'static str },
-    #[error("{}:1:1: not a model: expected StableHLO text (`module ...`) or altiplano.graph JSON", file.display())]
+    #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
     #[error("{}: this is {found}; {advice}", file.display())]
     OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
