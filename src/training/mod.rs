@@ -97,7 +97,7 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
     }
 }
 
-/// The parameters among the tensors of a file, in the parameters' types.
+/// The parameters among the tensors of a file, in the parameters' types. `transformer.wte.weight` may be called `wte.weight`.
 pub fn weights_of(
     plan: &Plan,
     file: &Path,
@@ -106,8 +106,10 @@ pub fn weights_of(
     let mut weights = BTreeMap::new();
     for (v, name) in plan.graph.parameters() {
         let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
-        let tensor =
-            tensor_named(tensors, name).ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
+        // The checkpoint of a model without a head, of which this one has one, leaves out the first part of names.
+        let headless = || tensor_named(tensors, name.split_once('.')?.1);
+        let tensor = tensor_named(tensors, name).or_else(headless);
+        let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
         let expected = plan.graph.ty(v);
         if tensor.ty.shape != expected.shape || !tensor.ty.dtype.is_float() {
             let (found, expected) = (tensor.ty.clone(), expected.clone());
