@@ -44,7 +44,9 @@ pub enum Error {
     Json { file: PathBuf, error: Box<JsonError> },
     #[error("{}", config(file, error))]
     Config { file: PathBuf, error: Box<ConfigError> },
-    #[error("a batch of {batch} samples: the op of {value} cannot be rewritten for it")]
+    #[error(
+        "--global-batch: the model cannot have a batch of {batch} samples: {value} would be too large or not whole"
+    )]
     Rebatch { batch: u64, value: ValueId },
     #[error("{}: {error}", file.display())]
     Graph { file: PathBuf, error: Box<GraphError> },

@@ -22,6 +22,7 @@
 pub mod arguments;
 mod cluster;
 mod error;
+pub mod inference;
 mod loss;
 mod model;
 mod plan_file;
@@ -44,12 +45,14 @@ pub use planner::{plan, programs};
 pub use report::{one_line, programs as programs_text, report};
 
 use altiplano_ir::cluster::Cluster;
+use altiplano_ir::plan::Schedule;
 use altiplano_planner::Request;
 
 /// A planning problem in which everything is searched; its fields fix what the caller wants fixed.
 pub fn request(model: &Model, cluster: Cluster) -> Request {
     let mut request = Request::new(model.name.clone(), model.graph.clone(), model.loss, cluster);
     request.stop_gradients = model.stop_gradients.clone();
+    request.schedule = model.inference.then_some(Schedule::Forward);
     if let Some(fitted) = model.optimizer {
         request.optimizer = fitted.optimizer;
     }

@@ -262,7 +262,7 @@ fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
 }
 
 fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, Error> {
-    let Read { mut graph, arguments, mut results, notes, batch } = graph_of(file, bytes, options)?;
+    let Read { mut graph, arguments, mut results, notes, mut batch } = graph_of(file, bytes, options)?;
     if options.ignore_shardings {
         graph.pins.clear();
     }
@@ -276,7 +276,7 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
-        loss::attach(&mut graph, attached.unwrap_or(Attached::Nothing))?;
+        attach(&mut graph, attached, &mut batch)?;
         return Ok(Traced { graph, arguments: values, results, notes, batch });
     }
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
@@ -287,8 +287,21 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
     let mut graph = arguments::with_parameters(&graph, &arguments, &trained);
-    loss::attach(&mut graph, attached.unwrap_or(Attached::Nothing))?;
+    attach(&mut graph, attached, &mut batch)?;
     Ok(Traced { graph, arguments: values, results, notes, batch })
+}
+
+/// Attaches a loss where one is asked for. Of a batch of one sample it could not be told which sizes of what is attached are
+/// the batch, so a graph that can be is made one of several, and `batch` brings it back.
+fn attach(graph: &mut Graph, attached: Option<Attached>, batch: &mut Option<u64>) -> Result<(), Error> {
+    let Some(attached) = attached else { return Ok(()) };
+    if graph.batch == 1
+        && let Ok(several) = rebatch(graph, SEVERAL)
+    {
+        *graph = several;
+        *batch = batch.or(Some(1));
+    }
+    loss::attach(graph, attached)
 }
 
 /// Puts the result that is the loss before the others: the one that the user names, or of several scalars the one that the
@@ -409,8 +422,8 @@ struct Read {
     batch: Option<u64>,
 }
 
-/// The batch that a config's graph is made with: of one sample it could not be told from other sizes of one.
-const CONFIG_BATCH: u64 = 2;
+/// The batch that graphs are made with: one of one sample could not be told from other sizes of one.
+const SEVERAL: u64 = 2;
 
 fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
     let file = file.to_path_buf();
@@ -440,7 +453,7 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
         }
         Format::HuggingFaceConfig => {
             let how = ConfigOptions {
-                batch: CONFIG_BATCH,
+                batch: SEVERAL,
                 sequence: options.sequence,
                 capacity_factor: options.capacity_factor,
                 dtype: options.precision,

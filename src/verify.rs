@@ -2,6 +2,7 @@
 //! weights and batch, compared in loss, gradients and updated weights; and with values that another framework recorded.
 
 use crate::error::{DataProblem, Error};
+use crate::inference::{Results, results_of};
 use crate::model::GivenStep;
 use crate::training::{Batch, Batches, Training, scalars, session, weights, weights_of};
 use altiplano_ir::batch::LossKind;
@@ -19,6 +20,8 @@ use std::path::Path;
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
+    /// What a model gives that is run and not trained.
+    Results,
     Loss,
     Gradient,
     Weights,
@@ -27,6 +30,7 @@ pub enum Quantity {
 impl Quantity {
     pub fn name(self) -> &'static str {
         match self {
+            Quantity::Results => "results",
             Quantity::Loss => "loss",
             Quantity::Gradient => "gradient",
             Quantity::Weights => "updated weights",
@@ -91,7 +95,8 @@ struct Outcome {
 /// The comparisons of a plan: with one device, and with the file where there is one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verified {
-    pub loss: f64,
+    /// `None` where nothing is trained.
+    pub loss: Option<f64>,
     pub one_device: Vec<Comparison>,
     pub expected: Vec<Comparison>,
     /// With the gradients that a whole training step computes itself.
@@ -109,7 +114,7 @@ impl Verified {
 }
 
 /// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
-/// gradients as `grad/NAME`; without it weights and batch are as for training. `given` is the step that the model was, where
+/// gradients as `grad/NAME`, or of a model that is run only its results as `result/0` and so on; without it weights and batch are as for training. `given` is the step that the model was, where
 /// it was one, and the plan's batch is the traced one.
 pub fn verify(
     plan: &Plan,
@@ -130,10 +135,24 @@ pub fn verify(
             (weights(plan, training)?, batches.take())
         }
     };
+    let tolerance = Tolerance::of(plan);
+    if !plan.schedule.trains() {
+        let values = |plan: &Plan| results_of(plan, &weights, &batch).map(as_numbers);
+        let ours = values(plan)?;
+        progress.step("one device", 1, 2);
+        let one_device = vec![tolerance.tensors(Quantity::Results, &ours, &values(&single_device(plan)?)?)];
+        let expected = match &recorded {
+            None => Vec::new(),
+            Some((file, tensors)) => {
+                let recorded = recorded_results(ours.keys(), file, tensors)?;
+                vec![tolerance.tensors(Quantity::Results, &ours, &recorded)]
+            }
+        };
+        return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
+    }
     let ours = outcome(plan, &weights, &batch, training.learning_rate)?;
     progress.step("one device", 1, 2);
     let single = outcome(&single_device(plan)?, &weights, &batch, training.learning_rate)?;
-    let tolerance = Tolerance::of(plan);
     let expected = match &recorded {
         None => Vec::new(),
         Some((file, tensors)) => {
@@ -155,7 +174,7 @@ pub fn verify(
     };
     let zero = |o: &Outcome| o.gradients.values().flatten().all(|&g| g == 0.0);
     let no_gradient = zero(&ours) && zero(&single);
-    Ok(Verified { loss: ours.loss, one_device, expected, given, no_gradient })
+    Ok(Verified { loss: Some(ours.loss), one_device, expected, given, no_gradient })
 }
 
 /// The same training on one device with memory enough. A mean or a sum over samples takes the whole batch at once there,
@@ -181,9 +200,29 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
     request.zero = Some(0);
     request.recompute = Some(false);
-    request.schedule = Some(Schedule::OneFOneB);
+    request.schedule = Some(if plan.schedule.trains() { Schedule::OneFOneB } else { plan.schedule });
     request.baselines = false;
     altiplano_planner::plan(&request, &Silent)
+}
+
+fn as_numbers(results: Results) -> BTreeMap<String, Vec<f64>> {
+    results.into_iter().map(|(name, tensor)| (name, tensor.to_f64())).collect()
+}
+
+/// Recorded results of these names.
+fn recorded_results<'a>(
+    names: impl Iterator<Item = &'a String>,
+    file: &Path,
+    tensors: &BTreeMap<String, HostTensor>,
+) -> Result<BTreeMap<String, Vec<f64>>, Error> {
+    let find = |name: &String| {
+        let missing = || {
+            let problem = Box::new(DataProblem::Missing { name: name.clone() });
+            Error::Data { file: file.to_path_buf(), problem }
+        };
+        Ok((name.clone(), tensors.get(name).ok_or_else(missing)?.to_f64()))
+    };
+    names.map(find).collect()
 }
 
 /// One step from these weights.

@@ -40,8 +40,9 @@ pub enum PipelineCall {
     Backward { microbatch: u32 },
 }
 
-/// The call at `position` of a stage's order, `None` past its `2 * num_microbatches` calls.
+/// The call at `position` of a stage's order, `None` past its `2 * num_microbatches` calls (`forward`: `num_microbatches`).
 ///
+/// `forward`: all forwards, and no backwards.
 /// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
 /// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
 ///
@@ -56,11 +57,14 @@ pub fn call_at(
     let forward = |m: u64| Some(PipelineCall::Forward { microbatch: m as u32 });
     let backward = |m: u64| Some(PipelineCall::Backward { microbatch: m as u32 });
     let microbatches = u64::from(num_microbatches);
+    if schedule == Schedule::Forward {
+        return if position < microbatches { forward(position) } else { None };
+    }
     if position >= 2 * microbatches {
         return None;
     }
     let warm_up = match schedule {
-        Schedule::GPipe => microbatches,
+        Schedule::GPipe | Schedule::Forward => microbatches,
         Schedule::OneFOneB => microbatches.min(num_stages.saturating_sub(stage + 1) as u64),
     };
     if position < warm_up {

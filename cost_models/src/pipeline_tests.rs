@@ -25,6 +25,14 @@ fn orders() {
     assert_eq!(order(Schedule::OneFOneB, 1, 2, 3), "F0 B0 F1 B1 F2 B2");
     assert_eq!(order(Schedule::OneFOneB, 0, 4, 2), "F0 F1 B0 B1", "more stages than microbatches");
     assert_eq!(order(Schedule::OneFOneB, 0, 1, 0), "");
+    assert_eq!(order(Schedule::Forward, 1, 2, 3), "F0 F1 F2");
+}
+
+#[test]
+fn forwards_alone_stream_through_the_stages() {
+    let stage = StageTimes { forward_s: 2.0, backward_s: 7.0, transfer_forward_s: 1.0, ..Default::default() };
+    // The first microbatch passes three stages and two links; each further one is behind by a forward.
+    assert_eq!(simulate(&[stage; 3], 5, Schedule::Forward).step_s, 3.0 * 2.0 + 2.0 + 4.0 * 2.0);
 }
 
 #[test]

@@ -40,6 +40,20 @@ pub enum AutodiffError {
     UnknownStop { name: String },
 }
 
+/// The graph of a model that is run and not trained: no value has a cotangent.
+pub fn undifferentiated(forward: &Graph) -> Differentiated {
+    let num_forward = forward.len();
+    Differentiated {
+        graph: forward.clone(),
+        num_forward,
+        loss: forward.outputs[0],
+        owner: forward.values().collect(),
+        contributions: vec![Vec::new(); num_forward],
+        cotangents: vec![None; num_forward],
+        is_sum: vec![false; num_forward],
+    }
+}
+
 /// Differentiates the first output with respect to every parameter. `stops` are values through which no gradient
 /// flows.
 pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiated, AutodiffError> {

@@ -21,7 +21,7 @@ pub const FORMAT: &str = "altiplano.plan";
 /// The `version` of a plan file.
 pub const VERSION: u32 = 1;
 
-/// The order of forward and backward work on a pipeline's stages.
+/// The order of forward and backward work on a pipeline's stages, or that there is only forward work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Schedule {
     /// All forwards, then all backwards (Huang et al. 2019).
@@ -30,6 +30,9 @@ pub enum Schedule {
     /// One forward, one backward, after a warm-up (Narayanan et al. 2019, with flush).
     #[serde(rename = "1f1b")]
     OneFOneB,
+    /// Forwards alone: the model is run and not trained, and what it gives is collected.
+    #[serde(rename = "forward")]
+    Forward,
 }
 
 impl Schedule {
@@ -37,11 +40,17 @@ impl Schedule {
         match self {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
+            Schedule::Forward => "forward",
         }
     }
 
+    /// Whether there are gradients and updates.
+    pub fn trains(self) -> bool {
+        self != Schedule::Forward
+    }
+
     pub fn parse(text: &str) -> Option<Self> {
-        [Schedule::GPipe, Schedule::OneFOneB].into_iter().find(|s| s.name() == text)
+        [Schedule::GPipe, Schedule::OneFOneB, Schedule::Forward].into_iter().find(|s| s.name() == text)
     }
 
     /// Microbatches whose activations stage `stage` of `num_stages` holds at once.
@@ -49,6 +58,7 @@ impl Schedule {
         match self {
             Schedule::GPipe => num_microbatches,
             Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage)),
+            Schedule::Forward => num_microbatches.min(1),
         }
     }
 }

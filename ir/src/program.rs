@@ -38,9 +38,19 @@ pub enum BufferKind {
     Scalar { name: String },
     /// The loss of one microbatch, replicated over the submesh; the executor collects it.
     Loss,
+    /// One microbatch's part of a result of a model that is run and not trained, by its position among the results. The
+    /// host takes it away, as it brings inputs.
+    Output { index: u32 },
     /// A value between bodies or transfers, one instance per microbatch (per step where the writing call has no
     /// microbatch). Lives from its writer to the call that frees it.
     Value,
+}
+
+impl BufferKind {
+    /// Instances are of one step, most of one microbatch of it: they do not outlive the step.
+    pub fn is_of_step(&self) -> bool {
+        matches!(self, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss | BufferKind::Output { .. })
+    }
 }
 
 /// A buffer: global type and layout over the program's mesh.

@@ -39,11 +39,13 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
             return Some(known.clone());
         }
         let graph = at_microbatches(request, count)?;
-        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients));
+        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains()));
         known.borrow_mut().insert(count, new.clone());
         Some(new)
     };
-    altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
+    if request.trains() {
+        altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
+    }
     let searched = best_that_fits(request, &freedom, &cost, &layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
@@ -348,7 +350,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         tp,
         pp,
         zero: request.zero,
-        recompute: request.recompute,
+        recompute: if request.trains() { request.recompute } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
@@ -357,7 +359,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
     })
 }
 
-/// The plain ways to train in parallel, on the whole cluster.
+/// The plain ways to train or run in parallel, on the whole cluster.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
     let n = request.cluster.num_devices();
     // Replicas that share a sample repeat its work: microbatches that the replicas divide come first.
@@ -378,11 +380,14 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
     };
     let layers = layers::cluster(&request.graph).len() as u32 - 1;
     let depth = (1..=n.min(layers)).rev().find(|d| n % d == 0).unwrap_or(1);
-    vec![
+    let mut plain = vec![
         ("data parallel", with(n, 1, 1, 0)),
         ("ZeRO-1", with(n, 1, 1, 1)),
         ("FSDP", with(n, 1, 1, 3)),
         ("tensor parallel", with(1, n, 1, 0)),
         ("pipeline", with(n / depth, 1, depth, 0)),
-    ]
+    ];
+    // Where nothing is trained there is no optimizer state to shard.
+    plain.retain(|(_, freedom)| request.trains() || freedom.zero != Some(1));
+    plain
 }

@@ -33,7 +33,8 @@ pub struct Layer {
 }
 
 impl Layered {
-    pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId]) -> Layered {
+    /// `trains`: whether values have gradients at all.
+    pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> Layered {
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
         let layer_of: Vec<Option<u32>> = graph
             .values()
@@ -46,7 +47,7 @@ impl Layered {
         for v in graph.values() {
             let node = graph.node(v);
             let source = matches!(node.op, Op::Parameter(_)) || node.operands.iter().any(|o| needs_gradient[o.index()]);
-            needs_gradient[v.index()] = source && graph.ty(v).dtype.is_float() && !stops.contains(&v);
+            needs_gradient[v.index()] = trains && source && graph.ty(v).dtype.is_float() && !stops.contains(&v);
         }
         let users = graph.users();
         let layers: Vec<Layer> = starts
@@ -91,8 +92,8 @@ impl Layered {
         layered
     }
 
-    /// What the integer programs of layers look at.
-    pub fn model<'a>(&'a self, optimizer: &'a Optimizer) -> Model<'a> {
+    /// What the integer programs of layers look at. Without an optimizer nothing is trained.
+    pub fn model<'a>(&'a self, optimizer: Option<&'a Optimizer>) -> Model<'a> {
         Model {
             graph: &self.graph,
             layer_of: &self.layer_of,

@@ -38,9 +38,7 @@ fn body_s(body: &Body, prices: &Prices<'_>) -> (f64, f64) {
 pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
     let graph = &body.graph;
     let users = graph.users();
-    let lives_on = |b: BufferId| {
-        !matches!(program.buffer(b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
-    };
+    let lives_on = |b: BufferId| !program.buffer(b).kind.is_of_step();
     let kept: BTreeSet<ValueId> = body.reads.iter().filter(|(_, b)| !body.frees.contains(b)).map(|(v, _)| *v).collect();
     let replaces: BTreeSet<ValueId> = body.writes.iter().filter(|(b, _)| lives_on(*b)).map(|(_, v)| *v).collect();
     let written: BTreeSet<ValueId> = body.writes.iter().map(|(_, v)| *v).collect();
@@ -196,7 +194,8 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
         stage.predicted = p;
     }
     let peak = cluster_peak_flops(plan);
-    let model_flop = model_flop(&without_composites(&plan.graph)) * plan.num_microbatches as f64;
+    let passes = if plan.schedule.trains() { TRAINING_PASSES } else { 1.0 };
+    let model_flop = passes * forward_flop(&without_composites(&plan.graph)) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
         lower_bound_s: model_flop / peak,
@@ -207,10 +206,13 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
     };
 }
 
-/// FLOPs of matmuls and convolutions of the forward graph times three: the backward of a matmul is two of its size.
-pub fn model_flop(graph: &Graph) -> f64 {
+/// The work of training in units of the forward's: the backward of a matmul is two of its size.
+const TRAINING_PASSES: f64 = 3.0;
+
+/// FLOPs of matmuls and convolutions of the forward graph.
+pub fn forward_flop(graph: &Graph) -> f64 {
     let matmul = |v: &ValueId| graph.node(*v).op.is_contraction();
-    3.0 * graph.values().filter(matmul).map(|v| graph.flop(v) as f64).sum::<f64>()
+    graph.values().filter(matmul).map(|v| graph.flop(v) as f64).sum::<f64>()
 }
 
 /// Peak rate of all devices together for the element type of most of the model's matmuls.

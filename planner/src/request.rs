@@ -25,6 +25,7 @@ pub struct Request {
     pub dp: Option<u32>,
     pub tp: Option<u32>,
     pub pp: Option<u32>,
+    /// [`Schedule::Forward`] plans to run the model, not to train it.
     pub schedule: Option<Schedule>,
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
@@ -57,6 +58,11 @@ impl Request {
             allow_microbatch_semantics: false,
             baselines: true,
         }
+    }
+
+    /// Whether the plan is to train the model.
+    pub fn trains(&self) -> bool {
+        self.schedule.is_none_or(Schedule::trains)
     }
 }
 

@@ -75,13 +75,13 @@ proptest! {
     fn tables_are_exact(steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 1..4), two in any::<bool>(), zero in 0u8..4) {
         let graph = random_graph(&steps);
         let end = graph.len() as u32;
-        let layered = Layered::new(graph, vec![0, end], &[]);
+        let layered = Layered::new(graph, vec![0, end], &[], true);
         let cluster = preset("local:2").expect("a known preset");
         let mesh = if two { Mesh::new(&[("data", 2), ("tensor", 1)]) } else { Mesh::new(&[("data", 1), ("tensor", 2)]) };
         let cost = Roofline::new(cluster.groups[0].device.clone());
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh);
         let optimizer = Optimizer::adamw();
-        let model = layered.model(&optimizer);
+        let model = layered.model(Some(&optimizer));
         let variant = Variant { zero, lean: false, num_microbatches: 2 };
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
         let stated = state_layer(&model, 0..end, &mut spaces, variant);
@@ -99,12 +99,12 @@ proptest! {
 fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let graph = random_graph(&[(2, 0, 0), (0, 0, 1)]);
     let end = graph.len() as u32;
-    let layered = Layered::new(graph, vec![0, end], &[]);
+    let layered = Layered::new(graph, vec![0, end], &[], true);
     let cluster = preset("local:2").expect("a known preset");
     let cost = Roofline::new(cluster.groups[0].device.clone());
     let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &Mesh::new(&[("data", 2), ("tensor", 1)]));
     let optimizer = Optimizer::adamw();
-    let model = layered.model(&optimizer);
+    let model = layered.model(Some(&optimizer));
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
     let variant = Variant { zero: 0, lean: false, num_microbatches: 1 };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());

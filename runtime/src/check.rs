@@ -101,9 +101,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
         if let Some(&b) = body.frees.iter().find(|b| b.0 as usize >= program.buffers.len()) {
             return Err(RuntimeError::Buffer { program: index, buffer: b, problem: "is freed but does not exist" });
         }
-        let lasting = |b: &&BufferId| {
-            !matches!(program.buffer(**b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
-        };
+        let lasting = |b: &&BufferId| !program.buffer(**b).kind.is_of_step();
         if let Some(&b) = body.frees.iter().find(lasting) {
             return Err(RuntimeError::Buffer {
                 program: index,

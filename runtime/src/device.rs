@@ -29,18 +29,22 @@ pub struct Plan {
 /// What the session asks of a device.
 pub enum Command {
     /// Cuts this device's part out of a global tensor.
-    Load {
-        buffer: BufferId,
-        tensor: Arc<HostTensor>,
-    },
+    Load { buffer: BufferId, tensor: Arc<HostTensor> },
     /// Sends this device's part back.
-    Fetch {
-        buffer: BufferId,
-    },
+    Fetch { buffer: BufferId },
     Step {
         inputs: Arc<BTreeMap<String, HostTensor>>,
         scalars: Arc<BTreeMap<String, f64>>,
+        /// Send this device's parts of the results back.
+        results: bool,
     },
+}
+
+/// One device's part of a result of one microbatch.
+pub struct ResultPart {
+    pub buffer: BufferId,
+    pub microbatch: Option<u32>,
+    pub part: HostTensor,
 }
 
 /// What a device answers.
@@ -50,6 +54,7 @@ pub enum Reply {
     Stepped {
         /// The loss of each microbatch, from the first device of the program that computes it.
         losses: Vec<f64>,
+        results: Vec<ResultPart>,
     },
 }
 
@@ -64,6 +69,8 @@ pub struct Device {
     buffers: HashMap<(BufferId, Option<u32>), Arc<Storage>>,
     inputs: Arc<BTreeMap<String, HostTensor>>,
     losses: Vec<f64>,
+    /// Parts of results, where they are asked for.
+    results: Option<Vec<ResultPart>>,
     /// What is being done, for messages.
     place: Place,
     empty: Storage,
@@ -82,7 +89,21 @@ impl Device {
         let empty = arena.allocate(Class::F32, 0)?;
         let coordinates = plan.program.mesh.coordinates(position);
         let (buffers, inputs, losses) = (HashMap::new(), Arc::default(), Vec::new());
-        Ok(Device { id, position, coordinates, plan, arena, mailbox, threads, buffers, inputs, losses, place, empty })
+        Ok(Device {
+            id,
+            position,
+            coordinates,
+            plan,
+            arena,
+            mailbox,
+            threads,
+            buffers,
+            inputs,
+            losses,
+            results: None,
+            place,
+            empty,
+        })
     }
 
     /// Answers commands until the session closes the channel. After an error all devices stop.
@@ -118,18 +139,27 @@ impl Device {
                 let plan = self.plan.clone();
                 let description = plan.program.buffer(buffer);
                 self.place.activity = format!("reading '{}'", description.name);
-                let ty = description.sharding.local_type(&description.ty, &plan.program.mesh);
                 let storage = self.persistent(buffer)?;
-                let data = HostData::from_bytes(Class::of(ty.dtype), storage.slice());
-                Ok(Reply::Fetched(HostTensor { ty, data }))
+                Ok(Reply::Fetched(self.part(buffer, storage)))
             }
-            Command::Step { inputs, scalars } => {
+            Command::Step { inputs, scalars, results } => {
                 self.inputs = inputs;
                 self.losses.clear();
+                self.results = results.then(Vec::new);
                 self.step(&scalars)?;
-                Ok(Reply::Stepped { losses: std::mem::take(&mut self.losses) })
+                let losses = std::mem::take(&mut self.losses);
+                Ok(Reply::Stepped { losses, results: self.results.take().unwrap_or_default() })
             }
         }
+    }
+
+    /// This device's part of a buffer, for the host.
+    fn part(&self, buffer: BufferId, storage: &Storage) -> HostTensor {
+        let program = &self.plan.program;
+        let description = program.buffer(buffer);
+        let ty = description.sharding.local_type(&description.ty, &program.mesh);
+        let data = HostData::from_bytes(Class::of(ty.dtype), storage.slice());
+        HostTensor { ty, data }
     }
 
     /// Fills the buffers that live for the whole run with zeros where nothing was loaded.
@@ -244,9 +274,7 @@ impl Device {
         }
         // What no call freed does not outlive the step.
         let program = &plan.program;
-        self.buffers.retain(|(b, _), _| {
-            !matches!(program.buffer(*b).kind, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss)
-        });
+        self.buffers.retain(|(b, _), _| !program.buffer(*b).kind.is_of_step());
         self.mailbox.clear();
         Ok(())
     }
@@ -259,10 +287,8 @@ impl Device {
 
     /// The instance of a buffer that a call writes.
     fn target_key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
-        match self.plan.program.buffer(buffer).kind {
-            BufferKind::Value | BufferKind::Loss | BufferKind::Input { .. } => (buffer, microbatch),
-            _ => (buffer, None),
-        }
+        let of_microbatch = self.plan.program.buffer(buffer).kind.is_of_step();
+        (buffer, if of_microbatch { microbatch } else { None })
     }
 
     fn find(&self, buffer: BufferId, microbatch: Option<u32>) -> Result<&Arc<Storage>, KernelError> {
@@ -306,6 +332,13 @@ impl Device {
             if self.plan.program.buffer(buffer).kind == BufferKind::Loss && self.position == 0 {
                 let class = Class::of(self.plan.program.buffer(buffer).ty.dtype);
                 self.losses.push(with_class!(class, T => storage.slice::<T>()[0].to_f32() as f64));
+            }
+            if matches!(self.plan.program.buffer(buffer).kind, BufferKind::Output { .. }) {
+                // The host takes results away, or nobody wants them.
+                let part = self.results.is_some().then(|| self.part(buffer, &storage));
+                let results = self.results.iter_mut();
+                results.zip(part).for_each(|(all, part)| all.push(ResultPart { buffer, microbatch, part }));
+                continue;
             }
             self.buffers.insert(self.target_key(buffer, microbatch), storage);
         }

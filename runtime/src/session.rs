@@ -4,7 +4,7 @@
 use crate::arena::Arena;
 use crate::check::check;
 use crate::compile::compile;
-use crate::device::{Command, Device, Plan, Reply};
+use crate::device::{Command, Device, Plan, Reply, ResultPart};
 use crate::element::Element;
 use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::{HostData, HostTensor};
@@ -191,24 +191,57 @@ impl Session {
         inputs: &BTreeMap<String, HostTensor>,
         scalars: &BTreeMap<String, f64>,
     ) -> Result<StepReport, RuntimeError> {
+        Ok(self.run(inputs, scalars, false)?.0)
+    }
+
+    /// One pass of programs that train nothing, over a global batch as [`Session::step`] takes it: the results of the model
+    /// in order, each of them the parts of its microbatches.
+    pub fn evaluate(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+    ) -> Result<(StepReport, Vec<Vec<HostTensor>>), RuntimeError> {
+        let (report, parts) = self.run(inputs, &BTreeMap::new(), true)?;
+        let mut results: BTreeMap<u32, BTreeMap<Option<u32>, HostTensor>> = BTreeMap::new();
+        for (rank, ResultPart { buffer, microbatch, part }) in parts {
+            let program_of = self.plans.iter().rposition(|plan| plan.first_rank[plan.index as usize] <= rank);
+            let plan = self.plans[program_of.unwrap_or(0)].clone();
+            let description = plan.program.buffer(buffer);
+            let BufferKind::Output { index } = description.kind else { continue };
+            let of_microbatch = results.entry(index).or_default().entry(microbatch);
+            let whole = of_microbatch.or_insert_with(|| HostTensor::zeros(description.ty.clone()));
+            place_part(&plan, buffer, rank, &part, whole);
+        }
+        Ok((report, results.into_values().map(|parts| parts.into_values().collect()).collect()))
+    }
+
+    fn run(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+        results: bool,
+    ) -> Result<(StepReport, Vec<(usize, ResultPart)>), RuntimeError> {
         let inputs = Arc::new(self.check_inputs(inputs, scalars)?);
         let scalars = Arc::new(scalars.clone());
         let start = Instant::now();
         self.begin()?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
-        let replies = self.exchange(&all, |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone() })?;
+        let command = |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone(), results };
+        let replies = self.exchange(&all, command)?;
         let seconds = start.elapsed().as_secs_f64();
-        let losses: Vec<f64> = replies
-            .into_iter()
-            .flat_map(|(_, reply)| if let Reply::Stepped { losses } = reply { losses } else { Vec::new() })
-            .collect();
+        let (mut losses, mut parts) = (Vec::new(), Vec::new());
+        for (rank, reply) in replies {
+            if let Reply::Stepped { losses: of_device, results } = reply {
+                losses.extend(of_device);
+                parts.extend(results.into_iter().map(|part| (rank, part)));
+            }
+        }
         let sum: f64 = losses.iter().sum();
         let loss = match losses.len() {
             0 => f64::NAN,
             n if self.loss_is_mean => sum / n as f64,
             _ => sum,
         };
-        Ok(StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes() })
+        Ok((StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes() }, parts))
     }
 
     /// The inputs that programs use, in their buffers' element types.
@@ -311,19 +344,11 @@ impl Session {
     /// Puts a buffer together from its parts, reducing what is partial.
     fn gather(&mut self, p: usize, b: BufferId) -> Result<HostTensor, RuntimeError> {
         let plan = self.plans[p].clone();
-        let program = &plan.program;
-        let buffer = program.buffer(b);
-        let shape: Vec<usize> = buffer.ty.shape.iter().map(|&d| d as usize).collect();
-        let mut whole = HostTensor::zeros(buffer.ty.clone());
+        let mut whole = HostTensor::zeros(plan.program.buffer(b).ty.clone());
         for (rank, reply) in self.ask(p, |_| Command::Fetch { buffer: b })? {
-            let Reply::Fetched(part) = reply else { continue };
-            let coordinates = program.mesh.coordinates((rank - plan.first_rank[p]) as u32);
-            if is_replica(&buffer.sharding, &program.mesh, &coordinates) {
-                continue;
+            if let Reply::Fetched(part) = reply {
+                place_part(&plan, b, rank, &part, &mut whole);
             }
-            let selection = Selection::new(&shape, &held_indices(&buffer.sharding, &program.mesh, &coordinates));
-            let reducer = summand_of(&buffer.sharding, &coordinates);
-            put(&selection, &part.data, &mut whole.data, reducer);
         }
         Ok(whole)
     }
@@ -372,6 +397,19 @@ impl Session {
         answers.sort_by_key(|a| a.0);
         Ok(answers)
     }
+}
+
+/// Puts one device's part of a buffer where it belongs in the whole, unless another device has the same.
+fn place_part(plan: &Plan, buffer: BufferId, rank: usize, part: &HostTensor, whole: &mut HostTensor) {
+    let program = &plan.program;
+    let sharding = &program.buffer(buffer).sharding;
+    let coordinates = program.mesh.coordinates((rank - plan.first_rank[plan.index as usize]) as u32);
+    if is_replica(sharding, &program.mesh, &coordinates) {
+        return;
+    }
+    let shape: Vec<usize> = whole.ty.shape.iter().map(|&d| d as usize).collect();
+    let selection = Selection::new(&shape, &held_indices(sharding, &program.mesh, &coordinates));
+    put(&selection, &part.data, &mut whole.data, summand_of(sharding, &coordinates));
 }
 
 /// Writes a part into the whole tensor, or combines it with what is there.

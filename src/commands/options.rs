@@ -166,7 +166,8 @@ impl PlanOptions {
     ) -> Result<(Request, Option<GivenStep>), Error> {
         let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         // A config's model has the batch that is asked for.
-        let import = ImportOptions { batch: self.global_batch.or(self.microbatch), ..options.import() };
+        let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);
+        let import = ImportOptions { batch: asked, ..options.import() };
         let file = model;
         let model = model_of(file, bytes, &import)?;
         warn(&model);
@@ -183,10 +184,14 @@ impl PlanOptions {
         request.pp = self.pp;
         request.zero = self.zero;
         request.recompute = self.recompute.map(|r| r == Recompute::Full);
-        request.schedule = self.schedule.map(|s| match s {
-            ScheduleName::Gpipe => Schedule::GPipe,
-            ScheduleName::OneFOneB => Schedule::OneFOneB,
-        });
+        if model.inference {
+            self.without_training()?;
+        } else {
+            request.schedule = self.schedule.map(|s| match s {
+                ScheduleName::Gpipe => Schedule::GPipe,
+                ScheduleName::OneFOneB => Schedule::OneFOneB,
+            });
+        }
         request.optimizer = match self.optimizer {
             Some(OptimizerName::Sgd) => Optimizer::sgd(),
             Some(OptimizerName::Adam) => Optimizer::adam(),
@@ -195,6 +200,24 @@ impl PlanOptions {
         };
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         Ok((request, model.given))
+    }
+}
+
+impl PlanOptions {
+    /// Options that are of training make no sense where nothing is trained.
+    fn without_training(&self) -> Result<(), Error> {
+        let of_training = [
+            ("--schedule", self.schedule.is_some()),
+            ("--recompute", self.recompute.is_some()),
+            ("--optimizer", self.optimizer.is_some()),
+            ("--zero", matches!(self.zero, Some(1 | 2))),
+        ];
+        match of_training.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => {
+                Err(Error::Option { option, problem: "says how to train, which --loss none does not" })
+            }
+            None => Ok(()),
+        }
     }
 }
 

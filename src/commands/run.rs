@@ -1,22 +1,28 @@
-//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine.
+//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, or runs a model that is not trained.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::inference::{Pass, infer};
 use altiplano::planner::Progress;
+use altiplano::runtime::data::write_safetensors;
 use altiplano::training::{Step, train};
 use altiplano::units::{bytes, digits, seconds};
 use altiplano::{Error, ir::plan::Plan, one_line};
 use clap::Args;
+use std::path::PathBuf;
 
 /// Train a plan on CPU workers of this machine
 #[derive(Args)]
 pub struct Run {
     #[command(flatten)]
     plan: PlanOrModel,
-    /// Optimizer steps
+    /// Optimizer steps, or batches of a model that is run and not trained (--loss none)
     #[arg(long, value_name = "N", default_value_t = 10)]
     steps: u64,
+    /// Write the results of the last batch as result/0 and so on, where nothing is trained (.safetensors)
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
     #[command(flatten)]
     start: Start,
 }
@@ -25,8 +31,24 @@ impl Run {
     pub fn run(self) -> Result<(), Error> {
         let (plan, given) = self.plan.plan_and_step()?;
         let training = self.start.training(self.steps, given.as_ref());
+        if self.output.is_some() && plan.schedule.trains() {
+            let problem = "a training step gives no results; --loss none runs the model instead";
+            return Err(Error::Option { option: "--output", problem });
+        }
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
+        if !plan.schedule.trains() {
+            let (peaks, results) = infer(&plan, &training, |pass| {
+                let said = bar.suspend(|| say(pass_line(pass)));
+                bar.step("running", pass.number as usize, training.steps as usize);
+                said
+            })?;
+            drop(bar);
+            if let Some(file) = &self.output {
+                write_safetensors(file, &results)?;
+            }
+            return say(memory(&plan, &peaks));
+        }
         let peaks = train(&plan, &training, |step| {
             let said = bar.suspend(|| say(line(step)));
             bar.step("training", step.number as usize, training.steps as usize);
@@ -41,6 +63,12 @@ impl Run {
 pub fn line(step: &Step) -> String {
     let Step { number, loss, seconds: time_s, samples_per_s } = step;
     format!("step {number:>4}  loss {loss:<9.6}  {}/step  {} samples/s", seconds(*time_s), digits(*samples_per_s))
+}
+
+/// `batch 3  0.123 s/batch  65.0 samples/s`
+fn pass_line(pass: &Pass) -> String {
+    let Pass { number, seconds: time_s, samples_per_s } = pass;
+    format!("batch {number:>4}  {}/batch  {} samples/s", seconds(*time_s), digits(*samples_per_s))
 }
 
 /// The most bytes that any worker held, beside what was predicted of it.

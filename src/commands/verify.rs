@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub struct Verify {
     #[command(flatten)]
     plan: PlanOrModel,
-    /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME (.safetensors)
+    /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
     #[command(flatten)]
@@ -28,7 +28,9 @@ impl Verify {
         let bar = Bar::new();
         let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;
         drop(bar);
-        say(format!("loss {:.6}", verified.loss))?;
+        if let Some(loss) = verified.loss {
+            say(format!("loss {loss:.6}"))?;
+        }
         say(table("one device", &verified.one_device))?;
         if let Some(file) = &self.expect {
             say(table(&file.display().to_string(), &verified.expected))?;

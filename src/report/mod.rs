@@ -25,7 +25,8 @@ pub fn report(plan: &Plan) -> String {
 fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     write_summary(out, plan)?;
     writeln!(out, "\nStages\n{}", stages(plan))?;
-    writeln!(out, "\nSeconds of a step, on each device of a stage\n{}", times(plan))?;
+    let step = if plan.schedule.trains() { "step" } else { "batch" };
+    writeln!(out, "\nSeconds of a {step}, on each device of a stage\n{}", times(plan))?;
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
     for (title, stages) in equal_stages(plan) {
         writeln!(out, "\nParameters of {title}\n{}", parameters(plan, stages[0]))?;
@@ -76,21 +77,25 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         LossKind::Sum => "sum over samples",
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
     };
-    writeln!(out, "  loss            {loss}")?;
-    let optimizer = plan.optimizer.name();
+    let trains = plan.schedule.trains();
+    let task = if trains { format!("loss            {loss}") } else { "task            run, not trained".to_string() };
+    writeln!(out, "  {task}")?;
+    let optimizer = if trains { format!("; optimizer {}", plan.optimizer.name()) } else { String::new() };
     match plan.stages.len() {
-        1 => writeln!(out, "  schedule        {}, one stage; optimizer {optimizer}", plan.schedule)?,
-        n => writeln!(out, "  schedule        {} over {n} stages; optimizer {optimizer}", plan.schedule)?,
+        1 => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
+        n => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,
     }
     let p = &plan.predicted;
+    let step = if trains { "step " } else { "batch" };
     writeln!(
         out,
-        "  predicted step  {} = {} samples/s, {} of the devices' peak (MFU)",
+        "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU)",
         seconds(p.step_time_s),
         digits(p.samples_per_s),
         percent(p.mfu)
     )?;
-    writeln!(out, "  lower bound     {} (the step's FLOPs at peak rate)", seconds(p.lower_bound_s))
+    let step = step.trim_end();
+    writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))
 }
 
 fn stages(plan: &Plan) -> String {
@@ -114,11 +119,15 @@ fn stages(plan: &Plan) -> String {
 }
 
 fn times(plan: &Plan) -> String {
-    let mut table =
-        Grid::new(&["stage", "compute", "communication", "bubble", "step", "forward", "backward", "update"]);
+    let trains = plan.schedule.trains();
+    let step = if trains { "step" } else { "batch" };
+    // Only training has the last two.
+    let columns = if trains { 8 } else { 6 };
+    let all = ["stage", "compute", "communication", "bubble", step, "forward", "backward", "update"];
+    let mut table = Grid::new(&all[..columns]);
     for (i, stage) in plan.stages.iter().enumerate() {
         let p: &StagePredicted = &stage.predicted;
-        table.row([
+        let cells = [
             format!("stage{i}"),
             seconds(p.compute_s),
             seconds(p.communication_s),
@@ -127,19 +136,35 @@ fn times(plan: &Plan) -> String {
             seconds(p.forward_s),
             seconds(p.backward_s),
             seconds(p.step_s),
-        ]);
+        ];
+        table.row(cells.into_iter().take(columns));
     }
-    let note = "  forward and backward are of one microbatch, update is once per step; all three include communication";
+    let note = match trains {
+        true => {
+            "  forward and backward are of one microbatch, update is once per step; all three include communication"
+        }
+        false => "  forward is of one microbatch and includes communication",
+    };
     format!("{}\n{note}", table.right())
 }
 
 fn memory(plan: &Plan) -> String {
     let limit = plan.cluster.groups[0].device.memory_bytes;
-    let mut table =
-        Grid::new(&["stage", "parameters", "gradients", "optimizer state", "activations", "in all", "of the device"]);
+    // Columns, and whether only training has them.
+    let columns = [
+        ("stage", false),
+        ("parameters", false),
+        ("gradients", true),
+        ("optimizer state", true),
+        ("activations", false),
+        ("in all", false),
+        ("of the device", false),
+    ];
+    let shown = |&(_, of_training): &(&str, bool)| plan.schedule.trains() || !of_training;
+    let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
     for (i, stage) in plan.stages.iter().enumerate() {
         let m = &stage.predicted.memory;
-        table.row([
+        let cells = [
             format!("stage{i}"),
             bytes(m.parameters_bytes),
             bytes(m.gradients_bytes),
@@ -147,7 +172,8 @@ fn memory(plan: &Plan) -> String {
             bytes(m.activations_bytes),
             bytes(stage.predicted.peak_bytes),
             percent(stage.predicted.peak_bytes as f64 / limit.max(1) as f64),
-        ]);
+        ];
+        table.row(cells.into_iter().zip(&columns).filter(|(_, c)| shown(c)).map(|(cell, _)| cell));
     }
     table.right()
 }
@@ -203,7 +229,8 @@ fn activations(plan: &Plan, stage: &Stage) -> String {
 }
 
 fn alternatives(plan: &Plan) -> String {
-    let mut table = Grid::new(&["plan", "s/step", "samples/s", "MFU", "GB/device", "fits", "how"]);
+    let step = if plan.schedule.trains() { "s/step" } else { "s/batch" };
+    let mut table = Grid::new(&["plan", step, "samples/s", "MFU", "GB/device", "fits", "how"]);
     let mut row = |name: &str, predicted: Option<&Predicted>, fits: bool, detail: &str| {
         let number = |f: &dyn Fn(&Predicted) -> String| predicted.map_or("-".to_string(), f);
         table.row([
@@ -302,8 +329,8 @@ impl Grid {
         Grid(table)
     }
 
-    fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.0.add_row(cells);
+    fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.0.add_row(cells.into_iter().collect::<Vec<_>>());
     }
 
     fn left(self) -> String {

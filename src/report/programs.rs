@@ -24,6 +24,7 @@ fn write_program(out: &mut String, index: usize, program: &Program, all: &Progra
             BufferKind::Input { name } => format!("input {name}"),
             BufferKind::Scalar { name } => format!("scalar {name}"),
             BufferKind::Loss => "loss".to_string(),
+            BufferKind::Output { index } => format!("result {index}"),
             BufferKind::Value => format!("value {}", buffer.name),
         };
         writeln!(out, "  b{id}: {} {}  {kind}", buffer.ty, buffer.sharding.display(&program.mesh))?;

@@ -84,7 +84,7 @@ pub fn layer_tables(
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Option<Vec<Rc<LayerTable>>> {
-    let model = layered.model(&request.optimizer);
+    let model = layered.model(request.trains().then_some(&request.optimizer));
     layered
         .representatives
         .iter()
@@ -112,9 +112,13 @@ fn candidates_of_mesh(
     let levels = match freedom.zero {
         Some(level) => vec![level],
         None if mesh.num_devices() == 1 => vec![0],
+        // Parameters are all there is to shard where nothing is trained.
+        None if !request.trains() => vec![0, 3],
         None => vec![1, 3],
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
+    // What enters a stage, and its cotangent where there is one.
+    let ways_across = if request.trains() { 2.0 } else { 1.0 };
     let mut found = Vec::new();
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches };
@@ -123,7 +127,7 @@ fn candidates_of_mesh(
             .map(|l| {
                 let path =
                     transfer_path(group, (shape.nodes, shape.devices), (shape.nodes, shape.devices), shape.nodes == 1);
-                if l == 0 { 0.0 } else { 2.0 * cost.transfer_s(layered.entering_bytes(l), &path) }
+                if l == 0 { 0.0 } else { ways_across * cost.transfer_s(layered.entering_bytes(l), &path) }
             })
             .collect();
         for (first, row) in chains(&layered.kinds, &tables).iter().enumerate() {

@@ -30,7 +30,8 @@ pub struct Model<'a> {
     pub needs_gradient: &'a [bool],
     /// See [`super::space::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],
-    pub optimizer: &'a Optimizer,
+    /// `None`: nothing is trained.
+    pub optimizer: Option<&'a Optimizer>,
 }
 
 /// How a stage is run, beside its shardings.
@@ -70,6 +71,13 @@ impl Add for Terms {
             kept_bytes: self.kept_bytes + o.kept_bytes,
             entering_bytes: self.entering_bytes + o.entering_bytes,
         }
+    }
+}
+
+impl Terms {
+    /// What is left where nothing is trained: no gradients, no updates, and nothing kept for them.
+    fn forward_only(&self) -> Terms {
+        Terms { forward_s: self.forward_s, static_bytes: self.static_bytes, ..Terms::default() }
     }
 }
 
@@ -140,7 +148,11 @@ pub struct LayerProgram {
 pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>, variant: Variant) -> LayerProgram {
     let mut builder = Builder { model, spaces, variant, variables: Vec::new(), unary: Vec::new(), pairs: Vec::new() };
     let (has_in, has_out, transient_bytes) = builder.state(range);
-    let Builder { variables, unary, pairs, variant, spaces, .. } = builder;
+    let Builder { variables, mut unary, mut pairs, variant, spaces, .. } = builder;
+    if model.optimizer.is_none() {
+        let of_pairs = pairs.iter_mut().flat_map(|p| &mut p.terms);
+        unary.iter_mut().chain(of_pairs).flatten().for_each(|terms| *terms = terms.forward_only());
+    }
 
     let lean_s_per_byte =
         if variant.lean { LEAN_FULL_MEMORY_S / spaces.prices.cost.device().memory_bytes.max(1) as f64 } else { 0.0 };
@@ -330,8 +342,8 @@ impl Builder<'_, '_, '_> {
                     Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
                 })
                 .collect();
-            // A forward value, its cotangent and one more of its size are alive at once.
-            transient = transient.max(3.0 * least);
+            // A forward value, its cotangent where there is one, and one more of its size are alive at once.
+            transient = transient.max(if self.model.optimizer.is_some() { 3.0 } else { 2.0 } * least);
             let id = self.add(Variable::Node(v, space), terms);
             variable_of.insert(v, id);
         }
@@ -390,8 +402,12 @@ impl Builder<'_, '_, '_> {
         let state = if zero >= 1 { self.spaces.storage_layout(layout) } else { layout };
         let (at_rest, gradient) = (if zero == 3 { state } else { layout }, if zero >= 2 { state } else { layout });
         let gradient_ty = accumulator_type(ty);
+        let Some(optimizer) = self.model.optimizer else {
+            let static_bytes = self.spaces.local_bytes(ty, at_rest) as f64;
+            return Terms { static_bytes, ..Terms::default() };
+        };
         let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), state) as f64;
-        let state_bytes = elements * self.model.optimizer.state_bytes_per_element(ty.dtype) as f64;
+        let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
         // The update reads gradient, parameter and state and writes parameter and state.
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
         let update_s = traffic / self.spaces.prices.cost.device().memory_bytes_per_s;

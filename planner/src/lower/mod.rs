@@ -12,7 +12,7 @@ mod schedule;
 mod stage;
 
 use altiplano_cost_models::{AxisLink, CostModel, axis_link};
-use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate};
+use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::expand::expanded_plan;
@@ -265,7 +265,10 @@ impl StageContext<'_> {
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffError> {
     let plan = &*expanded_plan(plan);
-    let training = differentiate(&plan.graph, &plan.stop_gradients)?;
+    let training = match plan.schedule.trains() {
+        true => differentiate(&plan.graph, &plan.stop_gradients)?,
+        false => undifferentiated(&plan.graph),
+    };
     let graph = &training.graph;
     let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();
     let layer_of = plan.layer_of();

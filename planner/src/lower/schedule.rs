@@ -62,7 +62,9 @@ pub fn program(cx: &StageContext<'_>, lowered: Lowered, links: &Links) -> Progra
         schedule.extend(send(&tied_out, &lowered.update.frees, None));
         schedule.extend(incoming(&links.tied).into_iter().map(|transfer| Call::Receive { transfer, microbatch: None }));
     }
-    schedule.push(Call::Run { body: UPDATE, microbatch: None });
+    if cx.plan.schedule.trains() {
+        schedule.push(Call::Run { body: UPDATE, microbatch: None });
+    }
     Program {
         devices: cx.stage.devices.clone(),
         mesh: cx.mesh.clone(),

@@ -246,7 +246,7 @@ impl<'a> StageLowering<'a> {
     fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut accumulators = BTreeMap::new();
-        for (p, name) in cx.plan.graph.parameters() {
+        for (p, name) in cx.plan.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
             let Some(storage) = cx.stage.parameters.get(name) else { continue };
             let ty = accumulator_type(cx.plan.graph.ty(p));
             let kind = BufferKind::Accumulator { parameter: name.to_string() };
@@ -356,7 +356,16 @@ impl<'a> StageLowering<'a> {
                 sends_forward.insert(v, buffer);
             }
         }
-        if cx.stage_of[training.loss.index()] == Some(cx.index) {
+        if !cx.plan.schedule.trains() {
+            for (index, &v) in (0u32..).zip(&cx.plan.graph.outputs) {
+                if cx.stage_of[v.index()] == Some(cx.index) {
+                    let (ty, to) = (graph.ty(v).clone(), cx.resting(v));
+                    let kind = BufferKind::Output { index };
+                    let buffer = self.buffer(format!("result {index}"), kind, ty, to.clone());
+                    writes.push((buffer, forward.want(v, &to)));
+                }
+            }
+        } else if cx.stage_of[training.loss.index()] == Some(cx.index) {
             let ty = graph.ty(training.loss).clone();
             let whole = Sharding::replicated(&ty.shape);
             let buffer = self.buffer("loss".into(), BufferKind::Loss, ty, whole.clone());
@@ -458,6 +467,11 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index));
         let mut writes = Vec::new();
+        if !cx.plan.schedule.trains() {
+            let (graph, reads, writes) = b.finish(writes);
+            let name = format!("stage{} update", cx.index);
+            return Body { name, phase: Phase::Update, graph, reads, writes, frees: Vec::new() };
+        }
         let scalar = TensorType::scalar(DType::F32);
         let whole = Sharding::replicated(&[]);
         let named = |n: &str| BufferKind::Scalar { name: n.to_string() };

@@ -1,0 +1,100 @@
+//! Running a plan that trains nothing: batches in, results out.
+
+use crate::error::Error;
+use crate::training::{Batch, Batches, Training, session, weights};
+use altiplano_ir::plan::Plan;
+use altiplano_runtime::{HostData, HostTensor};
+use std::collections::BTreeMap;
+
+/// What a model gives for a batch: its results as `result/0`, `result/1` and so on.
+pub type Results = BTreeMap<String, HostTensor>;
+
+/// One batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pass {
+    /// Counted from 1.
+    pub number: u64,
+    pub seconds: f64,
+    pub samples_per_s: f64,
+}
+
+/// Runs `training.steps` batches and tells `on_pass` of each. Returns the most bytes that each worker held, and the results
+/// of the last batch.
+pub fn infer(
+    plan: &Plan,
+    training: &Training,
+    mut on_pass: impl FnMut(&Pass) -> Result<(), Error>,
+) -> Result<(Vec<u64>, Results), Error> {
+    let mut session = session(plan)?;
+    for (name, weights) in weights(plan, training)? {
+        session.load_parameter(&name, &weights)?;
+    }
+    let mut batches = match &training.data {
+        Some(file) => Batches::open(plan, file)?,
+        None => Batches::synthetic(plan, training.seed),
+    };
+    let mut last = Results::new();
+    for number in 1..=training.steps {
+        let (report, parts) = session.evaluate(&batches.take())?;
+        let seconds = report.seconds;
+        on_pass(&Pass { number, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
+        last = results(plan, parts);
+    }
+    Ok((session.peak_bytes(), last))
+}
+
+/// The results of one batch from these weights.
+pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, batch: &Batch) -> Result<Results, Error> {
+    let mut session = session(plan)?;
+    for (name, tensor) in weights {
+        session.load_parameter(name, tensor)?;
+    }
+    Ok(results(plan, session.evaluate(batch)?.1))
+}
+
+/// Results by name, those of the microbatches put together along the batch.
+fn results(plan: &Plan, parts: Vec<Vec<HostTensor>>) -> Results {
+    let whole = |(index, parts): (usize, Vec<HostTensor>)| {
+        let marked = plan.graph.node(plan.graph.outputs[index]).batch_dims;
+        let dim = if marked == 0 { 0 } else { marked.trailing_zeros() as usize };
+        joined(&parts, dim).map(|tensor| (format!("result/{index}"), tensor))
+    };
+    parts.into_iter().enumerate().filter_map(whole).collect()
+}
+
+/// Tensors of one type, one behind the other along `dim`; of several scalars the last.
+fn joined(parts: &[HostTensor], dim: usize) -> Option<HostTensor> {
+    let last = parts.last()?;
+    if parts.len() == 1 || dim >= last.ty.rank() {
+        return Some(last.clone());
+    }
+    let class = last.data.class();
+    let row = last.ty.shape[dim..].iter().product::<u64>() as usize * class.bytes();
+    let rows = last.ty.shape[..dim].iter().product::<u64>() as usize;
+    let of_part = |part: &HostTensor, r: usize| part.data.as_bytes()[r * row..(r + 1) * row].to_vec();
+    let bytes: Vec<u8> = (0..rows).flat_map(|r| parts.iter().flat_map(move |part| of_part(part, r))).collect();
+    let mut shape = last.ty.shape.clone();
+    shape[dim] *= parts.len() as u64;
+    Some(HostTensor { ty: last.ty.with_shape(shape), data: HostData::from_bytes(class, &bytes) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_ir::dtype::DType;
+    use altiplano_ir::types::TensorType;
+
+    #[test]
+    fn parts_are_joined_along_any_dimension() {
+        let part = |values: &[f64]| HostTensor::from_f64(TensorType::new(DType::F32, [2, 1, 2]), values);
+        let parts = [part(&[1.0, 2.0, 3.0, 4.0]), part(&[5.0, 6.0, 7.0, 8.0])];
+        let check = |dim: usize, shape: &[u64], expected: &[f64]| {
+            let whole = joined(&parts, dim).unwrap();
+            assert_eq!((whole.ty.shape.as_slice(), whole.to_f64().as_slice()), (shape, expected));
+        };
+        check(0, &[4, 1, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+        check(1, &[2, 2, 2], &[1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
+        check(2, &[2, 1, 4], &[1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
+        assert_eq!(joined(&[], 0), None);
+    }
+}
