@@ -227,7 +227,7 @@ pub fn run(programs: &Programs, whole: &Graph, bound: f64, learning_rate: f64) -
                     }
                     continue;
                 }
-                BufferKind::Loss | BufferKind::Value => continue,
+                BufferKind::Loss | BufferKind::Output { .. } | BufferKind::Value => continue,
             };
             store[s].insert((i as u32, None), shards(&start, i));
         }
@@ -252,7 +252,7 @@ pub fn run(programs: &Programs, whole: &Graph, bound: f64, learning_rate: f64) -
                                 .clone()
                         });
                         for (b, v) in &body.writes {
-                            let per_call = matches!(program.buffer(*b).kind, BufferKind::Value | BufferKind::Loss);
+                            let per_call = program.buffer(*b).kind.is_of_step();
                             let value = results[v.index()].clone();
                             if program.buffer(*b).kind == BufferKind::Loss {
                                 loss += value[0].data[0];
