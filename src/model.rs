@@ -11,6 +11,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, stablehlo};
 use altiplano_ir::op::Op;
+use altiplano_ir::rewrite::rewrite;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::step::{self, Fitted, TrainingStep};
 use altiplano_ir::unstack::{stack_of, unstack};
@@ -233,7 +234,10 @@ fn load(
     if let Some(precision) = options.precision {
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
-    let graph = simplify(&graph).with_free_pins();
+    let graph = simplify(&graph);
+    // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
+    let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
+    let graph = rewrite(&graph, &find_values(&graph, &named)?).with_free_pins();
     let mut warnings: Vec<Warning> = notes.into_iter().map(Warning::Config).collect();
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);

@@ -24,6 +24,7 @@ pub mod optimizer;
 pub mod plan;
 pub mod program;
 pub mod reshard;
+pub mod rewrite;
 pub mod rule;
 pub mod sample;
 pub mod sharding;

@@ -1,0 +1,168 @@
+//! Regions: runs of nodes between two places where one value alone crosses, such as the residual stream between the blocks of
+//! a transformer.
+
+use super::egraph::{Builder, Leaf};
+use super::extract::extract;
+use super::facts::Facts;
+use super::rules::saturate;
+use crate::graph::{Graph, ValueId};
+use crate::op::Op;
+use crate::types::TensorType;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+/// The most nodes of a region; longer runs are cut where little crosses.
+const MAX_NODES: usize = 800;
+
+/// Nodes that are rewritten together, and their surroundings.
+pub struct Region {
+    /// In order; each computes something from a leaf of the graph.
+    pub nodes: Vec<ValueId>,
+    /// Values from outside, and values inside that stay as they are, which their users see as if they came from outside.
+    pub leaves: Vec<ValueId>,
+    /// Values that are used outside.
+    pub outputs: Vec<ValueId>,
+    /// Values inside that stay as they are.
+    kept: Vec<ValueId>,
+}
+
+/// What a region became. Nodes come after their children.
+pub struct Rewritten {
+    pub nodes: Vec<New>,
+    pub outputs: Vec<Child>,
+}
+
+/// A node of a rewritten region.
+pub struct New {
+    pub op: Op,
+    pub children: Vec<Child>,
+    pub ty: TensorType,
+    pub batch_dims: u32,
+    /// The node of the region that it is named after.
+    pub name: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Child {
+    Leaf(usize),
+    Node(usize),
+}
+
+/// Cuts a graph into regions, in order.
+pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> Vec<Region> {
+    let work: Vec<ValueId> = graph.values().filter(|&v| !facts.is_constant(v) && !graph.node(v).op.is_leaf()).collect();
+    let users = graph.users();
+    // A value that is made here and used after place `i` crosses it.
+    let mut crossing = vec![0i64; work.len() + 1];
+    let place = |v: ValueId| work.partition_point(|w| *w < v);
+    for (i, &v) in work.iter().enumerate() {
+        let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i);
+        let last = if graph.outputs.contains(&v) { work.len() } else { last };
+        if last > i {
+            crossing[i] += 1;
+            crossing[last] -= 1;
+        }
+    }
+    let mut now = 0;
+    for c in &mut crossing {
+        now += *c;
+        *c = now;
+    }
+    let mut cuts = vec![0];
+    for i in 0..work.len() {
+        let branches = users[work[i].index()].len() > 1;
+        if crossing[i] <= 1 && branches {
+            cuts.push(i + 1);
+        }
+    }
+    cuts.push(work.len());
+    cuts.dedup();
+    // What is too long is cut where least crosses in its second half.
+    let mut at = 0;
+    while at + 1 < cuts.len() {
+        let (from, to) = (cuts[at], cuts[at + 1]);
+        if to - from > MAX_NODES {
+            let best = (from + MAX_NODES / 2..from + MAX_NODES).min_by_key(|&i| (crossing[i], i)).unwrap_or(from);
+            cuts.insert(at + 1, best + 1);
+        }
+        at += 1;
+    }
+    let region = |window: &[usize]| Region::new(graph, &users, work[window[0]..window[1]].to_vec(), &kept);
+    cuts.windows(2).filter(|w| w[0] < w[1]).map(region).collect()
+}
+
+impl Region {
+    fn new(graph: &Graph, users: &[Vec<ValueId>], nodes: Vec<ValueId>, kept: &impl Fn(ValueId) -> bool) -> Region {
+        let inside: BTreeSet<ValueId> = nodes.iter().copied().collect();
+        let kept: Vec<ValueId> = nodes.iter().copied().filter(|&v| kept(v)).collect();
+        let mut leaves: Vec<ValueId> = Vec::new();
+        for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
+            let opaque = !inside.contains(&o) || kept.contains(&o);
+            if opaque && !is_number(graph, o) && !leaves.contains(&o) {
+                leaves.push(o);
+            }
+        }
+        let used = |v: &ValueId| users[v.index()].iter().any(|u| !inside.contains(u)) || graph.outputs.contains(v);
+        let outputs = nodes.iter().copied().filter(|v| used(v) || kept.contains(v)).collect();
+        Region { nodes, leaves, outputs, kept }
+    }
+
+    pub fn last(&self) -> ValueId {
+        self.nodes[self.nodes.len() - 1]
+    }
+
+    /// All that rewriting depends on.
+    pub fn fingerprint(&self, graph: &Graph, facts: &Facts) -> String {
+        let mut text = String::new();
+        for &v in &self.leaves {
+            let _ = write!(text, "{} {} {:?};", graph.ty(v), graph.node(v).batch_dims, facts.of(v));
+        }
+        for &v in &self.nodes {
+            let node = graph.node(v);
+            let _ = write!(text, "{:?} {} {}(", node.op, node.ty, node.batch_dims);
+            for o in &node.operands {
+                let _ = match (self.leaves.iter().position(|l| l == o), self.nodes.binary_search(o)) {
+                    (Some(i), _) => write!(text, "l{i},"),
+                    (None, Ok(i)) => write!(text, "{i},"),
+                    (None, Err(_)) => write!(text, "{:?},", graph.node(*o).op),
+                };
+            }
+            text.push(if self.outputs.contains(&v) { '!' } else { ')' });
+        }
+        text
+    }
+
+    pub fn rewrite(&self, graph: &Graph, facts: &Facts) -> Rewritten {
+        let mut builder = Builder::new();
+        let leaf = |&v: &ValueId| Leaf {
+            ty: graph.ty(v).clone(),
+            batch_dims: graph.node(v).batch_dims,
+            fact: facts.of(v).cloned(),
+        };
+        let leaves: Vec<egg::Id> = self.leaves.iter().map(|v| builder.leaf(leaf(v))).collect();
+        let mut ids: Vec<egg::Id> = Vec::with_capacity(self.nodes.len());
+        for (i, &v) in self.nodes.iter().enumerate() {
+            let node = graph.node(v);
+            let operand = |o: &ValueId, builder: &mut Builder| match self.leaves.iter().position(|l| l == o) {
+                Some(leaf) => leaves[leaf],
+                None => match self.nodes.binary_search(o) {
+                    Ok(at) => ids[at],
+                    Err(_) => builder.original(graph.node(*o), &[], None),
+                },
+            };
+            let operands: Vec<egg::Id> = node.operands.iter().map(|o| operand(o, &mut builder)).collect();
+            ids.push(builder.original(node, &operands, Some(i)));
+        }
+        saturate(&mut builder, self.nodes.len());
+        let outputs: Vec<egg::Id> =
+            self.outputs.iter().filter_map(|v| self.nodes.binary_search(v).ok()).map(|i| ids[i]).collect();
+        // A value that stays is computed by its own node, not looked up as the leaf that its users see.
+        debug_assert!(self.kept.iter().all(|v| self.outputs.contains(v)));
+        extract(&builder, &outputs)
+    }
+}
+
+/// A constant of one number is written anew wherever it is used.
+fn is_number(graph: &Graph, v: ValueId) -> bool {
+    matches!(&graph.node(v).op, Op::Constant(literal) if literal.as_splat().is_some())
+}

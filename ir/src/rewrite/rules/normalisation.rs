@@ -1,0 +1,207 @@
+//! Means, layer norm and RMS norm.
+
+use super::super::egraph::Builder;
+use super::super::facts::Fact;
+use super::near;
+use super::structure::broadcasts;
+use crate::literal::Real;
+use crate::op::{Binary, Function, Op, Reducer, Unary};
+use egg::Id;
+
+/// A sum divided by the number of its terms, which scales with the batch as they do.
+pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
+    if !b.ty(id).dtype.is_float() {
+        return Vec::new();
+    }
+    let number = |b: &Builder, c: Id| match b.data(c).fact {
+        Some(Fact::Number { value, batch_power }) => Some((value, batch_power)),
+        _ => None,
+    };
+    let quotients = b.binary(id, Binary::Divide).into_iter().map(|(s, c)| (s, number(b, c)));
+    let inverse = |(value, power): (f64, i8)| (1.0 / value, -power);
+    let products = b.commuted(id, Binary::Multiply).into_iter().map(|(s, c)| (s, number(b, c).map(inverse)));
+    let mut found = Vec::new();
+    for (sum, counted) in quotients.chain(products).collect::<Vec<_>>() {
+        let Some((n, power)) = counted else { continue };
+        for (x, dims) in b.reduced(sum, Reducer::Sum) {
+            let shape = b.shape(x);
+            let terms: u64 = dims.iter().map(|&d| shape[d]).product();
+            let scaling = dims.iter().filter(|&&d| b.data(x).batch_dims >> d & 1 == 1).count();
+            if near(n, terms as f64, 1e-6) && power as usize == scaling {
+                found.extend(b.add(Function::Mean { dims: dims.clone() }, &[x]));
+            }
+        }
+    }
+    found
+}
+
+/// `(x, dims)` where the class is the mean of `x` over `dims`.
+fn means(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
+    b.find(id, |op, c| match op {
+        Op::Composite(composite) => match &composite.function {
+            Function::Mean { dims } => Some((c[0], dims.clone())),
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
+/// Two or three values whose product the class is, but for rounding.
+fn factors(b: &Builder, id: Id) -> Vec<Vec<Id>> {
+    let products = |id: Id| {
+        let sides = b.unrounded(id).into_iter().flat_map(|x| b.binary(x, Binary::Multiply));
+        sides.collect::<Vec<_>>()
+    };
+    let mut all = Vec::new();
+    for (x, y) in products(id) {
+        all.push(vec![x, y]);
+        all.extend(products(x).into_iter().map(|(p, q)| vec![p, q, y]));
+        all.extend(products(y).into_iter().map(|(p, q)| vec![x, p, q]));
+    }
+    all
+}
+
+/// `(v, n)` where the class repeats `v` and its last `n` dimensions are those of `v`.
+fn suffixes(b: &Builder, id: Id) -> Vec<(Id, usize)> {
+    let shape = b.shape(id);
+    let mut all = Vec::new();
+    for x in b.unrounded(id) {
+        for (v, dims) in broadcasts(b, x) {
+            let n = dims.len();
+            if n > 0
+                && n < shape.len()
+                && dims.iter().copied().eq(shape.len() - n..shape.len())
+                && b.shape(v) == shape[shape.len() - n..]
+            {
+                all.push((v, n));
+            }
+        }
+    }
+    all
+}
+
+/// Values `v` and numbers `eps` where the class repeats `1 / sqrt(v + eps)` along `dims`.
+fn inverse_roots(b: &Builder, id: Id, dims: &[usize]) -> Vec<(Id, f64)> {
+    let mut all = Vec::new();
+    for repeated in b.unrounded(id) {
+        for s in b.statistics(repeated, dims) {
+            for u in b.unary(s, Unary::Rsqrt) {
+                for (v, eps) in b.commuted(u, Binary::Add) {
+                    all.extend(b.number(eps).map(|eps| (v, eps)));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Whether a class is `x x`, but for rounding.
+fn is_square(b: &Builder, id: Id, x: Id) -> bool {
+    let is_x = |y: Id| b.unrounded(y).iter().any(|&y| b.same(y, x)) || b.unrounded(x).iter().any(|&x| b.same(y, x));
+    let squares = b.unrounded(id).into_iter().flat_map(|s| b.binary(s, Binary::Multiply));
+    squares.into_iter().any(|(p, q)| is_x(p) && is_x(q))
+}
+
+/// Whether a class is the mean of `x` over `dims`, kept as dimensions of one element or not.
+fn is_mean(b: &Builder, id: Id, x: Id, dims: &[usize]) -> bool {
+    let alike = |y: Id| b.unrounded(y).iter().any(|&y| b.unrounded(x).iter().any(|&x| b.same(x, y)));
+    let candidates = b.unsqueezed(id).into_iter().flat_map(|m| b.unrounded(m)).flat_map(|m| means(b, m));
+    candidates.into_iter().any(|(y, over)| over == dims && alike(y))
+}
+
+/// Whether a class is the variance of `x` over `dims`, where `centred` is `x` less its mean.
+fn is_variance(b: &Builder, id: Id, x: Id, centred: Id, dims: &[usize]) -> bool {
+    b.unsqueezed(id).into_iter().any(|v| {
+        let of_centred = means(b, v).into_iter().any(|(s, over)| over == dims && is_square(b, s, centred));
+        // The mean square less the squared mean, which rounding could make negative.
+        let not_negative = b.commuted(v, Binary::Maximum).into_iter().filter(|(_, c)| b.number(*c) == Some(0.0));
+        let differences = not_negative.map(|(d, _)| d).chain([v]).flat_map(|d| b.binary(d, Binary::Subtract));
+        let of_squares = differences.into_iter().any(|(s, m)| {
+            let mean_square = b
+                .unsqueezed(s)
+                .into_iter()
+                .flat_map(|s| means(b, s))
+                .any(|(s, over)| over == dims && is_square(b, s, x));
+            let squared_mean = b.unsqueezed(m).into_iter().flat_map(|m| b.binary(m, Binary::Multiply));
+            mean_square && squared_mean.into_iter().any(|(p, q)| b.same(p, q) && is_mean(b, p, x, dims))
+        });
+        of_centred || of_squares
+    })
+}
+
+/// The forms of a value, rounded or not, that make an op on them give `like`'s element type.
+fn in_type_of(b: &Builder, x: Id, like: Id) -> Option<Id> {
+    b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == b.ty(like).dtype)
+}
+
+pub fn layer_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+    if !b.ty(id).dtype.is_float() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    // With a bias, and without one.
+    let mut sums: Vec<(Id, Option<(Id, usize)>)> = vec![(id, None)];
+    for whole in b.unrounded(id) {
+        for (y, bias) in b.commuted(whole, Binary::Add) {
+            sums.extend(suffixes(b, bias).into_iter().map(|bias| (y, Some(bias))));
+        }
+    }
+    for (y, bias) in sums {
+        for triple in factors(b, y).into_iter().filter(|f| f.len() == 3) {
+            for [d, r, w] in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+                let (centred, root, weight) = (triple[d], triple[r], triple[w]);
+                for (weight, n) in suffixes(b, weight) {
+                    if bias.is_some_and(|(_, m)| m != n) {
+                        continue;
+                    }
+                    let rank = b.shape(id).len();
+                    let dims: Vec<usize> = (rank - n..rank).collect();
+                    for centred in b.unrounded(centred) {
+                        for (x, mu) in b.binary(centred, Binary::Subtract) {
+                            let is_centre = b.statistics(mu, &dims).into_iter().any(|m| is_mean(b, m, x, &dims));
+                            let roots = if is_centre { inverse_roots(b, root, &dims) } else { Vec::new() };
+                            for (v, eps) in roots {
+                                if !is_variance(b, v, x, centred, &dims) {
+                                    continue;
+                                }
+                                let bias = match bias {
+                                    Some((bias, _)) => Some(bias),
+                                    None => Some(b.filled(weight, b.ty(weight).dtype, 0.0)),
+                                };
+                                let x = in_type_of(b, x, id);
+                                if let (Some(x), Some(bias)) = (x, bias) {
+                                    found.extend(b.add(Function::LayerNorm { eps: Real(eps) }, &[x, weight, bias]));
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+pub fn rms_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+    if !b.ty(id).dtype.is_float() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for triple in factors(b, id).into_iter().filter(|f| f.len() == 3) {
+        for [i, r, w] in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            let (x, root) = (triple[i], triple[r]);
+            for (weight, n) in suffixes(b, triple[w]) {
+                let rank = b.shape(id).len();
+                let dims: Vec<usize> = (rank - n..rank).collect();
+                for (v, eps) in inverse_roots(b, root, &dims) {
+                    let of_square = |(s, over): (Id, Vec<usize>)| over == dims && is_square(b, s, x);
+                    let is_mean_square = b.unsqueezed(v).into_iter().flat_map(|v| means(b, v)).any(of_square);
+                    if is_mean_square && let Some(x) = in_type_of(b, x, id) {
+                        found.extend(b.add(Function::RmsNorm { eps: Real(eps) }, &[x, weight]));
+                    }
+                }
+            }
+        }
+    }
+    found
+}

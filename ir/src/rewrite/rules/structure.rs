@@ -1,0 +1,304 @@
+//! Ops that move elements, and scalings: cancelled, merged, and moved to where they meet their like.
+
+use super::super::egraph::Builder;
+use crate::dtype::DType;
+use crate::op::{Binary, DotGeneral, Function, Op, Reducer, Unary};
+use egg::Id;
+
+/// `(x, permutation)` where the class is a transpose of `x`.
+pub fn transposes(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
+    b.find(id, |op, c| match op {
+        Op::Transpose(t) => Some((c[0], t.permutation.clone())),
+        _ => None,
+    })
+}
+
+fn reshapes(b: &Builder, id: Id) -> Vec<Id> {
+    b.find(id, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]))
+}
+
+pub fn broadcasts(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
+    b.find(id, |op, c| match op {
+        Op::BroadcastInDim(op) => Some((c[0], op.dims.clone())),
+        _ => None,
+    })
+}
+
+pub fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
+    let mut found = Vec::new();
+    for (x, outer) in transposes(b, id) {
+        for (y, inner) in transposes(b, x) {
+            let both: Vec<usize> = outer.iter().map(|&d| inner[d]).collect();
+            found.extend(b.transpose(y, &both));
+        }
+    }
+    found
+}
+
+/// Dimensions of one element go anywhere without moving anything.
+pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
+    let mut found = Vec::new();
+    for (x, permutation) in transposes(b, id) {
+        let shape = b.shape(x);
+        if permutation.iter().filter(|&&d| shape[d] != 1).is_sorted() {
+            let to = b.shape(id);
+            found.extend(b.reshape(x, &to));
+        }
+    }
+    found
+}
+
+pub fn reshape_of_reshape(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for x in reshapes(b, id) {
+        for y in reshapes(b, x).into_iter().chain([x]) {
+            if !b.same(y, x) || b.shape(x) == shape {
+                found.extend(b.reshape(y, &shape));
+            }
+        }
+    }
+    found
+}
+
+/// New dimensions of one element are a reshape.
+pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for (x, dims) in broadcasts(b, id) {
+        if b.ty(x).elements() == b.ty(id).elements() && dims.is_sorted() {
+            found.extend(b.reshape(x, &shape));
+        }
+    }
+    found
+}
+
+/// Repeating what was repeated, or what only got dimensions of one element, is repeating it once.
+pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for (x, outer) in broadcasts(b, id) {
+        for (y, inner) in broadcasts(b, x) {
+            let both: Vec<usize> = inner.iter().map(|&d| outer[d]).collect();
+            found.extend(b.broadcast(y, &shape, &both));
+        }
+        for y in b.unsqueezed(x).into_iter().skip(1) {
+            // Dimensions of more than one element come in the same order on both sides.
+            let (from, to) = (b.shape(y), b.shape(x));
+            let mut kept = (0..to.len()).filter(|&d| to[d] != 1).map(|d| outer[d]);
+            let ones: Vec<usize> = (0..to.len()).filter(|&d| to[d] == 1).map(|d| outer[d]).collect();
+            let mut ones = ones.into_iter();
+            let dims: Option<Vec<usize>> =
+                from.iter().map(|&s| if s == 1 { ones.next() } else { kept.next() }).collect();
+            match dims {
+                Some(dims) => found.extend(b.broadcast(y, &shape, &dims)),
+                None => {
+                    // More dimensions of one element than there: without them.
+                    let bare: Vec<u64> = from.iter().copied().filter(|&s| s != 1).collect();
+                    let dims: Vec<usize> = (0..to.len()).filter(|&d| to[d] != 1).map(|d| outer[d]).collect();
+                    let y = b.reshape(y, &bare);
+                    found.extend(y.and_then(|y| b.broadcast(y, &shape, &dims)));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The elementwise ops of a class with their operands.
+fn elementwise(b: &Builder, id: Id) -> Vec<(Op, Vec<Id>)> {
+    let of = |op: &Op, c: &[Id]| {
+        matches!(op, Op::Unary(_) | Op::Binary(_) | Op::Convert(_)).then(|| (op.clone(), c.to_vec()))
+    };
+    b.find(id, of)
+}
+
+/// The op on the operands' sources, where each operand is a number or has a source that `source` gives with one key.
+fn on_sources<K: PartialEq + Clone>(
+    b: &mut Builder,
+    op: &Op,
+    operands: &[Id],
+    source: impl Fn(&Builder, Id) -> Vec<(Id, K)>,
+) -> Option<(Id, K)> {
+    let first = operands.iter().find(|&&o| b.number(o).is_none())?;
+    for (x, key) in source(b, *first) {
+        let shape = b.shape(x);
+        let mut sources = Vec::with_capacity(operands.len());
+        for &o in operands {
+            let dtype = b.ty(o).dtype;
+            let of = source(b, o).into_iter().find(|(y, k)| *k == key && b.shape(*y) == shape);
+            match (b.number(o), of) {
+                (Some(n), _) => sources.push(b.filled(x, dtype, n)),
+                (None, Some((y, _))) => sources.push(y),
+                (None, None) => break,
+            }
+        }
+        if sources.len() == operands.len()
+            && let Some(result) = b.add(op.clone(), &sources)
+        {
+            return Some((result, key));
+        }
+    }
+    None
+}
+
+/// An op on values that repeat others equally repeats its result on those.
+pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for (op, operands) in elementwise(b, id) {
+        if let Some((result, dims)) = on_sources(b, &op, &operands, broadcasts) {
+            found.extend(b.broadcast(result, &shape, &dims));
+        }
+    }
+    found
+}
+
+/// Dimensions of one element are added after an elementwise op rather than before it.
+pub fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    if !shape.contains(&1) {
+        return Vec::new();
+    }
+    let source = |b: &Builder, x: Id| {
+        let fewer = |y: &Id| b.shape(*y).len() < b.shape(x).len();
+        b.unsqueezed(x).into_iter().skip(1).filter(fewer).map(|y| (y, ())).collect()
+    };
+    let mut found = Vec::new();
+    for (op, operands) in elementwise(b, id) {
+        if let Some((result, ())) = on_sources(b, &op, &operands, source) {
+            found.extend(b.reshape(result, &shape));
+        }
+    }
+    found
+}
+
+/// A transpose comes before an op of one value, where it may meet another.
+pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
+    let mut found = Vec::new();
+    for (x, permutation) in transposes(b, id) {
+        for (op, operands) in elementwise(b, x) {
+            let values: Vec<Id> = operands.iter().copied().filter(|&o| b.number(o).is_none()).collect();
+            let [value] = values[..] else { continue };
+            // Only where it meets a transpose does it gain anything.
+            if transposes(b, value).is_empty() {
+                continue;
+            }
+            let Some(moved) = b.transpose(value, &permutation) else { continue };
+            let operand = |&o: &Id| match b.number(o) {
+                Some(n) => b.filled(moved, b.ty(o).dtype, n),
+                None => moved,
+            };
+            let operands: Vec<Id> = operands.iter().map(operand).collect();
+            found.extend(b.add(op, &operands));
+        }
+    }
+    found
+}
+
+/// To a wider float type and back is nothing; to a wider one twice is once.
+pub fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
+    let converts = |b: &Builder, id: Id| b.find(id, |op, c| matches!(op, Op::Convert(_)).then(|| c[0]));
+    let holds = |wide: DType, narrow: DType| match (wide.float_format(), narrow.float_format()) {
+        (Some(_), Some(_)) => {
+            wide == narrow || wide == DType::F64 || wide == DType::F32 && (narrow.is_half() || narrow.bytes() == 1)
+        }
+        _ => false,
+    };
+    let mut found = Vec::new();
+    for x in converts(b, id) {
+        for y in converts(b, x) {
+            if holds(b.ty(x).dtype, b.ty(y).dtype) {
+                let dtype = b.ty(id).dtype;
+                found.extend(b.convert(y, dtype));
+            }
+        }
+    }
+    found
+}
+
+/// A matmul reads its operands in any order, where the dimensions that it keeps stay in theirs.
+pub fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
+    let dots = b.find(id, |op, c| match op {
+        Op::DotGeneral(dot) => Some((dot.clone(), c[0], c[1])),
+        _ => None,
+    });
+    let mut found = Vec::new();
+    for (dot, lhs, rhs) in dots {
+        let through = |dims: &[usize], permutation: &[usize]| dims.iter().map(|&d| permutation[d]).collect::<Vec<_>>();
+        for (x, permutation) in transposes(b, lhs) {
+            if through(&dot.lhs_free(permutation.len()), &permutation).is_sorted() {
+                let lhs_batch = through(&dot.lhs_batch, &permutation);
+                let lhs_contract = through(&dot.lhs_contract, &permutation);
+                found.extend(b.add(Op::DotGeneral(DotGeneral { lhs_batch, lhs_contract, ..dot.clone() }), &[x, rhs]));
+            }
+        }
+        for (x, permutation) in transposes(b, rhs) {
+            if through(&dot.rhs_free(permutation.len()), &permutation).is_sorted() {
+                let rhs_batch = through(&dot.rhs_batch, &permutation);
+                let rhs_contract = through(&dot.rhs_contract, &permutation);
+                found.extend(b.add(Op::DotGeneral(DotGeneral { rhs_batch, rhs_contract, ..dot.clone() }), &[lhs, x]));
+            }
+        }
+    }
+    found
+}
+
+/// A factor of an operand is a factor of the product.
+pub fn dot_of_scaled(b: &mut Builder, id: Id) -> Vec<Id> {
+    let dots = b.find(id, |op, c| match op {
+        Op::DotGeneral(_) => Some((op.clone(), c[0], c[1])),
+        _ => None,
+    });
+    let mut found = Vec::new();
+    for (dot, lhs, rhs) in dots {
+        if !b.ty(lhs).dtype.is_float() {
+            continue;
+        }
+        for (x, c) in b.scaled(lhs) {
+            found.extend(b.add(dot.clone(), &[x, rhs]).and_then(|product| b.times(product, c)));
+        }
+        for (x, c) in b.scaled(rhs) {
+            found.extend(b.add(dot.clone(), &[lhs, x]).and_then(|product| b.times(product, c)));
+        }
+    }
+    found
+}
+
+pub fn scale_of_scale(b: &mut Builder, id: Id) -> Vec<Id> {
+    if !b.ty(id).dtype.is_float() || b.number(id).is_some() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for (x, outer) in b.scaled(id) {
+        for (y, inner) in b.scaled(x) {
+            if b.number(y).is_none() && (outer * inner).is_finite() && b.find(id, |op, _| Some(op.clone())).len() < 6 {
+                found.extend(b.times(y, outer * inner));
+            }
+        }
+    }
+    found
+}
+
+/// A sign moves out of sums and means, and two are none.
+pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
+    let negated = |b: &Builder, x: Id| b.unary(x, Unary::Negate);
+    let mut found: Vec<Id> = negated(b, id).into_iter().flat_map(|x| negated(b, x)).collect();
+    let linear = |op: &Op, c: &[Id]| match op {
+        Op::Reduce(r) if r.reducer == Reducer::Sum => Some((op.clone(), c.to_vec())),
+        Op::Composite(f) if matches!(f.function, Function::Mean { .. }) => Some((op.clone(), c.to_vec())),
+        Op::Binary(Binary::Divide) | Op::Reshape(_) => Some((op.clone(), c.to_vec())),
+        _ => None,
+    };
+    if !b.ty(id).dtype.is_float() {
+        return found;
+    }
+    for (op, operands) in b.find(id, linear) {
+        for x in negated(b, operands[0]) {
+            let operands = [&[x], &operands[1..]].concat();
+            let result = b.add(op.clone(), &operands);
+            found.extend(result.and_then(|result| b.add(Op::Unary(Unary::Negate), &[result])));
+        }
+    }
+    found
+}
