@@ -57,7 +57,7 @@ pub enum Error {
     #[error("--loss: the loss {error}")]
     Attach { error: ShapeError },
     #[error(
-        "{}: the model's result is {ty}, which is no loss: attach one with --loss cross-entropy (it takes an input `labels`) or --loss mse (`targets`), plan to run the model without training with --loss none, or export a function that returns its loss", file.display()
+        "{}: the model's result is {ty}, no scalar and so no loss: attach one with --loss cross-entropy (it takes an input `labels`) or --loss mse (`targets`), plan to run the model without training with --loss none, or export a function that returns its loss", file.display()
     )]
     NoLoss { file: PathBuf, ty: TensorType },
     #[error("--batch-dim: there is no input '{name}'; the inputs are {inputs}")]

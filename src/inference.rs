@@ -53,16 +53,16 @@ pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, ba
 }
 
 /// Results by name, those of the microbatches put together along the batch.
-fn results(plan: &Plan, parts: Vec<Vec<HostTensor>>) -> Results {
-    let whole = |(index, parts): (usize, Vec<HostTensor>)| {
-        let marked = plan.graph.node(plan.graph.outputs[index]).batch_dims;
-        let dim = if marked == 0 { 0 } else { marked.trailing_zeros() as usize };
+fn results(plan: &Plan, parts: BTreeMap<u32, Vec<HostTensor>>) -> Results {
+    let whole = |(index, parts): (u32, Vec<HostTensor>)| {
+        // Without a dimension of samples all microbatches give the same, or each its own.
+        let dim = plan.graph.node(plan.graph.outputs[index as usize]).batch_dims.trailing_zeros() as usize;
         joined(&parts, dim).map(|tensor| (format!("result/{index}"), tensor))
     };
-    parts.into_iter().enumerate().filter_map(whole).collect()
+    parts.into_iter().filter_map(whole).collect()
 }
 
-/// Tensors of one type, one behind the other along `dim`; of several scalars the last.
+/// Tensors of one type, one behind the other along `dim`; the last where they have no such dimension.
 fn joined(parts: &[HostTensor], dim: usize) -> Option<HostTensor> {
     let last = parts.last()?;
     if parts.len() == 1 || dim >= last.ty.rank() {
@@ -95,6 +95,7 @@ mod tests {
         check(0, &[4, 1, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         check(1, &[2, 2, 2], &[1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
         check(2, &[2, 1, 4], &[1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
+        check(32, &[2, 1, 2], &[5.0, 6.0, 7.0, 8.0]);
         assert_eq!(joined(&[], 0), None);
     }
 }

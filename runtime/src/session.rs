@@ -195,11 +195,11 @@ impl Session {
     }
 
     /// One pass of programs that train nothing, over a global batch as [`Session::step`] takes it: the results of the model
-    /// in order, each of them the parts of its microbatches.
+    /// by position, each of them the parts of its microbatches. What is an input itself or a constant is left out.
     pub fn evaluate(
         &mut self,
         inputs: &BTreeMap<String, HostTensor>,
-    ) -> Result<(StepReport, Vec<Vec<HostTensor>>), RuntimeError> {
+    ) -> Result<(StepReport, BTreeMap<u32, Vec<HostTensor>>), RuntimeError> {
         let (report, parts) = self.run(inputs, &BTreeMap::new(), true)?;
         let mut results: BTreeMap<u32, BTreeMap<Option<u32>, HostTensor>> = BTreeMap::new();
         for (rank, ResultPart { buffer, microbatch, part }) in parts {
@@ -211,7 +211,8 @@ impl Session {
             let whole = of_microbatch.or_insert_with(|| HostTensor::zeros(description.ty.clone()));
             place_part(&plan, buffer, rank, &part, whole);
         }
-        Ok((report, results.into_values().map(|parts| parts.into_values().collect()).collect()))
+        let in_order = |(index, parts): (u32, BTreeMap<_, _>)| (index, parts.into_values().collect());
+        Ok((report, results.into_iter().map(in_order).collect()))
     }
 
     fn run(

@@ -170,11 +170,11 @@ impl PlanOptions {
         let import = ImportOptions { batch: asked, ..options.import() };
         let file = model;
         let model = model_of(file, bytes, &import)?;
-        warn(&model);
         let ty = model.graph.ty(model.graph.outputs[0]);
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
             return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });
         }
+        warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
         request.microbatch = self.microbatch;
@@ -224,7 +224,7 @@ impl PlanOptions {
 /// A plan file, or a model file and what to plan it for.
 #[derive(Args, Clone, Debug)]
 pub struct PlanOrModel {
-    /// A plan (altiplano.plan JSON), or a model (StableHLO text or altiplano.graph JSON) that is planned first
+    /// A plan (altiplano.plan JSON), or a model (StableHLO text, config.json or altiplano.graph JSON) that is planned first
     #[arg(value_name = "PLAN|MODEL")]
     file: PathBuf,
     #[command(flatten)]
