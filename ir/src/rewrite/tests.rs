@@ -1,1 +1,381 @@
+//! Each rule against the reference interpreter: whatever a rule says is equal is computed on random sizes and values.
 
+use super::egraph::{Builder, Leaf};
+use super::extract::extract;
+use super::region::{Child, Rewritten};
+use super::rules::{RULES, saturate_with};
+use super::{Facts, rewrite};
+use crate::array::{self, Built, RotaryHalves};
+use crate::dtype::DType;
+use crate::graph::{Graph, Node, ValueId};
+use crate::interpret::run;
+use crate::op::tests::numbers::Rng;
+use crate::op::{Binary, Function, Input, Op, Unary};
+use crate::simplify::simplify;
+use crate::tensor::Tensor;
+use crate::types::TensorType;
+use egg::Id;
+use std::collections::BTreeMap;
+
+/// Writes something that a rule changes, with sizes of its own.
+type Example = fn(&mut Writer) -> Built;
+
+/// Appends leaves and ops of an example.
+struct Writer {
+    g: Graph,
+    sizes: Rng,
+}
+
+impl Writer {
+    fn size(&mut self) -> u64 {
+        1 + self.sizes.below(4)
+    }
+
+    fn even(&mut self) -> u64 {
+        2 * self.size()
+    }
+
+    fn leaf_of(&mut self, dtype: DType, shape: &[u64]) -> ValueId {
+        let ty = TensorType::new(dtype, shape);
+        let name = format!("x{}", self.g.len());
+        self.g.emit(Op::Input(Input { name, ty }), &[])
+    }
+
+    fn leaf(&mut self, shape: &[u64]) -> ValueId {
+        self.leaf_of(DType::F32, shape)
+    }
+
+    fn binary(&mut self, op: Binary, a: ValueId, b: ValueId) -> Built {
+        array::binary(&mut self.g, op, a, b)
+    }
+
+    fn unary(&mut self, op: Unary, x: ValueId) -> Built {
+        array::unary(&mut self.g, op, x)
+    }
+}
+
+/// Ways in which models write what the rules look for. The array functions' own ways are added below.
+const EXAMPLES: &[Example] = &[
+    // Transposes, reshapes and broadcasts of each other.
+    |w| {
+        let shape = [w.size(), w.size(), w.size() + 1];
+        let x = w.leaf(&shape);
+        let once = array::permute(&mut w.g, x, &[2, 0, 1])?;
+        let scaled = array::with_number(&mut w.g, Binary::Multiply, once, 3.0)?;
+        array::permute(&mut w.g, scaled, &[1, 2, 0])
+    },
+    |w| {
+        let shape = [w.size() + 1, 1, w.size() + 1];
+        let x = w.leaf(&shape);
+        let moved = array::permute(&mut w.g, x, &[1, 0, 2])?;
+        let flat = array::flatten(&mut w.g, moved, 0, 2)?;
+        array::reshape(&mut w.g, flat, &[shape[2], shape[0]])
+    },
+    |w| {
+        let (a, b, c) = (w.size() + 1, w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[b]);
+        let column = w.g.broadcast(x, &[b, 1], &[0]);
+        let negative = w.unary(Unary::Negate, column)?;
+        let halved = array::with_number(&mut w.g, Binary::Divide, negative, 2.0)?;
+        let wide = w.g.broadcast(halved, &[b, c], &[0, 1]);
+        let more = w.g.broadcast(wide, &[a, b, c], &[1, 2]);
+        w.unary(Unary::Sine, more)
+    },
+    // Conversions that cancel.
+    |w| {
+        let size = w.size();
+        let x = w.leaf_of(DType::BF16, &[size]);
+        let wide = w.g.convert(x, DType::F32);
+        let back = w.g.convert(wide, DType::BF16);
+        w.unary(Unary::Negate, back)
+    },
+    // Matmuls of what was transposed and scaled.
+    |w| {
+        let (m, n, k) = (w.size() + 1, w.size() + 1, w.size() + 1);
+        let (x, y) = (w.leaf(&[m, k]), w.leaf(&[n, k]));
+        let scaled = array::with_number(&mut w.g, Binary::Multiply, x, 0.25)?;
+        let again = array::with_number(&mut w.g, Binary::Divide, scaled, 3.0)?;
+        let turned = array::permute(&mut w.g, y, &[1, 0])?;
+        array::matmul(&mut w.g, again, turned)
+    },
+    // Powers, roots and reciprocals.
+    |w| {
+        let (m, n) = (w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[m, n]);
+        let square = array::with_number(&mut w.g, Binary::Power, x, 2.0)?;
+        let sum = array::sum(&mut w.g, square, &[1], true)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, sum, 1.0)?;
+        let root = w.unary(Unary::Sqrt, safe)?;
+        let scaled = w.binary(Binary::Divide, x, root)?;
+        let one = array::full_like(&mut w.g, safe, 1.0)?;
+        let inverse = w.binary(Binary::Divide, one, safe)?;
+        w.binary(Binary::Multiply, scaled, inverse)
+    },
+    // Activations as frameworks spell them out.
+    |w| {
+        let size = w.size();
+        let x = w.leaf(&[size]);
+        let negative = w.unary(Unary::Negate, x)?;
+        let power = w.unary(Unary::Exponential, negative)?;
+        let one = array::with_number(&mut w.g, Binary::Add, power, 1.0)?;
+        w.binary(Binary::Divide, x, one)
+    },
+    |w| {
+        let size = w.size();
+        let x = w.leaf(&[size]);
+        let cube = array::with_number(&mut w.g, Binary::Power, x, 3.0)?;
+        let small = array::with_number(&mut w.g, Binary::Multiply, cube, 0.044715)?;
+        let inner = w.binary(Binary::Add, x, small)?;
+        let scaled = array::with_number(&mut w.g, Binary::Multiply, inner, 0.797_884_56)?;
+        let tanh = w.unary(Unary::Tanh, scaled)?;
+        let one = array::with_number(&mut w.g, Binary::Add, tanh, 1.0)?;
+        let half = array::with_number(&mut w.g, Binary::Multiply, one, 0.5)?;
+        w.binary(Binary::Multiply, x, half)
+    },
+    |w| {
+        let size = w.size();
+        let x = w.leaf(&[size]);
+        let negative = w.unary(Unary::Negate, x)?;
+        let scaled = array::with_number(&mut w.g, Binary::Multiply, negative, std::f64::consts::FRAC_1_SQRT_2)?;
+        let erfc = w.unary(Unary::Erfc, scaled)?;
+        let product = w.binary(Binary::Multiply, x, erfc)?;
+        array::with_number(&mut w.g, Binary::Multiply, product, 0.5)
+    },
+    // Means, and norms with the variance as a difference of means.
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let (x, weight) = (w.leaf(&shape), w.leaf(&shape[2..]));
+        let centre = array::mean(&mut w.g, x, &[2], true)?;
+        let square = w.binary(Binary::Multiply, x, x)?;
+        let squares = array::mean(&mut w.g, square, &[2], true)?;
+        let centre_square = w.binary(Binary::Multiply, centre, centre)?;
+        let spread = w.binary(Binary::Subtract, squares, centre_square)?;
+        let spread = array::relu(&mut w.g, spread)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, spread, 0.1)?;
+        let root = w.unary(Unary::Rsqrt, safe)?;
+        let scale = w.binary(Binary::Multiply, root, weight)?;
+        let centred = w.binary(Binary::Subtract, x, centre)?;
+        w.binary(Binary::Multiply, centred, scale)
+    },
+    // A loss by the logarithm of a sum, and the sign outside the mean.
+    |w| {
+        let (n, classes) = (w.size() + 1, w.size() + 2);
+        let (x, labels) = (w.leaf(&[n, classes]), w.leaf_of(DType::I32, &[n]));
+        let lse = array::log_sum_exp(&mut w.g, x, &[1], false)?;
+        let labels = array::unsqueeze(&mut w.g, labels, 1)?;
+        let hit = array::take_along(&mut w.g, x, 1, labels, false)?;
+        let hit = array::squeeze(&mut w.g, hit, &[1])?;
+        w.binary(Binary::Subtract, lse, hit)
+    },
+    |w| {
+        let (n, classes) = (w.size() + 1, w.size() + 2);
+        let (x, labels) = (w.leaf(&[n, classes]), w.leaf_of(DType::I32, &[n]));
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let log = w.unary(Unary::Log, p)?;
+        let labels = array::unsqueeze(&mut w.g, labels, 1)?;
+        let hit = array::take_along(&mut w.g, log, 1, labels, false)?;
+        let negative = w.unary(Unary::Negate, hit)?;
+        let loss = array::mean(&mut w.g, negative, &[0, 1], false)?;
+        w.unary(Unary::Negate, loss)
+    },
+    // Attention with heads first, repeated keys, a mask that is added, and one that hides.
+    |w| {
+        let (b, h, s, t, d) = (w.size(), w.even(), w.size() + 1, w.size() + 1, w.size() + 1);
+        let (q, k, v) = (w.leaf(&[b, h, s, d]), w.leaf(&[b, h / 2, t, d]), w.leaf(&[b, h / 2, t, d]));
+        let (k, v) = (array::repeat_heads(&mut w.g, k, h)?, array::repeat_heads(&mut w.g, v, h)?);
+        let turned = array::swap_dims(&mut w.g, k, 2, 3)?;
+        let scores = array::matmul(&mut w.g, q, turned)?;
+        let scores = array::with_number(&mut w.g, Binary::Divide, scores, 1.5)?;
+        let mask = w.leaf(&[b, 1, 1, t]);
+        let scores = w.binary(Binary::Add, scores, mask)?;
+        let weights = array::softmax(&mut w.g, scores, 3)?;
+        array::matmul(&mut w.g, weights, v)
+    },
+    |w| {
+        let (n, s, d) = (w.size(), w.size() + 1, w.size() + 1);
+        let (q, k, v) = (w.leaf(&[n, s, d]), w.leaf(&[n, s, d]), w.leaf(&[n, s, d]));
+        let q = array::with_number(&mut w.g, Binary::Multiply, q, 0.5)?;
+        let turned = array::swap_dims(&mut w.g, k, 1, 2)?;
+        let scores = array::matmul(&mut w.g, q, turned)?;
+        let seen = array::causal_mask(&mut w.g, s, s, 0)?;
+        let hidden = array::full_like(&mut w.g, scores, -1e9)?;
+        let scores = array::select(&mut w.g, seen, scores, hidden)?;
+        let weights = array::softmax(&mut w.g, scores, 2)?;
+        array::matmul(&mut w.g, weights, v)
+    },
+    // Rotary positions, by halves that are turned, and by halves alone.
+    |w| {
+        let (b, s, h, d) = (w.size(), w.size() + 1, w.size() + 1, 2 * w.even());
+        let (x, cosine, sine) = (w.leaf(&[b, s, h, d]), w.leaf(&[s, d]), w.leaf(&[s, d]));
+        let x = array::permute(&mut w.g, x, &[0, 2, 1, 3])?;
+        let turned = array::rotary(&mut w.g, x, cosine, sine, RotaryHalves::Split)?;
+        array::permute(&mut w.g, turned, &[0, 2, 1, 3])
+    },
+    |w| {
+        let (s, d) = (w.size() + 1, w.even());
+        let (x, cosine, sine) = (w.leaf(&[s, 2 * d]), w.leaf(&[s, d]), w.leaf(&[s, d]));
+        let parts = array::split(&mut w.g, x, 1, &[d, d])?;
+        let [fc, ss, sc, fs] = [(parts[0], cosine), (parts[1], sine), (parts[1], cosine), (parts[0], sine)]
+            .map(|(x, angle)| array::binary(&mut w.g, Binary::Multiply, x, angle));
+        let low = w.binary(Binary::Subtract, fc?, ss?)?;
+        let high = w.binary(Binary::Add, sc?, fs?)?;
+        array::concat(&mut w.g, &[low, high], 1)
+    },
+];
+
+/// The decomposition of every composite: what is written by it must be found by it.
+fn decompositions() -> Vec<(Function, Vec<TensorType>)> {
+    let composites = crate::op::tests::cases().into_iter().filter_map(|case| match case.op {
+        Op::Composite(composite) => Some((composite.function, case.operands)),
+        _ => None,
+    });
+    composites.collect()
+}
+
+fn decomposed(function: &Function, operands: &[TensorType]) -> Graph {
+    let mut w = Writer { g: Graph::new("decomposition"), sizes: Rng::new(1) };
+    let leaves: Vec<ValueId> = operands.iter().map(|ty| w.leaf_of(ty.dtype, &ty.shape)).collect();
+    let result = function.build(&mut w.g, &leaves).expect("operands that fit");
+    w.g.outputs = vec![result];
+    w.g
+}
+
+fn examples() -> Vec<Graph> {
+    let mut graphs: Vec<Graph> = decompositions().iter().map(|(f, operands)| decomposed(f, operands)).collect();
+    for round in 0..3 {
+        for (i, example) in EXAMPLES.iter().enumerate() {
+            let mut w = Writer { g: Graph::new("example"), sizes: Rng::new(round * 1000 + i as u64) };
+            let result = example(&mut w).expect("an example that fits");
+            w.g.outputs = vec![result];
+            graphs.push(w.g);
+        }
+    }
+    graphs
+}
+
+/// Random values of a graph's leaves, by name; integers are small enough to be indices.
+fn leaves(graph: &Graph, seed: u64) -> BTreeMap<String, Tensor> {
+    let mut rng = Rng::new(seed);
+    let value = |(v, name): (ValueId, &str)| {
+        let tensor = crate::op::tests::numbers::random(graph.ty(v), (-2.0, 2.0), (0, 2), &mut rng);
+        (name.to_string(), tensor)
+    };
+    graph.inputs().map(value).collect()
+}
+
+fn computed(graph: &Graph, leaves: &BTreeMap<String, Tensor>) -> Tensor {
+    let leaf = |v: ValueId| match &graph.node(v).op {
+        Op::Input(input) => leaves[&input.name].clone(),
+        _ => unreachable!("a leaf of an example is an input"),
+    };
+    run(graph, leaf).remove(0)
+}
+
+fn assert_close(a: &Tensor, b: &Tensor, what: &str) {
+    assert_eq!(a.ty, b.ty, "{what}");
+    for (i, (x, y)) in a.data.iter().zip(&b.data).enumerate() {
+        // Constants such as those of gelu are written to single precision.
+        assert!((x - y).abs() <= 2e-6 * (1.0 + y.abs()), "{what}: element {i} is {x} and {y}");
+    }
+}
+
+/// An e-graph of a whole graph, whose leaves are the inputs and the constants that are no numbers.
+fn builder_of(graph: &Graph) -> (Builder, Vec<ValueId>) {
+    let facts = Facts::new(graph);
+    let mut builder = Builder::new();
+    let mut outside = Vec::new();
+    let mut ids: Vec<Id> = Vec::new();
+    for v in graph.values() {
+        let node = graph.node(v);
+        let number = matches!(&node.op, Op::Constant(l) if l.as_splat().is_some());
+        let id = if node.op.is_leaf() || facts.is_constant(v) && !number {
+            outside.push(v);
+            let leaf = Leaf { ty: node.ty.clone(), batch_dims: 0, fact: facts.of(v).cloned() };
+            builder.leaf(leaf)
+        } else {
+            let children: Vec<Id> = node.operands.iter().map(|o| ids[o.index()]).collect();
+            builder.original(node, &children, Some(v.index()))
+        };
+        ids.push(id);
+    }
+    (builder, outside)
+}
+
+/// What a class is, as a graph after the original one's leaves and constants.
+fn graph_of(original: &Graph, outside: &[ValueId], rewritten: &Rewritten) -> Graph {
+    let mut graph = Graph { outputs: Vec::new(), ..original.clone() };
+    let mut values: Vec<ValueId> = Vec::new();
+    let at = |child: &Child, values: &[ValueId]| match *child {
+        Child::Leaf(i) => outside[i],
+        Child::Node(i) => values[i],
+    };
+    for node in &rewritten.nodes {
+        let operands = node.children.iter().map(|c| at(c, &values)).collect();
+        let (op, ty) = (node.op.clone(), node.ty.clone());
+        values.push(graph.append(Node { op, operands, ty, batch_dims: 0, name: String::new() }));
+    }
+    graph.outputs = vec![at(&rewritten.outputs[0], &values)];
+    assert_eq!(graph.verify(), []);
+    graph
+}
+
+#[test]
+fn what_rules_say_is_equal_is() {
+    let mut proved: BTreeMap<&str, usize> = BTreeMap::new();
+    for (number, graph) in examples().into_iter().enumerate() {
+        let graph = simplify(&graph);
+        let (mut builder, outside) = builder_of(&graph);
+        let leaves = leaves(&graph, number as u64);
+        saturate_with(&mut builder, graph.len(), |builder, rule, a, b| {
+            let [before, after] = [a, b].map(|id| graph_of(&graph, &outside, &extract(builder, &[id])));
+            let what = format!("{}\n{before}\n{after}", rule.name);
+            assert_close(&computed(&before, &leaves), &computed(&after, &leaves), &what);
+            *proved.entry(rule.name).or_default() += 1;
+        });
+    }
+    for rule in RULES {
+        assert!(proved.contains_key(rule.name), "no example has anything for '{}'", rule.name);
+    }
+}
+
+#[test]
+fn rewritten_graphs_compute_the_same() {
+    for (number, graph) in examples().into_iter().enumerate() {
+        let graph = simplify(&graph);
+        let rewritten = rewrite(&graph, &[]);
+        let leaves = leaves(&graph, number as u64);
+        assert_close(&computed(&rewritten, &leaves), &computed(&graph, &leaves), &format!("{graph}\n{rewritten}"));
+        assert!(rewritten.len() <= graph.len(), "{graph}\n{rewritten}");
+        assert_eq!(rewrite(&graph, &[]), rewritten, "rewriting is deterministic");
+    }
+}
+
+/// However a composite is written by the functions that importers use, it is one op again.
+#[test]
+fn every_composite_is_found_in_its_decomposition() {
+    for (function, operands) in decompositions() {
+        let graph = simplify(&decomposed(&function, &operands));
+        let rewritten = rewrite(&graph, &[]);
+        let found: Vec<&str> = rewritten.nodes.iter().map(|n| n.op.name()).collect();
+        assert!(found.contains(&function.name()), "{}\n{graph}\n{rewritten}", function.name());
+        let work = rewritten.values().filter(|v| !rewritten.node(*v).op.is_leaf());
+        let moving = ["reshape", "transpose", "constant", "concatenate"];
+        let others: Vec<&str> = work.map(|v| rewritten.node(v).op.name()).filter(|n| !moving.contains(n)).collect();
+        assert_eq!(others, [function.name()], "{graph}\n{rewritten}");
+    }
+}
+
+/// What the user names, and what a model pins, is not swallowed.
+#[test]
+fn kept_values_stay() {
+    let mut w = Writer { g: Graph::new("kept"), sizes: Rng::new(5) };
+    let x = w.leaf(&[4, 6]);
+    let y = array::softmax(&mut w.g, x, 1).unwrap();
+    w.g.outputs = vec![y];
+    let powers = w.g.values().find(|v| w.g.node(*v).op == Op::Unary(Unary::Exponential)).unwrap();
+    w.g.nodes[powers.index()].name = "powers".to_string();
+    let kept = rewrite(&w.g, &[powers]);
+    assert!(kept.nodes.iter().any(|n| n.name == "powers" && n.op == Op::Unary(Unary::Exponential)), "{kept}");
+    let free = rewrite(&w.g, &[]);
+    assert!(free.nodes.iter().any(|n| n.op.name() == "softmax") && free.len() == 2, "{free}");
+}
