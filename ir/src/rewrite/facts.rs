@@ -17,9 +17,9 @@ const HIDDEN: f64 = -1e4;
 pub enum Fact {
     /// All elements are this number.
     Number { value: f64, batch_power: i8 },
-    /// Along the last two dimensions, and alike along all others: true (or 0) where the position in the first is at least
-    /// that in the second, false (or so little that nothing is left of it) elsewhere.
-    Causal,
+    /// Alike along all but two dimensions: true (or 0) where the position in `row` is at least that in `column`, false (or so
+    /// little that nothing is left of it) elsewhere.
+    Causal { row: usize, column: usize },
     /// Nothing is hidden: true or 0 everywhere.
     Open,
 }
@@ -77,28 +77,25 @@ struct Masks<'a> {
 impl Masks<'_> {
     fn fact(&mut self, v: ValueId) -> Option<Fact> {
         let (graph, ty) = (self.graph, self.graph.ty(v));
-        if ty.dtype != DType::Bool && !ty.dtype.is_float() || ty.rank() < 2 {
+        if ty.dtype != DType::Bool && !ty.dtype.is_float() {
             return None;
         }
         // Dimensions that repeat the rest say nothing.
         match &graph.node(v).op {
-            Op::BroadcastInDim(b) => {
-                let x = graph.node(v).operands[0];
-                let last = ty.rank() - 2;
-                let from = graph.shape(x);
-                let kept: Vec<usize> = (0..from.len()).filter(|&d| from[d] != 1).map(|d| b.dims[d]).collect();
-                if kept == [last, last + 1] && b.dims.is_sorted() && from.len() >= 2 {
-                    let positions: Vec<usize> = (0..from.len()).filter(|&d| from[d] != 1).collect();
-                    return if positions == [from.len() - 2, from.len() - 1] { self.fact(x) } else { None };
-                }
-                None
-            }
+            Op::BroadcastInDim(b) => match self.fact(graph.node(v).operands[0])? {
+                Fact::Causal { row, column } => Some(Fact::Causal { row: b.dims[row], column: b.dims[column] }),
+                fact => Some(fact),
+            },
             Op::Reshape(_) => {
                 let x = graph.node(v).operands[0];
-                let from = graph.shape(x);
-                let bare = |shape: &[u64]| shape.iter().copied().filter(|&s| s != 1).collect::<Vec<_>>();
-                let tail = |shape: &[u64]| shape.len() >= 2 && bare(shape) == shape[shape.len() - 2..];
-                if tail(from) && tail(&ty.shape) && bare(from) == bare(&ty.shape) { self.fact(x) } else { None }
+                let counted = |shape: &[u64]| (0..shape.len()).filter(|&d| shape[d] != 1).collect::<Vec<usize>>();
+                let (from, to) = (counted(graph.shape(x)), counted(&ty.shape));
+                let alike = from.iter().map(|&d| graph.shape(x)[d]).eq(to.iter().map(|&d| ty.shape[d]));
+                let moved = |d: usize| from.iter().position(|&f| f == d).map(|i| to[i]);
+                match self.fact(x).filter(|_| alike)? {
+                    Fact::Causal { row, column } => Some(Fact::Causal { row: moved(row)?, column: moved(column)? }),
+                    fact => Some(fact),
+                }
             }
             Op::Select(_) => {
                 let [p, yes, no] = [0, 1, 2].map(|i| graph.node(v).operands[i]);
@@ -114,7 +111,7 @@ impl Masks<'_> {
                 let [a, b] = [0, 1].map(|i| self.fact(graph.node(v).operands[i]));
                 match (a, b) {
                     (Some(Fact::Open), other) | (other, Some(Fact::Open)) => other,
-                    (Some(Fact::Causal), Some(Fact::Causal)) => Some(Fact::Causal),
+                    (Some(a), Some(b)) if a == b => Some(a),
                     _ => self.computed(v),
                 }
             }
@@ -134,13 +131,16 @@ impl Masks<'_> {
             Direction::Lt => (b, a, 1.0),
             _ => return None,
         };
-        let rank = a.steps.len();
         let steps: Vec<f64> = a.steps.iter().zip(&b.steps).map(|(a, b)| a - b).collect();
-        let (first, second) = (steps[rank - 2], steps[rank - 1]);
-        let others = steps[..rank - 2].iter().all(|s| *s == 0.0);
+        let only = |wanted: f64| {
+            let mut dims = (0..steps.len()).filter(|&d| steps[d] == wanted);
+            dims.next().filter(|_| dims.next().is_none())
+        };
+        let (row, column) = (only(1.0)?, only(-1.0)?);
+        let others = (0..steps.len()).all(|d| d == row || d == column || steps[d] == 0.0);
         let start = a.start - b.start - strict;
         // Whole steps: row - column + start >= 0 with -1 < start <= 0.
-        (others && first == 1.0 && second == -1.0 && start <= 0.0 && start > -1.0).then_some(Fact::Causal)
+        (others && start <= 0.0 && start > -1.0).then_some(Fact::Causal { row, column })
     }
 
     fn affine(&mut self, v: ValueId) -> Option<Affine> {
@@ -205,6 +205,9 @@ impl Masks<'_> {
     /// The mask itself, element by element.
     fn computed(&self, v: ValueId) -> Option<Fact> {
         let shape = self.graph.shape(v);
+        if shape.len() < 2 {
+            return None;
+        }
         let (rows, columns) = (shape[shape.len() - 2], shape[shape.len() - 1]);
         let mask = self.value(v)?;
         let mut causal = true;
@@ -221,7 +224,7 @@ impl Masks<'_> {
         }
         match (open, causal) {
             (true, _) => Some(Fact::Open),
-            (false, true) => Some(Fact::Causal),
+            (false, true) => Some(Fact::Causal { row: shape.len() - 2, column: shape.len() - 1 }),
             _ => None,
         }
     }

@@ -1,5 +1,5 @@
-//! Regions: runs of nodes between two places where one value alone crosses, such as the residual stream between the blocks of
-//! a transformer.
+//! Regions: runs of nodes between two places where one value alone crosses, and passes a matmul by: the residual stream
+//! between the blocks of a transformer.
 
 use super::egraph::{Builder, Leaf};
 use super::extract::extract;
@@ -68,10 +68,19 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
         now += *c;
         *c = now;
     }
+    // A value that passes a matmul by is no part of what is made of it: a residual stream, say.
+    let contractions: Vec<usize> = work
+        .iter()
+        .scan(0, |before, &v| {
+            *before += usize::from(graph.node(v).op.is_contraction());
+            Some(*before)
+        })
+        .collect();
     let mut cuts = vec![0];
-    for i in 0..work.len() {
-        let branches = users[work[i].index()].len() > 1;
-        if crossing[i] <= 1 && branches {
+    for (i, v) in work.iter().enumerate() {
+        let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i).min(work.len() - 1);
+        let passes = last > i + 1 && contractions[last - 1] > contractions[i];
+        if crossing[i] <= 1 && users[v.index()].len() > 1 && passes {
             cuts.push(i + 1);
         }
     }

@@ -35,7 +35,8 @@ enum Mask {
 struct Scores {
     dot: (DotGeneral, Id, Id),
     scale: f64,
-    causal: bool,
+    /// The dimensions of positions of which the first sees up to its own place in the second.
+    causal: Option<(usize, usize)>,
     mask: Option<Mask>,
 }
 
@@ -77,7 +78,7 @@ fn scores(b: &Builder, id: Id, outer: &Scores, depth: usize, found: &mut Vec<Sco
         }
         // A scale that follows would scale what is added too.
         for (x, m) in b.commuted(id, Binary::Add) {
-            let harmless = matches!(b.data(m).fact, Some(Fact::Causal | Fact::Open));
+            let harmless = matches!(b.data(m).fact, Some(Fact::Causal { .. } | Fact::Open));
             if outer.scale == 1.0 || harmless {
                 masked(b, x, Mask::Added(m), outer, depth, found);
             }
@@ -91,7 +92,7 @@ fn masked(b: &Builder, x: Id, mask: Mask, outer: &Scores, depth: usize, found: &
         Mask::Hidden(_) => None,
     };
     let inner = match (fact, outer.mask) {
-        (Some(Fact::Causal), _) => Scores { causal: true, ..outer.clone() },
+        (Some(Fact::Causal { row, column }), _) => Scores { causal: Some((row, column)), ..outer.clone() },
         (Some(Fact::Open), _) => outer.clone(),
         (_, None) => Scores { mask: Some(mask), ..outer.clone() },
         (_, Some(_)) => return,
@@ -190,10 +191,7 @@ fn mask_of(b: &mut Builder, mask: Mask, roles: &[Role]) -> Option<Id> {
         Mask::Seen(m) | Mask::Added(m) => (m, false),
         Mask::Hidden(m) => (m, true),
     };
-    let order = [Role::Batch, Role::Head, Role::Query, Role::Key];
-    if roles.contains(&Role::Group) {
-        return None;
-    }
+    let order = [Role::Batch, Role::Head, Role::Group, Role::Query, Role::Key];
     // What it repeats, if that can be seen.
     let mut small = None;
     for (x, dims) in broadcasts(b, id) {
@@ -205,6 +203,12 @@ fn mask_of(b: &mut Builder, mask: Mask, roles: &[Role]) -> Option<Id> {
     let arranged = match small {
         Some(small) => small,
         None => arranged(b, id, roles, &order)?,
+    };
+    // Groups are the minor part of the heads, or the mask is alike for all of them.
+    let [batch, heads, group, queries, keys] = b.shape(arranged)[..] else { return None };
+    let arranged = match (heads, group) {
+        (1, _) | (_, 1) if roles.contains(&Role::Group) && heads * group != 1 => return None,
+        _ => b.reshape(arranged, &[batch, heads * group, queries, keys])?,
     };
     if hidden { b.add(Op::Unary(Unary::Not), &[arranged]) } else { Some(arranged) }
 }
@@ -224,7 +228,7 @@ pub fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
                     _ => None,
                 });
                 for (x, dim) in softmaxes {
-                    let plain = Scores { dot: (dot.clone(), lhs, rhs), scale: 1.0, causal: false, mask: None };
+                    let plain = Scores { dot: (dot.clone(), lhs, rhs), scale: 1.0, causal: None, mask: None };
                     let mut all = Vec::new();
                     scores(b, x, &plain, MAX_DEPTH, &mut all);
                     for scores in all {
@@ -308,7 +312,12 @@ fn assembled(
         let mask = if b.ty(mask).dtype == DType::Bool { mask } else { typed(b, mask)? };
         operands.push(mask);
     }
-    let function = Function::Attention { scale: Real(scores.scale), causal: scores.causal };
+    let query_dim = roles.scores.iter().position(|r| *r == Role::Query);
+    let causal = scores.causal.is_some();
+    if causal && scores.causal.map(|(row, column)| (Some(row), column)) != Some((query_dim, softmax_dim)) {
+        return None;
+    }
+    let function = Function::Attention { scale: Real(scores.scale), causal };
     let mixed = b.add(function, &operands)?;
     // [B, S, H, D] in the order of the product's dimensions.
     let width = b.shape(mixed)[3];
@@ -395,15 +404,34 @@ fn angles(b: &mut Builder, id: Id) -> Option<Id> {
     Some(id)
 }
 
+/// Values of whose last dimension `first` takes the even and `second` the odd elements.
+fn pairs(b: &Builder, first: Id, second: Id) -> Vec<Id> {
+    let mut all = Vec::new();
+    for (p, start, limit) in b.unsqueezed(first).into_iter().flat_map(|x| parts(b, x)) {
+        let other = |&(q, s, l): &(Id, u64, u64)| b.same(p, q) && (s, l) == (1, 2);
+        let both = b.unsqueezed(second).into_iter().flat_map(|x| parts(b, x)).any(|part| other(&part));
+        let shape = b.shape(p);
+        if (start, limit) == (0, 1) && shape.last() == Some(&2) && both {
+            let whole = |x: &Id| {
+                let from = b.shape(*x);
+                from.len() + 1 == shape.len() && from[..from.len() - 1] == shape[..shape.len() - 2]
+            };
+            let from = b.find(p, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]));
+            all.extend(from.into_iter().filter(whole));
+        }
+    }
+    all
+}
+
 /// The composite on a value of the class's element type, or converted to it.
-fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id) -> Option<Id> {
+fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id, halves: RotaryHalves) -> Option<Id> {
     let dtype = b.ty(id).dtype;
     let x = match b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == dtype) {
         Some(x) => x,
         None => b.convert(x, dtype)?,
     };
     let (cosine, sine) = (b.convert(cosine, dtype)?, b.convert(sine, dtype)?);
-    let result = b.add(Function::Rotary { halves: RotaryHalves::Split }, &[x, cosine, sine])?;
+    let result = b.add(Function::Rotary { halves }, &[x, cosine, sine])?;
     (b.ty(result) == b.ty(id)).then_some(result)
 }
 
@@ -419,7 +447,7 @@ pub fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
                         for (y, cosine) in b.commuted(along, Binary::Multiply) {
                             let same = b.unrounded(y).iter().any(|&y| b.unrounded(x).iter().any(|&x| b.same(x, y)));
                             if same && let (Some(c), Some(s)) = (angles(b, cosine), angles(b, sine)) {
-                                found.extend(rotated(b, id, x, c, s));
+                                found.extend(rotated(b, id, x, c, s, RotaryHalves::Split));
                             }
                         }
                     }
@@ -430,29 +458,53 @@ pub fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
+/// `(first, second, cosine, sine)` where one class is `first cos - second sin` and the other `second cos + first sin`.
+fn turned(b: &Builder, low: Id, high: Id) -> Vec<[Id; 4]> {
+    let is =
+        |p: Id, u: Id, v: Id| b.commuted(p, Binary::Multiply).into_iter().any(|(s, t)| b.same(s, u) && b.same(t, v));
+    let mut all = Vec::new();
+    for (minuend, subtrahend) in b.binary(low, Binary::Subtract) {
+        for (first, cosine) in b.commuted(minuend, Binary::Multiply) {
+            for (second, sine) in b.commuted(subtrahend, Binary::Multiply) {
+                let sums = b.commuted(high, Binary::Add);
+                if sums.into_iter().any(|(p, q)| is(p, second, cosine) && is(q, first, sine)) {
+                    all.push([first, second, cosine, sine]);
+                }
+            }
+        }
+    }
+    all
+}
+
 /// `(x1 cos - x2 sin, x2 cos + x1 sin)`.
 pub fn rotary_of_halves(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (low, high) in b.unrounded(id).into_iter().flat_map(|j| joined(b, j)).collect::<Vec<_>>() {
-        for (minuend, subtrahend) in b.binary(low, Binary::Subtract) {
-            for (first, cosine) in b.commuted(minuend, Binary::Multiply) {
-                for (second, sine) in b.commuted(subtrahend, Binary::Multiply) {
-                    for x in halves(b, first, second) {
-                        let is = |p: Id, u: Id, v: Id| {
-                            b.commuted(p, Binary::Multiply).into_iter().any(|(s, t)| b.same(s, u) && b.same(t, v))
-                        };
-                        let sums = b.commuted(high, Binary::Add);
-                        if !sums.into_iter().any(|(p, q)| is(p, second, cosine) && is(q, first, sine)) {
-                            continue;
-                        }
-                        let (Some(c), Some(s)) = (angles(b, cosine), angles(b, sine)) else { continue };
-                        let dim = b.shape(c).len() - 1;
-                        let both =
-                            |b: &mut Builder, half: Id| b.add(Op::Concatenate(Concatenate { dim }), &[half, half]);
-                        if let (Some(c), Some(s)) = (both(b, c), both(b, s)) {
-                            found.extend(rotated(b, id, x, c, s));
-                        }
-                    }
+        for [first, second, cosine, sine] in turned(b, low, high) {
+            for x in halves(b, first, second) {
+                let (Some(c), Some(s)) = (angles(b, cosine), angles(b, sine)) else { continue };
+                let dim = b.shape(c).len() - 1;
+                let both = |b: &mut Builder, half: Id| b.add(Op::Concatenate(Concatenate { dim }), &[half, half]);
+                if let (Some(c), Some(s)) = (both(b, c), both(b, s)) {
+                    found.extend(rotated(b, id, x, c, s, RotaryHalves::Split));
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The same of even and odd elements.
+pub fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
+    let mut found = Vec::new();
+    let flattened =
+        b.unrounded(id).into_iter().flat_map(|x| b.find(x, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0])));
+    for (low, high) in flattened.collect::<Vec<_>>().into_iter().flat_map(|j| joined(b, j)).collect::<Vec<_>>() {
+        for (low, high) in b.unsqueezed(low).into_iter().zip(b.unsqueezed(high)).collect::<Vec<_>>() {
+            for [first, second, cosine, sine] in turned(b, low, high) {
+                for x in pairs(b, first, second) {
+                    let (Some(c), Some(s)) = (angles(b, cosine), angles(b, sine)) else { continue };
+                    found.extend(rotated(b, id, x, c, s, RotaryHalves::Interleaved));
                 }
             }
         }

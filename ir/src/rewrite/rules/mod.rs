@@ -42,6 +42,7 @@ pub const RULES: &[Rule] = &[
     Rule { name: "cross entropy", apply: softmax::cross_entropy },
     Rule { name: "rotary positions", apply: attention::rotary },
     Rule { name: "rotary positions by halves", apply: attention::rotary_of_halves },
+    Rule { name: "rotary positions by pairs", apply: attention::rotary_of_pairs },
     Rule { name: "transpose of rotary positions", apply: attention::transpose_of_rotary },
     Rule { name: "attention", apply: attention::attention },
 ];
