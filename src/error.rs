@@ -8,6 +8,7 @@ use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::import::huggingface::ConfigError;
 use altiplano_ir::import::json::JsonError;
+use altiplano_ir::import::onnx::OnnxError;
 use altiplano_ir::import::stablehlo::ImportError;
 use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::PlanError;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 /// How each framework writes a model that can be read.
 const RECIPES: &str = r#"  JAX:           open("model.mlir", "w").write(jax.jit(loss).lower(params, batch).as_text(debug_info=True))
   PyTorch:       torch.export.save(torch.export.export(module, (batch,)), "model.pt2"); then --loss cross-entropy
+  ONNX:          model.onnx as it is, --loss cross-entropy, and --size NAME=N for sizes that it leaves open
   Hugging Face:  the model's config.json, with --seq N and --global-batch N
   others:        altiplano.graph JSON (docs/graph.schema.json)"#;
 
@@ -32,7 +34,7 @@ pub enum Error {
     Write { file: PathBuf, error: std::io::Error },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), a Hugging Face config.json and altiplano.graph JSON", file.display())]
+    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
     UnsupportedFormat { file: PathBuf, found: &'static str },
     #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
@@ -42,6 +44,8 @@ pub enum Error {
     StableHlo { file: PathBuf, error: Box<ImportError> },
     #[error("{}", graph_json(file, error))]
     Json { file: PathBuf, error: Box<JsonError> },
+    #[error("{}: {error}", file.display())]
+    Onnx { file: PathBuf, error: Box<OnnxError> },
     #[error("{}", config(file, error))]
     Config { file: PathBuf, error: Box<ConfigError> },
     #[error(

@@ -9,7 +9,7 @@ use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle}
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
-use altiplano_ir::import::{json, stablehlo};
+use altiplano_ir::import::{json, onnx, stablehlo};
 use altiplano_ir::op::Op;
 use altiplano_ir::rewrite::rewrite;
 use altiplano_ir::simplify::simplify;
@@ -43,6 +43,8 @@ pub struct ImportOptions {
     pub batch: Option<u64>,
     /// How many tokens an expert of a config's model takes: see [`ConfigOptions::capacity_factor`].
     pub capacity_factor: Option<f64>,
+    /// Values of sizes that a file leaves open, by name.
+    pub sizes: Vec<(String, u64)>,
 }
 
 impl ImportOptions {
@@ -99,12 +101,14 @@ pub enum Warning {
     LossKind,
     #[error("{0}")]
     Config(huggingface::Note),
+    #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
+    OpenSizes(Vec<String>),
 }
 
 impl Warning {
     /// Something to know, and nothing odd.
     pub fn is_note(&self) -> bool {
-        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. } | Warning::Config(_))
+        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. } | Warning::Config(_) | Warning::OpenSizes(_))
     }
 }
 
@@ -133,22 +137,23 @@ fn describe_step(parameters: usize, optimizer: &Option<Fitted>, changed: bool) -
 /// # Ok::<(), altiplano::Error>(())
 /// ```
 pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    let traced = read_traced(file, options)?;
-    load(file, loss_of(traced, options), options, false)
+    model_of(file, &read_bytes(file)?, options)
 }
 
 /// [`load_model`] of a file that was read already, which a pipe can be only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
-    let traced = traced(file, bytes, options)?;
-    load(file, loss_of(traced, options), options, false)
+    let read = |options: &ImportOptions| Ok(loss_of(traced(file, bytes, options)?, options));
+    load(file, read(options)?, read, options, false)
 }
 
 /// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
-    let traced = read_traced(file, options)?;
-    let states = states(&traced.graph);
-    let loss = Loss { graph: traced.graph, step: None, states, notes: traced.notes, batch: traced.batch };
-    load(file, loss, options, true)
+    let bytes = read_bytes(file)?;
+    let read = |options: &ImportOptions| {
+        let Traced { graph, aside, .. } = traced(file, &bytes, options)?;
+        Ok(Loss { states: states(&graph), graph, step: None, aside })
+    };
+    load(file, read(options)?, read, options, true)
 }
 
 /// A graph as it was read, and its leaves in the function's order.
@@ -157,10 +162,20 @@ struct Traced {
     arguments: Vec<ValueId>,
     /// What the function calls its results, where it says.
     results: Vec<Option<String>>,
+    aside: Aside,
+}
+
+/// What else was found out while a file was read.
+#[derive(Default)]
+struct Aside {
     /// What was taken for granted.
-    notes: Vec<huggingface::Note>,
+    notes: Vec<Warning>,
     /// Samples in the batch, where that is not the number that the graph was made with.
     batch: Option<u64>,
+    /// Inputs that have no batch, and are kept with the model.
+    buffers: Vec<String>,
+    /// Sizes that make the same graph for another batch, where the file leaves its batch open.
+    other_sizes: Option<Vec<(String, u64)>>,
 }
 
 /// What is planned of a file: the loss, the step that it is a part of, and inputs that the function gives back updated.
@@ -168,8 +183,7 @@ struct Loss {
     graph: Graph,
     step: Option<(TrainingStep, GivenStep)>,
     states: Vec<String>,
-    notes: Vec<huggingface::Note>,
-    batch: Option<u64>,
+    aside: Aside,
 }
 
 fn leaf_name(graph: &Graph, v: ValueId) -> String {
@@ -187,29 +201,37 @@ fn states(graph: &Graph) -> Vec<String> {
 
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
-    let Traced { graph, arguments, results, notes, batch } = traced;
+    let Traced { graph, arguments, results, aside } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let states = states(&graph);
-    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, notes, batch } };
+    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, aside } };
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
     let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, notes, batch }
+    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, aside }
 }
 
 fn load(
     file: &Path,
-    Loss { graph: traced, step, states, notes, batch }: Loss,
+    Loss { graph: traced, step, mut states, aside }: Loss,
+    read: impl Fn(&ImportOptions) -> Result<Loss, Error>,
     options: &ImportOptions,
     all_results: bool,
 ) -> Result<Model, Error> {
     let results = traced.outputs.len();
-    let batched = match &options.also {
-        None => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
-        Some(also) => {
+    states.extend(aside.buffers);
+    // A file that leaves its batch open says by two graphs what scales with it.
+    let settled = match aside.other_sizes.filter(|_| options.also.is_none() && options.batch_dims.is_empty()) {
+        Some(sizes) => settle(&traced, &read(&ImportOptions { sizes, ..options.clone() })?.graph).ok(),
+        None => None,
+    };
+    let batched = match (&options.also, settled) {
+        (None, Some(settled)) => settled,
+        (None, None) => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
+        (Some(also), _) => {
             let second = loss_of(read_traced(also, options)?, options).graph;
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
@@ -225,7 +247,7 @@ fn load(
         let by_sample = graph.outputs.iter().all(|o| graph.node(*o).batch_dims != 0);
         loss = if by_sample { LossKind::Mean } else { LossKind::Other };
     }
-    if let Some(batch) = batch {
+    if let Some(batch) = aside.batch {
         graph = rebatch(&graph, batch).map_err(|value| Error::Rebatch { batch, value })?;
     }
     if !all_results && !inference {
@@ -238,7 +260,7 @@ fn load(
     // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
     let graph = rewrite(&graph, &find_values(&graph, &named)?).with_free_pins();
-    let mut warnings: Vec<Warning> = notes.into_iter().map(Warning::Config).collect();
+    let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
     let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
@@ -266,7 +288,7 @@ fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
 }
 
 fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, Error> {
-    let Read { mut graph, arguments, mut results, notes, mut batch } = graph_of(file, bytes, options)?;
+    let Read { mut graph, arguments, mut results, mut aside } = graph_of(file, bytes, options)?;
     if options.ignore_shardings {
         graph.pins.clear();
     }
@@ -280,19 +302,19 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
     if said && options.params.is_empty() && options.inputs.is_empty() {
-        attach(&mut graph, attached, &mut batch)?;
-        return Ok(Traced { graph, arguments: values, results, notes, batch });
+        attach(&mut graph, attached, &mut aside.batch)?;
+        return Ok(Traced { graph, arguments: values, results, aside });
     }
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
     if !chosen && step::recognise(&graph, &values, &results).is_some() {
         // The step itself says what it trains.
-        return Ok(Traced { graph, arguments: values, results, notes, batch });
+        return Ok(Traced { graph, arguments: values, results, aside });
     }
     let trained = arguments::trained(&arguments, &options.params, &options.inputs)
         .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
     let mut graph = arguments::with_parameters(&graph, &arguments, &trained);
-    attach(&mut graph, attached, &mut batch)?;
-    Ok(Traced { graph, arguments: values, results, notes, batch })
+    attach(&mut graph, attached, &mut aside.batch)?;
+    Ok(Traced { graph, arguments: values, results, aside })
 }
 
 /// Attaches a loss where one is asked for. Of a batch of one sample it could not be told which sizes of what is attached are
@@ -422,8 +444,7 @@ struct Read {
     graph: Graph,
     arguments: Vec<Argument>,
     results: Vec<Option<String>>,
-    notes: Vec<huggingface::Note>,
-    batch: Option<u64>,
+    aside: Aside,
 }
 
 /// The batch that graphs are made with: one of one sample could not be told from other sizes of one.
@@ -447,13 +468,13 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
             let (graph, results) = (imported.graph, imported.results);
-            Ok(Read { graph, arguments, results, notes: Vec::new(), batch: None })
+            Ok(Read { graph, arguments, results, aside: Aside::default() })
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
             let arguments = leaves(&graph);
             let results = vec![None; graph.outputs.len()];
-            Ok(Read { graph, arguments, results, notes: Vec::new(), batch: None })
+            Ok(Read { graph, arguments, results, aside: Aside::default() })
         }
         Format::HuggingFaceConfig => {
             let how = ConfigOptions {
@@ -465,9 +486,11 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
             };
             let imported =
                 huggingface::import(text, &how).map_err(|error| Error::Config { file, error: Box::new(error) })?;
-            let (graph, notes) = (imported.graph, imported.notes);
+            let notes = imported.notes.into_iter().map(Warning::Config).collect();
+            let graph = imported.graph;
             let (arguments, results) = (leaves(&graph), vec![None; graph.outputs.len()]);
-            Ok(Read { graph, arguments, results, notes, batch: Some(options.batch.unwrap_or(1)) })
+            let aside = Aside { notes, batch: Some(options.batch.unwrap_or(1)), ..Aside::default() };
+            Ok(Read { graph, arguments, results, aside })
         }
         Format::PlanJson => Err(Error::OtherArtefact {
             file,
@@ -477,11 +500,31 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
         Format::ClusterToml => {
             Err(Error::OtherArtefact { file, found: "a cluster", advice: "give it with --cluster, and a model here" })
         }
-        Format::Onnx => unsupported("an ONNX model"),
+        Format::Onnx => {
+            let how = onnx::Options { sizes: options.sizes.clone() };
+            let imported = onnx::import(bytes, &how).map_err(|error| Error::Onnx { file, error: Box::new(error) })?;
+            let arguments = imported.arguments.into_iter();
+            let arguments = arguments.map(|a| Argument { name: Some(a.name), ty: a.ty, value: a.value }).collect();
+            let results = imported.results.into_iter().map(Some).collect();
+            let aside = Aside { buffers: imported.buffers, ..open_sizes(&imported.sizes, &options.sizes) };
+            Ok(Read { graph: imported.graph, arguments, results, aside })
+        }
         Format::TorchExport => unsupported("a zip archive, such as torch.export writes (.pt2)"),
         Format::MlirBytecode => unsupported("MLIR bytecode"),
         Format::Unknown => Err(Error::UnknownFormat { file }),
     }
+}
+
+/// What is to be known of sizes that a file leaves open: what they were taken to be, and those of a batch twice as large.
+fn open_sizes(sizes: &[onnx::Size], said: &[(String, u64)]) -> Aside {
+    let guessed = sizes.iter().filter(|size| !size.said).map(|size| format!("{}={}", size.name, size.value));
+    let guessed: Vec<String> = guessed.collect();
+    let batch = sizes.iter().filter(|size| size.is_batch);
+    let twice: Vec<(String, u64)> = batch.map(|size| (size.name.clone(), size.value.saturating_mul(2))).collect();
+    let others = said.iter().filter(|(name, _)| !twice.iter().any(|(batch, _)| batch == name)).cloned();
+    let other_sizes = (!twice.is_empty()).then(|| others.chain(twice.iter().cloned()).collect());
+    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().collect();
+    Aside { notes, other_sizes, ..Aside::default() }
 }
 
 /// The leaves of a graph in order, which are its arguments.

@@ -45,6 +45,9 @@ pub struct ModelOptions {
     /// Tokens that an expert of a config's model takes, as a multiple of an even share [default: 1.25]
     #[arg(long, value_name = "X")]
     capacity_factor: Option<f64>,
+    /// Value of a size that the file leaves open, such as batch or sequence_length
+    #[arg(long, value_parser = size, value_name = "NAME=N")]
+    size: Vec<(String, u64)>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -58,6 +61,12 @@ enum Precision {
 fn learning_rate(text: &str) -> Result<f64, &'static str> {
     let rate: f64 = text.parse().map_err(|_| "expected a number")?;
     if rate.is_finite() && rate >= 0.0 { Ok(rate) } else { Err("expected a finite number, 0 or more") }
+}
+
+fn size(text: &str) -> Result<(String, u64), &'static str> {
+    let (name, value) = text.rsplit_once('=').ok_or("expected NAME=N")?;
+    let value = value.parse().map_err(|_| "N must be a whole number")?;
+    Ok((name.to_string(), value))
 }
 
 fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
@@ -86,6 +95,7 @@ impl ModelOptions {
             sequence: self.seq,
             batch: None,
             capacity_factor: self.capacity_factor,
+            sizes: self.size.clone(),
         }
     }
 }

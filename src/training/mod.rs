@@ -2,6 +2,7 @@
 
 mod bounds;
 mod data;
+mod onnx_weights;
 
 pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};
@@ -84,7 +85,7 @@ pub fn scalars(learning_rate: f64, step: u64) -> BTreeMap<String, f64> {
 /// The weights to start from, by name.
 pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, HostTensor>, Error> {
     match &training.weights {
-        Some(file) => weights_of(plan, file, &read_safetensors(file)?),
+        Some(file) => weights_of(plan, file, &read_weights(file)?),
         None => {
             let graph = without_composites(&plan.graph);
             let users = graph.users();
@@ -95,6 +96,12 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
             Ok(graph.parameters().map(value).collect())
         }
     }
+}
+
+/// All tensors of a file of weights: `.safetensors`, or an ONNX model that holds them.
+fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
+    let is_onnx = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
+    if is_onnx { onnx_weights::read(file) } else { Ok(read_safetensors(file)?) }
 }
 
 /// The parameters among the tensors of a file, in the parameters' types. `transformer.wte.weight` may be called `wte.weight`.

@@ -2,4 +2,5 @@
 
 pub mod huggingface;
 pub mod json;
+pub mod onnx;
 pub mod stablehlo;

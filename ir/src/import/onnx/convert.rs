@@ -1,0 +1,465 @@
+//! From the nodes of a file to a graph: leaves first, then node by node, with functions inlined.
+
+use super::call::{Call, Many};
+use super::known::Known;
+use super::leaves::Uses;
+use super::proto;
+use super::report::{MAX_DEPTH, MAX_NODES, OnnxError, ProblemKind, Reject, Report};
+use super::sizes::{Size, Sizes};
+use super::table::{Lowering, lowering};
+use crate::graph::{Graph, Node, ValueId};
+use crate::literal::Literal;
+use crate::op::{Input, Op, ShapeError};
+use crate::simplify::without_dead_nodes;
+use crate::types::TensorType;
+use prost::Message;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// What a file does not say of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Values of sizes that the file leaves open.
+    pub sizes: Vec<(String, u64)>,
+}
+
+/// A leaf of the graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Argument {
+    pub name: String,
+    pub ty: TensorType,
+    pub value: ValueId,
+}
+
+/// A file as a graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Imported {
+    pub graph: Graph,
+    /// Inputs first, then what the file holds.
+    pub arguments: Vec<Argument>,
+    /// What the file calls the outputs.
+    pub results: Vec<String>,
+    /// Inputs of the graph that the file holds: they have no batch, and are not trained.
+    pub buffers: Vec<String>,
+    /// Sizes that the file leaves open.
+    pub sizes: Vec<Size>,
+}
+
+/// The graph while it is being made.
+pub(super) struct Builder<'m> {
+    pub graph: Graph,
+    pub known: Known,
+    pub buffers: Vec<String>,
+    /// Leaves of each name.
+    pub leaf_names: HashMap<String, u32>,
+    functions: BTreeMap<(&'m str, &'m str, &'m str), &'m proto::Function>,
+    report: Report,
+    nodes: u64,
+    depth: usize,
+}
+
+/// Names that are seen in one graph, body or function.
+pub(super) struct Scope<'s, 'm> {
+    /// `None` for what could not be made, which was reported.
+    values: HashMap<&'m str, Option<ValueId>>,
+    /// Inputs of the function that the call leaves out.
+    absent: Vec<&'m str>,
+    /// What a body is in.
+    outer: Option<&'s Scope<'s, 'm>>,
+    opsets: &'m [proto::OperatorSet],
+    /// Attributes of the function that is being inlined.
+    attributes: Option<&'s BTreeMap<&'m str, &'m proto::Attribute>>,
+    /// The name of the call that is being inlined.
+    path: Option<&'s str>,
+}
+
+impl<'s, 'm> Scope<'s, 'm> {
+    /// A body inside this scope.
+    pub fn body(&'s self) -> Scope<'s, 'm> {
+        let Scope { opsets, attributes, path, .. } = *self;
+        Scope { values: HashMap::new(), absent: Vec::new(), outer: Some(self), opsets, attributes, path }
+    }
+
+    pub fn define(&mut self, name: &'m str, value: Option<ValueId>) -> Result<(), OnnxError> {
+        match self.values.insert(name, value) {
+            Some(_) => Err(OnnxError::Redefined { name: name.to_string() }),
+            None => Ok(()),
+        }
+    }
+
+    /// The value of a name; `Some(None)` where it could not be made.
+    pub fn get(&self, name: &str) -> Option<Option<ValueId>> {
+        let mut scope = Some(self);
+        while let Some(here) = scope {
+            if let Some(&value) = here.values.get(name) {
+                return Some(value);
+            }
+            scope = here.outer;
+        }
+        None
+    }
+
+    /// Whether the name is that of an input which the function was called without.
+    fn is_absent(&self, name: &str) -> bool {
+        self.absent.contains(&name) || self.outer.is_some_and(|outer| outer.is_absent(name))
+    }
+
+    /// An attribute of a node here; one that stands for an attribute of the function's call is that one.
+    pub fn resolved(&self, attribute: &'m proto::Attribute) -> Option<&'m proto::Attribute> {
+        match attribute.ref_attr_name.as_str() {
+            "" => Some(attribute),
+            name => self.attributes?.get(name).copied(),
+        }
+    }
+
+    fn opset(&self, domain: &str) -> Option<i64> {
+        let same = |o: &&proto::OperatorSet| standard(&o.domain) == standard(domain);
+        self.opsets.iter().find(same).map(|o| o.version)
+    }
+}
+
+/// The domain with the standard's own spelled in one way.
+fn standard(domain: &str) -> &str {
+    if domain == "ai.onnx" { "" } else { domain }
+}
+
+/// Reads a file.
+pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
+    let model = proto::Model::decode(bytes)?;
+    let graph = model.graph.as_ref().ok_or(OnnxError::NoGraph)?;
+    if graph.output.is_empty() {
+        return Err(OnnxError::NoOutputs);
+    }
+    let version = model.opset_import.iter().find(|o| standard(&o.domain).is_empty()).map(|o| o.version);
+    if let Some(version) = version.filter(|&v| v < 7) {
+        return Err(OnnxError::Opset { version });
+    }
+    if version.is_none() && graph.node.iter().any(|n| standard(&n.domain).is_empty()) {
+        return Err(OnnxError::NoOpset);
+    }
+    let functions = model.functions.iter();
+    let functions = functions.map(|f| ((standard(&f.domain), f.name.as_str(), f.overload.as_str()), f)).collect();
+    let mut builder = Builder {
+        graph: Graph::new(graph.name.clone()),
+        known: Known::default(),
+        buffers: Vec::new(),
+        leaf_names: HashMap::new(),
+        functions,
+        report: Report::default(),
+        nodes: 0,
+        depth: 0,
+    };
+    builder.find_unsupported(graph);
+    let opsets = &model.opset_import;
+    let mut scope =
+        Scope { values: HashMap::new(), absent: Vec::new(), outer: None, opsets, attributes: None, path: None };
+    let mut sizes = Sizes::new(&options.sizes);
+    let held: BTreeSet<&str> = graph.initializer.iter().map(|t| t.name.as_str()).collect();
+    let uses =
+        Uses::of(graph, if graph.metadata_props.is_empty() { &model.metadata_props } else { &graph.metadata_props });
+    for input in graph.input.iter().filter(|input| !held.contains(input.name.as_str())) {
+        let ty = sizes.type_of(input)?;
+        builder.leaf_names.insert(input.name.clone(), 1);
+        let fail = |_| OnnxError::InputShape { name: input.name.clone() };
+        let value = builder.leaf(Op::Input(Input { name: input.name.clone(), ty })).map_err(fail)?;
+        scope.define(&input.name, Some(value))?;
+    }
+    for tensor in graph.initializer.iter().filter(|t| uses.has(&t.name)) {
+        builder.initializer(tensor, &uses, &mut scope)?;
+    }
+    builder.unsupported_sparse(graph);
+    builder.run(&graph.node, &mut scope)?;
+    let mut outputs = Vec::with_capacity(graph.output.len());
+    for output in &graph.output {
+        match scope.get(&output.name) {
+            None => return Err(OnnxError::Output { name: output.name.clone() }),
+            Some(value) => outputs.extend(value),
+        }
+    }
+    if let Some(error) = std::mem::take(&mut builder.report).into_error() {
+        return Err(error);
+    }
+    builder.graph.outputs = outputs;
+    let graph_of = without_dead_nodes(&builder.graph);
+    let arguments = arguments(&graph_of);
+    let results = graph.output.iter().map(|o| o.name.clone()).collect();
+    Ok(Imported { graph: graph_of, arguments, results, buffers: builder.buffers, sizes: sizes.finish()? })
+}
+
+fn arguments(graph: &Graph) -> Vec<Argument> {
+    let argument = |v: ValueId| {
+        let name = match &graph.node(v).op {
+            Op::Input(leaf) => leaf.name.clone(),
+            Op::Parameter(leaf) => leaf.name.clone(),
+            _ => return None,
+        };
+        Some(Argument { name, ty: graph.ty(v).clone(), value: v })
+    };
+    graph.values().filter_map(argument).collect()
+}
+
+impl<'m> Builder<'m> {
+    /// Ops of the file that are unknown, all of them, whatever else is wrong.
+    fn find_unsupported(&mut self, graph: &'m proto::Graph) {
+        let mut bodies: Vec<&'m [proto::Node]> = vec![&graph.node];
+        let mut seen = BTreeSet::new();
+        while let Some(nodes) = bodies.pop() {
+            for node in nodes {
+                if let Some(function) = self.function(node) {
+                    if seen.insert((standard(&function.domain), function.name.as_str(), function.overload.as_str())) {
+                        bodies.push(&function.node);
+                    }
+                } else if lowering(standard(&node.domain), &node.op_type).is_none() {
+                    self.report.unsupported(op_name(node), node_name(node));
+                }
+                bodies.extend(node.attribute.iter().filter_map(|a| a.g.as_ref()).map(|g| g.node.as_slice()));
+            }
+        }
+    }
+
+    fn unsupported_sparse(&mut self, graph: &'m proto::Graph) {
+        for tensor in &graph.sparse_initializer {
+            let name = tensor.values.as_ref().map(|t| t.name.clone()).unwrap_or_default();
+            self.report.unsupported("sparse initializer".into(), name);
+        }
+    }
+
+    fn function(&self, node: &'m proto::Node) -> Option<&'m proto::Function> {
+        self.functions.get(&(standard(&node.domain), node.op_type.as_str(), node.overload.as_str())).copied()
+    }
+
+    pub fn leaf(&mut self, op: Op) -> Result<ValueId, ShapeError> {
+        self.graph.push(op, &[])
+    }
+
+    /// Converts nodes in order. What goes wrong with one is reported, and what depends on it left out.
+    pub fn run(&mut self, nodes: &'m [proto::Node], scope: &mut Scope<'_, 'm>) -> Result<(), OnnxError> {
+        for node in nodes {
+            self.nodes += 1;
+            if self.nodes > MAX_NODES || self.graph.len() as u64 > MAX_NODES {
+                return Err(OnnxError::TooManyNodes);
+            }
+            let first = self.graph.len();
+            let results = match self.results(node, scope) {
+                Ok(results) => results.into_iter().map(Some).collect(),
+                Err(reject) => {
+                    self.tell(node, reject)?;
+                    vec![None; node.output.len()]
+                }
+            };
+            self.name_nodes(first, node, scope);
+            for (name, value) in node.output.iter().zip(results).filter(|(name, _)| !name.is_empty()) {
+                let value = value.map(|v| self.folded(v));
+                if let Err(OnnxError::Redefined { name }) = scope.define(name, value) {
+                    self.report.problem(node_name(node), op_name(node), ProblemKind::Redefined { name });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, node: &proto::Node, reject: Reject) -> Result<(), OnnxError> {
+        match reject {
+            Reject::Unsupported("") | Reject::Silent => {}
+            Reject::Unsupported(what) => {
+                self.report.unsupported(format!("{} ({what})", op_name(node)), node_name(node));
+            }
+            Reject::Invalid(kind) => self.report.problem(node_name(node), op_name(node), kind),
+            Reject::Stop(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    fn results(&mut self, node: &'m proto::Node, scope: &Scope<'_, 'm>) -> Many {
+        let mut operands = Vec::with_capacity(node.input.len());
+        for name in &node.input {
+            operands.push(match name.as_str() {
+                "" => None,
+                name => match scope.get(name) {
+                    Some(Some(value)) => Some(value),
+                    Some(None) => return Err(Reject::Silent),
+                    None if scope.is_absent(name) => None,
+                    None => return Err(ProblemKind::Undefined { name: name.to_string() }.into()),
+                },
+            });
+        }
+        let results = if let Some(function) = self.function(node) {
+            self.inline(node, function, &operands, scope)?
+        } else {
+            let domain = standard(&node.domain);
+            // It was reported before the first node.
+            let Some(lowering) = lowering(domain, &node.op_type) else { return Err(Reject::Silent) };
+            let opset = scope.opset(domain).unwrap_or(1);
+            let mut call = Call { builder: self, node, scope, operands, opset };
+            match lowering {
+                Lowering::One(lower) => vec![lower(&mut call)?],
+                Lowering::Many(lower) => lower(&mut call)?,
+            }
+        };
+        let wanted = node.output.iter().rposition(|name| !name.is_empty()).map_or(0, |last| last + 1);
+        if results.len() < wanted {
+            return Err(ProblemKind::Results { found: results.len(), wanted }.into());
+        }
+        Ok(results)
+    }
+
+    fn inline(
+        &mut self,
+        node: &'m proto::Node,
+        function: &'m proto::Function,
+        operands: &[Option<ValueId>],
+        scope: &Scope<'_, 'm>,
+    ) -> Many {
+        self.enter(node)?;
+        let defaults = function.attribute.iter().map(|a| (a.name.as_str(), a));
+        let given = node.attribute.iter().filter_map(|a| Some((a.name.as_str(), scope.resolved(a)?)));
+        let attributes: BTreeMap<&str, &proto::Attribute> = defaults.chain(given).collect();
+        let path = path_of(node, scope);
+        let mut inner = Scope {
+            values: HashMap::new(),
+            absent: Vec::new(),
+            outer: None,
+            opsets: &function.opset_import,
+            attributes: Some(&attributes),
+            path: Some(&path),
+        };
+        for (i, name) in function.input.iter().enumerate() {
+            match operands.get(i).copied().flatten() {
+                Some(value) => inner.define(name, Some(value))?,
+                None => inner.absent.push(name),
+            }
+        }
+        self.run(&function.node, &mut inner)?;
+        self.depth -= 1;
+        let result = |name: &String| match inner.get(name) {
+            Some(Some(value)) => Ok(value),
+            Some(None) => Err(Reject::Silent),
+            None => Err(ProblemKind::Undefined { name: name.clone() }.into()),
+        };
+        function.output.iter().map(result).collect()
+    }
+
+    /// Converts a body whose inputs are given, and gives its outputs.
+    pub fn run_body(
+        &mut self,
+        node: &'m proto::Node,
+        body: &'m proto::Graph,
+        inputs: &[ValueId],
+        scope: &Scope<'_, 'm>,
+    ) -> Many {
+        if body.input.len() != inputs.len() {
+            return Err(ProblemKind::Subgraph { found: body.input.len(), wanted: inputs.len() }.into());
+        }
+        self.enter(node)?;
+        self.unsupported_sparse(body);
+        let mut inner = scope.body();
+        for (input, &value) in body.input.iter().zip(inputs) {
+            inner.define(&input.name, Some(value))?;
+        }
+        let uses = Uses::of(body, &[]);
+        for tensor in body.initializer.iter().filter(|t| uses.has(&t.name)) {
+            self.initializer(tensor, &uses, &mut inner)?;
+        }
+        self.run(&body.node, &mut inner)?;
+        self.depth -= 1;
+        let result = |output: &proto::ValueInfo| match inner.get(&output.name) {
+            Some(Some(value)) => Ok(value),
+            Some(None) => Err(Reject::Silent),
+            None => Err(ProblemKind::Undefined { name: output.name.clone() }.into()),
+        };
+        body.output.iter().map(result).collect()
+    }
+
+    fn enter(&mut self, node: &proto::Node) -> Result<(), OnnxError> {
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return Err(OnnxError::TooDeep { node: node_name(node), function: op_name(node) });
+        }
+        Ok(())
+    }
+
+    /// Scalars and tensors of one value that follow from constants become constants: counts and scales are computed from sizes
+    /// by many nodes.
+    fn folded(&mut self, value: ValueId) -> ValueId {
+        const MOST: u64 = 64;
+        let node = self.graph.node(value);
+        if matches!(node.op, Op::Constant(_)) || node.ty.elements() > MOST {
+            return value;
+        }
+        let Some(tensor) = self.known.elements(&self.graph, value) else { return value };
+        let first = tensor.data.first().copied();
+        if first.is_none_or(|first| tensor.data.iter().any(|x| x.to_bits() != first.to_bits())) {
+            return value;
+        }
+        self.graph.constant(Literal::dense(tensor.ty.clone(), tensor.data.clone()))
+    }
+
+    /// Gives the nodes from `first` on the name of the node that they come from.
+    fn name_nodes(&mut self, first: usize, node: &'m proto::Node, scope: &Scope<'_, 'm>) {
+        if self.graph.nodes[first..].iter().all(|n| !n.name.is_empty()) {
+            return;
+        }
+        let mut name = path_of(node, scope);
+        let plain = name == node_name(node) && scope.path.is_none();
+        if plain && let Some(module) = node.input.iter().find_map(|input| self.module_of(scope.get(input)??)) {
+            name = module;
+        }
+        let unnamed = |n: &&mut Node| n.name.is_empty() && !n.op.is_leaf();
+        self.graph.nodes[first..].iter_mut().filter(unnamed).for_each(|n| n.name.clone_from(&name));
+    }
+
+    /// `transformer.h.0.ln_1` of the parameter `transformer.h.0.ln_1.weight`.
+    fn module_of(&self, value: ValueId) -> Option<String> {
+        match &self.graph.node(value).op {
+            Op::Parameter(p) => p.name.rsplit_once('.').map(|(module, _)| module.to_string()),
+            _ => None,
+        }
+    }
+}
+
+/// The module that a node belongs to, as far as the file says; else the node's own name.
+fn path_of(node: &proto::Node, scope: &Scope<'_, '_>) -> String {
+    // A list as Python prints it, from the whole model to the node itself: ['', 'h', 'h.0', 'h.0.ln', 'layer_norm'].
+    if let Some(scopes) = node.metadata_props.iter().find(|p| p.key == "pkg.torch.onnx.name_scopes") {
+        let parts: Vec<&str> = scopes.value.split('\'').skip(1).step_by(2).collect();
+        if let [.., module, _] = parts.as_slice()
+            && !module.is_empty()
+        {
+            return module.to_string();
+        }
+    }
+    if let Some(path) = scope.path {
+        return path.to_string();
+    }
+    // The older exporter writes /h/h.0/ln/LayerNormalization.
+    match node.name.strip_prefix('/').and_then(|path| path.rsplit_once('/')) {
+        Some((modules, _)) => module_path(modules),
+        None => node_name(node),
+    }
+}
+
+/// `h.0.ln` of `h/h.0/ln`: items of a list repeat the list's name.
+fn module_path(modules: &str) -> String {
+    let mut path = String::new();
+    for part in modules.split('/') {
+        let last = path.rsplit('.').next().unwrap_or_default();
+        let item = part.strip_prefix(last).and_then(|rest| rest.strip_prefix('.'));
+        match item.filter(|_| !last.is_empty()) {
+            Some(item) => path = format!("{path}.{item}"),
+            None if path.is_empty() => path = part.to_string(),
+            None => path = format!("{path}.{part}"),
+        }
+    }
+    path
+}
+
+pub(super) fn node_name(node: &proto::Node) -> String {
+    let output = || node.output.iter().find(|name| !name.is_empty()).cloned().unwrap_or_default();
+    if node.name.is_empty() { output() } else { node.name.clone() }
+}
+
+fn op_name(node: &proto::Node) -> String {
+    match standard(&node.domain) {
+        "" => node.op_type.clone(),
+        domain => format!("{domain}.{}", node.op_type),
+    }
+}

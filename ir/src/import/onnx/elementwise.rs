@@ -1,0 +1,255 @@
+//! Functions of elements at the same place, broadcast.
+
+use super::call::{Call, One, attribute};
+use super::report::Reject;
+use super::tensor::dtype_of;
+use crate::array::{self, Built};
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Binary, Direction, Op, Unary};
+
+pub fn unary(c: &mut Call, op: Unary) -> One {
+    let x = c.x(0)?;
+    Ok(array::unary(c.g(), op, x)?)
+}
+
+pub fn binary(c: &mut Call, op: Binary) -> One {
+    let (a, b) = (c.x(0)?, c.x(1)?);
+    Ok(array::binary(c.g(), op, a, b)?)
+}
+
+pub fn compare(c: &mut Call, direction: Direction) -> One {
+    let (a, b) = (c.x(0)?, c.x(1)?);
+    Ok(array::compare(c.g(), direction, a, b)?)
+}
+
+/// One operand after the other.
+pub fn fold(c: &mut Call, op: Binary) -> One {
+    let operands = c.all()?;
+    let mut result = c.x(0)?;
+    for &operand in &operands[1..] {
+        result = array::binary(c.g(), op, result, operand)?;
+    }
+    Ok(result)
+}
+
+pub fn mean(c: &mut Call) -> One {
+    let total = fold(c, Binary::Add)?;
+    let count = c.operands.len() as f64;
+    Ok(array::with_number(c.g(), Binary::Divide, total, count)?)
+}
+
+pub fn select(c: &mut Call) -> One {
+    let (p, a, b) = (c.x(0)?, c.x(1)?, c.x(2)?);
+    Ok(array::select(c.g(), p, a, b)?)
+}
+
+/// The result has the type of the base. Squares, cubes and roots are written as such.
+pub fn power(c: &mut Call) -> One {
+    let (x, y) = (c.x(0)?, c.x(1)?);
+    let dtype = c.dtype(x);
+    let exponent = c.known(1).filter(|t| t.ty.elements() == 1 && t.ty.rank() <= c.rank(x)).map(|t| t.data[0]);
+    let g = c.g();
+    let square = |g: &mut Graph| array::binary(g, Binary::Multiply, x, x);
+    Ok(match exponent {
+        Some(1.0) => x,
+        Some(2.0) => square(g)?,
+        Some(3.0) => {
+            let square = square(g)?;
+            array::binary(g, Binary::Multiply, square, x)?
+        }
+        Some(0.5) if dtype.is_float() => array::unary(g, Unary::Sqrt, x)?,
+        _ if !dtype.is_float() && g.ty(y).dtype.is_float() => {
+            let wide = array::convert(g, x, DType::F64)?;
+            let y = array::convert(g, y, DType::F64)?;
+            let power = array::binary(g, Binary::Power, wide, y)?;
+            array::convert(g, power, dtype)?
+        }
+        _ => {
+            let y = array::convert(g, y, dtype)?;
+            array::binary(g, Binary::Power, x, y)?
+        }
+    })
+}
+
+/// With `fmod` the sign of the result is that of the dividend, as in C; else that of the divisor, as in Python.
+pub fn modulo(c: &mut Call) -> One {
+    let fmod = c.flag("fmod", false)?;
+    let (a, b) = (c.x(0)?, c.x(1)?);
+    let signed = !c.dtype(a).is_unsigned_integer();
+    let g = c.g();
+    let (a, b) = array::broadcast(g, a, b)?;
+    let rest = array::binary(g, Binary::Remainder, a, b)?;
+    if fmod || !signed {
+        return Ok(rest);
+    }
+    let zero = array::full_like(g, rest, 0.0)?;
+    let some = array::compare(g, Direction::Ne, rest, zero)?;
+    let negative = array::compare(g, Direction::Lt, rest, zero)?;
+    let divisor_negative = array::compare(g, Direction::Lt, b, zero)?;
+    let signs = array::binary(g, Binary::Xor, negative, divisor_negative)?;
+    let wrong = array::binary(g, Binary::And, some, signs)?;
+    let moved = array::binary(g, Binary::Add, rest, b)?;
+    Ok(array::select(g, wrong, moved, rest)?)
+}
+
+pub fn bit_shift(c: &mut Call) -> One {
+    match c.text("direction", "")? {
+        "LEFT" => binary(c, Binary::ShiftLeft),
+        "RIGHT" => {
+            let x = c.x(0)?;
+            let signed = c.dtype(x).is_signed_integer();
+            binary(c, if signed { Binary::ShiftRightArithmetic } else { Binary::ShiftRightLogical })
+        }
+        _ => Err(attribute("direction")),
+    }
+}
+
+pub fn cast(c: &mut Call) -> One {
+    let to = c.int_opt("to")?.and_then(|to| i32::try_from(to).ok()).ok_or(attribute("to"))?;
+    let dtype = dtype_of(to)?;
+    cast_to(c, dtype)
+}
+
+pub fn cast_like(c: &mut Call) -> One {
+    let like = c.x(1)?;
+    let dtype = c.dtype(like);
+    cast_to(c, dtype)
+}
+
+/// What is beyond the greatest number of an eight-bit float becomes that, unless `saturate` is off.
+fn cast_to(c: &mut Call, dtype: DType) -> One {
+    let saturate = c.flag("saturate", true)?;
+    let x = c.x(0)?;
+    let narrow = dtype.float_format().filter(|f| f.width() == 8 && f.exponent_bits < 8);
+    let g = c.g();
+    match narrow.filter(|_| saturate && g.ty(x).dtype.is_float()) {
+        Some(format) => {
+            let most = format.greatest();
+            let inside = array::clamp(g, x, Some(-most), Some(most))?;
+            Ok(array::convert(g, inside, dtype)?)
+        }
+        None => Ok(array::convert(g, x, dtype)?),
+    }
+}
+
+pub fn is_nan(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    Ok(array::compare(c.g(), Direction::Ne, x, x)?)
+}
+
+pub fn is_inf(c: &mut Call) -> One {
+    let (positive, negative) = (c.flag("detect_positive", true)?, c.flag("detect_negative", true)?);
+    let x = c.x(0)?;
+    let g = c.g();
+    let value = if positive && negative { array::unary(g, Unary::Abs, x)? } else { x };
+    let limit = match (positive, negative) {
+        (true, _) => f64::INFINITY,
+        (false, true) => f64::NEG_INFINITY,
+        (false, false) => {
+            let shape = g.shape(x).to_vec();
+            return Ok(array::full(g, &shape, 0.0, DType::Bool)?);
+        }
+    };
+    let limit = array::full_like(g, x, limit)?;
+    Ok(array::compare(g, Direction::Eq, value, limit)?)
+}
+
+pub fn reciprocal(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let one = array::full_like(g, x, 1.0)?;
+    Ok(g.push(Op::Binary(Binary::Divide), &[one, x])?)
+}
+
+/// `sqrt(1 - x^2)`.
+fn other_side(g: &mut Graph, x: ValueId) -> Built {
+    let one = array::full_like(g, x, 1.0)?;
+    let square = array::binary(g, Binary::Multiply, x, x)?;
+    let rest = array::binary(g, Binary::Subtract, one, square)?;
+    array::unary(g, Unary::Sqrt, rest)
+}
+
+pub fn acos(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let side = other_side(g, x)?;
+    Ok(array::binary(g, Binary::Atan2, side, x)?)
+}
+
+pub fn asin(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let side = other_side(g, x)?;
+    Ok(array::binary(g, Binary::Atan2, x, side)?)
+}
+
+pub fn atan(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    Ok(array::with_number(c.g(), Binary::Atan2, x, 1.0)?)
+}
+
+/// `log(x + sqrt(x^2 - 1))`.
+pub fn acosh(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let square = array::binary(g, Binary::Multiply, x, x)?;
+    let less = array::with_number(g, Binary::Subtract, square, 1.0)?;
+    let root = array::unary(g, Unary::Sqrt, less)?;
+    let both = array::binary(g, Binary::Add, x, root)?;
+    Ok(array::unary(g, Unary::Log, both)?)
+}
+
+/// `sign(x) log(1 + |x| + x^2 / (1 + sqrt(x^2 + 1)))`, which loses no digits near zero.
+pub fn asinh(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let size = array::unary(g, Unary::Abs, x)?;
+    let square = array::binary(g, Binary::Multiply, x, x)?;
+    let more = array::with_number(g, Binary::Add, square, 1.0)?;
+    let root = array::unary(g, Unary::Sqrt, more)?;
+    let divisor = array::with_number(g, Binary::Add, root, 1.0)?;
+    let part = array::binary(g, Binary::Divide, square, divisor)?;
+    let sum = array::binary(g, Binary::Add, size, part)?;
+    let log = array::unary(g, Unary::LogPlusOne, sum)?;
+    let sign = array::unary(g, Unary::Sign, x)?;
+    Ok(array::binary(g, Binary::Multiply, sign, log)?)
+}
+
+/// `(log(1 + x) - log(1 - x)) / 2`.
+pub fn atanh(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    half_difference(c, x, Unary::LogPlusOne)
+}
+
+pub fn sinh(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    half_difference(c, x, Unary::ExponentialMinusOne)
+}
+
+/// `(f(x) - f(-x)) / 2`.
+fn half_difference(c: &mut Call, x: ValueId, f: Unary) -> One {
+    let g = c.g();
+    let above = array::unary(g, f, x)?;
+    let negative = array::unary(g, Unary::Negate, x)?;
+    let below = array::unary(g, f, negative)?;
+    let difference = array::binary(g, Binary::Subtract, above, below)?;
+    Ok(array::with_number(g, Binary::Multiply, difference, 0.5)?)
+}
+
+pub fn cosh(c: &mut Call) -> One {
+    let x = c.x(0)?;
+    let g = c.g();
+    let above = array::unary(g, Unary::Exponential, x)?;
+    let negative = array::unary(g, Unary::Negate, x)?;
+    let below = array::unary(g, Unary::Exponential, negative)?;
+    let sum = array::binary(g, Binary::Add, above, below)?;
+    Ok(array::with_number(g, Binary::Multiply, sum, 0.5)?)
+}
+
+/// The element type of this name of the standard's enumeration, given as an attribute.
+pub fn dtype_attribute(c: &Call, name: &'static str) -> Result<Option<DType>, Reject> {
+    let Some(number) = c.int_opt(name)? else { return Ok(None) };
+    let number = i32::try_from(number).map_err(|_| attribute(name))?;
+    Ok(if number == 0 { None } else { Some(dtype_of(number)?) })
+}

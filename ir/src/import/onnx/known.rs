@@ -1,0 +1,76 @@
+//! Values that follow from constants and sizes alone (the shapes that a graph computes, the turns of its loops), known while
+//! the graph is being made.
+//!
+//! Their nodes are in the graph like all others; the elements are computed when first asked for, by the ops' own reference
+//! semantics, rounded to the element type.
+
+use crate::graph::{Graph, ValueId};
+use crate::op::{Op, Operator};
+use crate::tensor::Tensor;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Larger tensors are not evaluated: no shape and no condition is one.
+pub const MOST_ELEMENTS: u64 = 1 << 16;
+
+/// Work for one node, and for all of a model, in element operations.
+const MOST_WORK: u64 = 1 << 22;
+const MOST_TOTAL_WORK: u64 = 1 << 30;
+
+#[derive(Default)]
+pub struct Known {
+    /// For each node so far, whether it is small and follows from constants.
+    follows: Vec<bool>,
+    values: HashMap<ValueId, Rc<Tensor>>,
+    work: u64,
+}
+
+impl Known {
+    /// Whether the elements of a value follow from constants.
+    pub fn follows(&mut self, graph: &Graph, value: ValueId) -> bool {
+        for v in self.follows.len()..=value.index() {
+            let node = &graph.nodes[v];
+            let small = node.ty.elements() <= MOST_ELEMENTS;
+            let follows = small && !node.op.is_leaf() && node.operands.iter().all(|o| self.follows[o.index()]);
+            self.follows.push(follows);
+        }
+        self.follows[value.index()]
+    }
+
+    /// The elements of a value, where they follow from constants.
+    pub fn elements(&mut self, graph: &Graph, value: ValueId) -> Option<Rc<Tensor>> {
+        if !self.follows(graph, value) {
+            return None;
+        }
+        // Chains of counters can be as long as loops, hence a stack instead of recursion.
+        let mut stack = vec![value];
+        while let Some(&last) = stack.last() {
+            if self.values.contains_key(&last) {
+                stack.pop();
+                continue;
+            }
+            let node = graph.node(last);
+            let before = stack.len();
+            stack.extend(node.operands.iter().filter(|o| !self.values.contains_key(o)).copied());
+            if stack.len() > before {
+                continue;
+            }
+            let operands: Vec<Rc<Tensor>> = node.operands.iter().map(|o| self.values[o].clone()).collect();
+            let work = operands.iter().map(|o| o.ty.elements()).sum::<u64>() + node.ty.elements() + graph.flop(last);
+            self.work = self.work.saturating_add(work);
+            if work > MOST_WORK || self.work > MOST_TOTAL_WORK {
+                self.follows[value.index()] = false;
+                return None;
+            }
+            let operands: Vec<&Tensor> = operands.iter().map(|o| &**o).collect();
+            let mut tensor = match &node.op {
+                Op::Constant(literal) => literal.to_tensor(),
+                op => op.eval(&operands, &node.ty),
+            };
+            tensor.data.iter_mut().for_each(|x| *x = node.ty.dtype.round(*x));
+            self.values.insert(last, Rc::new(tensor));
+            stack.pop();
+        }
+        self.values.get(&value).cloned()
+    }
+}

@@ -1,0 +1,176 @@
+//! What can be wrong with a model, and how it is told.
+
+use super::tensor::TensorError;
+use crate::op::ShapeError;
+use std::fmt;
+
+/// Functions and subgraphs may be nested this deep.
+pub const MAX_DEPTH: usize = 64;
+
+/// Nodes of a model once its functions are inlined and its loops unrolled.
+pub const MAX_NODES: u64 = 1_000_000;
+
+/// Why a file gives no graph. The caller puts its name in front.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum OnnxError {
+    #[error("not a complete ONNX file: {0}")]
+    Decode(#[from] prost::DecodeError),
+    #[error("the file has no graph")]
+    NoGraph,
+    #[error("the file does not say which version of the standard's ops it uses")]
+    NoOpset,
+    #[error(
+        "the ops are those of opset {version}; supported are 7 and later. `onnx.version_converter` updates a model"
+    )]
+    Opset { version: i64 },
+    #[error("the graph has no outputs")]
+    NoOutputs,
+    #[error("output '{name}' is made by no node")]
+    Output { name: String },
+    #[error("'{name}' is defined twice")]
+    Redefined { name: String },
+    #[error("input '{name}' is no tensor")]
+    InputKind { name: String },
+    #[error("input '{name}' has no shape")]
+    InputShape { name: String },
+    #[error("input '{name}': {error}")]
+    Input { name: String, error: TensorError },
+    #[error("initializer '{name}': {error}")]
+    Initializer { name: String, error: TensorError },
+    #[error("--size: the model has no size '{name}'; it has {}", if .known.is_empty() { "none that is open".to_string() } else { .known.join(", ") })]
+    UnknownSize { name: String, known: Vec<String> },
+    #[error(
+        "node '{node}': the function {function} calls itself, or calls are nested more than {MAX_DEPTH} levels deep"
+    )]
+    TooDeep { node: String, function: String },
+    #[error("the model has more than {MAX_NODES} nodes once its functions are inlined and its loops unrolled")]
+    TooManyNodes,
+    #[error("{}", list(.unsupported, .problems))]
+    Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
+}
+
+/// An op that the graph cannot express.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsupported {
+    /// `NonZero`, `com.microsoft.Foo`, or with what makes it unsupported: `Loop (whose end depends on data)`.
+    pub name: String,
+    /// How many there are.
+    pub count: u64,
+    /// The first nodes, three at most.
+    pub nodes: Vec<String>,
+}
+
+/// A node that contradicts itself or its operands.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problem {
+    pub node: String,
+    pub op: String,
+    pub kind: ProblemKind,
+}
+
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ProblemKind {
+    #[error("{0}")]
+    Shape(#[from] ShapeError),
+    #[error("{0}")]
+    Tensor(#[from] TensorError),
+    #[error("attribute '{name}' is missing, or not what this op can have")]
+    Attribute { name: &'static str },
+    #[error("operand {index} is missing")]
+    Operand { index: usize },
+    #[error("operand {index} must follow from constants and sizes alone, so that the shapes of the graph are known")]
+    NotConstant { index: usize },
+    #[error("operand {index} has values that this op cannot have")]
+    Value { index: usize },
+    #[error("'{name}' is not defined before this node, which a graph without cycles in topological order has to do")]
+    Undefined { name: String },
+    #[error("'{name}' is defined twice")]
+    Redefined { name: String },
+    #[error("gives {found} results, but {wanted} are named")]
+    Results { found: usize, wanted: usize },
+    #[error("a subgraph takes or gives {found} values where {wanted} are needed")]
+    Subgraph { found: usize, wanted: usize },
+}
+
+/// Why one node cannot be converted.
+pub(super) enum Reject {
+    /// With what is special about it, or an empty string.
+    Unsupported(&'static str),
+    Invalid(ProblemKind),
+    /// What it needs could not be made, which was said already.
+    Silent,
+    /// The whole import ends.
+    Stop(OnnxError),
+}
+
+impl<T: Into<ProblemKind>> From<T> for Reject {
+    fn from(error: T) -> Self {
+        Reject::Invalid(error.into())
+    }
+}
+
+impl From<OnnxError> for Reject {
+    fn from(error: OnnxError) -> Self {
+        Reject::Stop(error)
+    }
+}
+
+/// What went wrong so far, told all at once in the end.
+#[derive(Default)]
+pub(super) struct Report {
+    unsupported: Vec<Unsupported>,
+    problems: Vec<Problem>,
+}
+
+impl Report {
+    pub fn unsupported(&mut self, name: String, node: String) {
+        const PLACES: usize = 3;
+        let at = self.unsupported.iter().position(|u| u.name == name).unwrap_or_else(|| {
+            self.unsupported.push(Unsupported { name, count: 0, nodes: Vec::new() });
+            self.unsupported.len() - 1
+        });
+        let entry = &mut self.unsupported[at];
+        entry.count += 1;
+        if entry.nodes.len() < PLACES {
+            entry.nodes.push(node);
+        }
+    }
+
+    pub fn problem(&mut self, node: String, op: String, kind: ProblemKind) {
+        self.problems.push(Problem { node, op, kind });
+    }
+
+    /// The error that tells all of it, if there is anything.
+    pub fn into_error(self) -> Option<OnnxError> {
+        let Report { unsupported, problems } = self;
+        let quiet = unsupported.is_empty() && problems.is_empty();
+        (!quiet).then_some(OnnxError::Nodes { unsupported, problems })
+    }
+}
+
+/// One line for each problem, of which the first twenty are shown, and for each unsupported op.
+fn list(unsupported: &[Unsupported], problems: &[Problem]) -> String {
+    const SHOWN: usize = 20;
+    let mut lines: Vec<String> = problems.iter().take(SHOWN).map(Problem::to_string).collect();
+    if problems.len() > SHOWN {
+        lines.push(format!("and {} more such problems", problems.len() - SHOWN));
+    }
+    if !unsupported.is_empty() {
+        lines.push("these operations are not supported:".into());
+    }
+    lines.extend(unsupported.iter().map(|entry| format!("  {entry}")));
+    lines.join("\n")
+}
+
+impl fmt::Display for Unsupported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let more = if self.count > self.nodes.len() as u64 { ", ..." } else { "" };
+        write!(f, "{}: {} at {}{more}", self.name, self.count, self.nodes.join(", "))
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "node '{}' ({}): {}", self.node, self.op, self.kind)
+    }
+}
