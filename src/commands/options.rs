@@ -234,7 +234,7 @@ impl PlanOptions {
 /// A plan file, or a model file and what to plan it for.
 #[derive(Args, Clone, Debug)]
 pub struct PlanOrModel {
-    /// A plan (altiplano.plan JSON), or a model (StableHLO text, config.json or altiplano.graph JSON) that is planned first
+    /// A plan (altiplano.plan JSON), or a model (StableHLO text, ONNX, config.json or altiplano.graph JSON) that is planned first
     #[arg(value_name = "PLAN|MODEL")]
     file: PathBuf,
     #[command(flatten)]
@@ -271,7 +271,7 @@ pub struct Start {
     /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// Start from these weights: .safetensors with tensors named as the parameters
+    /// Start from these weights: .safetensors with tensors named as the parameters, or an ONNX model
     #[arg(long, value_name = "FILE", conflicts_with = "init")]
     weights: Option<PathBuf>,
     /// Initialise weights with this seed

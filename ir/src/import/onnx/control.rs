@@ -12,6 +12,7 @@ pub fn branch(c: &mut Call) -> Many {
         _ => return Err(Reject::Unsupported("whose condition depends on data")),
     };
     let body = c.subgraph(if condition { "then_branch" } else { "else_branch" })?;
+    c.builder.find_unsupported(body);
     c.builder.run_body(c.node, body, &[], c.scope)
 }
 

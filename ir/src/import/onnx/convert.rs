@@ -198,8 +198,9 @@ fn arguments(graph: &Graph) -> Vec<Argument> {
 }
 
 impl<'m> Builder<'m> {
-    /// Ops of the file that are unknown, all of them, whatever else is wrong.
-    fn find_unsupported(&mut self, graph: &'m proto::Graph) {
+    /// Ops of a graph that are unknown, all of them, whatever else is wrong. Which branch is taken is not known yet: those are
+    /// looked at when they are.
+    pub fn find_unsupported(&mut self, graph: &'m proto::Graph) {
         let mut bodies: Vec<&'m [proto::Node]> = vec![&graph.node];
         let mut seen = BTreeSet::new();
         while let Some(nodes) = bodies.pop() {
@@ -211,7 +212,9 @@ impl<'m> Builder<'m> {
                 } else if lowering(standard(&node.domain), &node.op_type).is_none() {
                     self.report.unsupported(op_name(node), node_name(node));
                 }
-                bodies.extend(node.attribute.iter().filter_map(|a| a.g.as_ref()).map(|g| g.node.as_slice()));
+                if node.op_type != "If" {
+                    bodies.extend(node.attribute.iter().filter_map(|a| a.g.as_ref()).map(|g| g.node.as_slice()));
+                }
             }
         }
     }
