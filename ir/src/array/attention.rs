@@ -83,6 +83,9 @@ pub fn attention_of_heads(
         rhs_contract: vec![3],
     };
     let scores = g.push(Op::DotGeneral(dot), &[q, k])?;
+    // Narrow floats lose too much of a large score.
+    let narrow = g.ty(scores).dtype.is_float() && g.ty(scores).dtype.bytes() < DType::F32.bytes();
+    let scores = if narrow { g.convert(scores, DType::F32) } else { scores };
     let mut scores = if scale == 1.0 { scores } else { with_number(g, Binary::Multiply, scores, scale)? };
     if causal {
         let seen = causal_mask(g, s, t, 0)?;
@@ -110,6 +113,8 @@ pub fn attention_of_heads(
     }
     let last = g.shape(scores).len() - 1;
     let weights = softmax(g, scores, last)?;
+    let dtype = g.ty(v).dtype;
+    let weights = g.convert(weights, dtype);
     let dot =
         DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 2], lhs_contract: vec![last], rhs_contract: vec![1] };
     let mixed = g.push(Op::DotGeneral(dot), &[weights, v])?;
@@ -127,12 +132,7 @@ fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {
 
 /// Scores that are not seen become the least number of their type: a row of which nothing is seen stays finite.
 fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
-    let least = match g.ty(scores).dtype {
-        DType::F16 => -65504.0,
-        DType::F64 => f64::MIN,
-        DType::BF16 => DType::BF16.round(-3.38e38),
-        _ => f64::from(f32::MIN),
-    };
+    let least = if g.ty(scores).dtype == DType::F64 { f64::MIN } else { f64::from(f32::MIN) };
     let hidden = full_like(g, scores, least)?;
     select(g, seen, scores, hidden)
 }
@@ -148,8 +148,15 @@ pub enum RotaryHalves {
 }
 
 /// Rotary positions (Su et al. 2021): pairs of the last dimension of `x` turned by angles whose cosines and sines broadcast to
-/// `x` (of full width for [`RotaryHalves::Split`], of half width for interleaved pairs).
+/// `x` (of full width for [`RotaryHalves::Split`], of half width for interleaved pairs). Where these have a wider float type, the
+/// turning is done in that.
 pub fn rotary(g: &mut Graph, x: ValueId, cosine: ValueId, sine: ValueId, halves: RotaryHalves) -> Built {
+    let (dtype, wide) = (g.ty(x).dtype, g.ty(cosine).dtype);
+    if dtype.is_float() && wide.is_float() && wide.bytes() > dtype.bytes() && g.ty(sine).dtype == wide {
+        let x = g.convert(x, wide);
+        let turned = rotary(g, x, cosine, sine, halves)?;
+        return Ok(g.convert(turned, dtype));
+    }
     let shape = g.shape(x).to_vec();
     let Some(last) = shape.len().checked_sub(1) else {
         return Err(ShapeError::Attribute("rotary positions need a dimension of pairs"));

@@ -430,7 +430,11 @@ fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id, halves: RotaryH
         Some(x) => x,
         None => b.convert(x, dtype)?,
     };
-    let (cosine, sine) = (b.convert(cosine, dtype)?, b.convert(sine, dtype)?);
+    // Angles stay in the type that they come in, in which the turning is done.
+    let wide = |id: Id| b.ty(id).dtype;
+    if wide(cosine) != wide(sine) || !wide(cosine).is_float() || wide(cosine).bytes() < dtype.bytes() {
+        return None;
+    }
     let result = b.add(Function::Rotary { halves }, &[x, cosine, sine])?;
     (b.ty(result) == b.ty(id)).then_some(result)
 }
@@ -438,7 +442,8 @@ fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id, halves: RotaryH
 /// `x cos + (-x2, x1) sin`.
 pub fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
-    for (along, across) in b.commuted(id, Binary::Add) {
+    let sums = b.unrounded(id).into_iter().flat_map(|whole| b.commuted(whole, Binary::Add));
+    for (along, across) in sums.collect::<Vec<_>>() {
         for (turned, sine) in b.commuted(across, Binary::Multiply) {
             let turned = b.unrounded(turned).into_iter().flat_map(|t| joined(b, t)).collect::<Vec<_>>();
             for (negative, first) in turned {

@@ -180,8 +180,12 @@ pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
         for (op, operands) in elementwise(b, x) {
             let values: Vec<Id> = operands.iter().copied().filter(|&o| b.number(o).is_none()).collect();
             let [value] = values[..] else { continue };
-            // Only where it meets a transpose does it gain anything.
-            if transposes(b, value).is_empty() {
+            // Only where it meets a transpose, or what lets it pass, does it gain anything.
+            let passes = |op: &Op, _: &[Id]| match op {
+                Op::Composite(f) => matches!(f.function, Function::Rotary { .. }).then_some(()),
+                _ => None,
+            };
+            if transposes(b, value).is_empty() && b.find(value, passes).is_empty() {
                 continue;
             }
             let Some(moved) = b.transpose(value, &permutation) else { continue };
