@@ -111,13 +111,14 @@ impl Builder {
         self.egraph.add(Term { op, children: Vec::new() })
     }
 
-    /// A node of the region, or a number from outside it.
-    pub fn original(&mut self, node: &Node, children: &[Id], name: Option<usize>) -> Id {
+    /// A node of the region, or a constant outside it.
+    pub fn original(&mut self, node: &Node, children: &[Id], name: Option<usize>, fact: Option<&Fact>) -> Id {
         let ty = Rc::new(node.ty.clone());
         let id = self.term(&node.op, Data { ty, batch_dims: node.batch_dims, fact: None, name: None }, children);
         let class = self.egraph.find(id);
         let data = &mut self.egraph[class].data;
         data.name = data.name.or(name);
+        data.fact = data.fact.take().or(fact.cloned());
         id
     }
 

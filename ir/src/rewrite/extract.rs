@@ -27,8 +27,17 @@ fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
     }
 }
 
-/// The cheapest term of each class, costs of shared parts counted where they are used: by rounds, until none gets cheaper.
-fn cheapest(builder: &Builder) -> HashMap<Id, (f64, Term)> {
+/// What is taken for a class: a term, its cost with all that it needs, and those classes with the costs of their own terms.
+struct Best {
+    total: f64,
+    term: Term,
+    needs: Vec<(Id, f64)>,
+}
+
+/// The cheapest term of each class by rounds, until none gets cheaper. What is needed twice is paid once, so costs are sums over
+/// sets of classes (a greedy choice: the cheapest set of all is hard to find). A term that needs its own class is no way to
+/// compute it.
+fn cheapest(builder: &Builder) -> HashMap<Id, Best> {
     let egraph = &builder.egraph;
     let mut ids: Vec<Id> = egraph.classes().map(|c| c.id).collect();
     ids.sort_unstable();
@@ -40,28 +49,64 @@ fn cheapest(builder: &Builder) -> HashMap<Id, (f64, Term)> {
             own.insert(term, builder.meaning(term).map_or(0.0, |op| cost(&op, &types, &builder.ty(id))));
         }
     }
-    let mut best: HashMap<Id, (f64, Term)> = HashMap::new();
-    loop {
+    let mut best: HashMap<Id, Best> = HashMap::new();
+    for _ in 0..MAX_ROUNDS {
         let mut changed = false;
         for &id in &ids {
             for term in &egraph[id].nodes {
-                let children: Option<f64> =
-                    term.children.iter().map(|&c| best.get(&egraph.find(c)).map(|(cost, _)| *cost)).sum();
-                let Some(total) = children.map(|c| c + own[term]) else { continue };
+                let children: Vec<Id> = term.children.iter().map(|&c| egraph.find(c)).collect();
+                if !children.iter().all(|c| best.contains_key(c)) {
+                    continue;
+                }
+                let mut needs = vec![(id, own[term])];
+                for child in &children {
+                    needs = union(&needs, &best[child].needs);
+                }
+                // A class that is needed for itself would be there with another term's cost.
+                if children.iter().any(|c| best[c].needs.binary_search_by_key(&id, |n| n.0).is_ok()) {
+                    continue;
+                }
+                let total: f64 = needs.iter().map(|n| n.1).sum();
                 let better = match best.get(&id) {
                     None => true,
-                    Some((known, old)) => total < known * (1.0 - 1e-12) || total == *known && term < old,
+                    Some(known) => total < known.total * (1.0 - 1e-9),
                 };
                 if better {
-                    best.insert(id, (total, term.clone()));
+                    best.insert(id, Best { total, term: term.clone(), needs });
                     changed = true;
                 }
             }
         }
         if !changed {
-            return best;
+            break;
         }
     }
+    best
+}
+
+/// Rounds of choosing, at most: what was chosen so far can always be taken.
+const MAX_ROUNDS: usize = 40;
+
+/// Both sets, which are in order.
+fn union(a: &[(Id, f64)], b: &[(Id, f64)]) -> Vec<(Id, f64)> {
+    let mut all = Vec::with_capacity(a.len() + b.len());
+    let (mut i, mut j) = (0, 0);
+    while i < a.len() && j < b.len() {
+        match a[i].0.cmp(&b[j].0) {
+            std::cmp::Ordering::Less => {
+                all.push(a[i]);
+                i += 1;
+            }
+            order => {
+                all.push(b[j]);
+                j += 1;
+                i += usize::from(order.is_eq());
+            }
+        }
+    }
+    all.extend_from_slice(&a[i..]);
+    all.extend_from_slice(&b[j..]);
+    all
 }
 
 pub fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
@@ -78,7 +123,7 @@ pub fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
 /// Writes a class after its children. The stack is explicit: chains may be long.
 fn visit(
     builder: &Builder,
-    best: &HashMap<Id, (f64, Term)>,
+    best: &HashMap<Id, Best>,
     root: Id,
     nodes: &mut Vec<New>,
     done: &mut BTreeMap<Id, Child>,
@@ -90,7 +135,7 @@ fn visit(
             stack.pop();
             continue;
         }
-        let term = &best[&id].1;
+        let term = &best[&id].term;
         let children: Vec<Id> = term.children.iter().map(|&c| builder.egraph.find(c)).collect();
         let open: Vec<Id> = children.iter().copied().filter(|c| !done.contains_key(c)).collect();
         if !open.is_empty() {

@@ -14,6 +14,9 @@ use std::fmt::Write;
 /// The most nodes of a region; longer runs are cut where little crosses.
 const MAX_NODES: usize = 800;
 
+/// Matmuls that a value outlives when it serves more than a block.
+const LONG_SPAN: usize = 16;
+
 /// Nodes that are rewritten together, and their surroundings.
 pub struct Region {
     /// In order; each computes something from a leaf of the graph.
@@ -52,13 +55,22 @@ pub enum Child {
 pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> Vec<Region> {
     let work: Vec<ValueId> = graph.values().filter(|&v| !facts.is_constant(v) && !graph.node(v).op.is_leaf()).collect();
     let users = graph.users();
-    // A value that is made here and used after place `i` crosses it.
-    let mut crossing = vec![0i64; work.len() + 1];
     let place = |v: ValueId| work.partition_point(|w| *w < v);
+    let contractions: Vec<usize> = work
+        .iter()
+        .scan(0, |before, &v| {
+            *before += usize::from(graph.node(v).op.is_contraction());
+            Some(*before)
+        })
+        .collect();
+    // A value that is made here and used after place `i` crosses it. What serves the whole model (a mask, positions, an
+    // encoder's results) crosses everywhere and says nothing of where a block ends.
+    let mut crossing = vec![0i64; work.len() + 1];
     for (i, &v) in work.iter().enumerate() {
         let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i);
         let last = if graph.outputs.contains(&v) { work.len() } else { last };
-        if last > i {
+        let spans = contractions.get(last).or(contractions.last()).map_or(0, |c| c - contractions[i]);
+        if last > i && spans <= LONG_SPAN {
             crossing[i] += 1;
             crossing[last] -= 1;
         }
@@ -69,13 +81,6 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
         *c = now;
     }
     // A value that passes a matmul by is no part of what is made of it: a residual stream, say.
-    let contractions: Vec<usize> = work
-        .iter()
-        .scan(0, |before, &v| {
-            *before += usize::from(graph.node(v).op.is_contraction());
-            Some(*before)
-        })
-        .collect();
     let mut cuts = vec![0];
     for (i, v) in work.iter().enumerate() {
         let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i).min(work.len() - 1);
@@ -96,19 +101,26 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
         }
         at += 1;
     }
-    let region = |window: &[usize]| Region::new(graph, &users, work[window[0]..window[1]].to_vec(), &kept);
+    let region = |window: &[usize]| Region::new(graph, facts, &users, work[window[0]..window[1]].to_vec(), &kept);
     cuts.windows(2).filter(|w| w[0] < w[1]).map(region).collect()
 }
 
 impl Region {
-    fn new(graph: &Graph, users: &[Vec<ValueId>], nodes: Vec<ValueId>, kept: &impl Fn(ValueId) -> bool) -> Region {
+    fn new(
+        graph: &Graph,
+        facts: &Facts,
+        users: &[Vec<ValueId>],
+        nodes: Vec<ValueId>,
+        kept: &impl Fn(ValueId) -> bool,
+    ) -> Region {
         let inside: BTreeSet<ValueId> = nodes.iter().copied().collect();
         let kept: Vec<ValueId> = nodes.iter().copied().filter(|&v| kept(v)).collect();
         let mut leaves: Vec<ValueId> = Vec::new();
         for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
-            let opaque = !inside.contains(&o) || kept.contains(&o);
-            if opaque && !is_number(graph, o) && !leaves.contains(&o) {
-                leaves.push(o);
+            let outside = !inside.contains(&o);
+            let source = if outside { source(graph, facts, o) } else { o };
+            if (outside || kept.contains(&o)) && !is_number(graph, source) && !leaves.contains(&source) {
+                leaves.push(source);
             }
         }
         let used = |v: &ValueId| users[v.index()].iter().any(|u| !inside.contains(u)) || graph.outputs.contains(v);
@@ -129,16 +141,45 @@ impl Region {
         for &v in &self.nodes {
             let node = graph.node(v);
             let _ = write!(text, "{:?} {} {}(", node.op, node.ty, node.batch_dims);
-            for o in &node.operands {
-                let _ = match (self.leaves.iter().position(|l| l == o), self.nodes.binary_search(o)) {
-                    (Some(i), _) => write!(text, "l{i},"),
-                    (None, Ok(i)) => write!(text, "{i},"),
-                    (None, Err(_)) => write!(text, "{:?},", graph.node(*o).op),
-                };
+            for &o in &node.operands {
+                self.write_operand(graph, facts, o, &mut text);
             }
             text.push(if self.outputs.contains(&v) { '!' } else { ')' });
         }
         text
+    }
+
+    fn write_operand(&self, graph: &Graph, facts: &Facts, o: ValueId, text: &mut String) {
+        let _ = match (self.leaves.iter().position(|l| *l == o), self.nodes.binary_search(&o)) {
+            (Some(i), _) => write!(text, "l{i},"),
+            (None, Ok(i)) => write!(text, "{i},"),
+            (None, Err(_)) => {
+                let node = graph.node(o);
+                node.operands.iter().for_each(|&inner| self.write_operand(graph, facts, inner, text));
+                write!(text, "{:?} {} {:?},", node.op, node.batch_dims, facts.of(o))
+            }
+        };
+    }
+
+    /// The class of an operand, which is a leaf, a node before, or a constant outside that is no leaf.
+    fn operand(
+        &self,
+        graph: &Graph,
+        facts: &Facts,
+        builder: &mut Builder,
+        (leaves, ids): (&[egg::Id], &[egg::Id]),
+        o: ValueId,
+    ) -> egg::Id {
+        match (self.leaves.iter().position(|l| *l == o), self.nodes.binary_search(&o)) {
+            (Some(leaf), _) => leaves[leaf],
+            (None, Ok(at)) => ids[at],
+            (None, Err(_)) => {
+                let node = graph.node(o);
+                let operands: Vec<egg::Id> =
+                    node.operands.iter().map(|&i| self.operand(graph, facts, builder, (leaves, ids), i)).collect();
+                builder.original(node, &operands, None, facts.of(o))
+            }
+        }
     }
 
     pub fn rewrite(&self, graph: &Graph, facts: &Facts) -> Rewritten {
@@ -152,15 +193,9 @@ impl Region {
         let mut ids: Vec<egg::Id> = Vec::with_capacity(self.nodes.len());
         for (i, &v) in self.nodes.iter().enumerate() {
             let node = graph.node(v);
-            let operand = |o: &ValueId, builder: &mut Builder| match self.leaves.iter().position(|l| l == o) {
-                Some(leaf) => leaves[leaf],
-                None => match self.nodes.binary_search(o) {
-                    Ok(at) => ids[at],
-                    Err(_) => builder.original(graph.node(*o), &[], None),
-                },
-            };
-            let operands: Vec<egg::Id> = node.operands.iter().map(|o| operand(o, &mut builder)).collect();
-            ids.push(builder.original(node, &operands, Some(i)));
+            let operands: Vec<egg::Id> =
+                node.operands.iter().map(|&o| self.operand(graph, facts, &mut builder, (&leaves, &ids), o)).collect();
+            ids.push(builder.original(node, &operands, Some(i), None));
         }
         saturate(&mut builder, self.nodes.len());
         let outputs: Vec<egg::Id> =
@@ -169,6 +204,14 @@ impl Region {
         debug_assert!(self.kept.iter().all(|v| self.outputs.contains(v)));
         extract(&builder, &outputs)
     }
+}
+
+/// What a constant from outside only repeats or reshapes: rules may want it as it was.
+fn source(graph: &Graph, facts: &Facts, mut v: ValueId) -> ValueId {
+    while facts.is_constant(v) && matches!(graph.node(v).op, Op::BroadcastInDim(_) | Op::Reshape(_)) {
+        v = graph.node(v).operands[0];
+    }
+    v
 }
 
 /// A constant of one number is written anew wherever it is used.

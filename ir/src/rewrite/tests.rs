@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::interpret::run;
 use crate::op::tests::numbers::Rng;
-use crate::op::{Binary, Function, Input, Op, Unary};
+use crate::op::{Binary, Direction, Function, Input, Op, Unary};
 use crate::simplify::simplify;
 use crate::tensor::Tensor;
 use crate::types::TensorType;
@@ -80,6 +80,24 @@ const EXAMPLES: &[Example] = &[
         let wide = w.g.broadcast(halved, &[b, c], &[0, 1]);
         let more = w.g.broadcast(wide, &[a, b, c], &[1, 2]);
         w.unary(Unary::Sine, more)
+    },
+    // Heads that are folded into the batch and transposed there, and a transpose of what is repeated.
+    |w| {
+        let (b, h, g, s, d) = (w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[b, h, s, d]);
+        let each = w.g.broadcast(x, &[b, h, g, s, d], &[0, 1, 3, 4]);
+        let folded = array::reshape(&mut w.g, each, &[b * h * g, s, d])?;
+        let turned = array::permute(&mut w.g, folded, &[0, 2, 1])?;
+        array::reshape(&mut w.g, turned, &[b, h * g, d, s])
+    },
+    // A guard against what a softmax is not.
+    |w| {
+        let (m, n) = (w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[m, n]);
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let nan = array::compare(&mut w.g, Direction::Ne, p, p)?;
+        let zero = array::full_like(&mut w.g, p, 0.0)?;
+        array::select(&mut w.g, nan, zero, p)
     },
     // Conversions that cancel.
     |w| {
@@ -294,7 +312,7 @@ fn builder_of(graph: &Graph) -> (Builder, Vec<ValueId>) {
             builder.leaf(leaf)
         } else {
             let children: Vec<Id> = node.operands.iter().map(|o| ids[o.index()]).collect();
-            builder.original(node, &children, Some(v.index()))
+            builder.original(node, &children, Some(v.index()), facts.of(v))
         };
         ids.push(id);
     }

@@ -19,6 +19,8 @@ pub struct Rule {
 pub const RULES: &[Rule] = &[
     Rule { name: "transpose of transpose", apply: structure::transpose_of_transpose },
     Rule { name: "transpose of nothing but ones", apply: structure::transpose_of_ones },
+    Rule { name: "transpose of merged dimensions", apply: structure::transpose_of_merged },
+    Rule { name: "transpose of broadcast", apply: structure::transpose_of_broadcast },
     Rule { name: "reshape of reshape", apply: structure::reshape_of_reshape },
     Rule { name: "broadcast that repeats nothing", apply: structure::broadcast_of_ones },
     Rule { name: "broadcast of broadcast", apply: structure::broadcast_of_broadcast },
@@ -39,6 +41,7 @@ pub const RULES: &[Rule] = &[
     Rule { name: "rms norm", apply: normalisation::rms_norm },
     Rule { name: "softmax", apply: softmax::softmax },
     Rule { name: "log softmax", apply: softmax::log_softmax },
+    Rule { name: "guarded softmax", apply: softmax::guarded },
     Rule { name: "cross entropy", apply: softmax::cross_entropy },
     Rule { name: "rotary positions", apply: attention::rotary },
     Rule { name: "rotary positions by halves", apply: attention::rotary_of_halves },

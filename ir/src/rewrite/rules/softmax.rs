@@ -1,7 +1,7 @@
 //! Softmax, its logarithm, and the loss that takes one element of that.
 
 use super::super::egraph::Builder;
-use crate::op::{Binary, Function, Op, Reducer, Unary};
+use crate::op::{Binary, Direction, Function, Op, Reducer, Unary};
 use egg::Id;
 
 /// What is exponentiated, and the same without a number for each row subtracted: that cancels.
@@ -170,6 +170,25 @@ pub fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
                 let loss = b.add(Function::CrossEntropy { dim }, &[values, labels]);
                 found.extend(loss.and_then(|loss| b.reshape(loss, &shape)));
             }
+        }
+    }
+    found
+}
+
+/// A softmax is a number everywhere: what stands in for it where it is not is never taken.
+pub fn guarded(b: &mut Builder, id: Id) -> Vec<Id> {
+    let selects = b.find(id, |op, c| matches!(op, Op::Select(_)).then(|| (c[0], c[2])));
+    let is_softmax =
+        |b: &Builder, p: Id| !of_function(b, p, |f| matches!(f, Function::Softmax { .. }).then_some(())).is_empty();
+    let mut found = Vec::new();
+    for (guard, p) in selects {
+        let unequal = b.find(guard, |op, c| match op {
+            Op::Compare(compare) if compare.direction == Direction::Ne => Some((c[0], c[1])),
+            _ => None,
+        });
+        let never = unequal.into_iter().any(|(x, y)| b.same(x, p) && b.same(y, p));
+        if never && b.unrounded(p).into_iter().any(|p| is_softmax(b, p)) {
+            found.push(p);
         }
     }
     found

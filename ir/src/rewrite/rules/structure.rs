@@ -35,6 +35,64 @@ pub fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
+/// A transpose of merged dimensions is one of the dimensions that were merged.
+pub fn transpose_of_merged(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for y in reshapes(b, id).into_iter().chain([id]) {
+        for (merged, permutation) in transposes(b, y) {
+            for x in reshapes(b, merged) {
+                let Some(groups) = merges(&b.shape(x), &b.shape(merged)) else { continue };
+                let order: Vec<usize> = permutation.iter().flat_map(|&d| groups[d].clone()).collect();
+                let moved = b.transpose(x, &order);
+                found.extend(moved.and_then(|moved| b.reshape(moved, &shape)));
+            }
+        }
+    }
+    found
+}
+
+/// For each dimension of `to` the consecutive dimensions of `from` that it merges; dimensions of one element stay with the next.
+fn merges(from: &[u64], to: &[u64]) -> Option<Vec<std::ops::Range<usize>>> {
+    let mut groups = Vec::with_capacity(to.len());
+    let mut at = 0;
+    for (i, &size) in to.iter().enumerate() {
+        let start = at;
+        let mut product = 1;
+        while product < size && at < from.len() {
+            product *= from[at];
+            at += 1;
+        }
+        if product != size {
+            return None;
+        }
+        if i + 1 == to.len() {
+            while at < from.len() && from[at] == 1 {
+                at += 1;
+            }
+        }
+        groups.push(start..at);
+    }
+    (at == from.len()).then_some(groups)
+}
+
+/// Transposed repetitions repeat what is transposed.
+pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for (x, permutation) in transposes(b, id) {
+        for (y, dims) in broadcasts(b, x) {
+            let to: Vec<usize> = dims.iter().filter_map(|d| permutation.iter().position(|p| p == d)).collect();
+            let mut order: Vec<usize> = (0..to.len()).collect();
+            order.sort_by_key(|&i| to[i]);
+            let sorted: Vec<usize> = order.iter().map(|&i| to[i]).collect();
+            let moved = b.transpose(y, &order);
+            found.extend(moved.and_then(|moved| b.broadcast(moved, &shape, &sorted)));
+        }
+    }
+    found
+}
+
 /// Dimensions of one element go anywhere without moving anything.
 pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
