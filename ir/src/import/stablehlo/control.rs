@@ -25,6 +25,10 @@ impl<'t, 'a> Converter<'t, 'a> {
                 None => return Err(Reject::Unsupported("whose number of turns is not known before it runs")),
             }
             carried = self.region(operation, body, carried, operands.len(), scope)?;
+            // A loop with a mistake in it may never end, and one turn has shown the mistake.
+            if self.is_refused() {
+                return Ok(carried);
+            }
         }
     }
 

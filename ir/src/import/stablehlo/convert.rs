@@ -412,6 +412,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.placeholders.get(&value).is_some_and(|placeholder| placeholder.opaque)
     }
 
+    /// Whether the text has a mistake, so that nothing will come of it but a list of mistakes.
+    pub fn is_refused(&self) -> bool {
+        !self.problems.is_empty()
+    }
+
     /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
     fn report(&mut self, operation: &Operation, kind: ProblemKind) {
         let problem = Problem { place: operation.place, op: full_name(operation), kind };

@@ -664,6 +664,11 @@ these operations are not supported:
         error.ends_with("the module has more than 1000 operations once its calls and loops are unrolled"),
         "{error}"
     );
+    // Where a turn is wrong it is not taken again.
+    let wrong =
+        endless.replace("} do {", "} do {\n%1 = stablehlo.add %y, %t : (tensor<f32>, tensor<i1>) -> tensor<f32>");
+    let error = import_limited(&wrong, 1000).unwrap_err().to_string();
+    assert_eq!(error, "7:1: stablehlo.add: operands have element types f32 and bool, which must be equal");
     let short = endless
         .replace("%y = %x", "%y = %x, %z = %x")
         .replace(": tensor<f32>\n        cond", ": tensor<f32>, tensor<f32>\n        cond")
