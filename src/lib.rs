@@ -53,6 +53,7 @@ pub fn request(model: &Model, cluster: Cluster) -> Request {
     let mut request = Request::new(model.name.clone(), model.graph.clone(), model.loss, cluster);
     request.stop_gradients = model.stop_gradients.clone();
     request.schedule = model.inference.then_some(Schedule::Forward);
+    request.reduction = model.reduction;
     if let Some(fitted) = model.optimizer {
         request.optimizer = fitted.optimizer;
     }

@@ -5,12 +5,14 @@ use crate::arguments::{self, Argument};
 use crate::error::{Error, Names};
 use crate::loss::{self, Attached};
 use crate::precision::with_precision;
+use crate::units::smaller;
 use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, onnx, stablehlo};
 use altiplano_ir::op::Op;
+use altiplano_ir::reduce::{Goal, Reduction, reduce};
 use altiplano_ir::rewrite::rewrite;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::step::{self, Fitted, TrainingStep};
@@ -45,6 +47,8 @@ pub struct ImportOptions {
     pub capacity_factor: Option<f64>,
     /// Values of sizes that a file leaves open, by name.
     pub sizes: Vec<(String, u64)>,
+    /// Take a twin of the model that is this small.
+    pub reduce: Option<Goal>,
 }
 
 impl ImportOptions {
@@ -71,6 +75,8 @@ pub struct Model {
     pub optimizer: Option<Fitted>,
     /// The gradients of a whole training step as it computes them itself.
     pub given: Option<GivenStep>,
+    /// What the model is smaller by than the one in the file.
+    pub reduction: Option<Reduction>,
     /// What the reader should know of the import.
     pub warnings: Vec<Warning>,
 }
@@ -103,12 +109,20 @@ pub enum Warning {
     Config(huggingface::Note),
     #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
     OpenSizes(Vec<String>),
+    #[error("reduced: {}", smaller(.0))]
+    Reduced(Reduction),
 }
 
 impl Warning {
     /// Something to know, and nothing odd.
     pub fn is_note(&self) -> bool {
-        matches!(self, Warning::TrainingStep { optimizer: Some(_), .. } | Warning::Config(_) | Warning::OpenSizes(_))
+        matches!(
+            self,
+            Warning::TrainingStep { optimizer: Some(_), .. }
+                | Warning::Config(_)
+                | Warning::OpenSizes(_)
+                | Warning::Reduced(_)
+        )
     }
 }
 
@@ -253,31 +267,45 @@ fn load(
     if !all_results && !inference {
         graph.outputs.truncate(1);
     }
-    if let Some(precision) = options.precision {
+    // Rounding is not what a twin is for, and hides mistakes.
+    if let Some(precision) = options.precision.or(options.reduce.map(|_| DType::F32)) {
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
     let graph = simplify(&graph);
     // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
-    let graph = rewrite(&graph, &find_values(&graph, &named)?).with_free_pins();
+    let mut graph = rewrite(&graph, &find_values(&graph, &named)?).with_free_pins();
+    let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
+    let mut reduction = None;
+    if let Some(goal) = &options.reduce {
+        let reduced = reduce(&graph, goal);
+        stop_gradients = stop_gradients.into_iter().filter_map(|v| reduced.map[v.index()]).collect();
+        stop_gradients.sort();
+        stop_gradients.dedup();
+        graph = reduced.graph;
+        reduction = Some(reduced.reduction);
+    }
     let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
     let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
-    let given = step.map(|(_, given)| given);
+    // The step's own gradients are those of the whole model.
+    let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
     warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
     warnings.extend((results > 1 && !all_results && !inference).then_some(Warning::OtherResults(results)));
+    warnings.extend(reduction.map(Warning::Reduced));
     warnings.extend(doubt.clone().map(Warning::Batch));
     warnings.extend((loss == LossKind::Other && doubt.is_none() && !inference).then_some(Warning::LossKind));
     Ok(Model {
         name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
-        stop_gradients: find_values(&graph, &options.stop_gradients)?,
+        stop_gradients,
         graph,
         inference,
         loss,
         doubt,
         optimizer,
         given,
+        reduction,
         warnings,
     })
 }

@@ -1,5 +1,7 @@
 //! Quantities as people read them: three significant digits and a unit.
 
+use altiplano_ir::reduce::Reduction;
+
 /// `1.23 ms`.
 pub fn seconds(value: f64) -> String {
     match value {
@@ -30,6 +32,16 @@ pub fn count(value: u64) -> String {
         v if v < 1_000_000 => format!("{} k", digits(v as f64 / 1e3)),
         v if v < 1_000_000_000 => format!("{} M", digits(v as f64 / 1e6)),
         v => format!("{} G", digits(v as f64 / 1e9)),
+    }
+}
+
+/// `2 of 16 layers, 1.24 G -> 3.10 M parameters`.
+pub fn smaller(reduction: &Reduction) -> String {
+    let (parameters, all) = reduction.parameters;
+    let parameters = format!("{} -> {} parameters", count(all), count(parameters));
+    match reduction.layers {
+        (_, 0) => parameters,
+        (layers, all) => format!("{layers} of {all} layers, {parameters}"),
     }
 }
 
@@ -74,6 +86,8 @@ mod tests {
         assert_eq!(percent(0.4567), "45.7 %");
         assert_eq!(digits(0.0), "0.00");
         assert_eq!(digits(-0.0), "0.00");
+        let reduction = Reduction { layers: (2, 16), parameters: (3_100_000, 1_240_000_000) };
+        assert_eq!(smaller(&reduction), "2 of 16 layers, 1.24 G -> 3.10 M parameters");
         assert_eq!(plural(1, "stage"), "1 stage");
         assert_eq!(plural(2, "microbatch"), "2 microbatches");
     }

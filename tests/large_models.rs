@@ -79,3 +79,27 @@ fn gpt2_small_trains_at_its_real_size() {
     assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
     assert!(output.stdout.contains("peak memory"), "{}", output.stdout);
 }
+
+/// The twin of every model computes on four devices what it computes on one.
+#[test]
+fn every_model_has_a_twin_that_computes() {
+    let Some(folder) = shared_models() else { return };
+    let mut twins = 0;
+    for entry in std::fs::read_dir(folder).expect("the folder").flatten() {
+        let path = entry.path();
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if !name.ends_with(".mlir") {
+            continue;
+        }
+        let model = path.display().to_string();
+        let mut arguments = vec!["verify", &model, "--reduce", "--cluster", "local:4"];
+        if name.contains("unnamed") {
+            arguments.extend(["--params", "0-53"]);
+        }
+        let output = altiplano(&arguments);
+        assert_eq!(output.code, Some(0), "{arguments:?}\n{}{}", output.stdout, output.stderr);
+        assert!(output.stderr.contains("note: reduced: "), "{}", output.stderr);
+        twins += 1;
+    }
+    assert!(twins > 0);
+}

@@ -23,6 +23,8 @@ pub mod op;
 pub mod optimizer;
 pub mod plan;
 pub mod program;
+pub mod reduce;
+pub mod repetition;
 pub mod reshard;
 pub mod rewrite;
 pub mod rule;

@@ -9,6 +9,7 @@ use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
+use crate::reduce::Reduction;
 use crate::rule::Strategy;
 use crate::sharding::Sharding;
 use serde::{Deserialize, Serialize};
@@ -181,6 +182,9 @@ pub struct Plan {
     /// Values through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop_gradients: Vec<ValueId>,
+    /// Of a small twin, what it is smaller by than the model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reduction: Option<Reduction>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.

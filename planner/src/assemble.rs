@@ -47,6 +47,7 @@ pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> R
         optimizer: request.optimizer,
         loss: request.loss,
         stop_gradients: request.stop_gradients.clone(),
+        reduction: request.reduction,
         predicted: Predicted::default(),
         alternatives: Vec::new(),
         layers: found.candidates.layered.starts.clone(),

@@ -5,6 +5,7 @@
 //! least data crosses, as in the clustering program of the Alpa paper (section 5.2, equation 6).
 
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::repetition::{Repetition, longest, numbered};
 
 /// The most layers that planning distinguishes; longer models have several blocks in a layer.
 pub const MAX_LAYERS: usize = 64;
@@ -20,8 +21,8 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
             format!("{:?} {:?} {}", node.op, graph.operand_types(ValueId(i as u32)), node.ty)
         })
         .collect();
-    let cuts = match repetition(&signature) {
-        Some((first, period, count)) if count >= 2 => {
+    let cuts = match longest(&numbered(&signature), |_| true) {
+        Some(Repetition { first, period, count }) => {
             // Where each repetition begins, and where the last one ends.
             let boundaries = (0..=count).map(|r| first + r * period);
             let mut cuts: Vec<usize> = boundaries
@@ -106,37 +107,6 @@ fn best_cut(crossing: &[u64], from: usize, to: usize) -> usize {
     (from + 1..=to).filter(|&i| crossing[i] > 0).min_by_key(|&i| (crossing[i], i)).unwrap_or(from)
 }
 
-/// The longest repetition in a sequence: (start, period, count), longest coverage first, then the shortest period.
-fn repetition(signature: &[String]) -> Option<(usize, usize, usize)> {
-    let n = signature.len();
-    // Equal strings get equal small numbers.
-    let mut names: Vec<&String> = signature.iter().collect();
-    names.sort();
-    names.dedup();
-    let ids: Vec<usize> = signature.iter().map(|s| names.binary_search(&s).unwrap_or(0)).collect();
-    let mut best: Option<(usize, usize, usize)> = None;
-    for period in 1..=n / 2 {
-        let mut run = 0;
-        for i in 0..=n - period {
-            if i + period < n && ids[i] == ids[i + period] {
-                run += 1;
-                continue;
-            }
-            let count = run / period + 1;
-            let covered = |&(_, p, c): &(usize, usize, usize)| p * c;
-            if run >= period && best.as_ref().is_none_or(|b| period * count > covered(b)) {
-                best = Some((i - run, period, count));
-            }
-            run = 0;
-        }
-        // A period that covers everything cannot be beaten by a longer one.
-        if best.is_some_and(|(_, p, c)| p * c + p > n) {
-            break;
-        }
-    }
-    best
-}
-
 /// At most `layers` runs of about equal work, cut where least crosses: dynamic programming over positions, each run
 /// at most 1.5 times its share of the work.
 fn balanced(graph: &Graph, crossing: &[u64], layers: usize) -> Vec<usize> {
@@ -182,19 +152,4 @@ fn balanced(graph: &Graph, crossing: &[u64], layers: usize) -> Vec<usize> {
     }
     cuts.reverse();
     cuts
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn finds_the_period() {
-        let word = |s: &str| s.chars().map(|c| c.to_string()).collect::<Vec<_>>();
-        assert_eq!(repetition(&word("abcabcabcx")), Some((0, 3, 3)));
-        assert_eq!(repetition(&word("xaaaa")), Some((1, 1, 4)));
-        assert_eq!(repetition(&word("eaabaabaabh")), Some((1, 3, 3)));
-        assert_eq!(repetition(&word("abcdef")), None);
-        assert_eq!(repetition(&word("a")), None);
-    }
 }

@@ -6,6 +6,7 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Schedule;
+use altiplano_ir::reduce::Reduction;
 
 /// A planning problem. What is `None` is searched.
 #[derive(Clone, Debug)]
@@ -16,6 +17,8 @@ pub struct Request {
     pub graph: Graph,
     pub loss: LossKind,
     pub stop_gradients: Vec<ValueId>,
+    /// What the graph is smaller by than the model that the user has, for the reader.
+    pub reduction: Option<Reduction>,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
     pub global_batch: Option<u64>,
@@ -44,6 +47,7 @@ impl Request {
             graph,
             loss,
             stop_gradients: Vec::new(),
+            reduction: None,
             cluster,
             global_batch: None,
             microbatch: None,

@@ -15,6 +15,7 @@ use altiplano_ir::op::{
     Scatter, Slice, Threefry, ThreefryWord, Unary, WindowDim,
 };
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::reduce::{Goal, reduce};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::{PlanFailure, Request, Silent, plan, programs};
@@ -225,8 +226,11 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
 }
 
 /// Plans the graph of `steps` with fixed degrees, or where `dp` is zero as the search likes, and compares.
-fn check(steps: &[(u8, u8, u8)], (dp, tp, pp): (u32, u32, u32), zero: u8, recompute: bool) {
-    let graph = graph(steps);
+fn check(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32), zero: u8, recompute: bool) {
+    check_graph(&graph(steps), degrees, zero, recompute);
+}
+
+fn check_graph(graph: &Graph, (dp, tp, pp): (u32, u32, u32), zero: u8, recompute: bool) {
     let cluster = preset(&format!("local:{}", if dp > 0 { dp * tp * pp } else { 4 })).expect("a known preset");
     let mut request = Request::new("random", graph.clone(), LossKind::Other, cluster);
     request.baselines = false;
@@ -239,7 +243,7 @@ fn check(steps: &[(u8, u8, u8)], (dp, tp, pp): (u32, u32, u32), zero: u8, recomp
         Ok(plan) => {
             assert!(plan.verify().is_empty(), "{:?}", plan.verify());
             let programs = programs(&plan).expect("programs");
-            assert_computes_the_same(&plan, &programs, &graph, 12.0);
+            assert_computes_the_same(&plan, &programs, graph, 12.0);
         }
         // A short graph has few layers.
         Err(PlanFailure::TooFewLayers { .. } | PlanFailure::NoCombination) if pp > 1 => {}
@@ -257,6 +261,28 @@ proptest! {
         recompute in any::<bool>(),
     ) {
         check(&steps, degrees, zero, recompute);
+    }
+}
+
+/// A twin is a graph like any other, whatever it was made of: it verifies, and its plan computes what it does.
+fn check_twin(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32)) {
+    let whole = graph(steps);
+    let twin = reduce(&whole, &Goal { parameters: 1, flop: 1, batch: 1 });
+    assert!(twin.graph.verify().is_empty(), "{:?}", twin.graph.verify());
+    let elements = |g: &Graph| g.nodes.iter().map(|n| n.ty.elements()).max();
+    assert!(elements(&twin.graph) <= elements(&whole));
+    assert_eq!(twin.map[whole.outputs[0].index()], Some(twin.graph.outputs[0]));
+    check_graph(&twin.graph, degrees, 1, false);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
+    #[test]
+    fn twins_of_random_graphs(
+        steps in prop::collection::vec((0u8..18, 0u8..6, 0u8..6), 2..12),
+        degrees in prop::sample::select(vec![(2u32, 1u32, 1u32), (1, 2, 1), (1, 1, 2), (0, 0, 0)]),
+    ) {
+        check_twin(&steps, degrees);
     }
 }
 

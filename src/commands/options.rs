@@ -5,6 +5,7 @@ use crate::progress::Bar;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::ir::reduce::Goal;
 use altiplano::planner::Request;
 use altiplano::training::Training;
 use altiplano::{Error, Format, GivenStep, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
@@ -48,6 +49,9 @@ pub struct ModelOptions {
     /// Value of a size that the file leaves open, such as batch or sequence_length
     #[arg(long, value_parser = size, value_name = "NAME=N")]
     size: Vec<(String, u64)>,
+    /// Take a small twin of the model instead: fewer layers and smaller sizes, at most so many parameters [default: 4M]
+    #[arg(long, value_name = "PARAMETERS", num_args = 0..=1, require_equals = true, default_missing_value = "4M", value_parser = parameters)]
+    reduce: Option<u64>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -55,6 +59,16 @@ enum Precision {
     F32,
     Bf16,
     F16,
+}
+
+/// A number of parameters, such as `4M` or `200k`.
+fn parameters(text: &str) -> Result<u64, &'static str> {
+    let units = [("k", 1_000), ("M", 1_000_000), ("B", 1_000_000_000), ("", 1)];
+    let (digits, unit) =
+        units.into_iter().find_map(|(u, n)| Some((text.strip_suffix(u)?, n))).ok_or("expected a number")?;
+    let number: f64 = digits.parse().map_err(|_| "expected a number such as 4M or 200k")?;
+    let parameters = number * unit as f64;
+    if (1.0..1e18).contains(&parameters) { Ok(parameters as u64) } else { Err("expected at least 1 parameter") }
 }
 
 /// A learning rate, which may be 0 to look and not to touch.
@@ -96,6 +110,7 @@ impl ModelOptions {
             batch: None,
             capacity_factor: self.capacity_factor,
             sizes: self.size.clone(),
+            reduce: self.reduce.map(|parameters| Goal { parameters, ..Goal::default() }),
         }
     }
 }

@@ -5,7 +5,7 @@ mod words;
 
 pub use programs::programs;
 
-use crate::units::{bytes, count, digits, percent, plural, seconds};
+use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
@@ -50,6 +50,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let used: usize = plan.stages.iter().map(|s| s.devices.len()).sum();
     if used < devices as usize {
         writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
+    }
+    if let Some(reduction) = &plan.reduction {
+        writeln!(out, "  reduced         {}", smaller(reduction))?;
     }
     let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64);
     for (v, _) in plan.graph.parameters() {

@@ -58,15 +58,25 @@ impl Operator for Slice {
         rule
     }
 
-    fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
+    fn resized(&self, operands: &[&[u64]], result: &[u64]) -> Op {
         let mut slice = self.clone();
-        for (d, &kept) in result.iter().enumerate() {
+        for (d, (&kept, &size)) in result.iter().zip(operands[0]).enumerate() {
             let length = self.limit[d] - self.start[d];
-            if self.stride[d] == 1 && length > 0 && kept != length {
-                // The same block of a dimension whose blocks have another length.
-                slice.start[d] = self.start[d] / length * kept;
-                slice.limit[d] = slice.start[d] + kept;
+            if length == 0 || kept == 0 {
+                continue;
             }
+            if self.stride[d] != 1 {
+                if kept != length.div_ceil(self.stride[d]) {
+                    slice.limit[d] = self.start[d] + (kept - 1) * self.stride[d] + 1;
+                }
+                continue;
+            }
+            // The same block of a dimension whose blocks have another length, or what begins at the same place if there
+            // is as much.
+            let block = self.start[d].is_multiple_of(length);
+            let start = if block { self.start[d] / length * kept } else { self.start[d] };
+            slice.start[d] = start.min(size.saturating_sub(kept));
+            slice.limit[d] = slice.start[d] + kept;
         }
         Op::Slice(slice)
     }

@@ -12,7 +12,7 @@ mod reshards;
 mod rules;
 
 use super::*;
-pub(crate) use cases::{Case, cases};
+pub(crate) use cases::{Case, cases, ty};
 use std::collections::BTreeSet;
 
 /// A position for each variant of [`Op`]. A new variant does not compile until it is listed here, and the
