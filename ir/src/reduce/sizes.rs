@@ -127,7 +127,7 @@ impl Sizes {
 
     /// A part of a larger dimension is one of a few long blocks, or all but a few elements at its ends, or a few elements.
     fn part(&mut self, part: (ValueId, usize), size: u64, whole: (ValueId, usize), total: u64, start: u64) {
-        let blocks = if size == 0 { 0 } else { total / size };
+        let blocks = total.checked_div(size).unwrap_or(0);
         if size == total {
             self.equate(part, whole);
         } else if size > 0 && total.is_multiple_of(size) && start.is_multiple_of(size) && size >= blocks {
