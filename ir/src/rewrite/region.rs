@@ -161,7 +161,7 @@ impl Region {
         };
     }
 
-    /// The class of an operand, which is a leaf, a node before, or a constant outside that is no leaf.
+    /// The class of an operand, which is a leaf, a node before, or something outside that is made of leaves and numbers.
     fn operand(
         &self,
         graph: &Graph,
@@ -206,12 +206,13 @@ impl Region {
     }
 }
 
-/// What a constant from outside only repeats or reshapes: rules may want it as it was.
-fn source(graph: &Graph, facts: &Facts, mut v: ValueId) -> ValueId {
-    while facts.is_constant(v) && matches!(graph.node(v).op, Op::BroadcastInDim(_) | Op::Reshape(_)) {
-        v = graph.node(v).operands[0];
+/// What a value from outside repeats or reshapes, where that is a leaf of the graph or a constant: rules may want it as it was.
+fn source(graph: &Graph, facts: &Facts, v: ValueId) -> ValueId {
+    let mut source = v;
+    while matches!(graph.node(source).op, Op::BroadcastInDim(_) | Op::Reshape(_)) {
+        source = graph.node(source).operands[0];
     }
-    v
+    if graph.node(source).op.is_leaf() || facts.is_constant(source) { source } else { v }
 }
 
 /// A constant of one number is written anew wherever it is used.

@@ -90,6 +90,23 @@ const EXAMPLES: &[Example] = &[
         let turned = array::permute(&mut w.g, folded, &[0, 2, 1])?;
         array::reshape(&mut w.g, turned, &[b, h * g, d, s])
     },
+    // Rows that are merged for a matmul and its bias.
+    |w| {
+        let (a, b, k, n) = (w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1);
+        let (x, y, bias) = (w.leaf(&[a, b, k]), w.leaf(&[k, n]), w.leaf(&[n]));
+        let rows = array::reshape(&mut w.g, x, &[a * b, k])?;
+        let product = array::matmul(&mut w.g, rows, y)?;
+        let sum = w.binary(Binary::Add, product, bias)?;
+        let half = array::with_number(&mut w.g, Binary::Multiply, sum, 0.5)?;
+        array::reshape(&mut w.g, half, &[a, b, n])
+    },
+    |w| {
+        let (a, b, k, n) = (w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1);
+        let (x, y) = (w.leaf(&[a, b, k]), w.leaf(&[k, n]));
+        let rows = array::reshape(&mut w.g, x, &[a * b, k])?;
+        let product = array::matmul(&mut w.g, rows, y)?;
+        array::reshape(&mut w.g, product, &[a, b, n])
+    },
     // A guard against what a softmax is not.
     |w| {
         let (m, n) = (w.size() + 1, w.size() + 1);

@@ -21,6 +21,8 @@ pub const RULES: &[Rule] = &[
     Rule { name: "transpose of nothing but ones", apply: structure::transpose_of_ones },
     Rule { name: "transpose of merged dimensions", apply: structure::transpose_of_merged },
     Rule { name: "transpose of broadcast", apply: structure::transpose_of_broadcast },
+    Rule { name: "reshape of matmul", apply: structure::reshape_of_dot },
+    Rule { name: "reshape of elementwise op", apply: structure::reshape_of_elementwise },
     Rule { name: "reshape of reshape", apply: structure::reshape_of_reshape },
     Rule { name: "broadcast that repeats nothing", apply: structure::broadcast_of_ones },
     Rule { name: "broadcast of broadcast", apply: structure::broadcast_of_broadcast },
@@ -85,6 +87,9 @@ pub fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(
                 }
             }
             builder.egraph.rebuild();
+            if std::env::var_os("RWDBG").is_some() {
+                eprintln!("{nodes} nodes: {} {}", builder.egraph.total_number_of_nodes(), rule.name);
+            }
             if builder.egraph.total_number_of_nodes() > most {
                 return;
             }

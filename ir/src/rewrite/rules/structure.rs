@@ -76,6 +76,77 @@ fn merges(from: &[u64], to: &[u64]) -> Option<Vec<std::ops::Range<usize>>> {
     (at == from.len()).then_some(groups)
 }
 
+/// Rows that a matmul has merged are given back to it: `reshape(x w)` is `reshape(x) w`.
+pub fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for y in reshapes(b, id) {
+        let dots = b.find(y, |op, c| match op {
+            Op::DotGeneral(dot) => Some((dot.clone(), c[0], c[1])),
+            _ => None,
+        });
+        for (dot, lhs, rhs) in dots {
+            let (left, right) = (b.shape(lhs), b.shape(rhs));
+            let (rows, inner) = match (left.len(), &dot.lhs_contract[..], dot.lhs_batch.is_empty()) {
+                (2, &[1], true) => (left[0], left[1]),
+                _ => continue,
+            };
+            let columns: Vec<u64> = dot.rhs_free(right.len()).into_iter().map(|d| right[d]).collect();
+            let Some(split) = shape.len().checked_sub(columns.len()) else { continue };
+            if shape[split..] != columns[..] || shape[..split].iter().product::<u64>() != rows || split < 2 {
+                continue;
+            }
+            let whole = [&shape[..split], &[inner]].concat();
+            if let Some(lhs) = b.reshape(lhs, &whole) {
+                let dot = DotGeneral { lhs_contract: vec![split], ..dot };
+                found.extend(b.add(Op::DotGeneral(dot), &[lhs, rhs]));
+            }
+        }
+    }
+    found
+}
+
+/// A reshape comes before an elementwise op, where it may meet another or a matmul; what repeats a vector along the dimensions
+/// that are cut repeats it along their parts.
+pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    let mut found = Vec::new();
+    for y in reshapes(b, id) {
+        let merged = b.shape(y);
+        let Some(groups) = merges(&shape, &merged) else { continue };
+        for (op, operands) in elementwise(b, y) {
+            let meets = |op: &Op, _: &[Id]| matches!(op, Op::Reshape(_) | Op::DotGeneral(_)).then_some(());
+            if !operands.iter().any(|&o| !b.find(o, meets).is_empty()) {
+                continue;
+            }
+            let mut moved = Vec::with_capacity(operands.len());
+            for &o in &operands {
+                let repeated = broadcasts(b, o).into_iter().find_map(|(x, dims)| {
+                    let whole = |&d: &usize| groups[d].len() == 1;
+                    dims.iter().all(whole).then(|| (x, dims.iter().map(|&d| groups[d].start).collect::<Vec<_>>()))
+                });
+                moved.extend(match (b.number(o), repeated) {
+                    (Some(_), _) => None,
+                    (None, Some((x, dims))) => b.broadcast(x, &shape, &dims),
+                    (None, None) => b.reshape(o, &shape),
+                });
+            }
+            // Numbers take the shape of what is reshaped.
+            let Some(&like) = moved.first() else { continue };
+            let mut moved = moved.into_iter();
+            let operands: Option<Vec<Id>> = operands
+                .iter()
+                .map(|&o| match b.number(o) {
+                    Some(n) => Some(b.filled(like, b.ty(o).dtype, n)),
+                    None => moved.next(),
+                })
+                .collect();
+            found.extend(operands.and_then(|operands| b.add(op, &operands)));
+        }
+    }
+    found
+}
+
 /// Transposed repetitions repeat what is transposed.
 pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
