@@ -1,4 +1,4 @@
-//! Compares single functions with recorded results: every `NAME.mlir` and `NAME.onnx` of the files and folders given is run by the
+//! Compares single functions with recorded results: every `NAME.mlir`, `NAME.onnx` and `NAME.pt2` of the files and folders given is run by the
 //! reference interpreter and by the CPU kernels, and its results are held against those in `NAME.safetensors`.
 //!
 //!     cargo run --release --example evaluate -- FOLDER|FILE.mlir...
@@ -11,7 +11,7 @@
 use altiplano::arguments::{Argument, trained, with_parameters};
 use altiplano::ir::autodiff::differentiate;
 use altiplano::ir::graph::Graph;
-use altiplano::ir::import::{onnx, stablehlo};
+use altiplano::ir::import::{onnx, stablehlo, torch_export};
 use altiplano::ir::interpret;
 use altiplano::ir::op::{Input, Op, Parameter};
 use altiplano::ir::simplify::simplify;
@@ -88,7 +88,7 @@ fn known_limits(file: &str) -> BTreeMap<String, String> {
 }
 
 fn is_module(file: &Path) -> bool {
-    file.extension().is_some_and(|e| e == "mlir" || e == "onnx")
+    file.extension().is_some_and(|e| e == "mlir" || e == "onnx" || e == "pt2")
 }
 
 fn is_onnx(file: &Path) -> bool {
@@ -111,6 +111,7 @@ fn check(file: &Path) -> Result<(), Failure> {
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value });
             (imported.graph, arguments.collect::<Vec<_>>())
         }
+        None if !is_onnx(file) => program(&bytes)?,
         None => {
             let imported = onnx::import(&bytes, &onnx::Options::default()).map_err(|e| unsupported(&e))?;
             let arguments = imported.arguments.into_iter();
@@ -175,6 +176,22 @@ fn check(file: &Path) -> Result<(), Failure> {
         Err(error) => problems.push(format!("kernels: {error}")),
     }
     if problems.is_empty() { Ok(()) } else { Err(Failure::Differs(problems.join("; "))) }
+}
+
+/// The graph of an exported program, and its arguments: those that are neither parameters nor buffers first, so that they may
+/// be recorded by number.
+fn program(bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Failure> {
+    let imported = torch_export::import(bytes, &Default::default());
+    let imported = imported.map_err(|e| Failure::Unsupported(e.to_string()))?;
+    let graph = imported.graph;
+    let given = &imported.user_inputs;
+    let others = graph.values().filter(|v| graph.node(*v).op.is_leaf() && !given.contains(v));
+    let argument = |v| {
+        let (name, ty) = leaf(&graph, v);
+        Argument { name: Some(name.to_string()), ty: ty.clone(), value: v }
+    };
+    let arguments = given.iter().copied().chain(others).map(argument).collect();
+    Ok((graph, arguments))
 }
 
 fn leaf(graph: &Graph, v: altiplano::ir::graph::ValueId) -> (&str, &TensorType) {

@@ -10,6 +10,7 @@ use altiplano_ir::import::huggingface::ConfigError;
 use altiplano_ir::import::json::JsonError;
 use altiplano_ir::import::onnx::OnnxError;
 use altiplano_ir::import::stablehlo::ImportError;
+use altiplano_ir::import::torch_export;
 use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::PlanError;
 use altiplano_ir::types::TensorType;
@@ -34,7 +35,7 @@ pub enum Error {
     Write { file: PathBuf, error: std::io::Error },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
+    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), torch.export archives (.pt2), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
     UnsupportedFormat { file: PathBuf, found: &'static str },
     #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
@@ -42,6 +43,8 @@ pub enum Error {
     OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
     #[error("{}", stablehlo(file, error))]
     StableHlo { file: PathBuf, error: Box<ImportError> },
+    #[error("{}: {error}", file.display())]
+    TorchExport { file: PathBuf, error: Box<torch_export::ImportError> },
     #[error("{}", graph_json(file, error))]
     Json { file: PathBuf, error: Box<JsonError> },
     #[error("{}: {error}", file.display())]
@@ -128,6 +131,7 @@ impl Error {
                 **error,
                 RuntimeError::Io { .. }
                     | RuntimeError::Safetensors { .. }
+                    | RuntimeError::TorchExport { .. }
                     | RuntimeError::Npy { .. }
                     | RuntimeError::Tensor { .. }
                     | RuntimeError::FileKind { .. }

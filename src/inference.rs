@@ -1,7 +1,7 @@
 //! Running a plan that trains nothing: batches in, results out.
 
 use crate::error::Error;
-use crate::training::{Batch, Batches, Training, session, weights};
+use crate::training::{Batch, Training, session, start};
 use altiplano_ir::plan::Plan;
 use altiplano_runtime::{HostData, HostTensor};
 use std::collections::BTreeMap;
@@ -26,13 +26,10 @@ pub fn infer(
     mut on_pass: impl FnMut(&Pass) -> Result<(), Error>,
 ) -> Result<(Vec<u64>, Results), Error> {
     let mut session = session(plan)?;
-    for (name, weights) in weights(plan, training)? {
+    let (weights, mut batches) = start(plan, training)?;
+    for (name, weights) in weights {
         session.load_parameter(&name, &weights)?;
     }
-    let mut batches = match &training.data {
-        Some(file) => Batches::open(plan, file)?,
-        None => Batches::synthetic(plan, training.seed),
-    };
     let mut last = Results::new();
     for number in 1..=training.steps {
         let (report, parts) = session.evaluate(&batches.take())?;

@@ -10,7 +10,7 @@ use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle}
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
-use altiplano_ir::import::{json, onnx, stablehlo};
+use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
 use altiplano_ir::op::Op;
 use altiplano_ir::reduce::{Goal, Reduction, reduce};
 use altiplano_ir::rewrite::rewrite;
@@ -537,10 +537,33 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
             let aside = Aside { buffers: imported.buffers, ..open_sizes(&imported.sizes, &options.sizes) };
             Ok(Read { graph: imported.graph, arguments, results, aside })
         }
-        Format::TorchExport => unsupported("a zip archive, such as torch.export writes (.pt2)"),
+        Format::TorchExport => torch_program(file, bytes, options),
         Format::MlirBytecode => unsupported("MLIR bytecode"),
         Format::Unknown => Err(Error::UnknownFormat { file }),
     }
+}
+
+/// A program of `torch.export`. Its batch is the size that the first dimensions of its inputs share, where that is open.
+fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
+    let how = torch_export::Options { sizes: options.sizes.clone() };
+    let imported =
+        torch_export::import(bytes, &how).map_err(|error| Error::TorchExport { file, error: Box::new(error) })?;
+    let sizes = &imported.open_sizes;
+    let guessed: Vec<String> = sizes.iter().filter(|s| s.chosen).map(|s| format!("{s}={}", s.value)).collect();
+    let batch = sizes.iter().find(|size| size.dims.iter().any(|(_, dim)| *dim == 0));
+    let other = batch.and_then(|size| {
+        let may_be = |&value: &u64| {
+            let signed = value as i64;
+            signed > 1 && size.least.is_none_or(|least| signed >= least) && size.most.is_none_or(|m| signed <= m)
+        };
+        let n = size.value;
+        let other = [n.saturating_mul(2), n / 2, n + 1, n.saturating_sub(1)].into_iter().find(may_be)?;
+        Some(options.sizes.iter().cloned().chain([(size.symbol.clone(), other)]).collect())
+    });
+    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().collect();
+    let aside = Aside { notes, buffers: imported.buffers, other_sizes: other, ..Aside::default() };
+    let arguments = leaves(&imported.graph);
+    Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
 }
 
 /// What is to be known of sizes that a file leaves open: what they were taken to be, and those of a batch twice as large.

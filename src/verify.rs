@@ -4,7 +4,7 @@
 use crate::error::{DataProblem, Error};
 use crate::inference::{Results, results_of};
 use crate::model::GivenStep;
-use crate::training::{Batch, Batches, Training, scalars, session, weights, weights_of};
+use crate::training::{Batch, Batches, Training, scalars, session, start, weights_of};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
@@ -128,11 +128,8 @@ pub fn verify(
     let (weights, batch) = match &recorded {
         Some((file, tensors)) => (weights_of(plan, file, tensors)?, recorded_batch(plan, file, tensors)?),
         None => {
-            let mut batches = match &training.data {
-                Some(file) => Batches::open(plan, file)?,
-                None => Batches::synthetic(plan, training.seed),
-            };
-            (weights(plan, training)?, batches.take())
+            let (weights, mut batches) = start(plan, training)?;
+            (weights, batches.take())
         }
     };
     let tolerance = Tolerance::of(plan);

@@ -13,6 +13,9 @@ use crate::types::TensorType;
 /// Name of the input that numbers the samples of a global batch from 0. Whoever supplies batches supplies it.
 pub const SAMPLE_INDEX: &str = "(sample index)";
 
+/// Name of the input of two `u32` that random bits are drawn with. Whoever supplies batches supplies another for each step.
+pub const RANDOM_KEY: &str = "(random key)";
+
 /// Whether a value is the number of each sample.
 pub fn is_sample_index(graph: &Graph, v: ValueId) -> bool {
     matches!(&graph.node(v).op, Op::Input(input) if input.name == SAMPLE_INDEX)

@@ -118,7 +118,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
                 (Unary::Exponential, Constant(c)) => with(d, Proportional(c)),
                 (Unary::Log, Proportional(c)) => with(d, Constant(c)),
                 // Whether a maximum is finite does not change with it.
-                (Unary::IsFinite, _) => with(d, Constant(0.0)),
+                (Unary::IsFinite | Unary::StopGradient, _) => with(d, Constant(0.0)),
                 _ => None,
             }
         }

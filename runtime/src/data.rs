@@ -4,6 +4,7 @@ use crate::error::RuntimeError;
 use crate::host::{HostData, HostTensor};
 use crate::random::Stream;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::import::torch_export;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::stack_of;
@@ -46,6 +47,22 @@ pub fn tensor_named<'a>(tensors: &'a BTreeMap<String, HostTensor>, name: &str) -
 
 fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
     std::fs::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+}
+
+/// All weights of a file: of a `.safetensors` file, or of an archive of `torch.export`, whichever it is.
+pub fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
+    let mut start = [0; 2];
+    let mut open = std::fs::File::open(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })?;
+    if std::io::Read::read_exact(&mut open, &mut start).is_err() || &start != b"PK" {
+        return read_safetensors(file);
+    }
+    let stored = torch_export::weights(&read_bytes(file)?)
+        .map_err(|error| RuntimeError::TorchExport { file: file.to_path_buf(), error: Box::new(error) })?;
+    let tensor = |stored: torch_export::Stored| {
+        let data = decode(stored.ty.dtype, &stored.bytes);
+        (stored.name, HostTensor { ty: stored.ty, data })
+    };
+    Ok(stored.into_iter().map(tensor).collect())
 }
 
 /// All tensors of a `.safetensors` file.

@@ -1,8 +1,8 @@
-//! How large the integers of an input may be: the rows of the tables that it indexes. Found in the graph, so that made-up
+//! What the numbers of an input may be. Of integers how large: the rows of the tables that it indexes. Found in the graph, so that made-up
 //! batches mean something and wrong data is refused instead of clamped.
 
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{Binary, Op, Unary};
 use std::collections::BTreeSet;
 
 /// A dimension that an input's values index.
@@ -58,6 +58,26 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
         }
     }
     best
+}
+
+/// Whether a root is drawn of an input, alone or with a number added, as of a variance: it is made up without negative
+/// numbers then.
+pub fn is_under_root(graph: &Graph, leaf: ValueId) -> bool {
+    let users = graph.users();
+    let mut pending = vec![leaf];
+    while let Some(value) = pending.pop() {
+        for &user in &users[value.index()] {
+            let node = graph.node(user);
+            let constant = |o: &ValueId| *o == value || matches!(graph.node(*o).op, Op::Constant(_));
+            match &node.op {
+                Op::Unary(Unary::Sqrt | Unary::Rsqrt) => return true,
+                Op::Binary(Binary::Add) if node.operands.iter().all(constant) => pending.push(user),
+                Op::Convert(_) | Op::Reshape(_) | Op::BroadcastInDim(_) => pending.push(user),
+                _ => {}
+            }
+        }
+    }
+    false
 }
 
 /// The size that a value counts up to, where it is an iota in other clothes.

@@ -1,11 +1,12 @@
 //! Batches: cut from a file whose tensors have more samples than one batch, or made up.
 
 use crate::error::{DataProblem, Error};
-use crate::training::bounds::{Bound, bound};
+use crate::training::bounds::{Bound, bound, is_under_root};
+use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
-use altiplano_ir::sample::SAMPLE_INDEX;
+use altiplano_ir::sample::{RANDOM_KEY, SAMPLE_INDEX};
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::data::{read_npy, read_safetensors, synthetic};
 use altiplano_runtime::{HostData, HostTensor};
@@ -19,8 +20,12 @@ pub type Batch = BTreeMap<String, HostTensor>;
 pub struct Batches {
     inputs: Vec<InputType>,
     source: Source,
+    /// Inputs that are the same in all batches.
+    state: BTreeMap<String, HostTensor>,
     /// The number of each sample in the batch, where random bits are counted by it.
     sample_index: Option<(String, HostTensor)>,
+    /// Of the key that random bits are drawn with, where the model draws any.
+    seed: Option<u64>,
     /// Batches given out.
     taken: u64,
 }
@@ -32,6 +37,8 @@ struct InputType {
     ty: TensorType,
     batch_dim: Option<usize>,
     bound: Option<Bound>,
+    /// A root is drawn of it.
+    positive: bool,
 }
 
 enum Source {
@@ -43,13 +50,45 @@ impl Batches {
     /// One batch over and over: integers that index what the model looks up, normal floats. It is the same for the
     /// same seed whatever the plan, and since it can be learnt by heart, the loss falls where training works.
     pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
-        Batches { inputs: inputs(plan), source: Source::Synthetic { seed }, sample_index: sample_index(plan), taken: 0 }
+        let source = Source::Synthetic { seed };
+        let (sample_index, seed) = (sample_index(plan), random_seed(plan, seed));
+        Batches { inputs: inputs(plan), source, state: BTreeMap::new(), sample_index, seed, taken: 0 }
+    }
+
+    /// [`Self::synthetic`], or batches of a file, for a model whose state (running statistics, tables) is as given where it
+    /// has a tensor of an input's name.
+    pub fn with_state(
+        plan: &Plan,
+        file: Option<&Path>,
+        seed: u64,
+        state: &BTreeMap<String, HostTensor>,
+    ) -> Result<Batches, Error> {
+        match file {
+            Some(file) => {
+                let found = Batches::read(plan, file, state)?;
+                Ok(Batches { seed: random_seed(plan, seed), ..found })
+            }
+            None => {
+                let made_up = Batches::synthetic(plan, seed);
+                let given = |i: &&InputType| i.batch_dim.is_none();
+                let tensor = |i: &InputType| {
+                    let tensor = state.get(&i.name).filter(|t| t.ty.shape == i.ty.shape)?;
+                    Some((i.name.clone(), tensor.cast(i.ty.dtype)))
+                };
+                let state = made_up.inputs.iter().filter(given).filter_map(tensor).collect();
+                Ok(Batches { state, ..made_up })
+            }
+        }
     }
 
     /// Batches from a `.safetensors` file that names tensors as the model's inputs (`tokens` or `input/tokens`), or
     /// from a `.npy` file where there is one input. Of a model with tokens and labels, a `.npy` file of ids is cut
     /// into sequences whose labels are the next ids. After the last whole batch the first follows again.
     pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
+        Batches::read(plan, file, &BTreeMap::new())
+    }
+
+    fn read(plan: &Plan, file: &Path, state: &BTreeMap<String, HostTensor>) -> Result<Batches, Error> {
         let inputs = inputs(plan);
         let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
         let is_npy = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("npy"));
@@ -59,6 +98,7 @@ impl Batches {
         for input in &inputs {
             let name = &input.name;
             let tensor = found.get(name).or_else(|| found.get(&format!("input/{name}")));
+            let tensor = tensor.or_else(|| state.get(name).filter(|_| input.batch_dim.is_none()));
             let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.clone() }))?;
             let mut wanted = input.ty.clone();
             if let Some(dim) = input.batch_dim {
@@ -80,7 +120,8 @@ impl Batches {
         }
         let samples = samples.map_or(0, |(samples, _)| samples);
         let source = Source::File { file: file.to_path_buf(), tensors, samples };
-        Ok(Batches { inputs, source, sample_index: sample_index(plan), taken: 0 })
+        let (sample_index, seed) = (sample_index(plan), random_seed(plan, 0));
+        Ok(Batches { inputs, source, state: BTreeMap::new(), sample_index, seed, taken: 0 })
     }
 
     /// The file that batches are cut from.
@@ -97,13 +138,23 @@ impl Batches {
         self.taken += 1;
         let tensor = |input: &InputType| {
             let tensor = match &self.source {
+                _ if self.state.contains_key(&input.name) => self.state[&input.name].clone(),
                 Source::Synthetic { seed } => input.made_up(*seed),
                 Source::File { tensors, samples, .. } => input.cut(&tensors[&input.name], number, *samples),
             };
             (input.name.clone(), tensor)
         };
-        self.inputs.iter().map(tensor).chain(self.sample_index.clone()).collect()
+        let key = self.seed.map(|seed| {
+            let words = [seed as u32, number as u32].map(f64::from);
+            (RANDOM_KEY.to_string(), HostTensor::from_f64(TensorType::new(DType::U32, [2]), &words))
+        });
+        self.inputs.iter().map(tensor).chain(self.sample_index.clone()).chain(key).collect()
     }
+}
+
+/// The seed of random bits, where a plan's graph draws any with a key that is made here.
+fn random_seed(plan: &Plan, seed: u64) -> Option<u64> {
+    plan.graph.inputs().any(|(_, name)| name == RANDOM_KEY).then_some(seed)
 }
 
 /// The numbers of the samples of a global batch, where a plan's graph asks for them.
@@ -126,9 +177,10 @@ fn inputs(plan: &Plan) -> Vec<InputType> {
             ty.shape[dim] *= plan.num_microbatches as u64;
         }
         let bound = if ty.dtype.is_integer() { bound(&graph, v) } else { None };
-        InputType { name: name.to_string(), ty, batch_dim, bound }
+        let positive = ty.dtype.is_float() && is_under_root(&graph, v);
+        InputType { name: name.to_string(), ty, batch_dim, bound, positive }
     };
-    graph.inputs().filter(|(_, name)| *name != SAMPLE_INDEX).map(input).collect()
+    graph.inputs().filter(|(_, name)| ![SAMPLE_INDEX, RANDOM_KEY].contains(name)).map(input).collect()
 }
 
 /// One array of ids serves a model of one input as it is, and one of tokens and labels shifted by one.
@@ -175,7 +227,12 @@ fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem
 impl InputType {
     /// Something to train on.
     fn made_up(&self, seed: u64) -> HostTensor {
-        synthetic(&self.name, &self.ty, self.bound.as_ref().map_or(2, |b| b.rows), seed)
+        let tensor = synthetic(&self.name, &self.ty, self.bound.as_ref().map_or(2, |b| b.rows), seed);
+        if !self.positive {
+            return tensor;
+        }
+        let sizes: Vec<f64> = tensor.to_f64().into_iter().map(f64::abs).collect();
+        HostTensor::from_f64(tensor.ty, &sizes)
     }
 
     /// Batch `number` of a tensor of `samples`.

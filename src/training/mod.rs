@@ -11,7 +11,7 @@ use crate::error::{DataProblem, Error};
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
-use altiplano_runtime::data::{read_safetensors, tensor_named};
+use altiplano_runtime::data::{read_weights, tensor_named};
 use altiplano_runtime::init::{initial, role};
 use altiplano_runtime::{HostTensor, Options, Session, StepReport};
 use std::collections::BTreeMap;
@@ -50,13 +50,10 @@ pub fn train(
     mut on_step: impl FnMut(&Step) -> Result<(), Error>,
 ) -> Result<Vec<u64>, Error> {
     let mut session = session(plan)?;
-    for (name, weights) in weights(plan, training)? {
+    let (weights, mut batches) = start(plan, training)?;
+    for (name, weights) in weights {
         session.load_parameter(&name, &weights)?;
     }
-    let mut batches = match &training.data {
-        Some(file) => Batches::open(plan, file)?,
-        None => Batches::synthetic(plan, training.seed),
-    };
     for number in 1..=training.steps {
         let StepReport { loss, seconds, .. } =
             session.step(&batches.take(), &scalars(training.learning_rate, number))?;
@@ -82,10 +79,14 @@ pub fn scalars(learning_rate: f64, step: u64) -> BTreeMap<String, f64> {
     BTreeMap::from([("learning_rate".to_string(), learning_rate), ("step".to_string(), step as f64)])
 }
 
-/// The weights to start from, by name.
-pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, HostTensor>, Error> {
+/// The weights to start from, by name, and the batches to train on. A file of weights may hold the model's state too.
+pub fn start(plan: &Plan, training: &Training) -> Result<(BTreeMap<String, HostTensor>, Batches), Error> {
+    let (data, seed) = (training.data.as_deref(), training.seed);
     match &training.weights {
-        Some(file) => weights_of(plan, file, &read_weights(file)?),
+        Some(file) => {
+            let tensors = weights_in(file)?;
+            Ok((weights_of(plan, file, &tensors)?, Batches::with_state(plan, data, seed, &tensors)?))
+        }
         None => {
             let graph = without_composites(&plan.graph);
             let users = graph.users();
@@ -93,15 +94,16 @@ pub fn weights(plan: &Plan, training: &Training) -> Result<BTreeMap<String, Host
                 let role = role(&graph, &users, v);
                 (String::from(name), initial(name, graph.ty(v), role, training.seed))
             };
-            Ok(graph.parameters().map(value).collect())
+            let weights = graph.parameters().map(value).collect();
+            Ok((weights, Batches::with_state(plan, data, seed, &BTreeMap::new())?))
         }
     }
 }
 
-/// All tensors of a file of weights: `.safetensors`, or an ONNX model that holds them.
-fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
+/// All tensors of a file of weights: `.safetensors`, a `torch.export` archive, or an ONNX model that holds them.
+fn weights_in(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     let is_onnx = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
-    if is_onnx { onnx_weights::read(file) } else { Ok(read_safetensors(file)?) }
+    if is_onnx { onnx_weights::read(file) } else { Ok(read_weights(file)?) }
 }
 
 /// The parameters among the tensors of a file, in the parameters' types. `transformer.wte.weight` may be called `wte.weight`.

@@ -61,6 +61,11 @@ pub fn relu6(g: &mut Graph, x: ValueId) -> Built {
     clamp(g, x, Some(0.0), Some(6.0))
 }
 
+/// `x` itself, through which no gradient flows.
+pub fn stop_gradient(g: &mut Graph, x: ValueId) -> Built {
+    unary(g, Unary::StopGradient, x)
+}
+
 pub fn sigmoid(g: &mut Graph, x: ValueId) -> Built {
     unary(g, Unary::Logistic, x)
 }

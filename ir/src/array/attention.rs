@@ -68,7 +68,21 @@ pub fn attention_of_heads(
     scale: f64,
     causal: bool,
 ) -> Built {
-    let ([b, s, heads, d], [_, t, kv, _], [_, _, _, width]) = (four(g, q)?, four(g, k)?, four(g, v)?);
+    let ([b, s, heads, _], [_, _, _, width]) = (four(g, q)?, four(g, v)?);
+    let weights = attention_weights(g, q, k, mask, scale, causal)?;
+    attend(g, weights, v, [b, s, heads, width])
+}
+
+/// How much each query sees of each key, as [`attend`] takes it: `[B, H, S, T]`, or in groups of heads `[B, Hkv, S, H / Hkv, T]`.
+pub fn attention_weights(
+    g: &mut Graph,
+    q: ValueId,
+    k: ValueId,
+    mask: Option<ValueId>,
+    scale: f64,
+    causal: bool,
+) -> Built {
+    let ([b, s, heads, d], [_, t, kv, _]) = (four(g, q)?, four(g, k)?);
     if kv == 0 || !heads.is_multiple_of(kv) {
         return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
     }
@@ -112,17 +126,22 @@ pub fn attention_of_heads(
         };
     }
     let last = g.shape(scores).len() - 1;
-    let weights = softmax(g, scores, last)?;
+    softmax(g, scores, last)
+}
+
+/// Values mixed by [`attention_weights`]: `[B, S, H, Dv]`.
+pub fn attend(g: &mut Graph, weights: ValueId, v: ValueId, shape: [u64; 4]) -> Built {
+    let last = g.shape(weights).len().saturating_sub(1);
     let dtype = g.ty(v).dtype;
     let weights = g.convert(weights, dtype);
     let dot =
         DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 2], lhs_contract: vec![last], rhs_contract: vec![1] };
     let mixed = g.push(Op::DotGeneral(dot), &[weights, v])?;
-    if group == 1 {
+    if last == 3 {
         return permute(g, mixed, &[0, 2, 1, 3]);
     }
     let mixed = permute(g, mixed, &[0, 2, 1, 3, 4])?;
-    reshape(g, mixed, &[b, s, heads, width])
+    reshape(g, mixed, &shape)
 }
 
 fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {

@@ -18,7 +18,10 @@ mod shape;
 mod tests;
 
 pub use activation::*;
-pub use attention::{Attention, RotaryHalves, attention, attention_of_heads, causal_mask, repeat_heads, rotary};
+pub use attention::{
+    Attention, RotaryHalves, attend, attention, attention_of_heads, attention_weights, causal_mask, repeat_heads,
+    rotary,
+};
 pub use contraction::{Conv, contract, convolution, linear, matmul};
 pub use lookup::{embedding, one_hot, sort, take, take_along, top_k};
 pub use loss::{cross_entropy, label_losses, mse};

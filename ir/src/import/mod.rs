@@ -4,3 +4,4 @@ pub mod huggingface;
 pub mod json;
 pub mod onnx;
 pub mod stablehlo;
+pub mod torch_export;

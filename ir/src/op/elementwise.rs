@@ -34,6 +34,8 @@ pub enum Unary {
     PopulationCount,
     /// How many of an integer's highest bits are zero.
     CountLeadingZeros,
+    /// The element itself, through which no gradient flows.
+    StopGradient,
 }
 
 /// Functions of two elements of one type. And, or, xor are bitwise on integers, logical on booleans. Shifts are by the
@@ -87,7 +89,7 @@ pub struct Convert {
 }
 
 impl Unary {
-    pub const ALL: [Unary; 25] = [
+    pub const ALL: [Unary; 26] = [
         Unary::Negate,
         Unary::Exponential,
         Unary::ExponentialMinusOne,
@@ -113,6 +115,7 @@ impl Unary {
         Unary::IsFinite,
         Unary::PopulationCount,
         Unary::CountLeadingZeros,
+        Unary::StopGradient,
     ];
 
     pub fn name(self) -> &'static str {
@@ -142,6 +145,7 @@ impl Unary {
             Unary::IsFinite => "is_finite",
             Unary::PopulationCount => "popcnt",
             Unary::CountLeadingZeros => "count_leading_zeros",
+            Unary::StopGradient => "stop_gradient",
         }
     }
 
@@ -176,6 +180,7 @@ impl Unary {
             Unary::Not => dtype.wrap_integer(!dtype.to_integer(x)),
             Unary::IsFinite => x.is_finite() as u8 as f64,
             Unary::PopulationCount => dtype.wrap_integer(dtype.to_bits(x).count_ones().into()),
+            Unary::StopGradient => x,
             Unary::CountLeadingZeros => {
                 dtype.wrap_integer((dtype.to_bits(x).leading_zeros() + dtype.width() - 64).into())
             }
@@ -384,7 +389,7 @@ impl Operator for Unary {
         }
     }
     fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
-        let linear = if *self == Unary::Negate { vec![vec![0]] } else { Vec::new() };
+        let linear = if matches!(self, Unary::Negate | Unary::StopGradient) { vec![vec![0]] } else { Vec::new() };
         ShardingRule::elementwise(&result.shape, 1, linear)
     }
     fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
@@ -472,7 +477,8 @@ impl Operator for Unary {
             | Unary::Not
             | Unary::IsFinite
             | Unary::PopulationCount
-            | Unary::CountLeadingZeros => return vec![None],
+            | Unary::CountLeadingZeros
+            | Unary::StopGradient => return vec![None],
         };
         vec![Some(dx)]
     }

@@ -241,6 +241,7 @@ fn unary<const FMA: bool>(op: Unary, target: &mut [f32], a: &[f32]) {
         Unary::RoundNearestAfz => map!(target, a, x => x.round()),
         Unary::Not => map!(target, a, x => if x == 0.0 { 1.0 } else { 0.0 }),
         Unary::IsFinite => map!(target, a, x => if x.is_finite() { 1.0 } else { 0.0 }),
+        Unary::StopGradient => map!(target, a, x => x),
         // Rare, or needed for tables of angles only: the library's functions in double precision.
         Unary::Cbrt | Unary::Sine | Unary::Cosine | Unary::Tan => {
             map!(target, a, x => op.apply(x as f64, DType::F32) as f32)

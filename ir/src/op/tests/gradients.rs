@@ -14,6 +14,9 @@ fn gradients_agree_with_finite_differences() {
         if matches!(&case.op, Op::ReducePrecision(r) if r.mantissa_bits < 23) {
             continue; // A staircase, through which the cotangent passes; see below.
         }
+        if case.op == Op::Unary(Unary::StopGradient) {
+            continue; // Its gradient is zero by definition and not as a limit of differences; see below.
+        }
         let operands = case.random_operands(&mut rng);
         let weights = random(&case.result, (-2.0, 2.0), (0, 1), &mut rng);
         let gradients = gradients(&case, &operands, &weights);
@@ -38,6 +41,18 @@ fn gradients_agree_with_finite_differences() {
         }
     }
     assert!(checked > 80 && zero > 3, "{checked} gradients, {zero} zeros");
+}
+
+#[test]
+fn nothing_flows_back_through_a_stop() {
+    let stops: Vec<Case> = cases().into_iter().filter(|c| c.op == Op::Unary(Unary::StopGradient)).collect();
+    assert!(!stops.is_empty());
+    for (case, mut rng) in stops.into_iter().zip(Rng::sequence(4)) {
+        let operands = case.random_operands(&mut rng);
+        let weights = random(&case.result, (-2.0, 2.0), (0, 1), &mut rng);
+        assert_eq!(case.op.eval(&[&operands[0]], &case.result).data, operands[0].data);
+        assert_eq!(gradients(&case, &operands, &weights), [None]);
+    }
 }
 
 /// What [`Operator::gradient`] gives for each operand, computed by the interpreter.

@@ -47,7 +47,7 @@ fn stablehlo(op: &Op) -> String {
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
-        "keep_first" | "halo" => "-".to_string(),
+        "keep_first" | "halo" | "stop_gradient" => "-".to_string(),
         _ if matches!(op, Op::Composite(_)) => "several ops".to_string(),
         name => format!("`stablehlo.{name}`"),
     }

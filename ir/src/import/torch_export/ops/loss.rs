@@ -1,0 +1,332 @@
+//! Losses.
+
+use super::*;
+use Lowering::Function;
+
+pub const TABLE: &[(&str, Lowering)] = &[
+    ("cross_entropy_loss", Function(cross_entropy)),
+    ("nll_loss", Function(nll)),
+    ("nll_loss2d", Function(nll)),
+    ("nll_loss_nd", Function(nll)),
+    ("nll_loss_forward", Function(nll)),
+    ("nll_loss2d_forward", Function(nll)),
+    ("mse_loss", Function(|c| distance(c, |c, d| two(c, Binary::Multiply, d, d)))),
+    ("l1_loss", Function(|c| distance(c, |c, d| one(c, Unary::Abs, d)))),
+    ("smooth_l1_loss", Function(smooth_l1)),
+    ("huber_loss", Function(huber)),
+    ("binary_cross_entropy", Function(binary_cross_entropy)),
+    ("binary_cross_entropy_with_logits", Function(binary_cross_entropy_with_logits)),
+    ("kl_div", Function(kl_div)),
+    ("soft_margin_loss", Function(soft_margin)),
+    ("cosine_similarity", Function(cosine_similarity)),
+    ("pairwise_distance", Function(pairwise_distance)),
+];
+
+const MEAN: i64 = 1;
+const SUM: i64 = 2;
+
+fn all_dims(c: &mut Call<'_>, x: ValueId) -> Vec<usize> {
+    (0..c.rank(x)).collect()
+}
+
+fn reduced(c: &mut Call<'_>, x: ValueId) -> Lowered {
+    let dims = all_dims(c, x);
+    match c.int("reduction", MEAN)? {
+        MEAN => value(a::mean(c.g(), x, &dims, false)?),
+        SUM => value(a::sum(c.g(), x, &dims, false)?),
+        _ => value(x),
+    }
+}
+
+fn difference(c: &mut Call<'_>) -> Result<ValueId, Reject> {
+    let both = c.promoted(&["self", "target"], true)?;
+    two(c, Binary::Subtract, both[0], both[1])
+}
+
+fn distance(c: &mut Call<'_>, f: impl Fn(&mut Call<'_>, ValueId) -> Result<ValueId, Reject>) -> Lowered {
+    let d = difference(c)?;
+    let y = f(c, d)?;
+    reduced(c, y)
+}
+
+/// A parabola near zero, lines of slope `slope` beyond `edge`; `square` times the square, and the lines lowered to meet it.
+fn rounded_corner(c: &mut Call<'_>, edge: f64, square: f64, slope: f64, low: f64) -> Lowered {
+    let d = difference(c)?;
+    let size = one(c, Unary::Abs, d)?;
+    let limit = a::full_like(c.g(), size, edge)?;
+    let near = a::compare(c.g(), Direction::Lt, size, limit)?;
+    let parabola = two(c, Binary::Multiply, d, d)?;
+    let parabola = number(c, Binary::Multiply, parabola, square)?;
+    let line = number(c, Binary::Multiply, size, slope)?;
+    let line = number(c, Binary::Subtract, line, low)?;
+    let y = a::select(c.g(), near, parabola, line)?;
+    reduced(c, y)
+}
+
+fn smooth_l1(c: &mut Call<'_>) -> Lowered {
+    let beta = c.float("beta", 1.0)?;
+    if beta == 0.0 {
+        return distance(c, |c, d| one(c, Unary::Abs, d));
+    }
+    rounded_corner(c, beta, 0.5 / beta, 1.0, 0.5 * beta)
+}
+
+fn huber(c: &mut Call<'_>) -> Lowered {
+    let delta = c.float("delta", 1.0)?;
+    rounded_corner(c, delta, 0.5, delta, 0.5 * delta * delta)
+}
+
+fn cross_entropy(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let target = c.tensor("target")?;
+    let (rank, dtype) = (c.rank(x), c.dtype_of(x));
+    if rank == 0 {
+        return problem("has no classes");
+    }
+    let dim = usize::from(rank > 1);
+    let log = a::log_softmax(c.g(), x, dim)?;
+    let smoothing = c.float("label_smoothing", 0.0)?;
+    if c.dtype_of(target).is_float() && c.shape_of(target) == c.shape_of(x) {
+        return of_probabilities(c, log, target, dim, smoothing);
+    }
+    let picked = Picked::new(c, log, target, dim)?;
+    if smoothing == 0.0 {
+        return picked.loss(c, dtype);
+    }
+    // A share of the loss is the mean over all classes.
+    let classes = c.shape_of(log)[dim] as f64;
+    let weighted = match per_class(c, log, dim)? {
+        Some(weight) => two(c, Binary::Multiply, log, weight)?,
+        None => log,
+    };
+    let spread = a::sum(c.g(), weighted, &[dim], false)?;
+    let spread = one(c, Unary::Negate, spread)?;
+    let spread = picked.kept(c, spread)?;
+    let (hit, even) = (1.0 - smoothing, smoothing / classes);
+    let hit = number(c, Binary::Multiply, picked.losses, hit)?;
+    let even = number(c, Binary::Multiply, spread, even)?;
+    let both = two(c, Binary::Add, hit, even)?;
+    Picked { losses: both, ..picked }.loss(c, dtype)
+}
+
+/// The weight of each class, broadcastable to the logits.
+fn per_class(c: &mut Call<'_>, log: ValueId, dim: usize) -> Result<Option<ValueId>, Reject> {
+    let Some(weight) = c.maybe_tensor("weight")? else { return Ok(None) };
+    let (rank, dtype) = (c.rank(log), c.dtype_of(log));
+    let mut shape = vec![1; rank - dim];
+    shape[0] = c.to.graph.ty(weight).elements();
+    let weight = a::convert(c.g(), weight, dtype)?;
+    Ok(Some(a::reshape(c.g(), weight, &shape)?))
+}
+
+fn of_probabilities(c: &mut Call<'_>, log: ValueId, target: ValueId, dim: usize, smoothing: f64) -> Lowered {
+    let dtype = c.dtype_of(log);
+    let mut target = a::convert(c.g(), target, dtype)?;
+    if smoothing > 0.0 {
+        let classes = c.shape_of(log)[dim] as f64;
+        target = number(c, Binary::Multiply, target, 1.0 - smoothing)?;
+        target = number(c, Binary::Add, target, smoothing / classes)?;
+    }
+    let mut terms = two(c, Binary::Multiply, log, target)?;
+    if let Some(weight) = per_class(c, log, dim)? {
+        terms = two(c, Binary::Multiply, terms, weight)?;
+    }
+    let total = a::sum(c.g(), terms, &[dim], false)?;
+    let losses = one(c, Unary::Negate, total)?;
+    // A mean over samples, not over elements.
+    reduced(c, losses)
+}
+
+/// The losses of labels, of which some may be left out.
+struct Picked {
+    losses: ValueId,
+    /// Which labels count; none where the program shows that all do.
+    keep: Option<ValueId>,
+    /// The weight of each label.
+    weights: Option<ValueId>,
+}
+
+impl Picked {
+    fn new(c: &mut Call<'_>, log: ValueId, target: ValueId, dim: usize) -> Result<Picked, Reject> {
+        let dtype = c.dtype_of(log);
+        let ignored = c.int("ignore_index", -100)?;
+        let ignored_label = a::full_like(c.g(), target, ignored as f64)?;
+        let keep = a::compare(c.g(), Direction::Ne, target, ignored_label)?;
+        let zero = a::full_like(c.g(), target, 0.0)?;
+        let label = a::select(c.g(), keep, target, zero)?;
+        let at = a::unsqueeze(c.g(), label, dim as i64)?;
+        let hit = a::take_along(c.g(), log, dim, at, false)?;
+        let hit = a::squeeze(c.g(), hit, &[dim])?;
+        let losses = one(c, Unary::Negate, hit)?;
+        let weights = match c.maybe_tensor("weight")? {
+            Some(weight) => {
+                let weight = a::convert(c.g(), weight, dtype)?;
+                Some(a::take(c.g(), weight, 0, label, false)?)
+            }
+            None => None,
+        };
+        let picked = Picked { losses, keep: Some(keep), weights };
+        let losses = match weights {
+            Some(weights) => two(c, Binary::Multiply, losses, weights)?,
+            None => losses,
+        };
+        let losses = picked.kept(c, losses)?;
+        Ok(Picked { losses, ..picked })
+    }
+
+    /// Zero where a label is left out.
+    fn kept(&self, c: &mut Call<'_>, x: ValueId) -> Result<ValueId, Reject> {
+        let Some(keep) = self.keep else { return Ok(x) };
+        let zero = a::full_like(c.g(), x, 0.0)?;
+        Ok(a::select(c.g(), keep, x, zero)?)
+    }
+
+    fn loss(self, c: &mut Call<'_>, dtype: DType) -> Lowered {
+        let dims = all_dims(c, self.losses);
+        let total = match c.int("reduction", MEAN)? {
+            MEAN | SUM => a::sum(c.g(), self.losses, &dims, false)?,
+            _ => return value(a::convert(c.g(), self.losses, dtype)?),
+        };
+        if c.int("reduction", MEAN)? == SUM {
+            return value(a::convert(c.g(), total, dtype)?);
+        }
+        let like = c.dtype_of(total);
+        let count = match (self.weights, self.keep) {
+            (Some(weights), _) => {
+                let weights = self.kept(c, weights)?;
+                a::sum(c.g(), weights, &dims, false)?
+            }
+            (None, Some(keep)) => {
+                let ones = a::convert(c.g(), keep, like)?;
+                a::sum(c.g(), ones, &dims, false)?
+            }
+            (None, None) => {
+                let n = c.to.graph.ty(self.losses).elements();
+                a::scalar(c.g(), n as f64, like)?
+            }
+        };
+        let mean = two(c, Binary::Divide, total, count)?;
+        value(a::convert(c.g(), mean, dtype)?)
+    }
+}
+
+/// Of logarithms of probabilities.
+fn nll(c: &mut Call<'_>) -> Lowered {
+    let log = c.first()?;
+    let target = c.tensor("target")?;
+    let (rank, dtype) = (c.rank(log), c.dtype_of(log));
+    if rank == 0 {
+        return problem("has no classes");
+    }
+    let picked = Picked::new(c, log, target, usize::from(rank > 1))?;
+    match picked.loss(c, dtype)? {
+        Out::Value(y) if c.name.ends_with("forward") => {
+            let first = super::super::call::Item::Tensor(c.to.memory.fresh(y));
+            Ok(Out::Items(vec![first, super::super::call::Item::Opaque]))
+        }
+        out => Ok(out),
+    }
+}
+
+fn binary_cross_entropy(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["self", "target"], true)?;
+    let (p, t) = (both[0], both[1]);
+    let unit = a::full_like(c.g(), p, 1.0)?;
+    let (q, not_t) = (two(c, Binary::Subtract, unit, p)?, two(c, Binary::Subtract, unit, t)?);
+    let mut sides = Vec::new();
+    for (p, t) in [(p, t), (q, not_t)] {
+        let log = one(c, Unary::Log, p)?;
+        // PyTorch bounds logarithms from below.
+        let log = number(c, Binary::Maximum, log, -100.0)?;
+        sides.push(two(c, Binary::Multiply, t, log)?);
+    }
+    let sum = two(c, Binary::Add, sides[0], sides[1])?;
+    let y = one(c, Unary::Negate, sum)?;
+    weighted(c, y)
+}
+
+fn weighted(c: &mut Call<'_>, y: ValueId) -> Lowered {
+    let y = match c.maybe_tensor("weight")? {
+        Some(weight) => two(c, Binary::Multiply, y, weight)?,
+        None => y,
+    };
+    reduced(c, y)
+}
+
+/// `(1 - t) x + (1 + (w - 1) t) softplus(-x)`, which does not overflow.
+fn binary_cross_entropy_with_logits(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["self", "target"], true)?;
+    let (x, t) = (both[0], both[1]);
+    let unit = a::full_like(c.g(), t, 1.0)?;
+    let rest = two(c, Binary::Subtract, unit, t)?;
+    let linear = two(c, Binary::Multiply, rest, x)?;
+    let negative = one(c, Unary::Negate, x)?;
+    let mut soft = a::softplus(c.g(), negative, 1.0, f64::INFINITY)?;
+    if let Some(w) = c.maybe_tensor("pos_weight")? {
+        let w = number(c, Binary::Subtract, w, 1.0)?;
+        let more = two(c, Binary::Multiply, w, t)?;
+        let more = number(c, Binary::Add, more, 1.0)?;
+        soft = two(c, Binary::Multiply, soft, more)?;
+    }
+    let y = two(c, Binary::Add, linear, soft)?;
+    weighted(c, y)
+}
+
+fn kl_div(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["self", "target"], true)?;
+    let (x, t) = (both[0], both[1]);
+    let y = if c.bool("log_target", false)? {
+        let p = one(c, Unary::Exponential, t)?;
+        let apart = two(c, Binary::Subtract, t, x)?;
+        two(c, Binary::Multiply, p, apart)?
+    } else {
+        let zero = a::full_like(c.g(), t, 0.0)?;
+        let unit = a::full_like(c.g(), t, 1.0)?;
+        let none = a::compare(c.g(), Direction::Eq, t, zero)?;
+        let safe = a::select(c.g(), none, unit, t)?;
+        let log = one(c, Unary::Log, safe)?;
+        let apart = two(c, Binary::Subtract, log, x)?;
+        two(c, Binary::Multiply, t, apart)?
+    };
+    reduced(c, y)
+}
+
+fn soft_margin(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["self", "target"], true)?;
+    let agreement = two(c, Binary::Multiply, both[0], both[1])?;
+    let against = one(c, Unary::Negate, agreement)?;
+    let y = a::softplus(c.g(), against, 1.0, f64::INFINITY)?;
+    reduced(c, y)
+}
+
+fn cosine_similarity(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["x1", "x2"], true)?;
+    let (x, y) = a::broadcast(c.g(), both[0], both[1])?;
+    let rank = c.rank(x);
+    let dim = c.dim("dim", 1, rank)?;
+    let eps = c.float("eps", 1e-8)?;
+    let product = two(c, Binary::Multiply, x, y)?;
+    let mut result = a::sum(c.g(), product, &[dim], false)?;
+    for v in [x, y] {
+        let square = two(c, Binary::Multiply, v, v)?;
+        let total = a::sum(c.g(), square, &[dim], false)?;
+        let norm = one(c, Unary::Sqrt, total)?;
+        let norm = number(c, Binary::Maximum, norm, eps)?;
+        result = two(c, Binary::Divide, result, norm)?;
+    }
+    value(result)
+}
+
+fn pairwise_distance(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["x1", "x2"], true)?;
+    let apart = two(c, Binary::Subtract, both[0], both[1])?;
+    let apart = number(c, Binary::Add, apart, c.float("eps", 1e-6)?)?;
+    if c.float("p", 2.0)? != 2.0 {
+        return Err(Reject::Unsupported("of another order than 2"));
+    }
+    let square = two(c, Binary::Multiply, apart, apart)?;
+    let Some(last) = c.rank(square).checked_sub(1) else { return problem("measures scalars") };
+    let keep = c.bool("keepdim", false)?;
+    let total = a::sum(c.g(), square, &[last], keep)?;
+    value(one(c, Unary::Sqrt, total)?)
+}

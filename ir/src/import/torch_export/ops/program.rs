@@ -1,0 +1,183 @@
+//! What programs do beside tensors: sizes, assertions, and graphs within graphs.
+
+use super::super::call::Item;
+use super::super::convert::Environment;
+use super::super::memory::View;
+use super::super::sizes::{floor_div, modulo};
+use super::*;
+use Lowering::{Function, Ignored, Sizes};
+
+pub const TABLE: &[(&str, Lowering)] = &[
+    ("sym_size", Function(size_of_dim)),
+    ("sym_stride", Function(|_| Err(Reject::Unsupported("")))),
+    ("sym_numel", Function(elements)),
+    ("numel", Function(elements)),
+    ("item", Function(item)),
+    ("_local_scalar_dense", Function(item)),
+    ("sym_constrain_range", Ignored),
+    ("sym_constrain_range_for_size", Ignored),
+    ("_assert_scalar", Ignored),
+    ("_assert_async", Ignored),
+    ("_assert_tensor_metadata", Ignored),
+    ("_operator.add", Sizes(|x| Some(x.first()? + x.get(1)?))),
+    ("_operator.sub", Sizes(|x| Some(x.first()? - x.get(1)?))),
+    ("_operator.mul", Sizes(|x| Some(x.first()? * x.get(1)?))),
+    ("_operator.truediv", Sizes(|x| Some(x.first()? / x.get(1)?))),
+    ("_operator.floordiv", Sizes(|x| whole(x, floor_div))),
+    ("_operator.mod", Sizes(|x| whole(x, modulo))),
+    ("_operator.pow", Sizes(|x| Some(x.first()?.powf(*x.get(1)?)))),
+    ("_operator.neg", Sizes(|x| Some(-*x.first()?))),
+    ("_operator.pos", Sizes(|x| x.first().copied())),
+    ("_operator.eq", Sizes(|x| truth(x.first()? == x.get(1)?))),
+    ("_operator.ne", Sizes(|x| truth(x.first()? != x.get(1)?))),
+    ("_operator.lt", Sizes(|x| truth(x.first()? < x.get(1)?))),
+    ("_operator.le", Sizes(|x| truth(x.first()? <= x.get(1)?))),
+    ("_operator.gt", Sizes(|x| truth(x.first()? > x.get(1)?))),
+    ("_operator.ge", Sizes(|x| truth(x.first()? >= x.get(1)?))),
+    ("_operator.and", Sizes(|x| whole(x, |a, b| Some(a & b)))),
+    ("_operator.or", Sizes(|x| whole(x, |a, b| Some(a | b)))),
+    ("_operator.lshift", Sizes(|x| whole(x, |a, b| a.checked_shl(u32::try_from(b).ok()?)))),
+    ("_operator.rshift", Sizes(|x| whole(x, |a, b| a.checked_shr(u32::try_from(b).ok()?)))),
+    ("math.trunc", Sizes(|x| Some(x.first()?.trunc()))),
+    ("math.floor", Sizes(|x| Some(x.first()?.floor()))),
+    ("math.ceil", Sizes(|x| Some(x.first()?.ceil()))),
+    ("torch.sym_int", Sizes(|x| Some(x.first()?.trunc()))),
+    ("torch.sym_float", Sizes(|x| x.first().copied())),
+    ("torch.sym_not", Sizes(|x| truth(*x.first()? == 0.0))),
+    ("torch.sym_max", Sizes(|x| Some(x.first()?.max(*x.get(1)?)))),
+    ("torch.sym_min", Sizes(|x| Some(x.first()?.min(*x.get(1)?)))),
+    ("torch.sym_ite", Sizes(|x| if *x.first()? != 0.0 { x.get(1).copied() } else { x.get(2).copied() })),
+    ("torch._sym_sqrt", Sizes(|x| Some(x.first()?.sqrt()))),
+    ("torch.sym_sum", Function(sum_of_sizes)),
+    ("higher_order.wrap_with_set_grad_enabled", Function(inline)),
+    ("higher_order.wrap_with_autocast", Function(inline)),
+    ("higher_order.wrap", Function(inline)),
+    ("higher_order.wrap_activation_checkpoint", Function(inline)),
+    ("higher_order.tag_activation_checkpoint", Function(inline)),
+    ("higher_order.invoke_subgraph", Function(inline)),
+    ("higher_order.hints_wrapper", Function(inline)),
+    ("higher_order.strict_mode", Function(inline)),
+];
+
+/// Beyond this an `f64` is no longer every whole number.
+const EXACT: f64 = 9_007_199_254_740_992.0;
+
+fn whole(x: &[f64], f: fn(i64, i64) -> Option<i64>) -> Option<f64> {
+    let [a, b] = [*x.first()?, *x.get(1)?];
+    (a.fract() == 0.0 && b.fract() == 0.0).then(|| f(a as i64, b as i64))?.map(|n| n as f64)
+}
+
+fn truth(b: bool) -> Option<f64> {
+    Some(f64::from(u8::from(b)))
+}
+
+fn plain(item: &Item) -> Option<f64> {
+    match item {
+        Item::Int(n) => Some(*n as f64),
+        Item::Float(x) => Some(*x),
+        Item::Bool(b) => Some(f64::from(u8::from(*b))),
+        _ => None,
+    }
+}
+
+/// A function of numbers: a whole number where all are and it is one.
+pub fn sizes(c: &mut Call<'_>, f: fn(&[f64]) -> Option<f64>) -> Lowered {
+    let given: Option<Vec<f64>> = c.arguments.iter().map(|(_, item)| plain(item)).collect();
+    let Some(given) = given else { return problem("computes with what is no number") };
+    let result = f(&given).filter(|x| x.abs() < EXACT);
+    let Some(x) = result else { return problem("gives no number of a sensible size") };
+    let comparison = matches!(c.name, "_operator.eq" | "_operator.ne" | "_operator.lt" | "_operator.le")
+        || matches!(c.name, "_operator.gt" | "_operator.ge" | "torch.sym_not");
+    let divides = matches!(c.name, "_operator.truediv" | "torch.sym_float" | "torch._sym_sqrt");
+    let floats = c.arguments.iter().any(|(_, item)| matches!(item, Item::Float(_)));
+    let rounds = c.name.starts_with("math.") || c.name == "torch.sym_int";
+    Ok(Out::Items(vec![match () {
+        _ if comparison => Item::Bool(x != 0.0),
+        _ if divides || (floats && !rounds) => Item::Float(x),
+        _ => Item::Int(x as i64),
+    }]))
+}
+
+fn sum_of_sizes(c: &mut Call<'_>) -> Lowered {
+    let Some((_, Item::List(items))) = c.arguments.first() else { return problem("adds what is no list") };
+    let given: Option<Vec<f64>> = items.iter().map(plain).collect();
+    let total: Option<f64> = given.map(|all| all.iter().sum());
+    match total.filter(|x| x.abs() < EXACT) {
+        Some(total) => Ok(Out::Items(vec![Item::Int(total as i64)])),
+        None => problem("adds what are no numbers"),
+    }
+}
+
+fn size_of_dim(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let shape = c.shape_of(x);
+    let dim = c.dim("dim", 0, shape.len())?;
+    match shape.get(dim) {
+        Some(&size) => Ok(Out::Items(vec![Item::Int(size as i64)])),
+        None => problem("asks for a size of a scalar"),
+    }
+}
+
+fn elements(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    Ok(Out::Items(vec![Item::Int(c.to.graph.ty(x).elements() as i64)]))
+}
+
+/// A tensor's value as a number, which must follow from the program alone.
+fn item(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let data = c.constant(x).ok_or_else(super::super::call::data_dependent)?;
+    let [only] = data[..] else { return problem("takes the number of a tensor of several") };
+    Ok(Out::Items(vec![match c.dtype_of(x) {
+        DType::Bool => Item::Bool(only != 0.0),
+        dtype if dtype.is_float() => Item::Float(only),
+        _ => Item::Int(only as i64),
+    }]))
+}
+
+/// The nodes of a graph that an op wraps, in place of the op.
+fn inline(c: &mut Call<'_>) -> Lowered {
+    let at = c.arguments.iter().position(|(_, item)| matches!(item, Item::Graph(_)));
+    let Some(at) = at else { return problem("wraps no graph") };
+    let Item::Graph(graph) = c.arguments[at].1.clone() else { return problem("wraps no graph") };
+    let mut given: Vec<Item> = c.arguments[at + 1..].iter().map(|(_, item)| item.clone()).collect();
+    if c.name == "higher_order.invoke_subgraph" {
+        given.retain(|item| !matches!(item, Item::Text(_)));
+    }
+    // Operands may come as one list.
+    if let ([Item::List(all), ..], true) = (given.as_slice(), graph.inputs.len() != given.len()) {
+        given = all.clone();
+    }
+    if given.len() < graph.inputs.len() {
+        return problem("gives a graph fewer values than it takes");
+    }
+    let names = graph.inputs.iter().map(|input| input.name().unwrap_or_default().to_string());
+    let environment: Environment = names.zip(given).collect();
+    let flag = |position: usize| match c.arguments.get(position) {
+        Some((_, Item::Bool(b))) => Some(*b),
+        _ => None,
+    };
+    let stops = c.name == "higher_order.wrap_with_set_grad_enabled" && flag(0) == Some(false);
+    let outer = c.to.autocast;
+    if c.name == "higher_order.wrap_with_autocast" {
+        let enabled = flag(2).unwrap_or(true);
+        let dtype = match c.arguments.get(1) {
+            Some((_, Item::DType(dtype))) => *dtype,
+            _ => DType::BF16,
+        };
+        c.to.autocast = enabled.then_some(dtype);
+    }
+    let results = c.to.run(&graph, environment).map_err(Reject::Stop);
+    c.to.autocast = outer;
+    let mut results = results?;
+    if stops {
+        for item in &mut results {
+            let Item::Tensor(tensor) = item else { continue };
+            let x = c.to.memory.read(&mut c.to.graph, *tensor)?;
+            if c.dtype_of(x).is_float() && c.to.is_trained(x) {
+                *item = Item::Tensor(c.to.memory.view(&mut c.to.graph, *tensor, View::Stop)?);
+            }
+        }
+    }
+    Ok(Out::Items(results))
+}

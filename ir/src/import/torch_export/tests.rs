@@ -1,0 +1,296 @@
+//! Programs written here: JSON in a stored zip file, as `torch.export.save` writes it.
+
+use super::*;
+use crate::tensor::Tensor;
+use serde_json::{Value, json};
+use std::io::{Cursor, Write};
+use zip::write::SimpleFileOptions;
+
+fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut zip = zip::ZipWriter::new(Cursor::new(Vec::new()));
+    let stored = SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    for (name, bytes) in entries {
+        zip.start_file(*name, stored).unwrap();
+        zip.write_all(bytes).unwrap();
+    }
+    zip.finish().unwrap().into_inner()
+}
+
+fn size(n: i64) -> Value {
+    json!({ "as_int": n })
+}
+
+/// An open size, which is 6 in the example.
+fn open(text: &str) -> Value {
+    json!({ "as_expr": { "expr_str": text, "hint": { "as_int": 6 } } })
+}
+
+fn tensor(dtype: u32, sizes: &[Value]) -> Value {
+    json!({ "dtype": dtype, "sizes": sizes, "strides": [], "storage_offset": size(0) })
+}
+
+fn named(name: &str) -> Value {
+    json!({ "as_tensor": { "name": name } })
+}
+
+fn node(target: &str, inputs: &[(&str, Value)], output: &str) -> Value {
+    let inputs: Vec<Value> = inputs.iter().map(|(name, arg)| json!({ "name": name, "arg": arg, "kind": 1 })).collect();
+    let stack = "L__self__,,Model;L__self__layer,layer.0,Layer";
+    json!({ "target": target, "inputs": inputs, "outputs": [named(output)], "metadata": { "nn_module_stack": stack } })
+}
+
+/// A program on the parameter `w` and the input `x`, both of `sizes`, whose result is `output`.
+fn program(sizes: &[Value], nodes: Vec<Value>, output: &str) -> Value {
+    let leaf = tensor(7, sizes);
+    json!({
+        "graph_module": {
+            "graph": {
+                "inputs": [named("p_w"), named("x")],
+                "outputs": [named(output)],
+                "nodes": nodes,
+                "tensor_values": { "p_w": leaf, "x": leaf },
+            },
+            "signature": {
+                "input_specs": [
+                    { "parameter": { "arg": { "name": "p_w" }, "parameter_name": "layer.w" } },
+                    { "user_input": { "arg": named("x") } },
+                ],
+                "output_specs": [{ "user_output": { "arg": named(output) } }],
+            },
+            "module_call_graph": [],
+        },
+        "range_constraints": { "s0": { "min_val": 2, "max_val": 64 } },
+    })
+}
+
+fn packed(program: &Value) -> Vec<u8> {
+    archive(&[("m/models/model.json", program.to_string().as_bytes())])
+}
+
+fn imported(program: &Value) -> Result<Imported, ImportError> {
+    import(&packed(program), &Options::default())
+}
+
+fn add(a: &str, b: &str, output: &str) -> Value {
+    node("torch.ops.aten.add.Tensor", &[("self", named(a)), ("other", named(b))], output)
+}
+
+/// What the program gives for `x` = 0, 1, 2, .. and `w` = 10, 20, 30, ...
+fn values(program: &Value) -> Vec<f64> {
+    let imported = imported(program).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(imported.graph.verify(), []);
+    let results = crate::interpret::run(&imported.graph, |v| {
+        let ty = imported.graph.ty(v).clone();
+        let scale = if matches!(imported.graph.node(v).op, crate::op::Op::Parameter(_)) { 10.0 } else { 1.0 };
+        let first = if scale == 1.0 { 0.0 } else { 10.0 };
+        let data = (0..ty.elements()).map(|i| first + scale * i as f64).collect();
+        Tensor::new(ty, data)
+    });
+    results[0].data.clone()
+}
+
+#[test]
+fn names_come_from_modules() {
+    let program = program(&[size(2), size(3)], vec![add("x", "p_w", "add")], "add");
+    let imported = imported(&program).unwrap();
+    let parameters: Vec<&str> = imported.graph.parameters().map(|(_, name)| name).collect();
+    assert_eq!(parameters, ["layer.w"]);
+    let last = imported.graph.nodes.last().unwrap();
+    assert_eq!((last.op.name(), last.name.as_str()), ("add", "layer.0/add"));
+    assert_eq!(values(&program), [10.0, 21.0, 32.0, 43.0, 54.0, 65.0]);
+}
+
+#[test]
+fn changes_in_place_reach_whatever_shares_memory() {
+    let select = |x: &str, dim: i64, at: i64, output: &str| {
+        node(
+            "torch.ops.aten.select.int",
+            &[("self", named(x)), ("dim", json!({ "as_int": dim })), ("index", json!({ "as_int": at }))],
+            output,
+        )
+    };
+    let fill = |x: &str, value: f64| {
+        node("torch.ops.aten.fill_.Scalar", &[("self", named(x)), ("value", json!({ "as_float": value }))], "filled")
+    };
+    let copy = node("torch.ops.aten.clone.default", &[("self", named("x"))], "copy");
+    let column = select("copy", 1, 1, "column");
+    let row = select("copy", 0, 0, "row");
+    let sizes = [size(2), size(3)];
+    // A column of a copy is filled; the copy and a row taken before show it, what it was copied from does not.
+    let nodes = vec![copy.clone(), row.clone(), column.clone(), fill("column", 7.0)];
+    assert_eq!(values(&program(&sizes, nodes.clone(), "copy")), [0.0, 7.0, 2.0, 3.0, 7.0, 5.0]);
+    assert_eq!(values(&program(&sizes, nodes.clone(), "row")), [0.0, 7.0, 2.0]);
+    assert_eq!(values(&program(&sizes, nodes, "x")), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    // Whether a reshape of what does not lie in order copies is not known: reading it after a change is refused.
+    let turned = node("torch.ops.aten.t.default", &[("self", named("copy"))], "turned");
+    let flat = node(
+        "torch.ops.aten.reshape.default",
+        &[("self", named("turned")), ("shape", json!({ "as_ints": [6] }))],
+        "flat",
+    );
+    let nodes = vec![copy, turned, flat, column, fill("column", 7.0), add("flat", "flat", "late")];
+    let error = imported(&program(&sizes, nodes, "late")).unwrap_err().to_string();
+    assert!(error.contains("late (layer.0/add)") && error.contains("share memory"), "{error}");
+}
+
+#[test]
+fn open_sizes_are_those_of_the_example_or_given() {
+    let twice = open("2*s0");
+    let view = node(
+        "torch.ops.aten.view.default",
+        &[("self", named("x")), ("size", json!({ "as_sym_ints": [{ "as_name": "n" }, { "as_int": -1 }] }))],
+        "view",
+    );
+    let n = json!({
+        "target": "_operator.mul", "metadata": {},
+        "inputs": [
+            { "name": "a", "arg": { "as_sym_int": { "as_name": "size" } } },
+            { "name": "b", "arg": { "as_int": 2 } },
+        ],
+        "outputs": [{ "as_sym_int": { "as_name": "n" } }],
+    });
+    let mut ask = node("torch.ops.aten.sym_size.int", &[("self", named("x")), ("dim", json!({ "as_int": 0 }))], "size");
+    ask["outputs"] = json!([{ "as_sym_int": { "as_name": "size" } }]);
+    let mut program = program(&[open("s0"), size(4)], vec![ask, n, view], "view");
+    program["graph_module"]["graph"]["tensor_values"]["view"] = tensor(7, &[twice, size(2)]);
+    let shape = |options: &[(&str, u64)]| {
+        let sizes = options.iter().map(|(name, n)| (name.to_string(), *n)).collect();
+        import(&packed(&program), &Options { sizes }).map(|i| i.graph.shape(i.graph.outputs[0]).to_vec())
+    };
+    assert_eq!(shape(&[]), Ok(vec![12, 2]));
+    assert_eq!(shape(&[("s0", 8)]), Ok(vec![16, 2]));
+    assert_eq!(shape(&[("x.0", 3)]), Ok(vec![6, 2]));
+    let known = imported(&program).unwrap().open_sizes;
+    assert_eq!(known[0].dims, [("p_w".to_string(), 0), ("x".to_string(), 0)]);
+    let error = |name: &str, n: u64| shape(&[(name, n)]).unwrap_err().to_string();
+    assert!(error("s1", 8).contains("s0 (p_w.0, x.0)"), "{}", error("s1", 8));
+    assert!(error("s0", 65).contains("2 to 64"), "{}", error("s0", 65));
+    assert!(error("s0", u64::MAX).contains("2 to 64"));
+}
+
+#[test]
+fn constants_are_read_in_any_order_of_memory() {
+    let mut program = program(&[size(2), size(3)], vec![add("x", "c_k", "add")], "add");
+    let graph = &mut program["graph_module"]["graph"];
+    graph["inputs"].as_array_mut().unwrap().push(named("c_k"));
+    graph["tensor_values"]["c_k"] = tensor(7, &[size(2), size(3)]);
+    let spec = json!({ "tensor_constant": { "arg": { "name": "c_k" }, "tensor_constant_name": "k" } });
+    program["graph_module"]["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    let with = |strides: [i64; 2], offset: i64, floats: usize| {
+        let meta = json!({
+            "dtype": 7, "sizes": [size(2), size(3)], "strides": strides.map(size), "storage_offset": size(offset)
+        });
+        let config =
+            json!({ "config": { "k": { "path_name": "tensor_0", "use_pickle": false, "tensor_meta": meta } } });
+        let data: Vec<u8> = (0..floats).flat_map(|i| (100.0 * i as f32).to_le_bytes()).collect();
+        let bytes = archive(&[
+            ("m/models/model.json", program.to_string().as_bytes()),
+            ("m/data/constants/model_constants_config.json", config.to_string().as_bytes()),
+            ("m/data/constants/tensor_0", &data),
+        ]);
+        import(&bytes, &Options::default())
+    };
+    let sums = |strides: [i64; 2], offset: i64| {
+        let imported = with(strides, offset, 8).unwrap_or_else(|e| panic!("{e}"));
+        let count = |ty: &crate::types::TensorType| (0..ty.elements()).map(|i| i as f64).collect();
+        let leaf = |v| Tensor::new(imported.graph.ty(v).clone(), count(imported.graph.ty(v)));
+        crate::interpret::run(&imported.graph, leaf)[0].data.clone()
+    };
+    assert_eq!(sums([3, 1], 0), [0.0, 101.0, 202.0, 303.0, 404.0, 505.0]);
+    assert_eq!(sums([3, 1], 2), [200.0, 301.0, 402.0, 503.0, 604.0, 705.0]);
+    assert_eq!(sums([1, 2], 0), [0.0, 201.0, 402.0, 103.0, 304.0, 505.0]);
+    for (strides, offset, floats) in [([3, 1], 0, 5), ([1 << 40, 1 << 40], 0, 8), ([i64::MAX, 1], i64::MAX, 8)] {
+        let error = with(strides, offset, floats).unwrap_err().to_string();
+        assert!(error.contains("'k'"), "{error}");
+    }
+}
+
+#[test]
+fn all_that_is_not_supported_is_said_at_once() {
+    let fft = |output: &str| node("torch.ops.aten.fft_fft.default", &[("self", named("x"))], output);
+    let other = node("torch.ops.custom.mine.default", &[("self", named("x"))], "d");
+    let mut bad = add("x", "p_w", "e");
+    bad["inputs"][1]["arg"] = json!({ "as_string": "text" });
+    let mut program = program(&[size(2)], vec![fft("a"), fft("b"), fft("c"), fft("f"), other, bad], "e");
+    program["graph_module"]["graph"]["tensor_values"]["e"] = tensor(7, &[size(2)]);
+    let error = imported(&program).unwrap_err().to_string();
+    for part in [
+        "e (layer.0/add): torch.ops.aten.add.Tensor: argument 'other' is missing or is not a tensor or a number",
+        "torch.ops.aten.fft_fft.default: 4 at a (layer.0/fft_fft), b (layer.0/fft_fft), c (layer.0/fft_fft), ...",
+        "torch.ops.custom.mine.default: 1 at d",
+    ] {
+        assert!(error.contains(part), "{part}\n{error}");
+    }
+}
+
+#[test]
+fn what_is_wrong_with_an_archive_is_said() {
+    let good = program(&[size(2), size(3)], vec![add("x", "p_w", "add")], "add");
+    let text = good.to_string();
+    let whole = packed(&good);
+    let check = |bytes: &[u8], part: &str| {
+        let error = import(bytes, &Options::default()).unwrap_err().to_string();
+        assert!(error.contains(part), "{part}\n{error}");
+    };
+    check(&whole[..whole.len() / 2], "cannot be read");
+    check(b"PK\x03\x04", "cannot be read");
+    check(&archive(&[("m/readme", b"")]), "no exported program");
+    check(&archive(&[("m/code/x.py", b""), ("m/constants.pkl", b"")]), "TorchScript");
+    check(&archive(&[("m/data.pkl", b"")]), "checkpoint");
+    check(&archive(&[("m/models/a.json", b"{}"), ("m/models/b.json", b"{}")]), "several programs");
+    check(&archive(&[("m/models/model.json", b"{\n  \"graph")]), "m/models/model.json:2:");
+    check(&archive(&[("m/models/model.json", b"{}")]), "graph_module");
+    check(&archive(&[("../models/model.json", text.as_bytes())]), "leads out");
+    check(&archive(&[("/models/model.json", text.as_bytes())]), "leads out");
+    // Every byte of the JSON cut off, or a part of it of another kind, is an error or another program, but no panic.
+    for cut in (0..text.len()).step_by(37) {
+        assert!(import(&archive(&[("m/models/model.json", &text.as_bytes()[..cut])]), &Options::default()).is_err());
+    }
+    let change = |path: &str, value: Value| {
+        let mut changed = good.clone();
+        *changed.pointer_mut(path).unwrap_or_else(|| panic!("{path}")) = value;
+        imported(&changed)
+    };
+    for (path, value, part) in [
+        ("/graph_module/graph/tensor_values/x/sizes", json!([size(1 << 40), size(1 << 40)]), "input 'x'"),
+        ("/graph_module/graph/tensor_values/x/sizes", json!([size(-1)]), "input 'x'"),
+        ("/graph_module/graph/tensor_values/x/dtype", json!(10), "input 'x'"),
+        ("/graph_module/graph/tensor_values/x/sizes", json!([size(5)]), "must be equal"),
+        ("/graph_module/graph/nodes/0/inputs/0/arg", named("nothing"), "'nothing' is not defined"),
+        ("/graph_module/graph/nodes/0/outputs", json!([]), "no tensor"),
+        ("/graph_module/signature/output_specs", json!([]), "no tensor"),
+    ] {
+        let error = change(path, value).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(part), "{path}: {part}\n{error}");
+    }
+}
+
+#[test]
+fn archives_within_the_archive_are_left_alone() {
+    let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add");
+    let example = archive(&[("data.txt", b"example")]);
+    let text = program.to_string();
+    for first in [true, false] {
+        let mut entries: Vec<(&str, &[u8])> =
+            vec![("m/models/model.json", text.as_bytes()), ("m/data/sample_inputs/model.pt", &example)];
+        if first {
+            entries.reverse();
+        }
+        assert_eq!(import(&archive(&entries), &Options::default()).map(|i| i.graph.len()), Ok(3));
+    }
+}
+
+#[test]
+fn declared_types_are_checked() {
+    let mut program = program(&[size(2), size(3)], vec![add("x", "p_w", "add")], "add");
+    program["graph_module"]["graph"]["tensor_values"]["add"] = tensor(6, &[size(2), size(3)]);
+    let error = imported(&program).unwrap_err().to_string();
+    assert!(error.contains("is declared to give f16[2,3], but gives f32[2,3]"), "{error}");
+}
+
+#[test]
+fn older_archives_have_the_program_at_their_root() {
+    let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add");
+    let bytes = archive(&[("version", b"5.3"), ("serialized_exported_program.json", program.to_string().as_bytes())]);
+    assert_eq!(import(&bytes, &Options::default()).map(|i| i.graph.len()), Ok(3));
+}
