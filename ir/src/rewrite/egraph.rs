@@ -299,11 +299,15 @@ impl Builder {
         self.add(Op::Transpose(Transpose { permutation: permutation.to_vec() }), &[x])
     }
 
-    pub fn broadcast(&mut self, x: Id, shape: &[u64], dims: &[usize]) -> Option<Id> {
-        if self.shape(x) == shape && dims.is_sorted() {
+    /// `x` repeated to the shape of another value, with the batch dimensions of that.
+    pub fn broadcast(&mut self, x: Id, like: Id, dims: &[usize]) -> Option<Id> {
+        let Data { ty, batch_dims, .. } = self.data(like).clone();
+        if self.shape(x) == ty.shape && dims.is_sorted() {
             return Some(x);
         }
-        self.add(Op::BroadcastInDim(BroadcastInDim { shape: shape.to_vec(), dims: dims.to_vec() }), &[x])
+        let op = Op::BroadcastInDim(BroadcastInDim { shape: ty.shape.clone(), dims: dims.to_vec() });
+        let ty = op.infer(&[&self.ty(x)]).ok()?;
+        Some(self.term(&op, Data { ty: Rc::new(ty), batch_dims, fact: None, name: None }, &[x]))
     }
 
     pub fn convert(&mut self, x: Id, dtype: DType) -> Option<Id> {

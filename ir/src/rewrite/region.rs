@@ -101,30 +101,31 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
         }
         at += 1;
     }
-    let region = |window: &[usize]| Region::new(graph, facts, &users, work[window[0]..window[1]].to_vec(), &kept);
+    let region = |window: &[usize]| Region::new(graph, &users, work[window[0]..window[1]].to_vec(), &kept);
     cuts.windows(2).filter(|w| w[0] < w[1]).map(region).collect()
 }
 
 impl Region {
-    fn new(
-        graph: &Graph,
-        facts: &Facts,
-        users: &[Vec<ValueId>],
-        nodes: Vec<ValueId>,
-        kept: &impl Fn(ValueId) -> bool,
-    ) -> Region {
+    fn new(graph: &Graph, users: &[Vec<ValueId>], nodes: Vec<ValueId>, kept: &impl Fn(ValueId) -> bool) -> Region {
         let inside: BTreeSet<ValueId> = nodes.iter().copied().collect();
         let kept: Vec<ValueId> = nodes.iter().copied().filter(|&v| kept(v)).collect();
         let mut leaves: Vec<ValueId> = Vec::new();
         for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
             let outside = !inside.contains(&o);
-            let source = if outside { source(graph, facts, o) } else { o };
+            let source = if outside { source(graph, o) } else { o };
             if (outside || kept.contains(&o)) && !is_number(graph, source) && !leaves.contains(&source) {
                 leaves.push(source);
             }
         }
-        let used = |v: &ValueId| users[v.index()].iter().any(|u| !inside.contains(u)) || graph.outputs.contains(v);
-        let outputs = nodes.iter().copied().filter(|v| used(v) || kept.contains(v)).collect();
+        // What is used outside, and what that repeats or reshapes: see [`source`].
+        let mut used: BTreeSet<ValueId> = BTreeSet::new();
+        for &v in nodes.iter().rev() {
+            let outside = |u: &ValueId| !inside.contains(u) || used.contains(u) && is_view(graph, *u);
+            if users[v.index()].iter().any(outside) || graph.outputs.contains(&v) || kept.contains(&v) {
+                used.insert(v);
+            }
+        }
+        let outputs = used.into_iter().collect();
         Region { nodes, leaves, outputs, kept }
     }
 
@@ -206,13 +207,16 @@ impl Region {
     }
 }
 
-/// What a value from outside repeats or reshapes, where that is a leaf of the graph or a constant: rules may want it as it was.
-fn source(graph: &Graph, facts: &Facts, v: ValueId) -> ValueId {
-    let mut source = v;
-    while matches!(graph.node(source).op, Op::BroadcastInDim(_) | Op::Reshape(_)) {
-        source = graph.node(source).operands[0];
+/// What a value from outside repeats or reshapes: rules may want it as it was.
+fn source(graph: &Graph, mut v: ValueId) -> ValueId {
+    while is_view(graph, v) {
+        v = graph.node(v).operands[0];
     }
-    if graph.node(source).op.is_leaf() || facts.is_constant(source) { source } else { v }
+    v
+}
+
+fn is_view(graph: &Graph, v: ValueId) -> bool {
+    matches!(graph.node(v).op, Op::BroadcastInDim(_) | Op::Reshape(_))
 }
 
 /// A constant of one number is written anew wherever it is used.

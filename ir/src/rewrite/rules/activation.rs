@@ -35,9 +35,8 @@ pub fn division_by_root(b: &mut Builder, id: Id) -> Vec<Id> {
         }
         for (z, dims) in broadcasts(b, y) {
             for u in b.unary(z, Unary::Sqrt) {
-                let shape = b.shape(id);
                 let root = b.add(Op::Unary(Unary::Rsqrt), &[u]);
-                inverses.extend(root.and_then(|root| b.broadcast(root, &shape, &dims)));
+                inverses.extend(root.and_then(|root| b.broadcast(root, id, &dims)));
             }
         }
         for inverse in inverses {
@@ -65,8 +64,7 @@ pub fn product_with_reciprocal(b: &mut Builder, id: Id) -> Vec<Id> {
         for (z, dims) in broadcasts(b, inverse) {
             for (one, y) in b.binary(z, Binary::Divide) {
                 if b.number(one) == Some(1.0) {
-                    let shape = b.shape(id);
-                    let y = b.broadcast(y, &shape, &dims);
+                    let y = b.broadcast(y, id, &dims);
                     found.extend(y.and_then(|y| b.add(Op::Binary(Binary::Divide), &[x, y])));
                 }
             }
@@ -75,8 +73,11 @@ pub fn product_with_reciprocal(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Ops and classes of the functions that are looked for, and their values.
-const FUNCTIONS: [(fn() -> Op, fn(f64) -> f64); 4] = [
+/// An op, and its value at a number.
+type Known = (fn() -> Op, fn(f64) -> f64);
+
+/// The functions that are looked for.
+const FUNCTIONS: [Known; 4] = [
     (|| Op::Unary(Unary::Logistic), logistic),
     (|| Function::Silu.into(), |x| x * logistic(x)),
     (|| Function::GeluErf.into(), |x| 0.5 * x * (1.0 + libm::erf(x * std::f64::consts::FRAC_1_SQRT_2))),
@@ -143,7 +144,6 @@ fn step(b: &Builder, id: Id) -> Option<(Op, Vec<Id>)> {
     let of = |op: &Op, c: &[Id]| match op {
         Op::Unary(_) | Op::Binary(_) => Some((op.clone(), c.to_vec())),
         Op::Convert(_) if b.ty(c[0]).dtype.is_float() => Some((op.clone(), c.to_vec())),
-        Op::Composite(c2) if matches!(c2.function, Function::Silu | Function::GeluErf | Function::GeluTanh) => None,
         _ => None,
     };
     b.find(id, of).into_iter().next()

@@ -87,9 +87,6 @@ pub fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(
                 }
             }
             builder.egraph.rebuild();
-            if std::env::var_os("RWDBG").is_some() {
-                eprintln!("{nodes} nodes: {} {}", builder.egraph.total_number_of_nodes(), rule.name);
-            }
             if builder.egraph.total_number_of_nodes() > most {
                 return;
             }

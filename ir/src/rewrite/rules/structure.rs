@@ -127,7 +127,7 @@ pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
                 });
                 moved.extend(match (b.number(o), repeated) {
                     (Some(_), _) => None,
-                    (None, Some((x, dims))) => b.broadcast(x, &shape, &dims),
+                    (None, Some((x, dims))) => b.broadcast(x, id, &dims),
                     (None, None) => b.reshape(o, &shape),
                 });
             }
@@ -149,7 +149,6 @@ pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
 
 /// Transposed repetitions repeat what is transposed.
 pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
-    let shape = b.shape(id);
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
         for (y, dims) in broadcasts(b, x) {
@@ -158,7 +157,7 @@ pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
             order.sort_by_key(|&i| to[i]);
             let sorted: Vec<usize> = order.iter().map(|&i| to[i]).collect();
             let moved = b.transpose(y, &order);
-            found.extend(moved.and_then(|moved| b.broadcast(moved, &shape, &sorted)));
+            found.extend(moved.and_then(|moved| b.broadcast(moved, id, &sorted)));
         }
     }
     found
@@ -204,12 +203,11 @@ pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
 
 /// Repeating what was repeated, or what only got dimensions of one element, is repeating it once.
 pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
-    let shape = b.shape(id);
     let mut found = Vec::new();
     for (x, outer) in broadcasts(b, id) {
         for (y, inner) in broadcasts(b, x) {
             let both: Vec<usize> = inner.iter().map(|&d| outer[d]).collect();
-            found.extend(b.broadcast(y, &shape, &both));
+            found.extend(b.broadcast(y, id, &both));
         }
         for y in b.unsqueezed(x).into_iter().skip(1) {
             // Dimensions of more than one element come in the same order on both sides.
@@ -220,13 +218,13 @@ pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
             let dims: Option<Vec<usize>> =
                 from.iter().map(|&s| if s == 1 { ones.next() } else { kept.next() }).collect();
             match dims {
-                Some(dims) => found.extend(b.broadcast(y, &shape, &dims)),
+                Some(dims) => found.extend(b.broadcast(y, id, &dims)),
                 None => {
                     // More dimensions of one element than there: without them.
                     let bare: Vec<u64> = from.iter().copied().filter(|&s| s != 1).collect();
                     let dims: Vec<usize> = (0..to.len()).filter(|&d| to[d] != 1).map(|d| outer[d]).collect();
                     let y = b.reshape(y, &bare);
-                    found.extend(y.and_then(|y| b.broadcast(y, &shape, &dims)));
+                    found.extend(y.and_then(|y| b.broadcast(y, id, &dims)));
                 }
             }
         }
@@ -273,11 +271,10 @@ fn on_sources<K: PartialEq + Clone>(
 
 /// An op on values that repeat others equally repeats its result on those.
 pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
-    let shape = b.shape(id);
     let mut found = Vec::new();
     for (op, operands) in elementwise(b, id) {
         if let Some((result, dims)) = on_sources(b, &op, &operands, broadcasts) {
-            found.extend(b.broadcast(result, &shape, &dims));
+            found.extend(b.broadcast(result, id, &dims));
         }
     }
     found
