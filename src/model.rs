@@ -37,6 +37,8 @@ pub struct ImportOptions {
     pub loss: Option<String>,
     /// Do not ask for the layouts that the model states.
     pub ignore_shardings: bool,
+    /// Plan the ops that the file has, and do not recognise what they make up.
+    pub as_written: bool,
     /// Floating-point type to compute in; default: the traced ones.
     pub precision: Option<DType>,
     /// Tokens in a sample of a config's model; default: what [`huggingface`] finds sensible.
@@ -274,7 +276,8 @@ fn load(
     let graph = simplify(&graph);
     // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
-    let mut graph = rewrite(&graph, &find_values(&graph, &named)?).with_free_pins();
+    let kept = find_values(&graph, &named)?;
+    let mut graph = if options.as_written { graph } else { rewrite(&graph, &kept) }.with_free_pins();
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
     let mut reduction = None;
     if let Some(goal) = &options.reduce {

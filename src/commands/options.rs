@@ -37,6 +37,9 @@ pub struct ModelOptions {
     /// Leave out the shardings that the model states (with_sharding_constraint and the like)
     #[arg(long)]
     ignore_shardings: bool,
+    /// Plan the ops that the file has, without recognising softmax, attention and the like in them
+    #[arg(long)]
+    as_written: bool,
     /// Floating-point type to train in [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
@@ -101,6 +104,7 @@ impl ModelOptions {
             stop_gradients: self.stop_gradient.clone(),
             loss: self.loss.clone(),
             ignore_shardings: self.ignore_shardings,
+            as_written: self.as_written,
             precision: self.precision.map(|p| match p {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,

@@ -22,6 +22,8 @@ pub enum Fact {
     Causal { row: usize, column: usize },
     /// Nothing is hidden: true or 0 everywhere.
     Open,
+    /// Each element is its own position in a dimension.
+    Count { dim: usize },
 }
 
 pub struct Facts {
@@ -78,7 +80,10 @@ impl Masks<'_> {
     fn fact(&mut self, v: ValueId) -> Option<Fact> {
         let (graph, ty) = (self.graph, self.graph.ty(v));
         if ty.dtype != DType::Bool && !ty.dtype.is_float() {
-            return None;
+            let affine = self.affine(v).filter(|a| a.start == 0.0)?;
+            let mut counted = (0..ty.rank()).filter(|&d| affine.steps[d] != 0.0);
+            let dim = counted.next().filter(|&d| affine.steps[d] == 1.0 && counted.next().is_none())?;
+            return Some(Fact::Count { dim });
         }
         // Dimensions that repeat the rest say nothing.
         match &graph.node(v).op {

@@ -107,6 +107,13 @@ const EXAMPLES: &[Example] = &[
         let product = array::matmul(&mut w.g, rows, y)?;
         array::reshape(&mut w.g, product, &[a, b, n])
     },
+    // Rows looked up in their order.
+    |w| {
+        let (a, n, more, e) = (w.size() + 1, w.size() + 1, w.size() - 1, w.size() + 1);
+        let table = w.leaf(&[n + more, e]);
+        let positions = array::iota(&mut w.g, &[a, n], 1, DType::I32)?;
+        array::embedding(&mut w.g, table, positions)
+    },
     // A guard against what a softmax is not.
     |w| {
         let (m, n) = (w.size() + 1, w.size() + 1);
@@ -398,6 +405,19 @@ fn every_composite_is_found_in_its_decomposition() {
         let others: Vec<&str> = work.map(|v| rewritten.node(v).op.name()).filter(|n| !moving.contains(n)).collect();
         assert_eq!(others, [function.name()], "{graph}\n{rewritten}");
     }
+}
+
+/// A function through whose argument no gradient flows is another function.
+#[test]
+fn stopped_gradients_stay_stopped() {
+    let mut w = Writer { g: Graph::new("stopped"), sizes: Rng::new(5) };
+    let x = w.leaf(&[4, 6]);
+    let s = w.unary(Unary::Logistic, x).unwrap();
+    let stopped = w.unary(Unary::StopGradient, s).unwrap();
+    let y = w.binary(Binary::Multiply, x, stopped).unwrap();
+    w.g.outputs = vec![y];
+    let rewritten = rewrite(&w.g, &[]);
+    assert!(rewritten.nodes.iter().any(|n| n.op == Op::Unary(Unary::StopGradient)), "{rewritten}");
 }
 
 /// What the user names, and what a model pins, is not swallowed.

@@ -142,6 +142,8 @@ pub fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
 /// The oldest elementwise op of a class.
 fn step(b: &Builder, id: Id) -> Option<(Op, Vec<Id>)> {
     let of = |op: &Op, c: &[Id]| match op {
+        // The same value with another gradient.
+        Op::Unary(Unary::StopGradient) => None,
         Op::Unary(_) | Op::Binary(_) => Some((op.clone(), c.to_vec())),
         Op::Convert(_) if b.ty(c[0]).dtype.is_float() => Some((op.clone(), c.to_vec())),
         _ => None,

@@ -33,6 +33,7 @@ pub const RULES: &[Rule] = &[
     Rule { name: "matmul of transpose", apply: structure::dot_of_transpose },
     Rule { name: "matmul of scaled value", apply: structure::dot_of_scaled },
     Rule { name: "scale of scale", apply: structure::scale_of_scale },
+    Rule { name: "lookup in order", apply: structure::lookup_in_order },
     Rule { name: "negation", apply: structure::negation },
     Rule { name: "power", apply: activation::power },
     Rule { name: "division by root", apply: activation::division_by_root },

@@ -1,8 +1,9 @@
 //! Ops that move elements, and scalings: cancelled, merged, and moved to where they meet their like.
 
 use super::super::egraph::Builder;
+use super::super::facts::Fact;
 use crate::dtype::DType;
-use crate::op::{Binary, DotGeneral, Function, Op, Reducer, Unary};
+use crate::op::{Binary, DotGeneral, Function, Op, Reducer, Slice, Unary};
 use egg::Id;
 
 /// `(x, permutation)` where the class is a transpose of `x`.
@@ -429,6 +430,39 @@ pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
             let result = b.add(op.clone(), &operands);
             found.extend(result.and_then(|result| b.add(Op::Unary(Unary::Negate), &[result])));
         }
+    }
+    found
+}
+
+/// Looking up each row at its own place is taking the rows as they are.
+pub fn lookup_in_order(b: &mut Builder, id: Id) -> Vec<Id> {
+    let lookups = b.find(id, |op, c| match op {
+        Op::Gather(gather) => Some((gather.dims.clone(), c[0], c[1])),
+        _ => None,
+    });
+    let mut found = Vec::new();
+    for (dims, table, indices) in lookups {
+        let (rows, wanted, shape) = (b.shape(table), b.shape(indices), b.shape(id));
+        // One index for each row, and whole rows behind the indices' dimensions.
+        let plain = dims.start_index_map == [0]
+            && dims.collapsed_slice_dims == [0]
+            && dims.operand_batching_dims.is_empty()
+            && dims.slice_sizes[1..] == rows[1..]
+            && dims.offset_dims.iter().copied().eq(shape.len() + 1 - rows.len()..shape.len());
+        let count = match b.data(indices).fact {
+            Some(Fact::Count { dim }) if plain && dims.index_vector_dim != dim => Some(dim),
+            _ => None,
+        };
+        let Some(dim) = count.filter(|&d| wanted[d] <= rows[0]) else { continue };
+        let at = if dims.index_vector_dim < dim { dim - 1 } else { dim };
+        let slice = Slice {
+            start: vec![0; rows.len()],
+            limit: [&[wanted[dim]], &rows[1..]].concat(),
+            stride: vec![1; rows.len()],
+        };
+        let taken = if wanted[dim] == rows[0] { Some(table) } else { b.add(Op::Slice(slice), &[table]) };
+        let to: Vec<usize> = std::iter::once(at).chain(dims.offset_dims.iter().copied()).collect();
+        found.extend(taken.and_then(|taken| b.broadcast(taken, id, &to)));
     }
     found
 }
