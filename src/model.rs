@@ -8,6 +8,7 @@ use crate::precision::with_precision;
 use crate::units::smaller;
 use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
+use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
@@ -503,6 +504,8 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
+            // Written out, composites are looked at like all else, and recognised again.
+            let graph = without_composites(&graph).into_owned();
             let arguments = leaves(&graph);
             let results = vec![None; graph.outputs.len()];
             Ok(Read { graph, arguments, results, aside: Aside::default() })

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// Convert a model to altiplano.graph JSON, with its parameters and batch told apart
 #[derive(Args)]
 pub struct Import {
-    /// StableHLO text as JAX prints it, an ONNX model, a Hugging Face config.json, or altiplano.graph JSON
+    /// StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or altiplano.graph JSON
     model: PathBuf,
     #[command(flatten)]
     options: ModelOptions,

@@ -253,7 +253,7 @@ impl PlanOptions {
 /// A plan file, or a model file and what to plan it for.
 #[derive(Args, Clone, Debug)]
 pub struct PlanOrModel {
-    /// A plan (altiplano.plan JSON), or a model (StableHLO text, ONNX, config.json or altiplano.graph JSON) that is planned first
+    /// A plan (altiplano.plan JSON), or a model (StableHLO text, .pt2, ONNX, config.json or altiplano.graph JSON) that is planned first
     #[arg(value_name = "PLAN|MODEL")]
     file: PathBuf,
     #[command(flatten)]

@@ -317,7 +317,9 @@ fn assembled(
     if causal && scores.causal.map(|(row, column)| (Some(row), column)) != Some((query_dim, softmax_dim)) {
         return None;
     }
-    let function = Function::Attention { scale: Real(scores.scale), causal };
+    // As the decomposition writes it: narrow floats are scaled in f32.
+    let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+    let function = Function::Attention { scale: Real(wide.round(scores.scale)), causal };
     let mixed = b.add(function, &operands)?;
     // [B, S, H, D] in the order of the product's dimensions.
     let width = b.shape(mixed)[3];
