@@ -47,10 +47,14 @@ fn every_model_on_eight_large_devices() {
     for entry in std::fs::read_dir(folder).expect("the folder").flatten() {
         let path = entry.path();
         let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        if !name.ends_with(".mlir") {
+        let exported = name.ends_with(".pt2") || name.ends_with(".onnx");
+        if !exported && !name.ends_with(".mlir") {
             continue;
         }
         let mut options = vec!["--cluster", "dgx-a100:1"];
+        if exported {
+            options.extend(["--loss", "cross-entropy"]);
+        }
         if name.contains("unnamed") {
             options.extend(["--params", "0-53"]);
         }
@@ -102,4 +106,26 @@ fn every_model_has_a_twin_that_computes() {
         twins += 1;
     }
     assert!(twins > 0);
+}
+
+/// GPT-2 124M as JAX and as `torch.export` write it: few ops a block, and the same predicted time and memory within 2 %.
+#[test]
+fn one_model_from_two_frameworks_is_one_plan() {
+    let (Some(jax), Some(torch)) = (shared_model("gpt2-small.mlir"), shared_model("gpt2-small.pt2")) else { return };
+    for cluster in ["dgx-a100:1", "p3.16xlarge:1", "local:4"] {
+        let predicted = |model: &str, options: &[&str]| {
+            let options = [&["--cluster", cluster, "--global-batch", "8"], options].concat();
+            let plan = planned(model, &options).expect("it fits");
+            let nodes = plan["graph"]["nodes"].as_array().expect("nodes");
+            let leaf = |node: &&Value| node["op"]["parameter"].is_object() || node["op"]["input"].is_object();
+            let work = nodes.iter().filter(|n| !leaf(n)).count();
+            assert!(work <= 12 * 30, "{model}: {work} nodes for 12 blocks");
+            let peaks = plan["predicted"]["peak_bytes"].as_array().expect("peaks").iter();
+            let peak = peaks.filter_map(Value::as_f64).fold(0.0, f64::max);
+            (plan["predicted"]["step_time_s"].as_f64().expect("seconds"), peak)
+        };
+        let (a, b) = (predicted(&jax, &[]), predicted(&torch, &["--loss", "cross-entropy"]));
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() <= 0.02;
+        assert!(near(a.0, b.0) && near(a.1, b.1), "{cluster}: {a:?} and {b:?}");
+    }
 }
