@@ -1,23 +1,40 @@
 //! What the fuzz targets share: the way from a file's bytes to a model as the command line goes it, and mutations of text
 //! by the token, which get past a parser more often than mutations of bytes do.
 
+pub mod onnx;
+
 use altiplano::{Error, Format, ImportOptions, model_of};
 use libfuzzer_sys::Corpus;
 use std::path::Path;
 
-/// Reads a model of this format. What is refused must be the file's fault; what is accepted must print.
+/// Reads a model of this format. What is refused must be the file's fault; what is accepted must print. Where the command
+/// line advises options, they are given: which argument is trained, and what a model without a loss gets for one.
 pub fn read_model(bytes: &[u8], format: Format) -> Corpus {
     if Format::of(bytes) != format {
         return Corpus::Reject;
     }
-    match model_of(Path::new("model"), bytes, &ImportOptions::default()) {
-        Ok(model) => {
-            assert_eq!(model.graph.verify(), [], "what was imported is no valid graph");
-            let _ = model.graph.to_string();
+    let mut options = ImportOptions::default();
+    loop {
+        match model_of(Path::new("model"), bytes, &options) {
+            Ok(model) => {
+                assert_eq!(model.graph.verify(), [], "what was imported is no valid graph");
+                let _ = model.graph.to_string();
+                let has_loss = model.graph.outputs.iter().all(|v| model.graph.ty(*v).rank() == 0);
+                if has_loss || options.loss.is_some() {
+                    return Corpus::Keep;
+                }
+                options.loss = Some("cross-entropy".to_string());
+            }
+            Err(error) => {
+                refused(&error);
+                match error {
+                    Error::Arguments { .. } if options.params.is_empty() => options.params.push("0".to_string()),
+                    Error::Attach { .. } => options.loss = Some("none".to_string()),
+                    _ => return Corpus::Keep,
+                }
+            }
         }
-        Err(error) => refused(&error),
     }
-    Corpus::Keep
 }
 
 /// An error must be one that the command line explains as a mistake in the file.
@@ -27,10 +44,14 @@ pub fn refused(error: &Error) {
 }
 
 /// A small deterministic generator (xorshift, Marsaglia 2003), since a mutation must follow from its seed.
-struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn of(seed: u32) -> Random {
+        Random(u64::from(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -77,9 +98,9 @@ const NUMBERS: [&str; 16] = [
 ];
 
 /// Changes a few tokens of `data[..size]`: drops, repeats, swaps or replaces one by another of the text or by a number.
-/// Every other time the change is libFuzzer's own.
+/// Every fourth time the change is libFuzzer's own.
 pub fn mutate_tokens(data: &mut [u8], size: usize, max_size: usize, seed: u32) -> usize {
-    let mut random = Random(u64::from(seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let mut random = Random::of(seed);
     if random.below(4) == 0 || size == 0 {
         return libfuzzer_sys::fuzzer_mutate(data, size, max_size);
     }
