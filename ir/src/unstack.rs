@@ -146,7 +146,8 @@ fn stacks(graph: &Graph) -> BTreeSet<ValueId> {
         let Op::Parameter(Parameter { name, ty }) = &graph.node(stack).op else {
             return false;
         };
-        let Some(&rows) = ty.shape.first() else { return false };
+        // Layers are nodes, so a stack of them has no more rows than there are of these.
+        let Some(&rows) = ty.shape.first().filter(|&&rows| rows <= graph.len() as u64) else { return false };
         let mut pending = vec![stack];
         let mut found = false;
         while let Some(v) = pending.pop() {
@@ -228,6 +229,18 @@ mod tests {
             let data = (0..ty.elements()).map(|i| (first + i) as f64).collect();
             Tensor::new(ty, data)
         })
+    }
+
+    /// A table of which one row is taken is no stack of layers, however many rows it has.
+    #[test]
+    fn tables_are_no_stacks() {
+        let mut graph = Graph::new("table");
+        let ty = crate::types::TensorType::new(crate::dtype::DType::F32, [1 << 32, 2]);
+        let table = graph.emit(Op::Parameter(Parameter { name: "table".to_string(), ty }), &[]);
+        let slice = Slice { start: vec![7, 0], limit: vec![8, 2], stride: vec![1, 1] };
+        let row = graph.emit(Op::Slice(slice), &[table]);
+        graph.outputs = vec![row];
+        assert_eq!(unstack(&graph), graph);
     }
 
     fn check(body: &str, parameters: &[&str]) {
