@@ -504,8 +504,9 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
-            // Written out, composites are looked at like all else, and recognised again.
-            let graph = without_composites(&graph).into_owned();
+            // Written out, composites are looked at like all else, and recognised again. Of one sample the marks of the file
+            // are all that is known of its batch, and a composite keeps them.
+            let graph = if graph.batch == 1 { graph } else { without_composites(&graph).into_owned() };
             let arguments = leaves(&graph);
             let results = vec![None; graph.outputs.len()];
             Ok(Read { graph, arguments, results, aside: Aside::default() })
