@@ -340,8 +340,7 @@ fn carried(rule: &ShardingRule, marks: &[u32]) -> u32 {
     let major = |dim: &Vec<u8>| dim.iter().copied().find(|&f| rule.factors[f as usize].size != 1);
     let mut scales = vec![false; rule.factors.len()];
     for (dims, marks) in rule.operands.iter().zip(marks) {
-        for (d, dim) in dims.iter().enumerate().filter(|(d, _)| marks >> d & 1 == 1) {
-            let _ = d;
+        for (_, dim) in dims.iter().enumerate().filter(|(d, _)| marks >> d & 1 == 1) {
             major(dim).into_iter().for_each(|f| scales[f as usize] = true);
         }
     }
