@@ -114,11 +114,11 @@ impl<'a> Prices<'a> {
         strategy: &Strategy,
         shardings: &OpShardings,
     ) -> f64 {
-        let follows = |f: &u8| rule.windows.iter().any(|w| w.followers.contains(f));
-        let fetches = strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor)));
         if let Op::Composite(_) = op {
             return self.inside(op, operands, rule, strategy, shardings).forward_s;
         }
+        let follows = |f: &u8| rule.windows.iter().any(|w| w.followers.contains(f));
+        let fetches = strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor)));
         let compute_s = self.compute_s(op, operands, result, shardings);
         if !fetches {
             return compute_s;

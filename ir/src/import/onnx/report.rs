@@ -45,7 +45,7 @@ pub enum OnnxError {
     TooDeep { node: String, function: String },
     #[error("the model has more than {MAX_NODES} nodes once its functions are inlined and its loops unrolled")]
     TooManyNodes,
-    #[error("{}", list(.unsupported, .problems))]
+    #[error("{}", crate::import::listed(.unsupported, .problems))]
     Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
@@ -146,20 +146,6 @@ impl Report {
         let quiet = unsupported.is_empty() && problems.is_empty();
         (!quiet).then_some(OnnxError::Nodes { unsupported, problems })
     }
-}
-
-/// One line for each problem, of which the first twenty are shown, and for each unsupported op.
-fn list(unsupported: &[Unsupported], problems: &[Problem]) -> String {
-    const SHOWN: usize = 20;
-    let mut lines: Vec<String> = problems.iter().take(SHOWN).map(Problem::to_string).collect();
-    if problems.len() > SHOWN {
-        lines.push(format!("and {} more such problems", problems.len() - SHOWN));
-    }
-    if !unsupported.is_empty() {
-        lines.push("these operations are not supported:".into());
-    }
-    lines.extend(unsupported.iter().map(|entry| format!("  {entry}")));
-    lines.join("\n")
 }
 
 impl fmt::Display for Unsupported {

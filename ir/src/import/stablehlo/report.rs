@@ -34,7 +34,7 @@ pub enum ImportError {
     TooManyOperations { place: Place, limit: u64 },
     #[error("{place}: @{name} returns nothing; a model returns its loss first")]
     NoResults { place: Place, name: Box<str> },
-    #[error("{}", list(.unsupported, .problems))]
+    #[error("{}", crate::import::listed(.unsupported, .problems))]
     Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
@@ -112,25 +112,6 @@ pub(super) fn full_name(operation: &Operation) -> String {
     let target = operation.attribute("call_target_name").and_then(Attribute::as_word);
     let target = target.map(|target| format!(" @{target}")).unwrap_or_default();
     format!("{}.{}{target}", operation.dialect, operation.name)
-}
-
-/// One line for each unsupported op and each problem, of which the first twenty are shown.
-fn list(unsupported: &[Unsupported], problems: &[Problem]) -> String {
-    const SHOWN: usize = 20;
-    let mut lines: Vec<String> = Vec::new();
-    for problem in problems.iter().take(SHOWN) {
-        lines.push(problem.to_string());
-    }
-    if problems.len() > SHOWN {
-        lines.push(format!("and {} more such problems", problems.len() - SHOWN));
-    }
-    if !unsupported.is_empty() {
-        lines.push("these operations are not supported:".into());
-    }
-    for entry in unsupported {
-        lines.push(format!("  {entry}"));
-    }
-    lines.join("\n")
 }
 
 impl fmt::Display for Unsupported {

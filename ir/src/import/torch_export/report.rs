@@ -22,7 +22,7 @@ pub enum ImportError {
     NoResults,
     #[error("the program has more than {limit} operations")]
     TooManyOperations { limit: usize },
-    #[error("{}", list(.unsupported, .problems))]
+    #[error("{}", crate::import::listed(.unsupported, .problems))]
     Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
@@ -96,20 +96,6 @@ fn known_sizes(known: &[String]) -> String {
         [] => "all sizes of this program are fixed".to_string(),
         known => format!("the sizes that the program leaves open are {}", known.join(", ")),
     }
-}
-
-/// One line for each unsupported op and each problem, of which the first twenty are shown.
-fn list(unsupported: &[Unsupported], problems: &[Problem]) -> String {
-    const SHOWN: usize = 20;
-    let mut lines: Vec<String> = problems.iter().take(SHOWN).map(Problem::to_string).collect();
-    if problems.len() > SHOWN {
-        lines.push(format!("and {} more such problems", problems.len() - SHOWN));
-    }
-    if !unsupported.is_empty() {
-        lines.push("these operations are not supported:".into());
-    }
-    lines.extend(unsupported.iter().map(|entry| format!("  {entry}")));
-    lines.join("\n")
 }
 
 impl fmt::Display for Unsupported {
