@@ -22,6 +22,7 @@
 pub mod arguments;
 mod cluster;
 mod error;
+pub mod fidelity;
 pub mod inference;
 mod loss;
 mod model;

@@ -24,6 +24,7 @@ enum Command {
     Import(commands::import::Import),
     Run(commands::run::Run),
     Verify(commands::verify::Verify),
+    Fidelity(commands::fidelity::Fidelity),
     Demo(commands::demo::Demo),
 }
 
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         Command::Import(command) => command.run(),
         Command::Run(command) => command.run(),
         Command::Verify(command) => command.run(),
+        Command::Fidelity(command) => command.run(),
         Command::Demo(command) => command.run(),
     };
     match done {

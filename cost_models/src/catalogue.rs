@@ -3,6 +3,8 @@
 //! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
 //! Where a datasheet gives a machine's total, it is divided by the number of devices.
 
+use crate::compute::Constants;
+use crate::fitted::FITTED;
 use crate::error::{ClusterError, nearest};
 use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
@@ -179,6 +181,13 @@ pub fn device(name: &str) -> Option<Device> {
 /// Part of the peak rate that matmuls reach on the device of this name; [`MATMUL_EFFICIENCY`] where it is not known.
 pub fn matmul_efficiency(name: &str) -> f64 {
     DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
+}
+
+/// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.
+pub fn constants(name: &str) -> Constants {
+    let matmul_efficiency = matmul_efficiency(name);
+    let fitted = FITTED.iter().find(|(device, _)| *device == name).map(|(_, constants)| *constants);
+    fitted.unwrap_or(Constants { matmul_efficiency, ..Constants::default() })
 }
 
 /// Names of all devices of the catalogue, in its order.

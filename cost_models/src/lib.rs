@@ -6,18 +6,25 @@
 
 pub mod catalogue;
 pub mod collective;
+pub mod compute;
 pub mod error;
+pub mod fitted;
+pub mod kernels;
 pub mod link;
 pub mod pipeline;
 pub mod roofline;
+pub mod timeline;
 pub mod toml_file;
 
 pub use catalogue::{preset, presets};
 pub use error::ClusterError;
 pub use link::{AxisLink, TransferPath, axis_link, transfer_path};
+pub use compute::Compute;
 pub use roofline::{Roofline, fallback};
 pub use toml_file::{BetweenGroups, ClusterFile, parse, parse_file, single_group};
 
+use crate::kernels::Kernel;
+use crate::timeline::Price;
 use altiplano_ir::cluster::Device;
 use altiplano_ir::op::Op;
 use altiplano_ir::reshard::Collective;
@@ -32,6 +39,9 @@ pub trait CostModel: Sync {
     /// Seconds of one op on one device. Types are local: what this device holds of operands and result.
     /// Leaves, collectives and `axis_index` cost nothing here.
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64;
+
+    /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
+    fn kernel(&self, kernel: &Kernel) -> Price;
 
     /// Seconds of a collective over the groups of `link`, all of which run at the same time. `operand_bytes` and
     /// `result_bytes` are those of one device's local operand and local result; each collective is priced by the larger,

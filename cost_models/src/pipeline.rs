@@ -78,6 +78,62 @@ pub fn call_at(
     if turn.is_multiple_of(2) { forward(warm_up + turn / 2) } else { backward(turn / 2) }
 }
 
+/// The order of calls on the devices of a pipeline. A *lane* is the devices that one or more stages share: with
+/// `virtual_stages` of `v`, lane `l` of `p` has the stages `l`, `l + p`, ... `l + (v - 1) p`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    pub schedule: Schedule,
+    pub num_stages: usize,
+    pub virtual_stages: usize,
+    pub num_microbatches: u32,
+}
+
+impl Order {
+    /// One stage a lane.
+    pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
+        Order { schedule, num_stages, virtual_stages: 1, num_microbatches }
+    }
+
+    pub fn num_lanes(&self) -> usize {
+        self.num_stages / self.virtual_stages.max(1)
+    }
+
+    /// The call at `position` of a lane, and its stage.
+    ///
+    /// With several stages a lane, the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2): microbatches go through in
+    /// groups of as many as there are lanes, each group through all of a lane's stages in turn; backwards likewise from the last
+    /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead.
+    pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
+        if self.virtual_stages <= 1 || self.schedule != Schedule::OneFOneB {
+            let call = call_at(self.schedule, lane, self.num_stages, self.num_microbatches, position)?;
+            return Some((lane, call));
+        }
+        let (lanes, chunks) = (self.num_lanes() as u64, self.virtual_stages as u64);
+        let microbatches = u64::from(self.num_microbatches);
+        let total = microbatches * chunks;
+        let ahead = (2 * (lanes - lane as u64 - 1) + (chunks - 1) * lanes).min(total);
+        let (is_forward, k) = match position {
+            _ if position >= 2 * total => return None,
+            _ if position < ahead => (true, position),
+            _ if position < 2 * total - ahead => {
+                let turn = position - ahead;
+                if turn.is_multiple_of(2) { (true, ahead + turn / 2) } else { (false, turn / 2) }
+            }
+            _ => (false, position - total),
+        };
+        // A last group that is not full has fewer microbatches, and goes through all stages as well.
+        let group = k / (lanes * chunks);
+        let width = lanes.min(microbatches - group * lanes);
+        let within = k - group * lanes * chunks;
+        let (turn, microbatch) = (within / width, (group * lanes + within % width) as u32);
+        let chunk = if is_forward { turn } else { chunks - 1 - turn };
+        let stage = lane + (chunk * lanes) as usize;
+        let call =
+            if is_forward { PipelineCall::Forward { microbatch } } else { PipelineCall::Backward { microbatch } };
+        Some((stage, call))
+    }
+}
+
 /// Plays one step of `num_microbatches` under `schedule`.
 ///
 /// A call starts when the stage is free and its operand has arrived; sending does not hold the sender up, but a link
@@ -85,69 +141,76 @@ pub fn call_at(
 ///
 /// Example: S equal stages without transfers take `(S - 1 + B) * (forward_s + backward_s) + step_s` under either schedule.
 pub fn simulate(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule) -> Timeline {
+    simulate_order(stages, &Order::new(schedule, stages.len(), num_microbatches), &mut |_, _, _, _| {})
+}
+
+/// [`simulate`] under any order; `watch` is told of each call its stage, its start and its end.
+pub fn simulate_order(
+    stages: &[StageTimes],
+    order: &Order,
+    watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
+) -> Timeline {
     let num_stages = stages.len();
-    let width = num_microbatches as usize;
+    let num_lanes = order.num_lanes();
+    let width = order.num_microbatches as usize;
     // When a stage's operands arrive, by stage and microbatch; NaN until they are sent.
     let mut forward_ready_s = vec![f64::NAN; num_stages * width];
     let mut backward_ready_s = vec![f64::NAN; num_stages * width];
     forward_ready_s[..width.min(num_stages * width)].fill(0.0);
-    let mut streams: Vec<Stream> = vec![Stream::default(); num_stages];
+    let mut lanes: Vec<Stream> = vec![Stream::default(); num_lanes];
+    // When the last transfer of a stage to either neighbour has arrived.
+    let mut sent_forward_s = vec![0.0f64; num_stages];
+    let mut sent_backward_s = vec![0.0f64; num_stages];
 
-    // A stage runs until it lacks an operand; whoever sends it that operand puts it back on the list.
-    let mut runnable: Vec<usize> = (0..num_stages).rev().collect();
-    while let Some(s) = runnable.pop() {
-        let times = &stages[s];
-        while let Some(call) = call_at(schedule, s, num_stages, num_microbatches, streams[s].position) {
-            let stream = &mut streams[s];
+    // A lane runs until it lacks an operand; whoever sends it that operand puts it back on the list.
+    let mut runnable: Vec<usize> = (0..num_lanes).rev().collect();
+    while let Some(l) = runnable.pop() {
+        while let Some((s, call)) = order.call(l, lanes[l].position) {
+            let times = &stages[s];
+            let (ready, microbatch, seconds) = match call {
+                PipelineCall::Forward { microbatch } => (&forward_ready_s, microbatch, times.forward_s),
+                PipelineCall::Backward { microbatch } => (&backward_ready_s, microbatch, times.backward_s),
+            };
+            let at = s * width + microbatch as usize;
+            if ready[at].is_nan() {
+                break;
+            }
+            let end_s = lanes[l].run(ready[at], seconds);
+            watch(s, call, end_s - seconds, end_s);
             match call {
-                PipelineCall::Forward { microbatch } => {
-                    let at = s * width + microbatch as usize;
-                    if forward_ready_s[at].is_nan() {
-                        break;
-                    }
-                    let end_s = stream.run(forward_ready_s[at], times.forward_s);
-                    if s + 1 < num_stages {
-                        stream.sent_forward_s = stream.sent_forward_s.max(end_s) + times.transfer_forward_s;
-                        forward_ready_s[at + width] = stream.sent_forward_s;
-                        runnable.push(s + 1);
-                    } else {
-                        backward_ready_s[at] = end_s;
-                    }
+                PipelineCall::Forward { .. } if s + 1 < num_stages => {
+                    sent_forward_s[s] = sent_forward_s[s].max(end_s) + times.transfer_forward_s;
+                    forward_ready_s[at + width] = sent_forward_s[s];
+                    runnable.push((s + 1) % num_lanes);
                 }
-                PipelineCall::Backward { microbatch } => {
-                    let at = s * width + microbatch as usize;
-                    if backward_ready_s[at].is_nan() {
-                        break;
-                    }
-                    let end_s = stream.run(backward_ready_s[at], times.backward_s);
-                    if s > 0 {
-                        stream.sent_backward_s = stream.sent_backward_s.max(end_s) + times.transfer_backward_s;
-                        backward_ready_s[at - width] = stream.sent_backward_s;
-                        runnable.push(s - 1);
-                    }
+                PipelineCall::Forward { .. } => backward_ready_s[at] = end_s,
+                PipelineCall::Backward { .. } if s > 0 => {
+                    sent_backward_s[s] = sent_backward_s[s].max(end_s) + times.transfer_backward_s;
+                    backward_ready_s[at - width] = sent_backward_s[s];
+                    runnable.push((s - 1) % num_lanes);
                 }
+                PipelineCall::Backward { .. } => {}
             }
         }
     }
 
-    let step_s = streams.iter().zip(stages).map(|(stream, times)| stream.free_s + times.step_s).fold(0.0, f64::max);
-    let timeline = |(stream, times): (&Stream, &StageTimes)| {
-        let busy_s = stream.busy_s + times.step_s;
+    // A lane's last work is that of all its stages.
+    let finish_s = |l: usize| (l..num_stages).step_by(num_lanes).map(|s| stages[s].step_s).sum::<f64>();
+    let step_s = lanes.iter().enumerate().map(|(l, lane)| lane.free_s + finish_s(l)).fold(0.0, f64::max);
+    let timeline = |(l, lane): (usize, &Stream)| {
+        let busy_s = lane.busy_s + finish_s(l);
         StageTimeline { busy_s, bubble_s: (step_s - busy_s).max(0.0) }
     };
-    Timeline { step_s, stages: streams.iter().zip(stages).map(timeline).collect() }
+    Timeline { step_s, stages: lanes.iter().enumerate().map(timeline).collect() }
 }
 
-/// A stage as it plays its calls.
+/// A lane as it plays its calls.
 #[derive(Clone, Default)]
 struct Stream {
     /// Calls made.
     position: u64,
     free_s: f64,
     busy_s: f64,
-    /// When the last transfer to either neighbour has arrived.
-    sent_forward_s: f64,
-    sent_backward_s: f64,
 }
 
 impl Stream {

@@ -3,7 +3,10 @@
 //! datasheet and a few constants fitted to published measurements; tile quantisation and occupancy are left to better models.
 
 use crate::collective;
-use crate::{AxisLink, CostModel, TransferPath, catalogue};
+use crate::compute::{Compute, Constants};
+use crate::kernels::{Kernel, KernelKind};
+use crate::timeline::Price;
+use crate::{AxisLink, CostModel, TransferPath};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Op, Operator};
@@ -38,15 +41,18 @@ pub const THREEFRY_TENSORS: f64 = 3.0;
 /// The roofline model of one device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roofline {
-    device: Device,
-    matmul_efficiency: f64,
+    compute: Compute,
 }
 
 impl Roofline {
-    /// The model of a device; what part of its peak matmuls reach is looked up by its name in the catalogue.
+    /// The model of a device; what no datasheet states is looked up by its name in the catalogue.
     pub fn new(device: Device) -> Self {
-        let matmul_efficiency = catalogue::matmul_efficiency(&device.name);
-        Roofline { device, matmul_efficiency }
+        Roofline { compute: Compute::new(device) }
+    }
+
+    /// The model of a device with constants of its own.
+    pub fn with_constants(device: Device, constants: Constants) -> Self {
+        Roofline { compute: Compute { device, constants } }
     }
 
     /// Seconds of a matmul of `flop` that moves `bytes`, without its launch.
@@ -55,17 +61,17 @@ impl Roofline {
     /// write. On a V100 this gives the attention scores of GPT 13B (43e9 FLOP, 380e6 bytes) 0.98 ms against 1.07 ms
     /// measured, where the larger of the two alone gives 0.50; the projections differ by 0 to 8 % either way.
     fn matmul_s(&self, flop: f64, bytes: f64, dtype: DType) -> f64 {
-        flop / (peak_flops(&self.device, dtype) * self.matmul_efficiency) + self.memory_s(bytes)
+        flop / (peak_flops(&self.compute.device, dtype) * self.compute.constants.matmul_efficiency) + self.memory_s(bytes)
     }
 
     /// Seconds for `bytes` read or written in all.
     fn memory_s(&self, bytes: f64) -> f64 {
-        bytes / (self.device.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        self.compute.memory_s(bytes)
     }
 
     /// Seconds of an op that is part of a larger fused kernel.
     fn fused_s(&self, bytes: f64) -> f64 {
-        (self.memory_s(bytes) + self.device.launch_s) / OPS_PER_FUSED_KERNEL
+        (self.memory_s(bytes) + self.compute.device.launch_s) / OPS_PER_FUSED_KERNEL
     }
 }
 
@@ -97,7 +103,16 @@ pub fn peak_flops(device: &Device, dtype: DType) -> f64 {
 
 impl CostModel for Roofline {
     fn device(&self) -> &Device {
-        &self.device
+        &self.compute.device
+    }
+
+    fn kernel(&self, kernel: &Kernel) -> Price {
+        let constants = &self.compute.constants;
+        let collective_s = match kernel.kind {
+            KernelKind::Collective => constants.collective_dispatch_s,
+            _ => 0.0,
+        };
+        Price { seconds: self.compute.kernel(kernel).seconds, issue_s: constants.dispatch_s + collective_s }
     }
 
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
@@ -124,42 +139,42 @@ impl CostModel for Roofline {
             Op::Threefry(_) => self.memory_s(THREEFRY_TENSORS * written) + self.fused_s(written),
             // Matmuls read operands in either order, and other readers index through a transpose, a slice or a pad.
             Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
-            Op::Reduce(_) | Op::Cumulative(_) => self.memory_s(read + written) + self.device.launch_s,
+            Op::Reduce(_) | Op::Cumulative(_) => self.memory_s(read + written) + self.compute.device.launch_s,
             // A radix sort: each byte of a key is a pass that reads and writes keys and positions.
             Op::ArgSort(_) => {
                 let passes: u64 = operands.iter().map(|t| t.dtype.bytes()).sum();
-                passes as f64 * (self.memory_s(2.0 * (largest + written)) + self.device.launch_s)
+                passes as f64 * (self.memory_s(2.0 * (largest + written)) + self.compute.device.launch_s)
             }
-            Op::Concatenate(_) => self.memory_s(2.0 * written) + self.device.launch_s,
+            Op::Concatenate(_) => self.memory_s(2.0 * written) + self.compute.device.launch_s,
             Op::DotGeneral(dot) => {
                 // In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
                 let lhs = operands.first();
                 let terms: f64 = lhs.map_or(0.0, |t| dot.lhs_contract.iter().map(|&d| t.shape[d] as f64).product());
                 let flop = 2.0 * terms * result.elements() as f64;
-                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)) + self.device.launch_s
+                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)) + self.compute.device.launch_s
             }
             // A convolution is a matmul over the elements of its windows.
             Op::Convolution(_) => {
                 let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
-                self.matmul_s(op.flop(operands, result) as f64, read + written, dtype) + self.device.launch_s
+                self.matmul_s(op.flop(operands, result) as f64, read + written, dtype) + self.compute.device.launch_s
             }
             // Windows overlap in caches; what memory sees is each element once.
-            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.memory_s(read + written) + self.device.launch_s,
+            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.memory_s(read + written) + self.compute.device.launch_s,
             // The rows taken, not the table that they are taken from.
             Op::Gather(_) => {
                 let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;
-                self.memory_s(indices + 2.0 * written) + self.device.launch_s
+                self.memory_s(indices + 2.0 * written) + self.compute.device.launch_s
             }
             // Zeros everywhere, then each update read, and its target read and written.
             Op::ScatterAdd(_) => {
                 let indices = operands.first().map_or(0, |t| t.bytes()) as f64;
                 let updates = operands.get(1).map_or(0, |t| t.bytes()) as f64;
-                self.memory_s(written + indices + 3.0 * updates) + self.device.launch_s
+                self.memory_s(written + indices + 3.0 * updates) + self.compute.device.launch_s
             }
             // The tensor copied, then likewise.
             Op::Scatter(_) => {
                 let [indices, updates] = [1, 2].map(|i| operands.get(i).map_or(0, |t| t.bytes()) as f64);
-                self.memory_s(2.0 * written + indices + 3.0 * updates) + self.device.launch_s
+                self.memory_s(2.0 * written + indices + 3.0 * updates) + self.compute.device.launch_s
             }
         }
     }
@@ -169,7 +184,7 @@ impl CostModel for Roofline {
             return 0.0;
         }
         let bytes = operand_bytes.max(result_bytes);
-        let launch_s = COLLECTIVE_LAUNCHES * self.device.launch_s;
+        let launch_s = COLLECTIVE_LAUNCHES * self.compute.device.launch_s;
         let link = &AxisLink {
             bytes_per_s: link.bytes_per_s * LINK_EFFICIENCY,
             all_to_all_bytes_per_s: link.all_to_all_bytes_per_s * LINK_EFFICIENCY,

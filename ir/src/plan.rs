@@ -5,6 +5,7 @@
 
 use crate::batch::LossKind;
 use crate::cluster::Cluster;
+use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;
 use crate::op::Op;
@@ -12,6 +13,7 @@ use crate::optimizer::Optimizer;
 use crate::reduce::Reduction;
 use crate::rule::Strategy;
 use crate::sharding::Sharding;
+use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -164,6 +166,34 @@ pub struct Alternative {
     pub detail: String,
 }
 
+/// How the software that runs a plan reduces gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Execution {
+    /// Gradients are sent together, so many bytes at a time; 0 sends each on its own.
+    pub bucket_bytes: u64,
+    /// Reductions start while the backward pass still runs, and updated parameters are gathered while the next step begins.
+    pub overlap: bool,
+    /// Type in which half-precision gradients are summed over microbatches and devices.
+    pub gradients: Option<DType>,
+}
+
+impl Default for Execution {
+    fn default() -> Self {
+        Execution { bucket_bytes: 100 << 20, overlap: false, gradients: None }
+    }
+}
+
+impl Execution {
+    /// The type in which a parameter's gradient is summed: f32 for half precision, unless stated otherwise.
+    pub fn accumulator(&self, ty: &TensorType) -> TensorType {
+        match self.gradients {
+            _ if !ty.dtype.is_half() => ty.clone(),
+            dtype => ty.with_dtype(dtype.unwrap_or(DType::F32)),
+        }
+    }
+}
+
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -178,6 +208,8 @@ pub struct Plan {
     pub microbatch: u64,
     pub schedule: Schedule,
     pub optimizer: Optimizer,
+    #[serde(default)]
+    pub execution: Execution,
     pub loss: LossKind,
     /// Values through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -1,7 +1,7 @@
 //! From what the search chose to a plan: strategies and storage of every stage, written out.
 
 use crate::inter_op::compose::chains;
-use crate::inter_op::search::{ChosenStage, Found, layer_tables};
+use crate::inter_op::search::{ChosenStage, layer_tables};
 use crate::inter_op::submesh::place;
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Spaces, batch_factors, batch_layout};
@@ -12,27 +12,35 @@ use altiplano_cost_models::CostModel;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
-use altiplano_ir::plan::{FORMAT, Plan, Predicted, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash};
+use altiplano_ir::plan::{FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash};
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// Writes a search result out as a plan, predictions left open.
-pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+/// What a plan is made of.
+pub struct Parts<'a> {
+    pub layered: &'a Layered,
+    pub num_microbatches: u32,
+    pub schedule: Schedule,
+    pub stages: &'a [ChosenStage],
+}
+
+/// Writes a plan out, predictions left open.
+pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
-    let shapes: Vec<_> = found.stages.iter().map(|s| s.shape).collect();
+    let shapes: Vec<_> = parts.stages.iter().map(|s| s.shape).collect();
     let Some(placement) = place(&shapes, group.nodes, group.devices_per_node) else {
         return Err(PlanFailure::NoCombination);
     };
-    let stages = found
+    let stages = parts
         .stages
         .iter()
         .zip(placement)
-        .map(|(chosen, devices)| stage(request, found, cost, chosen, devices))
+        .map(|(chosen, devices)| stage(request, parts.layered, cost, chosen, devices))
         .collect::<Option<Vec<Stage>>>()
         .ok_or(PlanFailure::NoCombination)?;
-    let graph = found.candidates.layered.graph.clone();
+    let graph = parts.layered.graph.clone();
     let unit = if graph.batch == 0 { 1 } else { graph.batch };
     Ok(Plan {
         format: FORMAT.into(),
@@ -40,17 +48,18 @@ pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> R
         model: request.model.clone(),
         graph_hash: graph_hash(&graph),
         cluster: request.cluster.clone(),
-        global_batch: unit * found.candidates.num_microbatches as u64,
-        num_microbatches: found.candidates.num_microbatches,
+        global_batch: unit * parts.num_microbatches as u64,
+        num_microbatches: parts.num_microbatches,
         microbatch: unit,
-        schedule: found.schedule,
+        schedule: parts.schedule,
         optimizer: request.optimizer,
+        execution: request.execution,
         loss: request.loss,
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,
         predicted: Predicted::default(),
         alternatives: Vec::new(),
-        layers: found.candidates.layered.starts.clone(),
+        layers: parts.layered.starts.clone(),
         stages,
         graph,
     })
@@ -58,12 +67,11 @@ pub fn assemble(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> R
 
 fn stage(
     request: &Request,
-    found: &Found<'_>,
+    layered: &Layered,
     cost: &dyn CostModel,
     chosen: &ChosenStage,
     devices: Vec<u32>,
 ) -> Option<Stage> {
-    let layered = &found.candidates.layered;
     let graph = &layered.graph;
     let group = &request.cluster.groups[0];
     let way = &chosen.way;

@@ -12,6 +12,11 @@ pub const MAX_LAYERS: usize = 64;
 
 /// Layers as node positions: layer `i` is the nodes `starts[i]..starts[i + 1]`.
 pub fn cluster(graph: &Graph) -> Vec<u32> {
+    cluster_finely(graph, MAX_LAYERS)
+}
+
+/// [`cluster`] into at most about `most` layers.
+pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
     let crossing = crossing_bytes(graph);
     let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
     let signature: Vec<String> = heavy
@@ -37,7 +42,7 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
             let lead = works(graph, cuts[1], heavy[first + period]).len();
             let before = works(graph, if first == 0 { 0 } else { heavy[first - 1] + 1 }, heavy[first]);
             cuts[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(cuts[0]);
-            let group = count.div_ceil(MAX_LAYERS);
+            let group = count.div_ceil(most.max(1));
             let last = cuts.pop();
             let mut grouped: Vec<usize> = cuts.into_iter().step_by(group).collect();
             grouped.extend(last);

@@ -5,6 +5,7 @@
 //! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines.
 
 pub mod assemble;
+pub mod fixed;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
@@ -12,6 +13,7 @@ pub mod lower;
 pub mod model;
 pub mod predict;
 pub mod request;
+pub mod timing;
 
 pub use lower::lower;
 pub use request::{PlanFailure, Progress, Request, Silent};
@@ -219,7 +221,13 @@ fn within_memory(
 
 /// Writes out, lowers and prices a search result.
 fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
-    let mut plan = assemble::assemble(request, found, cost)?;
+    let parts = assemble::Parts {
+        layered: &found.candidates.layered,
+        num_microbatches: found.candidates.num_microbatches,
+        schedule: found.schedule,
+        stages: &found.stages,
+    };
+    let mut plan = assemble::assemble(request, &parts, cost)?;
     let programs = lower(&plan, cost)?;
     predict::predict(&mut plan, &programs, cost);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());

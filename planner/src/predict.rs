@@ -1,10 +1,10 @@
 //! What a lowered plan will take: seconds and bytes of each stage, and of the step.
 //!
-//! Times are sums over the ops and collectives of the bodies that devices really run, put on the pipeline's
-//! schedule. Bytes are the buffers that are held, times the microbatches in flight, plus the most that is alive at
+//! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are the buffers that are held, times the microbatches in flight, plus the most that is alive at
 //! once inside a body when elementwise chains are fused.
 
 use crate::lower::Prices;
+use crate::timing::{StageTiming, stage_timing};
 use altiplano_cost_models::pipeline::{StageTimes, simulate};
 use altiplano_cost_models::{CostModel, transfer_path};
 use altiplano_ir::expand::without_composites;
@@ -12,24 +12,8 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Memory, Plan, Predicted, StagePredicted};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Phase, Program, Programs};
+use rayon::prelude::*;
 use std::collections::BTreeSet;
-
-/// Seconds of a body's ops and of its collectives.
-fn body_s(body: &Body, prices: &Prices<'_>) -> (f64, f64) {
-    let graph = &body.graph;
-    let (mut compute, mut communication) = (0.0, 0.0);
-    for v in graph.values() {
-        let node = graph.node(v);
-        match &node.op {
-            Op::Collective(c) => {
-                let operand = graph.ty(node.operands[0]).bytes();
-                communication += prices.collective_s(&c.collective, operand, node.ty.bytes());
-            }
-            op => compute += prices.cost.compute_s(op, &graph.operand_types(v), &node.ty),
-        }
-    }
-    (compute, communication)
-}
 
 /// The most bytes alive at once while a body runs: its own values, the instances that it frees (each until its last
 /// use here) and those that it leaves. Values that stay in registers (elementwise with one elementwise user),
@@ -124,74 +108,80 @@ fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet
     !written.contains(&v) && (source || fusible && users[v.index()].len() <= 1 && users[v.index()].iter().all(into))
 }
 
-/// Fills in all predictions of a plan from its programs.
-pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
-    let group = plan.cluster.groups[0].clone();
-    let stages = plan.stages.len() as u32;
-    let mut times = Vec::new();
-    let mut predicted = Vec::new();
-    for (i, program) in programs.programs.iter().enumerate() {
+/// What every stage of a plan takes, from its programs.
+pub fn stage_timings(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<(StageTimes, StageTiming)> {
+    let group = &plan.cluster.groups[0];
+    let times = programs.programs.par_iter().enumerate().map(|(i, program)| {
         let stage = &plan.stages[i];
-        let prices = Prices::new(cost, &group, stage.submesh, &stage.mesh);
-        let mut of = [(0.0, 0.0); 4];
-        for body in &program.bodies {
-            let slot = match body.phase {
-                Phase::Forward => 0,
-                Phase::Backward => 1,
-                Phase::Reduce => 2,
-                Phase::Update => 3,
-            };
-            let (compute, communication) = body_s(body, &prices);
-            of[slot].0 += compute;
-            of[slot].1 += communication;
-        }
-        let total = |(compute, communication): (f64, f64)| compute + communication;
-        // Sends to each direction, priced as one stream per stage.
-        let mut sends = [0.0, 0.0, 0.0];
-        for call in &program.schedule {
-            let Call::Send { transfer, microbatch, .. } = call else { continue };
-            if microbatch.is_some_and(|m| m != 0) {
-                continue;
-            }
-            let t = &programs.transfers[transfer.0 as usize];
-            let target = &plan.stages[t.target.0 as usize];
-            let node = |d: u32| d / group.devices_per_node;
-            let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
-            let path = transfer_path(&group, stage.submesh, target.submesh, same_node);
-            let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
-            let slot = if microbatch.is_none() {
-                2
-            } else if t.target.0 > i as u32 {
-                0
-            } else {
-                1
-            };
-            sends[slot] += seconds;
-        }
-        let batches = plan.num_microbatches as f64;
-        times.push(StageTimes {
-            forward_s: total(of[0]),
-            backward_s: total(of[1]),
+        let prices = Prices::new(cost, group, stage.submesh, &stage.mesh);
+        let timing = stage_timing(program, &prices, &plan.execution);
+        let sends = sends(plan, programs, i, cost);
+        let times = StageTimes {
+            forward_s: timing.forward.seconds,
+            backward_s: timing.backward.seconds,
             transfer_forward_s: sends[0],
             transfer_backward_s: sends[1],
-            step_s: total(of[2]) + total(of[3]) + sends[2],
-        });
-        let memory = memory(program, plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
-        predicted.push(StagePredicted {
-            forward_s: total(of[0]),
-            backward_s: total(of[1]),
-            step_s: total(of[2]) + total(of[3]) + sends[2],
-            compute_s: batches * (of[0].0 + of[1].0) + of[2].0 + of[3].0,
-            communication_s: batches * (of[0].1 + of[1].1 + sends[0] + sends[1]) + of[2].1 + of[3].1 + sends[2],
-            bubble_s: 0.0,
+            step_s: timing.finish_s + sends[2],
+        };
+        (times, timing)
+    });
+    times.collect()
+}
+
+/// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
+fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f64; 3] {
+    let group = &plan.cluster.groups[0];
+    let (stage, program) = (&plan.stages[i], &programs.programs[i]);
+    let mut sends = [0.0; 3];
+    for call in &program.schedule {
+        let Call::Send { transfer, microbatch, .. } = call else { continue };
+        if microbatch.is_some_and(|m| m != 0) {
+            continue;
+        }
+        let t = &programs.transfers[transfer.0 as usize];
+        let target = &plan.stages[t.target.0 as usize];
+        let node = |d: u32| d / group.devices_per_node;
+        let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
+        let path = transfer_path(group, stage.submesh, target.submesh, same_node);
+        let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
+        let slot = match microbatch {
+            None => 2,
+            Some(_) if t.target.0 > i as u32 => 0,
+            Some(_) => 1,
+        };
+        sends[slot] += seconds;
+    }
+    sends
+}
+
+/// Fills in all predictions of a plan from its programs.
+pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
+    let stages = plan.stages.len() as u32;
+    let timings = stage_timings(plan, programs, cost);
+    let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
+    let timeline = simulate(&times, plan.num_microbatches, plan.schedule);
+    let batches = plan.num_microbatches as f64;
+    for (i, (times, timing)) in timings.iter().enumerate() {
+        let StageTiming { forward, backward, .. } = timing;
+        let memory =
+            memory(&programs.programs[i], plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
+        // What is sent while something is computed takes no time of its own.
+        let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
+        let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
+        let compute_s =
+            batches * (forward.seconds - forward.exposed_s + backward.seconds - backward.exposed_s) + finish_compute_s;
+        let communication_s =
+            batches * (forward.exposed_s + backward.exposed_s) + sends_s + times.step_s - finish_compute_s;
+        plan.stages[i].predicted = StagePredicted {
+            forward_s: times.forward_s,
+            backward_s: times.backward_s,
+            step_s: times.step_s,
+            compute_s,
+            communication_s,
+            bubble_s: (timeline.step_s - compute_s - communication_s).max(0.0),
             peak_bytes: memory.total(),
             memory,
-        });
-    }
-    let timeline = simulate(&times, plan.num_microbatches, plan.schedule);
-    for (stage, mut p) in plan.stages.iter_mut().zip(predicted) {
-        p.bubble_s = (timeline.step_s - p.compute_s - p.communication_s).max(0.0);
-        stage.predicted = p;
+        };
     }
     let peak = cluster_peak_flops(plan);
     let passes = if plan.schedule.trains() { TRAINING_PASSES } else { 1.0 };

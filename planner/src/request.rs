@@ -5,7 +5,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{Execution, Schedule};
 use altiplano_ir::reduce::Reduction;
 
 /// A planning problem. What is `None` is searched.
@@ -33,6 +33,7 @@ pub struct Request {
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
     pub optimizer: Optimizer,
+    pub execution: Execution,
     /// Split a loss that is no mean or sum over samples into microbatches all the same.
     pub allow_microbatch_semantics: bool,
     /// Price the plain baselines as well.
@@ -59,6 +60,7 @@ impl Request {
             zero: None,
             recompute: None,
             optimizer: Optimizer::adamw(),
+            execution: Execution::default(),
             allow_microbatch_semantics: false,
             baselines: true,
         }

@@ -82,7 +82,7 @@ proptest! {
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh);
         let optimizer = Optimizer::adamw();
         let model = layered.model(Some(&optimizer));
-        let variant = Variant { zero, lean: false, num_microbatches: 2 };
+        let variant = Variant { zero, lean: false, num_microbatches: 2, execution: Default::default() };
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
         let stated = state_layer(&model, 0..end, &mut spaces, variant);
         let Some(expected) = brute_force(&stated.problem) else { return Ok(()) };
@@ -106,6 +106,6 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let optimizer = Optimizer::adamw();
     let model = layered.model(Some(&optimizer));
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
-    let variant = Variant { zero: 0, lean: false, num_microbatches: 1 };
+    let variant = Variant { zero: 0, lean: false, num_microbatches: 1, execution: Default::default() };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
 }

@@ -2,6 +2,7 @@
 
 pub mod clusters;
 pub mod demo;
+pub mod fidelity;
 pub mod import;
 pub mod inspect;
 pub mod options;

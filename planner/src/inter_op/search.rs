@@ -121,7 +121,7 @@ fn candidates_of_mesh(
     let ways_across = if request.trains() { 2.0 } else { 1.0 };
     let mut found = Vec::new();
     for zero in levels {
-        let variant = Variant { zero, lean: freedom.lean, num_microbatches };
+        let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
         let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
         let entering: Vec<f64> = (0..layered.layers.len())
             .map(|l| {

@@ -14,6 +14,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::Execution;
 use altiplano_ir::types::TensorType;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -43,6 +44,8 @@ pub struct Variant {
     pub lean: bool,
     /// Microbatches per step: what per-step costs are divided by.
     pub num_microbatches: u32,
+    /// How gradients are summed.
+    pub execution: Execution,
 }
 
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
@@ -401,7 +404,7 @@ impl Builder<'_, '_, '_> {
         let zero = self.variant.zero;
         let state = if zero >= 1 { self.spaces.storage_layout(layout) } else { layout };
         let (at_rest, gradient) = (if zero == 3 { state } else { layout }, if zero >= 2 { state } else { layout });
-        let gradient_ty = accumulator_type(ty);
+        let gradient_ty = self.variant.execution.accumulator(ty);
         let Some(optimizer) = self.model.optimizer else {
             let static_bytes = self.spaces.local_bytes(ty, at_rest) as f64;
             return Terms { static_bytes, ..Terms::default() };
@@ -528,18 +531,13 @@ fn parameter_use(
     let at_rest = if variant.zero == 3 { state } else { layout };
     let accumulator = if variant.zero >= 2 { state } else { spaces.with_partial_of(layout, cotangent) };
     let gather_s = spaces.reshard_s(ty, at_rest, to);
-    let gradient_ty = accumulator_type(ty);
+    let gradient_ty = variant.execution.accumulator(ty);
     Terms {
         forward_s: gather_s,
         backward_s: gather_s + spaces.reshard_s(ty, cotangent, accumulator),
         step_s: spaces.reshard_s(&gradient_ty, accumulator, state),
         ..Terms::default()
     }
-}
-
-/// Gradients of half precision are summed in f32.
-pub fn accumulator_type(ty: &TensorType) -> TensorType {
-    if ty.dtype.is_half() { ty.with_dtype(DType::F32) } else { ty.clone() }
 }
 
 /// The distinct items of a list in first-seen order, and the position of each item among them.

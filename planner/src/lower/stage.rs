@@ -3,7 +3,6 @@
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::{StageContext, by_layout};
-use crate::intra_op::layer::accumulator_type;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Binary, Op};
@@ -248,7 +247,7 @@ impl<'a> StageLowering<'a> {
         let mut accumulators = BTreeMap::new();
         for (p, name) in cx.plan.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
             let Some(storage) = cx.stage.parameters.get(name) else { continue };
-            let ty = accumulator_type(cx.plan.graph.ty(p));
+            let ty = cx.plan.execution.accumulator(cx.plan.graph.ty(p));
             let kind = BufferKind::Accumulator { parameter: name.to_string() };
             accumulators.insert(p, self.buffer(format!("gradient of {name}"), kind, ty, storage.gradient.clone()));
         }

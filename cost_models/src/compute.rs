@@ -1,0 +1,144 @@
+//! Seconds of a kernel on a device, from its shape.
+//!
+//! A matmul is cut into tiles that run in waves over the device's multiprocessors, so a last wave that is half empty and
+//! rows that do not fill a tile cost as much as full ones; the best of the tile sizes that libraries have is taken, with the
+//! contraction cut too where tiles alone leave multiprocessors idle. Everything else takes as long as its memory traffic or
+//! its scalar operations. The host needs time to issue each kernel, which is what small ones take.
+
+use crate::catalogue;
+use crate::kernels::{Kernel, KernelKind, Matmul};
+use crate::roofline::peak_flops;
+use altiplano_ir::cluster::Device;
+use serde::{Deserialize, Serialize};
+
+/// What no datasheet states: fractions of the peaks that kernels reach, and how long it takes to start one. They belong to a
+/// kind of device and the software that drives it, and are fitted on measured steps.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Constants {
+    /// Part of the peak rate that a full wave of the largest tiles reaches.
+    pub matmul_efficiency: f64,
+    /// Part of the memory's bandwidth that streaming kernels reach.
+    pub memory_efficiency: f64,
+    /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
+    pub misaligned_loss: f64,
+    /// Seconds of the host for each kernel that it issues.
+    pub dispatch_s: f64,
+    /// Seconds of the host for each collective that it issues, beyond a kernel's.
+    pub collective_dispatch_s: f64,
+    /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
+    pub multiprocessors: f64,
+    /// Scalar operations a second outside matmul units, in f32.
+    pub vector_flops: f64,
+}
+
+impl Default for Constants {
+    fn default() -> Self {
+        Constants {
+            matmul_efficiency: catalogue::MATMUL_EFFICIENCY,
+            memory_efficiency: crate::roofline::MEMORY_EFFICIENCY,
+            misaligned_loss: 0.3,
+            dispatch_s: 0.0,
+            collective_dispatch_s: 0.0,
+            multiprocessors: 0.0,
+            vector_flops: f64::INFINITY,
+        }
+    }
+}
+
+/// A tile of a matmul's result, and what part of the best rate it reaches: smaller tiles load more for each multiplication.
+/// The sizes are those of CUTLASS's default kernels; the fractions are the ratio of multiplications to loads,
+/// `tm tn / (tm + tn)`, relative to the largest's, to the power that fits NVIDIA's figures for tile sizes (Matrix
+/// Multiplication Background, 2023: 256x128 as 1, 128x128 slightly below, 64x64 about two thirds).
+const TILES: [(u64, u64, f64); 6] =
+    [(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.66)];
+
+/// Elements of the contraction that a tile needs to get going, in which it loads and does not multiply.
+const FILL: f64 = 64.0;
+
+/// Seconds of an op's kernel, and why.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelTime {
+    pub seconds: f64,
+    pub bound: Bound,
+}
+
+/// What a kernel waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bound {
+    Arithmetic,
+    Memory,
+    Launch,
+}
+
+/// Prices kernels on one device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Compute {
+    pub device: Device,
+    pub constants: Constants,
+}
+
+impl Compute {
+    pub fn new(device: Device) -> Self {
+        let constants = catalogue::constants(&device.name);
+        Compute { device, constants }
+    }
+
+    /// Seconds of a kernel on the device, once it is issued and its operands are there. Collectives are priced elsewhere: 0.
+    pub fn kernel(&self, kernel: &Kernel) -> KernelTime {
+        let memory_s = self.memory_s((kernel.read_bytes + kernel.written_bytes) as f64);
+        let arithmetic_s = match kernel.kind {
+            KernelKind::Matmul(matmul) => self.matmul_s(&matmul),
+            KernelKind::Convolution { flop, dtype } => {
+                flop / (peak_flops(&self.device, dtype) * self.constants.matmul_efficiency)
+            }
+            KernelKind::Fused { operations } => operations / self.constants.vector_flops,
+            KernelKind::Indexed => 0.0,
+            KernelKind::Sort { passes } => (passes as f64 - 1.0) * (memory_s + self.device.launch_s),
+            KernelKind::Collective => return KernelTime { seconds: 0.0, bound: Bound::Launch },
+        };
+        let memory_s = if matches!(kernel.kind, KernelKind::Sort { .. }) { memory_s + arithmetic_s } else { memory_s };
+        let busy_s = memory_s.max(arithmetic_s);
+        let bound = match () {
+            _ if busy_s < self.device.launch_s => Bound::Launch,
+            _ if memory_s >= arithmetic_s => Bound::Memory,
+            _ => Bound::Arithmetic,
+        };
+        KernelTime { seconds: busy_s + self.device.launch_s, bound }
+    }
+
+    /// Seconds for `bytes` read and written.
+    pub fn memory_s(&self, bytes: f64) -> f64 {
+        bytes / (self.device.memory_bytes_per_s * self.constants.memory_efficiency)
+    }
+
+    /// Seconds that a matmul's multiplications take, in the best of [`TILES`].
+    pub fn matmul_s(&self, matmul: &Matmul) -> f64 {
+        let Matmul { batch, m, n, k, dtype, aligned } = *matmul;
+        let c = &self.constants;
+        if batch == 0 || m == 0 || n == 0 || k == 0 {
+            return 0.0;
+        }
+        let aligned = (1.0 - c.misaligned_loss).powi(3 - aligned.clamp(1, 8).ilog2() as i32);
+        let rate = peak_flops(&self.device, dtype) * c.matmul_efficiency * aligned;
+        let slots = c.multiprocessors;
+        if slots < 1.0 {
+            return matmul.flop() / rate;
+        }
+        let tiled = |&(tm, tn, part): &(u64, u64, f64)| {
+            let tiles = batch as f64 * m.div_ceil(tm) as f64 * n.div_ceil(tn) as f64;
+            // Of few tiles, each contraction is cut so that all multiprocessors work.
+            let cuts = (slots / tiles).floor().min(k as f64 / (4.0 * FILL)).max(1.0);
+            let waves = (tiles * cuts / slots).ceil();
+            let joined = if cuts > 1.0 { self.memory_s(8.0 * cuts * (batch * m * n) as f64) } else { 0.0 };
+            let per_tile = 2.0 * (tm * tn) as f64 * (k as f64 / cuts + FILL);
+            waves * per_tile / (rate * part / slots) + joined
+        };
+        TILES.iter().map(tiled).fold(f64::INFINITY, f64::min)
+    }
+}
+
+#[cfg(test)]
+#[path = "compute_tests.rs"]
+mod tests;

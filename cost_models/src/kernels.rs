@@ -1,0 +1,424 @@
+//! The kernels that a device launches for a straight-line graph: what is computed in one pass over memory, and what each
+//! pass reads and writes.
+//!
+//! Matmuls, convolutions, lookups and sorts are kernels of their own. Everything between two of them that is elementwise,
+//! or reduces rows that fit on the chip, is one kernel, as hand-written softmax, norm and activation kernels are and as
+//! compilers fuse. Reshapes, slices, transposes and broadcasts are read through and cost nothing unless a matmul needs what
+//! no stride describes. A value that later kernels need is kept or computed again, whichever moves fewer bytes.
+//!
+//! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
+//! own, out of a reduction that needs every row). A kernel is a connected set of nodes of one level, so kernels never
+//! depend on each other in a circle.
+
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Op, Operator};
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap};
+
+/// Bytes of a row, in f32, that a kernel keeps on the chip between reducing and using it: the registers of a thread block,
+/// 64 Ki of 4 bytes, less what addresses and operands take.
+pub const ROW_BYTES: u64 = 128 << 10;
+
+/// Values that a value is computed again from, at most; beyond that it is kept.
+const MAX_SOURCES: usize = 8;
+
+/// One launch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kernel {
+    pub kind: KernelKind,
+    /// The nodes it computes, in order of the graph.
+    pub nodes: Vec<ValueId>,
+    /// What it reads of earlier kernels and of the body's leaves, and the bytes that it reads of each.
+    pub reads: Vec<(ValueId, u64)>,
+    /// What it leaves in memory.
+    pub writes: Vec<ValueId>,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KernelKind {
+    Matmul(Matmul),
+    Convolution {
+        flop: f64,
+        dtype: DType,
+    },
+    /// Elementwise ops and reductions of rows; `operations` are scalar ones, a transcendental counted as
+    /// [`TRANSCENDENTAL`].
+    Fused {
+        operations: f64,
+    },
+    /// Lookups, scatters and windows.
+    Indexed,
+    /// So many passes over keys and positions.
+    Sort {
+        passes: u64,
+    },
+    /// Something sent between devices.
+    Collective,
+}
+
+/// `batch` products of `[m, k]` and `[k, n]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Matmul {
+    pub batch: u64,
+    pub m: u64,
+    pub n: u64,
+    pub k: u64,
+    pub dtype: DType,
+    /// Elements by which every row of operands and result is aligned: the greatest power of two that divides their rows, at
+    /// most 8 (16 bytes of half precision, what tensor cores load at once).
+    pub aligned: u64,
+}
+
+impl Matmul {
+    /// In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
+    pub fn flop(&self) -> f64 {
+        2.0 * self.batch as f64 * self.m as f64 * self.n as f64 * self.k as f64
+    }
+}
+
+/// Scalar operations that an exponential, a root or a division takes on vector units: special functions run at a quarter
+/// of the rate of multiplications on NVIDIA devices (CUDA programming guide, arithmetic throughput), and need a few
+/// operations around them.
+pub const TRANSCENDENTAL: f64 = 8.0;
+
+/// How a node takes part in kernels.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// There before the body runs.
+    Leaf,
+    /// Known at compile time: constants, positions, masks.
+    Constant,
+    /// Another way to look at its operand.
+    Alias,
+    /// Elementwise: one element for one element.
+    Map,
+    /// A reduction whose rows stay on the chip.
+    Row,
+    /// A reduction that later kernels wait for.
+    Reduction,
+    /// A kernel of its own.
+    Alone,
+}
+
+/// The kernels of a body's graph, in an order in which they can run. `written` are the values that the body leaves in buffers.
+pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Kernel> {
+    let roles = roles(graph, written);
+    let source = sources(graph, &roles);
+    let group = groups(graph, &roles, &source);
+    let kept = kept(graph, &roles, &source, &group, written);
+    let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
+    for v in graph.values().filter(|v| computes(roles[v.index()])) {
+        members[group[v.index()] as usize].push(v);
+    }
+    let made = members.into_iter().filter_map(|nodes| kernel(graph, nodes, &roles, &source, &group, &kept));
+    in_order(graph, made.collect())
+}
+
+fn computes(role: Role) -> bool {
+    matches!(role, Role::Map | Role::Row | Role::Reduction | Role::Alone)
+}
+
+fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    // Whether the elements of a value lie in memory in its own order.
+    let mut contiguous = vec![true; graph.len()];
+    let mut roles = Vec::with_capacity(graph.len());
+    for v in graph.values() {
+        let node = graph.node(v);
+        let operand = || node.operands[0];
+        let role = match &node.op {
+            op if op.is_leaf() => Role::Leaf,
+            _ if !varies[v.index()] => Role::Constant,
+            Op::Reshape(_) => {
+                let view = contiguous[operand().index()] || only_splits(graph.shape(operand()), &node.ty.shape);
+                if view { Role::Alias } else { Role::Map }
+            }
+            Op::Slice(_) | Op::Transpose(_) | Op::BroadcastInDim(_) => Role::Alias,
+            Op::Collective(c) if !c.collective.communicates() => Role::Alias,
+            Op::Reduce(reduce) => {
+                let shape = graph.shape(operand());
+                let row: u64 = reduce.dims.iter().map(|&d| shape[d]).product();
+                let last_kept = (0..shape.len()).rev().find(|d| shape[*d] > 1 && !reduce.dims.contains(d));
+                let trailing = reduce.dims.iter().all(|&d| shape[d] == 1 || last_kept.is_none_or(|k| k < d));
+                if trailing && row.saturating_mul(4) <= ROW_BYTES { Role::Row } else { Role::Reduction }
+            }
+            Op::DotGeneral(_)
+            | Op::Convolution(_)
+            | Op::Gather(_)
+            | Op::ScatterAdd(_)
+            | Op::Scatter(_)
+            | Op::ReduceWindow(_)
+            | Op::SelectAndScatter(_)
+            | Op::ArgSort(_)
+            | Op::Cumulative(_)
+            | Op::Collective(_)
+            | Op::Composite(_) => Role::Alone,
+            _ => Role::Map,
+        };
+        // What leaves the body must be laid out.
+        let role = if role == Role::Alias && written.contains(&v) { Role::Map } else { role };
+        contiguous[v.index()] = match role {
+            Role::Alias => matches!(node.op, Op::Reshape(_)) && contiguous[operand().index()],
+            _ => true,
+        };
+        roles.push(role);
+    }
+    roles
+}
+
+/// Whether a reshape gives each dimension as one or more, so that strides describe it whatever the operand's strides.
+fn only_splits(from: &[u64], to: &[u64]) -> bool {
+    let mut to = to.iter().filter(|&&d| d != 1);
+    from.iter().filter(|&&d| d != 1).all(|&size| {
+        let mut product = 1;
+        while product < size {
+            match to.next() {
+                Some(&d) => product *= d,
+                None => return false,
+            }
+        }
+        product == size
+    })
+}
+
+/// The computed value or leaf that each value is read from, through aliases, and the bytes that are read of it.
+fn sources(graph: &Graph, roles: &[Role]) -> Vec<(ValueId, u64)> {
+    let mut source: Vec<(ValueId, u64)> = Vec::with_capacity(graph.len());
+    for v in graph.values() {
+        let bytes = graph.ty(v).bytes();
+        source.push(match roles[v.index()] {
+            Role::Alias => {
+                let (s, of_operand) = source[graph.node(v).operands[0].index()];
+                (s, bytes.min(of_operand))
+            }
+            _ => (v, bytes),
+        });
+    }
+    source
+}
+
+/// The kernel of each computed node, named by one of its nodes.
+fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> {
+    let mut level = vec![0u32; graph.len()];
+    let mut parent: Vec<u32> = (0..graph.len() as u32).collect();
+    fn find(parent: &mut [u32], mut at: u32) -> u32 {
+        while parent[at as usize] != at {
+            parent[at as usize] = parent[parent[at as usize] as usize];
+            at = parent[at as usize];
+        }
+        at
+    }
+    for v in graph.values().filter(|v| computes(roles[v.index()])) {
+        let alone = roles[v.index()] == Role::Alone;
+        let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
+        let mut at = 0;
+        for o in operands.iter().filter(|o| computes(roles[o.index()])) {
+            let barrier = alone || matches!(roles[o.index()], Role::Alone | Role::Reduction);
+            at = at.max(level[o.index()] + u32::from(barrier));
+        }
+        level[v.index()] = at;
+        if alone {
+            continue;
+        }
+        for o in operands.iter().filter(|o| matches!(roles[o.index()], Role::Map | Role::Row)) {
+            if level[o.index()] == at {
+                let (a, b) = (find(&mut parent, o.0), find(&mut parent, v.0));
+                parent[b as usize] = a;
+            }
+        }
+    }
+    (0..graph.len() as u32).map(|v| find(&mut parent, v)).collect()
+}
+
+/// Which values are left in memory, and what each other value is computed again from.
+struct Kept {
+    kept: Vec<bool>,
+    sources: Vec<Vec<ValueId>>,
+}
+
+fn kept(
+    graph: &Graph,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    group: &[u32],
+    written: &BTreeSet<ValueId>,
+) -> Kept {
+    let mut into_alone = vec![false; graph.len()];
+    let mut crosses = vec![false; graph.len()];
+    for v in graph.values().filter(|v| computes(roles[v.index()])) {
+        for o in &graph.node(v).operands {
+            let o = source[o.index()].0.index();
+            into_alone[o] |= roles[v.index()] == Role::Alone;
+            crosses[o] |= group[o] != group[v.index()];
+        }
+    }
+    let mut kept: Vec<bool> = roles.iter().map(|r| matches!(r, Role::Leaf | Role::Alone | Role::Reduction)).collect();
+    let mut sources: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
+    for v in graph.values() {
+        let i = v.index();
+        if !matches!(roles[i], Role::Map | Role::Row) {
+            continue;
+        }
+        if written.contains(&v) || into_alone[i] {
+            kept[i] = true;
+            continue;
+        }
+        if roles[i] == Role::Row {
+            // Few bytes: never worth a pass over the rows.
+            kept[i] = crosses[i];
+            continue;
+        }
+        let mut from: Vec<ValueId> = Vec::new();
+        for o in &graph.node(v).operands {
+            let o = source[o.index()].0;
+            let of_operand = match roles[o.index()] {
+                Role::Constant => continue,
+                Role::Map if !kept[o.index()] => sources[o.index()].clone(),
+                _ => vec![o],
+            };
+            for s in of_operand {
+                if !from.contains(&s) {
+                    from.push(s);
+                }
+            }
+        }
+        let bytes: u64 = from.iter().map(|s| graph.ty(*s).bytes()).sum();
+        if from.len() > MAX_SOURCES || crosses[i] && bytes > graph.ty(v).bytes() {
+            kept[i] = true;
+        } else {
+            // What is computed again from a row's reduction needs it in memory.
+            if crosses[i] {
+                for s in from.iter().filter(|s| roles[s.index()] == Role::Row) {
+                    kept[s.index()] = true;
+                }
+            }
+            sources[i] = from;
+        }
+    }
+    Kept { kept, sources }
+}
+
+fn kernel(
+    graph: &Graph,
+    nodes: Vec<ValueId>,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    group: &[u32],
+    kept: &Kept,
+) -> Option<Kernel> {
+    let first = *nodes.first()?;
+    let writes: Vec<ValueId> = nodes.iter().copied().filter(|v| kept.kept[v.index()]).collect();
+    if writes.is_empty() {
+        return None;
+    }
+    let mut reads: Vec<(ValueId, u64)> = Vec::new();
+    let mut read = |v: ValueId, bytes: u64| match reads.iter_mut().find(|(r, _)| *r == v) {
+        Some((_, known)) => *known = (*known).max(bytes),
+        None => reads.push((v, bytes)),
+    };
+    for &v in &nodes {
+        for o in &graph.node(v).operands {
+            let (s, bytes) = source[o.index()];
+            let inside = computes(roles[s.index()]) && group[s.index()] == group[first.index()];
+            if inside || roles[s.index()] == Role::Constant {
+                continue;
+            }
+            if kept.kept[s.index()] {
+                read(s, bytes);
+                continue;
+            }
+            for &f in &kept.sources[s.index()] {
+                if !computes(roles[f.index()]) || group[f.index()] != group[first.index()] {
+                    read(f, graph.ty(f).bytes());
+                }
+            }
+        }
+    }
+    let read_bytes = reads.iter().map(|r| r.1).sum();
+    let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
+    let kind = kind(graph, &nodes, source);
+    Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes })
+}
+
+fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKind {
+    let v = nodes[0];
+    let node = graph.node(v);
+    match &node.op {
+        Op::DotGeneral(dot) => {
+            let (lhs, rhs) = (graph.shape(node.operands[0]), graph.shape(node.operands[1]));
+            let size = |shape: &[u64], dims: &[usize]| dims.iter().map(|&d| shape[d]).product::<u64>();
+            let (batch, k) = (size(lhs, &dot.lhs_batch), size(lhs, &dot.lhs_contract));
+            let rest = |shape: &[u64]| shape.iter().product::<u64>() / (batch * k).max(1);
+            let row = |v: ValueId| graph.shape(v).last().copied().unwrap_or(1);
+            let rows = [row(source[node.operands[0].index()].0), row(source[node.operands[1].index()].0), row(v)];
+            let aligned = rows.iter().map(|r| 1 << r.trailing_zeros().min(3)).min().unwrap_or(1);
+            let dtype = graph.ty(node.operands[0]).dtype;
+            KernelKind::Matmul(Matmul { batch, m: rest(lhs), n: rest(rhs), k, dtype, aligned })
+        }
+        Op::Convolution(_) => {
+            let flop = node.op.flop(&graph.operand_types(v), &node.ty) as f64;
+            KernelKind::Convolution { flop, dtype: graph.ty(node.operands[0]).dtype }
+        }
+        Op::ArgSort(_) => KernelKind::Sort { passes: graph.operand_types(v).iter().map(|t| t.dtype.bytes()).sum() },
+        Op::Collective(c) if c.collective.communicates() => KernelKind::Collective,
+        Op::Gather(_)
+        | Op::ScatterAdd(_)
+        | Op::Scatter(_)
+        | Op::ReduceWindow(_)
+        | Op::SelectAndScatter(_)
+        | Op::Cumulative(_) => KernelKind::Indexed,
+        _ => KernelKind::Fused { operations: nodes.iter().map(|&v| operations(graph, v)).sum() },
+    }
+}
+
+fn operations(graph: &Graph, v: ValueId) -> f64 {
+    use altiplano_ir::op::{Binary, Unary};
+    let node = graph.node(v);
+    let elements = node.ty.elements().max(graph.operand_types(v).iter().map(|t| t.elements()).max().unwrap_or(0));
+    let each = match &node.op {
+        Op::Unary(Unary::Negate | Unary::Abs | Unary::Not | Unary::Sign | Unary::StopGradient) => 1.0,
+        Op::Unary(_) | Op::Binary(Binary::Divide | Binary::Power | Binary::Remainder) => TRANSCENDENTAL,
+        // Its 20 rounds (Salmon et al. 2011).
+        Op::Threefry(_) => 80.0,
+        _ => 1.0,
+    };
+    each * elements as f64
+}
+
+/// An order in which every kernel runs after those that it reads from: the order of the graph where that leaves a choice.
+fn in_order(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let mut maker: Vec<Option<u32>> = vec![None; graph.len()];
+    for (i, kernel) in kernels.iter().enumerate() {
+        kernel.writes.iter().for_each(|w| maker[w.index()] = Some(i as u32));
+    }
+    let mut waits: Vec<u32> = vec![0; kernels.len()];
+    let mut users: Vec<Vec<u32>> = vec![Vec::new(); kernels.len()];
+    for (i, kernel) in kernels.iter().enumerate() {
+        for m in kernel.reads.iter().filter_map(|(r, _)| maker[r.index()]) {
+            waits[i] += 1;
+            users[m as usize].push(i as u32);
+        }
+    }
+    let last = |i: u32| kernels[i as usize].nodes.last().copied();
+    let mut ready: BinaryHeap<_> =
+        (0..kernels.len() as u32).filter(|&i| waits[i as usize] == 0).map(|i| Reverse((last(i), i))).collect();
+    let mut order: Vec<u32> = Vec::with_capacity(kernels.len());
+    while let Some(Reverse((_, i))) = ready.pop() {
+        order.push(i);
+        for &u in &users[i as usize] {
+            waits[u as usize] -= 1;
+            if waits[u as usize] == 0 {
+                ready.push(Reverse((last(u), u)));
+            }
+        }
+    }
+    let mut slots: Vec<Option<Kernel>> = kernels.into_iter().map(Some).collect();
+    order.into_iter().filter_map(|i| slots[i as usize].take()).collect()
+}
+
+#[cfg(test)]
+#[path = "kernels_tests.rs"]
+mod tests;

@@ -1,0 +1,137 @@
+//! The event simulator: what a device's streams do, and when.
+//!
+//! A device has a host that issues work, a stream that computes and streams that communicate. Work waits for the host, for
+//! its stream and for what it reads ([`play`]). Bodies are played once each; [`crate::pipeline`] then plays the calls of a
+//! step over their lengths. Replicas of a stage do the same at the same time and are played once.
+
+use crate::kernels::{Kernel, KernelKind};
+use altiplano_ir::graph::ValueId;
+use rustc_hash::FxHashMap;
+
+/// What work runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Stream {
+    Compute,
+    /// Collectives that the next op waits for.
+    Communication,
+    /// Collectives once a step: gradients and updated parameters.
+    Gradients,
+}
+
+/// A piece of work on one device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Task {
+    pub stream: Stream,
+    pub seconds: f64,
+    /// Seconds that the host takes to issue it.
+    pub issue_s: f64,
+    /// Earlier tasks that it waits for.
+    pub after: Vec<u32>,
+    /// When what it reads from outside is there.
+    pub ready_s: f64,
+}
+
+/// When each of some tasks ran, and what the streams were doing.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Played {
+    /// From the first task's issue to the end of the last.
+    pub seconds: f64,
+    /// Start and end of each task.
+    pub spans: Vec<(f64, f64)>,
+    pub host_s: f64,
+    pub compute_s: f64,
+    pub communication_s: f64,
+    /// Communication while nothing was computed.
+    pub exposed_s: f64,
+}
+
+/// Plays tasks that are issued in this order from time 0. Tasks of one stream run one after the other.
+pub fn play(tasks: &[Task]) -> Played {
+    let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
+    let (mut host_s, mut free_s) = (0.0f64, [0.0f64; 3]);
+    for task in tasks {
+        host_s += task.issue_s;
+        let stream = &mut free_s[task.stream as usize];
+        let after_s = task.after.iter().map(|&t| played.spans[t as usize].1).fold(task.ready_s, f64::max);
+        let start_s = host_s.max(*stream).max(after_s);
+        *stream = start_s + task.seconds;
+        played.spans.push((start_s, *stream));
+        match task.stream {
+            Stream::Compute => played.compute_s += task.seconds,
+            Stream::Communication | Stream::Gradients => played.communication_s += task.seconds,
+        }
+    }
+    played.host_s = host_s;
+    played.seconds = free_s.into_iter().fold(host_s, f64::max);
+    played.exposed_s = exposed_s(tasks, &played.spans);
+    played
+}
+
+/// Seconds in which something is sent and nothing is computed.
+fn exposed_s(tasks: &[Task], spans: &[(f64, f64)]) -> f64 {
+    let of = |computes: bool| {
+        tasks.iter().zip(spans).filter(move |(t, _)| (t.stream == Stream::Compute) == computes).map(|(_, s)| *s)
+    };
+    let mut computing = of(true).peekable();
+    let mut sending: Vec<(f64, f64)> = of(false).collect();
+    sending.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut exposed = 0.0;
+    let mut until = f64::NEG_INFINITY;
+    for (start, end) in sending {
+        // What two streams send at once is counted once.
+        let (start, end) = (start.max(until), end.max(until));
+        until = end;
+        let mut at = start;
+        while let Some(&(from, to)) = computing.peek() {
+            if from >= end {
+                break;
+            }
+            exposed += (from - at).max(0.0);
+            at = at.max(to);
+            if to > end {
+                break;
+            }
+            computing.next();
+        }
+        exposed += (end - at).max(0.0);
+    }
+    exposed
+}
+
+/// Prices of a body's kernels and collectives, in the order of [`crate::kernels::kernels`].
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub struct Price {
+    pub seconds: f64,
+    /// Seconds of the host to issue it.
+    pub issue_s: f64,
+}
+
+/// A body's kernels as tasks. `ready_s` says when a value from outside is there, in seconds from the start of the body.
+pub fn tasks(kernels: &[Kernel], prices: &[Price], ready_s: impl Fn(ValueId) -> f64) -> Vec<Task> {
+    let mut maker: FxHashMap<ValueId, u32> = FxHashMap::default();
+    let mut tasks = Vec::with_capacity(kernels.len());
+    for (i, (kernel, price)) in kernels.iter().zip(prices).enumerate() {
+        let mut task = Task {
+            stream: if kernel.kind == KernelKind::Collective { Stream::Communication } else { Stream::Compute },
+            seconds: price.seconds,
+            issue_s: price.issue_s,
+            after: Vec::new(),
+            ready_s: f64::NEG_INFINITY,
+        };
+        for (read, _) in &kernel.reads {
+            match maker.get(read) {
+                Some(&t) => task.after.push(t),
+                None => task.ready_s = task.ready_s.max(ready_s(*read)),
+            }
+        }
+        for &write in &kernel.writes {
+            maker.insert(write, i as u32);
+        }
+        tasks.push(task);
+    }
+    tasks
+}
+
+#[cfg(test)]
+#[path = "timeline_tests.rs"]
+mod tests;

@@ -1,0 +1,89 @@
+//! Plans whose degrees are given: every stage on as many devices, repeated layers dealt out evenly, one mesh. Only the
+//! shardings of each layer are solved. This is how frameworks are told to split a model, and what measured tables state.
+
+use crate::assemble::{Parts, assemble};
+use crate::inter_op::search::{ChosenStage, Way};
+use crate::inter_op::submesh::SubmeshShape;
+use crate::intra_op::layer::Variant;
+use crate::intra_op::space::AxisRoles;
+use crate::layers::cluster_finely;
+use crate::model::Layered;
+use crate::request::{PlanFailure, Request};
+use altiplano_cost_models::CostModel;
+use altiplano_ir::mesh::Mesh;
+use altiplano_ir::plan::{Plan, Schedule};
+use std::ops::Range;
+
+/// The degrees of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Degrees {
+    pub dp: u32,
+    pub tp: u32,
+    /// Devices over which the tokens of a sample are split.
+    pub cp: u32,
+    /// Pipeline stages, those that share devices counted one by one.
+    pub stages: u32,
+    pub num_microbatches: u32,
+    pub zero: u8,
+    pub recompute: bool,
+}
+
+/// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
+///
+/// The cluster must have room for every stage on devices of its own.
+pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+    let group = &request.cluster.groups[0];
+    let starts = cluster_finely(&request.graph, usize::MAX);
+    let layered = Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains());
+    let runs = evenly(&layered.kinds, degrees.stages as usize)
+        .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
+    let devices = degrees.dp * degrees.tp * degrees.cp;
+    let mut axes = vec![("data", degrees.dp), ("tensor", degrees.tp)];
+    if degrees.cp > 1 {
+        axes.insert(1, ("context", degrees.cp));
+    }
+    let shape = match devices <= group.devices_per_node {
+        true => SubmeshShape { nodes: 1, devices },
+        false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
+    };
+    let way = Way {
+        mesh: Mesh::new(&axes),
+        roles: AxisRoles { first_is_data: true, second_is_model: degrees.cp <= 1 },
+        variant: Variant {
+            zero: degrees.zero,
+            lean: false,
+            num_microbatches: degrees.num_microbatches,
+            execution: request.execution,
+        },
+        recompute: degrees.recompute,
+    };
+    let stages: Vec<ChosenStage> =
+        runs.into_iter().map(|layers| ChosenStage { layers, shape, way: way.clone() }).collect();
+    let parts = Parts {
+        layered: &layered,
+        num_microbatches: degrees.num_microbatches,
+        schedule: request.schedule.unwrap_or(Schedule::OneFOneB),
+        stages: &stages,
+    };
+    assemble(request, &parts, cost)
+}
+
+/// Deals the layers of the most common kind out to stages, the first stages getting one more where it does not come out
+/// even; what lies between two layers goes with the one before, what lies before the first with the first.
+fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
+    let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
+    let common = (0..=kinds.iter().copied().max()?).max_by_key(|&k| (count(k), std::cmp::Reverse(k)))?;
+    let repeated: Vec<usize> = (0..kinds.len()).filter(|&l| kinds[l] == common).collect();
+    if stages == 0 || repeated.len() < stages {
+        return None;
+    }
+    let (each, more) = (repeated.len() / stages, repeated.len() % stages);
+    let mut bounds = vec![0];
+    let mut taken = 0;
+    for s in 0..stages - 1 {
+        taken += each + usize::from(s < more);
+        bounds.push(repeated[taken]);
+    }
+    bounds.push(kinds.len());
+    Some(bounds.windows(2).map(|w| w[0]..w[1]).collect())
+}

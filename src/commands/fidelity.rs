@@ -1,0 +1,62 @@
+//! `altiplano fidelity`: predictions against a table of measured steps.
+
+use crate::commands::say;
+use altiplano::Error;
+use altiplano::fidelity::{Fidelity as Found, fidelity};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Predict every row of a table of measured training steps, and say how well predictions agree
+#[derive(Args)]
+pub struct Fidelity {
+    /// CSV: a row a measured step, with its model, machine and degrees; README.md describes the columns
+    table: PathBuf,
+    /// Print one JSON document: the figures, and every row with its prediction
+    #[arg(long)]
+    json: bool,
+    /// Print the figures alone
+    #[arg(long)]
+    summary: bool,
+}
+
+impl Fidelity {
+    pub fn run(self) -> Result<(), Error> {
+        let found = fidelity(&self.table)?;
+        if self.json {
+            let text = serde_json::to_string_pretty(&found).map_err(|e| Error::Output(e.into()))?;
+            return say(text);
+        }
+        if !self.summary {
+            rows(&found)?;
+        }
+        figures(&found)
+    }
+}
+
+fn rows(found: &Found) -> Result<(), Error> {
+    let width = |text: fn(&altiplano::fidelity::Judged) -> &str| found.judged.iter().map(|r| text(r).len()).max().unwrap_or(0);
+    let (group, plan) = (width(|r| &r.group), width(|r| &r.plan));
+    say(format!("{:group$}  {:plan$}  measured s  predicted s    error", "group", "plan"))?;
+    for row in &found.judged {
+        say(format!(
+            "{:group$}  {:plan$}  {:10.4}  {:11.4}  {:+6.1} %",
+            row.group, row.plan, row.measured_step_s, row.predicted_step_s, row.error_percent
+        ))?;
+    }
+    say("")
+}
+
+fn figures(found: &Found) -> Result<(), Error> {
+    let s = &found.statistics;
+    say(format!("rows                                  {}", s.rows))?;
+    say(format!("mean absolute percentage error        {:.1} %", s.mape_percent))?;
+    say(format!("bias                                  {:+.1} %", s.bias_percent))?;
+    if let (Some(median), Some(least)) = (s.spearman, s.spearman_least) {
+        say(format!("rank correlation within groups        {median:.3} (median), {least:.3} (lowest)"))?;
+    }
+    if let (Some(mean), Some(most)) = (s.regret_percent, s.regret_most_percent) {
+        say(format!("regret of the choice in each group    {mean:.1} % (mean), {most:.1} % (highest)"))?;
+        say(format!("choice among the measured best three  {} of {} groups", s.among_best_three, s.compared_groups))?;
+    }
+    Ok(())
+}

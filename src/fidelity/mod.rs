@@ -1,0 +1,66 @@
+//! How well predictions agree with measured steps: every row of a table is a model, a machine, the degrees that a framework
+//! was told, and the seconds that a step took.
+//!
+//! The model is built from the row as from any config, planned with the row's degrees ([`altiplano_planner::fixed`]),
+//! lowered and judged like every plan. Rows of one group train the same model on the same devices, so they say whether the
+//! judge ranks plans rightly: what matters is how much slower its favourite is than the fastest one measured.
+
+mod predict;
+mod statistics;
+mod table;
+
+pub use predict::{Judge, predicted_s};
+pub use statistics::{GroupStatistics, Statistics, statistics};
+pub use table::{MicroBatch, Row, TableError, read_table};
+
+use crate::Error;
+use rayon::prelude::*;
+use serde::Serialize;
+use std::path::Path;
+
+/// A row with its prediction.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Judged {
+    pub line: u64,
+    pub group: String,
+    pub model: String,
+    /// The degrees, for the reader.
+    pub plan: String,
+    pub measured_step_s: f64,
+    pub predicted_step_s: f64,
+    /// Predicted over measured, less one.
+    pub error_percent: f64,
+}
+
+/// All rows of a table judged, and how good the judge is.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Fidelity {
+    #[serde(flatten)]
+    pub statistics: Statistics,
+    pub groups: Vec<GroupStatistics>,
+    pub judged: Vec<Judged>,
+}
+
+/// Reads a table and predicts each of its rows. Rows that state no plan are an error, since there is nothing to predict.
+pub fn fidelity(file: &Path) -> Result<Fidelity, Error> {
+    let rows = read_table(file)?;
+    let judge = Judge::default();
+    let judged: Vec<Judged> = rows
+        .par_iter()
+        .map(|row| {
+            let predicted = predicted_s(row, &judge)
+                .map_err(|error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) })?;
+            Ok(Judged {
+                line: row.line,
+                group: row.group.clone(),
+                model: row.model.clone(),
+                plan: row.plan(),
+                measured_step_s: row.measured_step_s,
+                predicted_step_s: predicted,
+                error_percent: 100.0 * (predicted / row.measured_step_s - 1.0),
+            })
+        })
+        .collect::<Result<_, Error>>()?;
+    let (statistics, groups) = statistics(&judged);
+    Ok(Fidelity { statistics, groups, judged })
+}

@@ -1,0 +1,167 @@
+//! The predicted step of one row: its model from a config, its degrees as a plan, its plan through the judge.
+
+use super::table::{MicroBatch, Row, TableError};
+use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
+use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
+use altiplano_cost_models::{CostModel, Roofline};
+use altiplano_ir::batch::rebatch;
+use altiplano_ir::cluster::Cluster;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, Pin, PinnedDim};
+use altiplano_ir::plan::{Execution, Schedule};
+use altiplano_planner::fixed::{Degrees, fixed};
+use altiplano_planner::layers::cluster_finely;
+use altiplano_planner::model::Layered;
+use altiplano_planner::{PlanFailure, Request, lower, predict};
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+/// Columns to which Megatron-LM and its kin pad the vocabulary of each tensor-parallel device
+/// (`--make-vocab-size-divisible-by`).
+const VOCABULARY_BLOCK: u64 = 128;
+
+/// Models that were built, by their config.
+#[derive(Default)]
+pub struct Judge {
+    models: Mutex<HashMap<String, Arc<Model>>>,
+}
+
+impl Judge {
+    fn model(&self, row: &Row) -> Result<Arc<Model>, Error> {
+        let config = config(row).to_string();
+        let key = format!("{config} {}", row.seq);
+        if let Some(model) = self.models.lock().ok().and_then(|m| m.get(&key).cloned()) {
+            return Ok(model);
+        }
+        let options = ImportOptions { sequence: Some(row.seq), precision: dtype(row), ..ImportOptions::default() };
+        let model = Arc::new(model_of(Path::new(&row.model), config.as_bytes(), &options)?);
+        if let Ok(mut models) = self.models.lock() {
+            models.insert(key, model.clone());
+        }
+        Ok(model)
+    }
+}
+
+fn dtype(row: &Row) -> Option<DType> {
+    match row.dtype.as_str() {
+        "f16" => Some(DType::F16),
+        "bf16" => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+/// The config of a row's model. The family is told by the model's name: Llama and its kin have gated perceptrons, rotary
+/// positions and a head of their own, Nemotron squared ReLUs; all else is GPT with learned positions and a tied head.
+fn config(row: &Row) -> serde_json::Value {
+    let block = VOCABULARY_BLOCK * u64::from(row.tp);
+    let vocabulary = if row.tp > 1 { row.vocab.div_ceil(block) * block } else { row.vocab };
+    let name = row.model.to_lowercase();
+    let ffn = row.ffn.unwrap_or(4 * row.hidden);
+    if ["llama", "mistral", "qwen"].iter().any(|family| name.contains(family)) {
+        return json!({
+            "model_type": "llama", "num_hidden_layers": row.layers, "hidden_size": row.hidden, "vocab_size": vocabulary,
+            "num_attention_heads": row.heads, "num_key_value_heads": row.kv_heads.unwrap_or(row.heads),
+            "intermediate_size": ffn, "max_position_embeddings": row.seq,
+        });
+    }
+    if name.contains("nemotron") {
+        return json!({
+            "model_type": "nemotron", "num_hidden_layers": row.layers, "hidden_size": row.hidden, "vocab_size": vocabulary,
+            "num_attention_heads": row.heads, "num_key_value_heads": row.kv_heads.unwrap_or(row.heads),
+            "intermediate_size": ffn, "max_position_embeddings": row.seq,
+        });
+    }
+    json!({
+        "model_type": "gpt2", "n_layer": row.layers, "n_embd": row.hidden, "n_head": row.heads, "n_positions": row.seq,
+        "vocab_size": vocabulary, "n_inner": ffn,
+    })
+}
+
+/// Seconds of a step of this row.
+pub fn predicted_s(row: &Row, judge: &Judge) -> Result<f64, TableError> {
+    let of = |micro_batch: u64| one_size_s(row, micro_batch, judge);
+    match row.micro_batch {
+        MicroBatch::Of(size) => of(size),
+        MicroBatch::Best => {
+            let per_replica = row.global_batch / u64::from(row.dp);
+            let sizes = (0..=5).map(|i| 1 << i).filter(|size| per_replica % size == 0 && size * u64::from(row.pp) <= per_replica);
+            sizes.map(of).reduce(|a, b| Ok(a?.min(b?))).unwrap_or_else(|| of(1))
+        }
+    }
+}
+
+fn one_size_s(row: &Row, micro_batch: u64, judge: &Judge) -> Result<f64, TableError> {
+    let boxed = |error: Error| TableError::Model(Box::new(error));
+    let failed = |failure: PlanFailure| boxed(failure.into());
+    let model = judge.model(row).map_err(boxed)?;
+    let together = micro_batch * u64::from(row.dp);
+    let cluster = load_cluster(&row.cluster).map_err(boxed)?;
+    let cost = Roofline::new(cluster.groups[0].device.clone());
+    let mut graph = rebatch(&model.graph, together)
+        .map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
+    pin_layers(&mut graph, row);
+    let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, room(cluster, row)) };
+    wanted.execution = Execution {
+        bucket_bytes: u64::MAX,
+        overlap: row.sharded_optimizer,
+        gradients: dtype(row),
+    };
+    wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
+    let num_microbatches = (row.global_batch / together) as u32;
+    let degrees = Degrees {
+        dp: row.dp,
+        tp: row.tp,
+        cp: row.cp,
+        stages: row.pp * row.virtual_stages,
+        num_microbatches,
+        zero: u8::from(row.sharded_optimizer),
+        recompute: row.recompute == "full",
+    };
+    let plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
+    let programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
+    let timings = predict::stage_timings(&plan, &programs, &cost as &dyn CostModel);
+    let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
+    let order = Order {
+        schedule: plan.schedule,
+        num_stages: times.len(),
+        virtual_stages: row.virtual_stages as usize,
+        num_microbatches,
+    };
+    Ok(simulate_order(&times, &order, &mut |_, _, _, _| {}).step_s)
+}
+
+/// A cluster on which stages that share devices have devices of their own: their order is the simulator's business.
+fn room(mut cluster: Cluster, row: &Row) -> Cluster {
+    cluster.groups[0].nodes *= row.virtual_stages;
+    cluster
+}
+
+/// Lays out what passes between layers as frameworks do: split by sample, by token over the context axis, and, unless the row
+/// is of a time that splits tokens over the tensor axis too (when optimizers were sharded), not at all over others.
+fn pin_layers(graph: &mut Graph, row: &Row) {
+    if row.tp * row.cp == 1 {
+        return;
+    }
+    let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
+    let passed: Vec<_> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
+    for value in passed {
+        let node = graph.node(value);
+        if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
+            continue;
+        }
+        let batch = node.batch_dims;
+        let dims = (0..node.ty.rank())
+            .map(|d| {
+                let tokens = d == 1;
+                PinnedDim {
+                    axes: if tokens && row.cp > 1 { vec!["context".to_string()] } else { Vec::new() },
+                    open: batch >> d & 1 == 1 || tokens && row.sharded_optimizer,
+                }
+            })
+            .collect();
+        let mesh = vec![("context".to_string(), u64::from(row.cp))];
+        graph.pin(Pin { value, mesh, dims });
+    }
+}

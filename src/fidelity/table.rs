@@ -1,0 +1,200 @@
+//! Tables of measured steps: CSV with a header, a row a measurement. README.md describes the columns.
+
+use crate::Error;
+use serde::Deserialize;
+use std::path::Path;
+
+/// One measurement, as the table states it. Sizes are those of the whole model; what is empty is `None`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// Line in the file, counted from 1.
+    pub line: u64,
+    pub group: String,
+    pub model: String,
+    pub layers: u64,
+    pub hidden: u64,
+    pub heads: u64,
+    pub kv_heads: Option<u64>,
+    pub ffn: Option<u64>,
+    pub seq: u64,
+    pub vocab: u64,
+    pub gpus: u32,
+    pub cluster: String,
+    pub tp: u32,
+    pub pp: u32,
+    pub dp: u32,
+    pub cp: u32,
+    pub virtual_stages: u32,
+    pub micro_batch: MicroBatch,
+    pub global_batch: u64,
+    pub schedule: String,
+    pub recompute: String,
+    pub sharded_optimizer: bool,
+    pub dtype: String,
+    pub measured_step_s: f64,
+}
+
+/// Samples of one microbatch on each data-parallel replica.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MicroBatch {
+    Of(u64),
+    /// The fastest of several was measured.
+    Best,
+}
+
+impl Row {
+    /// The degrees in words: `tp2 pp4 dp1, microbatches of 2`.
+    pub fn plan(&self) -> String {
+        let cp = if self.cp > 1 { format!(" cp{}", self.cp) } else { String::new() };
+        let chunks = if self.virtual_stages > 1 { format!("x{}", self.virtual_stages) } else { String::new() };
+        let of = match self.micro_batch {
+            MicroBatch::Of(n) => n.to_string(),
+            MicroBatch::Best => "any size".into(),
+        };
+        format!("tp{} pp{}{chunks} dp{}{cp}, microbatches of {of}", self.tp, self.pp, self.dp)
+    }
+}
+
+/// What is wrong with a row.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    #[error("{0}")]
+    Csv(#[from] csv::Error),
+    #[error("{column}: expected {expected}, found '{found}'")]
+    Value { column: &'static str, expected: &'static str, found: String },
+    #[error("tp {tp} x pp {pp} x dp {dp} x cp {cp} is not gpus {gpus}")]
+    Degrees { tp: u32, pp: u32, dp: u32, cp: u32, gpus: u32 },
+    #[error("global_batch {global_batch} is not divided by micro_batch {micro_batch} x dp {dp}")]
+    Batch { global_batch: u64, micro_batch: u64, dp: u32 },
+    #[error("the table has no rows")]
+    Empty,
+    #[error(transparent)]
+    Model(#[from] Box<Error>),
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    group: String,
+    model: String,
+    layers: u64,
+    hidden: u64,
+    heads: u64,
+    #[serde(default)]
+    kv_heads: Option<u64>,
+    #[serde(default)]
+    ffn: Option<u64>,
+    seq: u64,
+    vocab: u64,
+    gpus: u32,
+    cluster: String,
+    tp: Option<u32>,
+    pp: Option<u32>,
+    dp: Option<u32>,
+    #[serde(default)]
+    cp: Option<u32>,
+    #[serde(default)]
+    virtual_stages: Option<u32>,
+    micro_batch: String,
+    global_batch: u64,
+    #[serde(default)]
+    schedule: String,
+    #[serde(default)]
+    recompute: String,
+    #[serde(default)]
+    sharded_optimizer: String,
+    #[serde(default)]
+    dtype: String,
+    measured_step_s: f64,
+}
+
+/// Reads a table. The first thing wrong with it is the error, with its line.
+pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
+    let bytes = crate::read_bytes(file)?;
+    let at = |line: u64, error: TableError| Error::Row { file: file.to_path_buf(), line, error: Box::new(error) };
+    let mut reader = csv::ReaderBuilder::new().trim(csv::Trim::All).from_reader(bytes.as_slice());
+    let headers = reader.headers().map_err(|e| at(1, e.into()))?.clone();
+    let mut rows = Vec::new();
+    for record in reader.records() {
+        let record = record.map_err(|e| at(e.position().map_or(1, csv::Position::line), e.into()))?;
+        let line = record.position().map_or(0, csv::Position::line);
+        let raw: Raw = record.deserialize(Some(&headers)).map_err(|e| at(line, e.into()))?;
+        rows.push(row(raw, line).map_err(|e| at(line, e))?);
+    }
+    if rows.is_empty() {
+        return Err(at(1, TableError::Empty));
+    }
+    Ok(rows)
+}
+
+/// The largest size of anything in a table, so that products of a few do not overflow.
+const MOST: u64 = 1 << 24;
+
+fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
+    let positive = |column: &'static str, value: u64| match value {
+        1..=MOST => Ok(value),
+        _ => Err(TableError::Value { column, expected: "a whole number from 1 to 16777216", found: value.to_string() }),
+    };
+    let degree = |column: &'static str, value: Option<u32>, default: Option<u32>| match value.or(default) {
+        Some(n) => positive(column, u64::from(n)).map(|n| n as u32),
+        None => Err(TableError::Value { column, expected: "a degree: only plans with stated degrees are predicted", found: String::new() }),
+    };
+    let word = |column: &'static str, value: &str, words: &[&str], expected: &'static str| {
+        if words.contains(&value) { Ok(value.to_string()) } else { Err(TableError::Value { column, expected, found: value.to_string() }) }
+    };
+    let micro_batch = match raw.micro_batch.as_str() {
+        "best" => MicroBatch::Best,
+        text => {
+            let n = text.parse().ok().filter(|n| (1..=MOST).contains(n));
+            MicroBatch::Of(n.ok_or(TableError::Value {
+                column: "micro_batch",
+                expected: "a whole number, or best",
+                found: text.to_string(),
+            })?)
+        }
+    };
+    if !(raw.measured_step_s.is_finite() && raw.measured_step_s > 0.0) {
+        return Err(TableError::Value {
+            column: "measured_step_s",
+            expected: "seconds above 0",
+            found: raw.measured_step_s.to_string(),
+        });
+    }
+    let sharded = word("sharded_optimizer", &raw.sharded_optimizer, &["", "0", "1"], "0 or 1")? == "1";
+    let row = Row {
+        line,
+        layers: positive("layers", raw.layers)?,
+        hidden: positive("hidden", raw.hidden)?,
+        heads: positive("heads", raw.heads)?,
+        kv_heads: raw.kv_heads.map(|n| positive("kv_heads", n)).transpose()?,
+        ffn: raw.ffn.map(|n| positive("ffn", n)).transpose()?,
+        seq: positive("seq", raw.seq)?,
+        vocab: positive("vocab", raw.vocab)?,
+        gpus: positive("gpus", u64::from(raw.gpus))? as u32,
+        tp: degree("tp", raw.tp, None)?,
+        pp: degree("pp", raw.pp, None)?,
+        dp: degree("dp", raw.dp, None)?,
+        cp: degree("cp", raw.cp, Some(1))?,
+        virtual_stages: degree("virtual_stages", raw.virtual_stages, Some(1))?,
+        micro_batch,
+        global_batch: positive("global_batch", raw.global_batch)?,
+        schedule: word("schedule", &raw.schedule, &["", "1f1b", "gpipe", "interleaved-1f1b"], "1f1b, gpipe or interleaved-1f1b")?,
+        recompute: word("recompute", &raw.recompute, &["", "none", "selective", "full"], "none, selective or full")?,
+        sharded_optimizer: sharded,
+        dtype: word("dtype", &raw.dtype, &["", "f32", "f16", "bf16"], "f32, f16 or bf16")?,
+        measured_step_s: raw.measured_step_s,
+        group: raw.group,
+        model: raw.model,
+        cluster: raw.cluster,
+    };
+    let devices = u64::from(row.tp) * u64::from(row.pp) * u64::from(row.dp);
+    if devices.checked_mul(u64::from(row.cp)) != Some(u64::from(row.gpus)) {
+        let Row { tp, pp, dp, cp, gpus, .. } = row;
+        return Err(TableError::Degrees { tp, pp, dp, cp, gpus });
+    }
+    if let MicroBatch::Of(micro_batch) = row.micro_batch
+        && row.global_batch % (micro_batch * u64::from(row.dp)) != 0
+    {
+        return Err(TableError::Batch { global_batch: row.global_batch, micro_batch, dp: row.dp });
+    }
+    Ok(row)
+}
