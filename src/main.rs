@@ -25,6 +25,7 @@ enum Command {
     Run(commands::run::Run),
     Verify(commands::verify::Verify),
     Fidelity(commands::fidelity::Fidelity),
+    Calibrate(commands::calibrate::Calibrate),
     Demo(commands::demo::Demo),
 }
 
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         Command::Import(command) => command.run(),
         Command::Run(command) => command.run(),
         Command::Verify(command) => command.run(),
+        Command::Calibrate(command) => command.run(),
         Command::Fidelity(command) => command.run(),
         Command::Demo(command) => command.run(),
     };

@@ -4,7 +4,7 @@
 //! once inside a body when elementwise chains are fused.
 
 use crate::lower::Prices;
-use crate::timing::{StageTiming, stage_timing};
+use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{StageTimes, simulate};
 use altiplano_cost_models::{CostModel, transfer_path};
 use altiplano_ir::expand::without_composites;
@@ -110,11 +110,21 @@ fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet
 
 /// What every stage of a plan takes, from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<(StageTimes, StageTiming)> {
-    let group = &plan.cluster.groups[0];
-    let times = programs.programs.par_iter().enumerate().map(|(i, program)| {
+    let work: Vec<Vec<BodyWork>> = programs.programs.par_iter().map(work).collect();
+    timings_of(plan, programs, &work, cost)
+}
+
+/// [`stage_timings`] of work that is known already.
+pub fn timings_of(
+    plan: &Plan,
+    programs: &Programs,
+    work: &[Vec<BodyWork>],
+    cost: &dyn CostModel,
+) -> Vec<(StageTimes, StageTiming)> {
+    let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
-        let prices = Prices::new(cost, group, stage.submesh, &stage.mesh);
-        let timing = stage_timing(program, &prices, &plan.execution);
+        let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+        let timing = stage_timing(bodies, &prices, &plan.execution);
         let sends = sends(plan, programs, i, cost);
         let times = StageTimes {
             forward_s: timing.forward.seconds,

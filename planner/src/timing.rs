@@ -8,7 +8,7 @@
 use crate::lower::Prices;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::timeline::{Played, Price, Stream, Task, play, tasks};
-use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Execution;
 use altiplano_ir::program::{Body, BufferId, Phase, Program};
@@ -20,11 +20,97 @@ use std::collections::BTreeSet;
 /// 30 tensors at the depth of Adam (csrc/multi_tensor_apply.cuh).
 const PARAMETERS_PER_LAUNCH: f64 = 30.0;
 
-/// A body's kernels and what they cost.
+/// What a body asks of a device, before anything is priced: its kernels, and for those that send something what it is.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Priced {
+pub struct BodyWork {
+    pub phase: Phase,
     pub kernels: Vec<Kernel>,
-    pub prices: Vec<Price>,
+    /// Of a collective: what is done, and local bytes of its operand and result.
+    pub sent: Vec<Option<(Collective, u64, u64)>>,
+    reads: FxHashMap<ValueId, BufferId>,
+    writes: Vec<(BufferId, ValueId)>,
+}
+
+impl BodyWork {
+    pub fn new(body: &Body) -> BodyWork {
+        let graph = &body.graph;
+        let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
+        let kernels = kernels(graph, &written);
+        let sent = |kernel: &Kernel| {
+            let node = graph.node(kernel.nodes[0]);
+            match (&kernel.kind, &node.op) {
+                (KernelKind::Collective, Op::Collective(op)) => {
+                    Some((op.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()))
+                }
+                _ => None,
+            }
+        };
+        let sent = kernels.iter().map(sent).collect();
+        BodyWork { phase: body.phase, kernels, sent, reads: body.reads.iter().copied().collect(), writes: body.writes.clone() }
+    }
+
+    fn is_once(&self) -> bool {
+        matches!(self.phase, Phase::Reduce | Phase::Update)
+    }
+
+    /// Seconds of each kernel and collective.
+    pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
+        let mut costs: Vec<Price> = self.kernels.iter().map(|kernel| prices.cost.kernel(kernel)).collect();
+        if self.is_once() {
+            let launch_s = prices.cost.device().launch_s;
+            for (kernel, cost) in self.kernels.iter().zip(&mut costs) {
+                if matches!(kernel.kind, KernelKind::Fused { .. }) {
+                    cost.issue_s /= PARAMETERS_PER_LAUNCH;
+                    cost.seconds -= launch_s * (1.0 - 1.0 / PARAMETERS_PER_LAUNCH);
+                }
+            }
+        }
+        self.price_collectives(&mut costs, prices, if self.is_once() { execution.bucket_bytes } else { 0 });
+        costs
+    }
+
+    /// Prices what is sent. Collectives of one kind over the same axes are sent together, up to `bucket_bytes` at a time; each
+    /// takes its share of the bucket's seconds, and the first is issued for all.
+    fn price_collectives(&self, costs: &mut [Price], prices: &Prices<'_>, bucket_bytes: u64) {
+        #[derive(Default)]
+        struct Bucket {
+            operand: u64,
+            result: u64,
+            members: Vec<(usize, u64)>,
+        }
+        let mut close = |bucket: Bucket, collective: &Collective| {
+            let seconds = prices.collective_s(collective, bucket.operand, bucket.result);
+            for (i, &(member, bytes)) in bucket.members.iter().enumerate() {
+                costs[member].seconds = seconds * bytes as f64 / bucket.operand.max(1) as f64;
+                if i > 0 {
+                    costs[member].issue_s = 0.0;
+                }
+            }
+        };
+        let mut open: Vec<(&Collective, Bucket)> = Vec::new();
+        for (i, sent) in self.sent.iter().enumerate() {
+            let Some((collective, operand, result)) = sent else { continue };
+            let alike = |c: &Collective| {
+                std::mem::discriminant(c) == std::mem::discriminant(collective) && c.axes() == collective.axes()
+            };
+            let at = open.iter().position(|(c, _)| alike(c)).unwrap_or_else(|| {
+                open.push((collective, Bucket::default()));
+                open.len() - 1
+            });
+            let bucket = &mut open[at].1;
+            bucket.operand += operand;
+            bucket.result += result;
+            bucket.members.push((i, *operand));
+            if bucket.operand.max(bucket.result) >= bucket_bytes {
+                close(std::mem::take(bucket), collective);
+            }
+        }
+        for (collective, bucket) in open {
+            if !bucket.members.is_empty() {
+                close(bucket, collective);
+            }
+        }
+    }
 }
 
 /// What a stage takes.
@@ -38,117 +124,47 @@ pub struct StageTiming {
     pub finish_communication_s: f64,
 }
 
-/// Prices the kernels of a body.
-pub fn priced(body: &Body, prices: &Prices<'_>, execution: &Execution) -> Priced {
-    let graph = &body.graph;
-    let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-    let kernels = kernels(graph, &written);
-    let once = matches!(body.phase, Phase::Reduce | Phase::Update);
-    let mut costs: Vec<Price> = kernels.iter().map(|kernel| prices.cost.kernel(kernel)).collect();
-    if once {
-        let launch_s = prices.cost.device().launch_s;
-        for (kernel, cost) in kernels.iter().zip(&mut costs) {
-            if matches!(kernel.kind, KernelKind::Fused { .. }) {
-                cost.issue_s /= PARAMETERS_PER_LAUNCH;
-                cost.seconds -= launch_s * (1.0 - 1.0 / PARAMETERS_PER_LAUNCH);
-            }
-        }
-    }
-    price_collectives(graph, &kernels, &mut costs, prices, if once { execution.bucket_bytes } else { 0 });
-    Priced { kernels, prices: costs }
-}
-
-/// Prices what is sent. Collectives of one kind over the same axes are sent together, up to `bucket_bytes` at a time; each takes
-/// its share of the bucket's seconds, and the first is issued for all.
-fn price_collectives(
-    graph: &Graph,
-    kernels: &[Kernel],
-    costs: &mut [Price],
-    prices: &Prices<'_>,
-    bucket_bytes: u64,
-) {
-    #[derive(Default)]
-    struct Bucket {
-        operand: u64,
-        result: u64,
-        members: Vec<(usize, u64)>,
-    }
-    let mut close = |bucket: Bucket, collective: &Collective| {
-        let seconds = prices.collective_s(collective, bucket.operand, bucket.result);
-        for (i, &(member, bytes)) in bucket.members.iter().enumerate() {
-            costs[member].seconds = seconds * bytes as f64 / bucket.operand.max(1) as f64;
-            if i > 0 {
-                costs[member].issue_s = 0.0;
-            }
-        }
-    };
-    let mut open: Vec<(&Collective, Bucket)> = Vec::new();
-    for (i, kernel) in kernels.iter().enumerate() {
-        let node = graph.node(kernel.nodes[0]);
-        let (KernelKind::Collective, Op::Collective(op)) = (kernel.kind, &node.op) else { continue };
-        let operand = graph.ty(node.operands[0]);
-        let alike = |c: &Collective| {
-            std::mem::discriminant(c) == std::mem::discriminant(&op.collective) && c.axes() == op.collective.axes()
-        };
-        let at = open.iter().position(|(c, _)| alike(c)).unwrap_or_else(|| {
-            open.push((&op.collective, Bucket::default()));
-            open.len() - 1
-        });
-        let bucket = &mut open[at].1;
-        bucket.operand += operand.bytes();
-        bucket.result += node.ty.bytes();
-        bucket.members.push((i, operand.bytes()));
-        if bucket.operand.max(bucket.result) >= bucket_bytes {
-            close(std::mem::take(bucket), &op.collective);
-        }
-    }
-    for (collective, bucket) in open {
-        if !bucket.members.is_empty() {
-            close(bucket, collective);
-        }
-    }
+/// The work of a program's bodies, in the order in which a step runs them.
+pub fn work(program: &Program) -> Vec<BodyWork> {
+    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(BodyWork::new).collect();
+    bodies.sort_by_key(|b| b.phase);
+    bodies
 }
 
 /// Times a stage's bodies.
-pub fn stage_timing(program: &Program, prices: &Prices<'_>, execution: &Execution) -> StageTiming {
-    let alone = |body: &Body| {
-        let priced = priced(body, prices, execution);
-        let played = play(&tasks(&priced.kernels, &priced.prices, |_| 0.0));
-        (priced, played)
-    };
+pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution) -> StageTiming {
     let mut timing = StageTiming::default();
     let mut list: Vec<Task> = Vec::new();
     // The task after which each buffer holds its last value of the step.
     let mut written: FxHashMap<BufferId, u32> = FxHashMap::default();
     let mut before_s = 0.0;
     let mut gathers_s = 0.0;
-    let order = [Phase::Forward, Phase::Backward, Phase::Reduce, Phase::Update];
-    for phase in order {
-        for body in program.bodies.iter().filter(|b| b.phase == phase) {
-            let (priced, played) = alone(body);
-            match phase {
-                Phase::Forward => timing.forward = played,
-                Phase::Backward => {
-                    before_s = played.seconds;
-                    timing.backward = played;
-                    append(&mut list, &mut written, body, &priced, |_| None);
-                }
-                Phase::Reduce | Phase::Update => {
-                    timing.finish_compute_s += played.compute_s;
-                    timing.finish_communication_s += played.communication_s;
-                    let from = list.len();
-                    let end = |list: &[Task]| (!execution.overlap).then(|| list.len() as u32 - 1);
-                    let barrier = if list.is_empty() { None } else { end(&list) };
-                    append(&mut list, &mut written, body, &priced, |_| barrier);
-                    for (task, kernel) in list[from..].iter_mut().zip(&priced.kernels) {
-                        if task.stream == Stream::Communication {
-                            task.stream = Stream::Gradients;
-                            let op = &body.graph.node(kernel.nodes[0]).op;
-                            let gathers = matches!(op, Op::Collective(c) if matches!(c.collective, Collective::AllGather { .. }));
-                            gathers_s += if gathers { task.seconds } else { 0.0 };
-                        }
+    for body in bodies {
+        let costs = body.prices(prices, execution);
+        let tasks = tasks(&body.kernels, &costs, |_| 0.0);
+        match body.phase {
+            Phase::Forward => timing.forward = play(&tasks),
+            Phase::Backward => {
+                timing.backward = play(&tasks);
+                before_s = timing.backward.seconds;
+                append(&mut list, &mut written, body, tasks, None);
+            }
+            Phase::Reduce | Phase::Update => {
+                let mut tasks = tasks;
+                for (task, sent) in tasks.iter_mut().zip(&body.sent) {
+                    if task.stream != Stream::Communication {
+                        timing.finish_compute_s += task.seconds;
+                        continue;
+                    }
+                    task.stream = Stream::Gradients;
+                    timing.finish_communication_s += task.seconds;
+                    if matches!(sent, Some((Collective::AllGather { .. }, _, _))) {
+                        gathers_s += task.seconds;
                     }
                 }
+                // Without overlap nothing starts before the last backward has ended.
+                let barrier = (!execution.overlap).then_some(before_s);
+                append(&mut list, &mut written, body, tasks, barrier);
             }
         }
     }
@@ -160,30 +176,26 @@ pub fn stage_timing(program: &Program, prices: &Prices<'_>, execution: &Executio
     timing
 }
 
-/// Adds a body's tasks to those of the bodies before it. `barrier`: a task that all of them wait for.
+/// Adds a body's tasks to those of the bodies before it, not to start before `barrier_s`.
 fn append(
     list: &mut Vec<Task>,
     written: &mut FxHashMap<BufferId, u32>,
-    body: &Body,
-    priced: &Priced,
-    barrier: impl Fn(ValueId) -> Option<u32>,
+    body: &BodyWork,
+    tasks: Vec<Task>,
+    barrier_s: Option<f64>,
 ) {
     let base = list.len() as u32;
-    let buffer_of: FxHashMap<ValueId, BufferId> = body.reads.iter().copied().collect();
     let mut maker: FxHashMap<ValueId, u32> = FxHashMap::default();
-    for ((i, kernel), mut task) in
-        priced.kernels.iter().enumerate().zip(tasks(&priced.kernels, &priced.prices, |_| 0.0))
-    {
+    for ((i, kernel), mut task) in (0..).zip(&body.kernels).zip(tasks) {
         for after in &mut task.after {
             *after += base;
         }
-        for (read, _) in &kernel.reads {
-            let writer = buffer_of.get(read).and_then(|b| written.get(b).copied());
-            task.after.extend(writer.into_iter().chain(barrier(*read)));
+        let writers = kernel.reads.iter().filter_map(|(read, _)| written.get(body.reads.get(read)?).copied());
+        task.after.extend(writers);
+        task.ready_s = task.ready_s.max(barrier_s.unwrap_or(0.0));
+        for &write in &kernel.writes {
+            maker.insert(write, base + i);
         }
-        kernel.writes.iter().for_each(|w| {
-            maker.insert(*w, base + i as u32);
-        });
         list.push(task);
     }
     for (buffer, value) in &body.writes {

@@ -1,5 +1,6 @@
 //! The subcommands, and the writing to stdout that they share.
 
+pub mod calibrate;
 pub mod clusters;
 pub mod demo;
 pub mod fidelity;

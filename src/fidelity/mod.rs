@@ -5,15 +5,18 @@
 //! lowered and judged like every plan. Rows of one group train the same model on the same devices, so they say whether the
 //! judge ranks plans rightly: what matters is how much slower its favourite is than the fastest one measured.
 
+mod calibrate;
 mod predict;
 mod statistics;
 mod table;
 
-pub use predict::{Judge, predicted_s};
+pub use calibrate::{Calibrated, calibrate};
+pub use predict::{Judge, Prepared};
 pub use statistics::{GroupStatistics, Statistics, statistics};
 pub use table::{MicroBatch, Row, TableError, read_table};
 
 use crate::Error;
+use altiplano_cost_models::Roofline;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::path::Path;
@@ -48,8 +51,9 @@ pub fn fidelity(file: &Path) -> Result<Fidelity, Error> {
     let judged: Vec<Judged> = rows
         .par_iter()
         .map(|row| {
-            let predicted = predicted_s(row, &judge)
+            let prepared = Prepared::new(row, &judge)
                 .map_err(|error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) })?;
+            let predicted = prepared.step_s(&Roofline::new(prepared.device().clone()));
             Ok(Judged {
                 line: row.line,
                 group: row.group.clone(),

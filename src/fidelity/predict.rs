@@ -5,13 +5,15 @@ use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_cost_models::{CostModel, Roofline};
 use altiplano_ir::batch::rebatch;
-use altiplano_ir::cluster::Cluster;
+use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim};
-use altiplano_ir::plan::{Execution, Schedule};
+use altiplano_ir::plan::{Execution, Plan, Schedule};
+use altiplano_ir::program::Programs;
 use altiplano_planner::fixed::{Degrees, fixed};
 use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::model::Layered;
+use altiplano_planner::timing::{BodyWork, work};
 use altiplano_planner::{PlanFailure, Request, lower, predict};
 use serde_json::json;
 use std::collections::HashMap;
@@ -79,35 +81,63 @@ fn config(row: &Row) -> serde_json::Value {
     })
 }
 
-/// Seconds of a step of this row.
-pub fn predicted_s(row: &Row, judge: &Judge) -> Result<f64, TableError> {
-    let of = |micro_batch: u64| one_size_s(row, micro_batch, judge);
-    match row.micro_batch {
-        MicroBatch::Of(size) => of(size),
-        MicroBatch::Best => {
-            let per_replica = row.global_batch / u64::from(row.dp);
-            let sizes = (0..=5).map(|i| 1 << i).filter(|size| per_replica % size == 0 && size * u64::from(row.pp) <= per_replica);
-            sizes.map(of).reduce(|a, b| Ok(a?.min(b?))).unwrap_or_else(|| of(1))
-        }
+/// A row made ready to be judged under any constants: what its devices do, without the graphs that it came from.
+pub struct Prepared {
+    /// The sizes of microbatch that the row may stand for; the fastest counts.
+    sizes: Vec<Size>,
+}
+
+struct Size {
+    plan: Plan,
+    programs: Programs,
+    work: Vec<Vec<BodyWork>>,
+    order: Order,
+}
+
+impl Prepared {
+    pub fn new(row: &Row, judge: &Judge) -> Result<Prepared, TableError> {
+        let sizes = match row.micro_batch {
+            MicroBatch::Of(size) => vec![size],
+            MicroBatch::Best => {
+                let per_replica = row.global_batch / u64::from(row.dp);
+                let fills = |size: &u64| per_replica % size == 0 && size * u64::from(row.pp) <= per_replica;
+                let sizes: Vec<u64> = (0..=5).map(|i| 1 << i).filter(fills).collect();
+                if sizes.is_empty() { vec![1] } else { sizes }
+            }
+        };
+        let sizes = sizes.into_iter().map(|size| prepare(row, size, judge)).collect::<Result<_, _>>()?;
+        Ok(Prepared { sizes })
+    }
+
+    /// The device that the row's machine has.
+    pub fn device(&self) -> &Device {
+        &self.sizes[0].plan.cluster.groups[0].device
+    }
+
+    /// Predicted seconds of a step.
+    pub fn step_s(&self, cost: &dyn CostModel) -> f64 {
+        let seconds = |size: &Size| {
+            let timings = predict::timings_of(&size.plan, &size.programs, &size.work, cost);
+            let times: Vec<StageTimes> = timings.into_iter().map(|t| t.0).collect();
+            simulate_order(&times, &size.order, &mut |_, _, _, _| {}).step_s
+        };
+        self.sizes.iter().map(seconds).fold(f64::INFINITY, f64::min)
     }
 }
 
-fn one_size_s(row: &Row, micro_batch: u64, judge: &Judge) -> Result<f64, TableError> {
+fn prepare(row: &Row, micro_batch: u64, judge: &Judge) -> Result<Size, TableError> {
     let boxed = |error: Error| TableError::Model(Box::new(error));
     let failed = |failure: PlanFailure| boxed(failure.into());
     let model = judge.model(row).map_err(boxed)?;
     let together = micro_batch * u64::from(row.dp);
     let cluster = load_cluster(&row.cluster).map_err(boxed)?;
     let cost = Roofline::new(cluster.groups[0].device.clone());
-    let mut graph = rebatch(&model.graph, together)
-        .map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
+    let mut graph =
+        rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
     pin_layers(&mut graph, row);
     let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, room(cluster, row)) };
-    wanted.execution = Execution {
-        bucket_bytes: u64::MAX,
-        overlap: row.sharded_optimizer,
-        gradients: dtype(row),
-    };
+    wanted.execution =
+        Execution { bucket_bytes: u64::MAX, overlap: row.sharded_optimizer, gradients: dtype(row) };
     wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
     let num_microbatches = (row.global_batch / together) as u32;
     let degrees = Degrees {
@@ -119,17 +149,20 @@ fn one_size_s(row: &Row, micro_batch: u64, judge: &Judge) -> Result<f64, TableEr
         zero: u8::from(row.sharded_optimizer),
         recompute: row.recompute == "full",
     };
-    let plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
-    let programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
-    let timings = predict::stage_timings(&plan, &programs, &cost as &dyn CostModel);
-    let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
+    let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
+    let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
+    let work = programs.programs.iter().map(work).collect();
+    // Graphs have done their duty.
+    plan.graph = Graph::new("");
+    plan.stages.iter_mut().for_each(|s| s.shardings.clear());
+    programs.programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order {
         schedule: plan.schedule,
-        num_stages: times.len(),
+        num_stages: plan.stages.len(),
         virtual_stages: row.virtual_stages as usize,
         num_microbatches,
     };
-    Ok(simulate_order(&times, &order, &mut |_, _, _, _| {}).step_s)
+    Ok(Size { plan, programs, work, order })
 }
 
 /// A cluster on which stages that share devices have devices of their own: their order is the simulator's business.
