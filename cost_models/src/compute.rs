@@ -26,8 +26,13 @@ pub struct Constants {
     pub dispatch_s: f64,
     /// Seconds of the host for each collective that it issues, beyond a kernel's.
     pub collective_dispatch_s: f64,
+    /// Seconds by which devices that work alike are apart when they meet in a collective, each by itself: the last of `n`
+    /// comes `1 + 1/2 + ... + 1/n` times as late, as if waits were exponential.
+    pub skew_s: f64,
     /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
     pub multiprocessors: f64,
+    /// Part of a last wave of tiles that is lost where they do not fill it.
+    pub tail_loss: f64,
     /// Scalar operations a second outside matmul units, in f32.
     pub vector_flops: f64,
 }
@@ -40,7 +45,9 @@ impl Default for Constants {
             misaligned_loss: 0.3,
             dispatch_s: 0.0,
             collective_dispatch_s: 0.0,
+            skew_s: 0.0,
             multiprocessors: 0.0,
+            tail_loss: 1.0,
             vector_flops: f64::INFINITY,
         }
     }
@@ -108,6 +115,17 @@ impl Compute {
         KernelTime { seconds: busy_s + self.device.launch_s, bound }
     }
 
+    /// Seconds that the first of `devices` waits for the last where they meet.
+    pub fn waiting_s(&self, devices: u64) -> f64 {
+        // The sum is the logarithm and a constant but for its first few terms.
+        let harmonic: f64 = match devices {
+            0..=1 => return 0.0,
+            2..=64 => (1..=devices).map(|i| 1.0 / i as f64).sum(),
+            n => (n as f64).ln() + 0.5772156649,
+        };
+        self.constants.skew_s * harmonic
+    }
+
     /// Seconds for `bytes` read and written.
     pub fn memory_s(&self, bytes: f64) -> f64 {
         bytes / (self.device.memory_bytes_per_s * self.constants.memory_efficiency)
@@ -130,7 +148,8 @@ impl Compute {
             let tiles = batch as f64 * m.div_ceil(tm) as f64 * n.div_ceil(tn) as f64;
             // Of few tiles, each contraction is cut so that all multiprocessors work.
             let cuts = (slots / tiles).floor().min(k as f64 / (4.0 * FILL)).max(1.0);
-            let waves = (tiles * cuts / slots).ceil();
+            let full = tiles * cuts / slots;
+            let waves = (full + c.tail_loss * (full.ceil() - full)).max(1.0);
             let joined = if cuts > 1.0 { self.memory_s(8.0 * cuts * (batch * m * n) as f64) } else { 0.0 };
             let per_tile = 2.0 * (tm * tn) as f64 * (k as f64 / cuts + FILL);
             waves * per_tile / (rate * part / slots) + joined

@@ -3,11 +3,13 @@
 use crate::compute::Constants;
 
 const A100: Constants = Constants {
-    matmul_efficiency: 0.80,
-    memory_efficiency: 0.80,
-    misaligned_loss: 0.3,
-    dispatch_s: 40e-6,
-    collective_dispatch_s: 0.0,
+    matmul_efficiency: 0.734,
+    memory_efficiency: 0.436,
+    misaligned_loss: 0.182,
+    dispatch_s: 72e-6,
+    collective_dispatch_s: 0.2e-6,
+    skew_s: 177e-6,
+    tail_loss: 0.03,
     multiprocessors: 108.0,
     vector_flops: 19.5e12,
 };
@@ -18,6 +20,8 @@ const V100: Constants = Constants {
     misaligned_loss: 0.3,
     dispatch_s: 10e-6,
     collective_dispatch_s: 0.0,
+    skew_s: 20e-6,
+    tail_loss: 0.5,
     multiprocessors: 80.0,
     vector_flops: 15.7e12,
 };
@@ -28,6 +32,8 @@ const H100: Constants = Constants {
     misaligned_loss: 0.3,
     dispatch_s: 10e-6,
     collective_dispatch_s: 0.0,
+    skew_s: 20e-6,
+    tail_loss: 0.5,
     multiprocessors: 132.0,
     vector_flops: 67e12,
 };

@@ -43,6 +43,9 @@ pub trait CostModel: Sync {
     /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
     fn kernel(&self, kernel: &Kernel) -> Price;
 
+    /// Seconds that the first of `devices` waits for the last where they meet in a collective.
+    fn waiting_s(&self, devices: u64) -> f64;
+
     /// Seconds of a collective over the groups of `link`, all of which run at the same time. `operand_bytes` and
     /// `result_bytes` are those of one device's local operand and local result; each collective is priced by the larger,
     /// which is the operand of a reduce-scatter and the result of an all-gather. Zero where a group is one device.

@@ -179,6 +179,10 @@ impl CostModel for Roofline {
         }
     }
 
+    fn waiting_s(&self, devices: u64) -> f64 {
+        self.compute.waiting_s(devices)
+    }
+
     fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64 {
         if link.devices <= 1 {
             return 0.0;

@@ -126,6 +126,16 @@ fn stage(
             receives.entry(v).or_insert(sharding);
         }
     }
+    // A sum that is left partial stays so through conversions and the like, on its way to the parameter that they read.
+    for (&value, sharding) in shardings.iter().rev() {
+        let rule = graph.rule(value);
+        let (&[operand], true) = (graph.node(value).operands.as_slice(), rule.linear.iter().any(|set| set == &[0])) else {
+            continue;
+        };
+        let passed: Vec<AxisId> = partial.get(&value).into_iter().flatten().copied().collect();
+        let idle = |a: &AxisId| sharding.strategy.0.get(a.0 as usize) == Some(&AxisUse::Replicated);
+        partial.entry(operand).or_default().extend(passed.into_iter().filter(idle));
+    }
     // A parameter that nothing uses is kept by the first stage, so that it is not lost.
     if chosen.layers.start == 0 {
         for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {

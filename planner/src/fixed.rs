@@ -26,6 +26,8 @@ pub struct Degrees {
     pub num_microbatches: u32,
     pub zero: u8,
     pub recompute: bool,
+    /// The tensor axis may split tokens between the parts of a layer that it splits by features (sequence parallelism).
+    pub splits_tokens: bool,
 }
 
 /// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
@@ -48,7 +50,11 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
     };
     let way = Way {
         mesh: Mesh::new(&axes),
-        roles: AxisRoles { first_is_data: true, second_is_model: degrees.cp <= 1 },
+        roles: AxisRoles {
+            first_is_data: true,
+            second_is_model: degrees.cp <= 1,
+            second_splits_features: degrees.cp <= 1 && !degrees.splits_tokens,
+        },
         variant: Variant {
             zero: degrees.zero,
             lean: false,

@@ -79,7 +79,8 @@ impl BodyWork {
             members: Vec<(usize, u64)>,
         }
         let mut close = |bucket: Bucket, collective: &Collective| {
-            let seconds = prices.collective_s(collective, bucket.operand, bucket.result);
+            let waiting_s = prices.cost.waiting_s(prices.link(collective.axes()).devices);
+            let seconds = waiting_s + prices.collective_s(collective, bucket.operand, bucket.result);
             for (i, &(member, bytes)) in bucket.members.iter().enumerate() {
                 costs[member].seconds = seconds * bytes as f64 / bucket.operand.max(1) as f64;
                 if i > 0 {

@@ -2,7 +2,8 @@
 //! back agree as well.
 //!
 //! Each constant in turn is moved up and down by a factor, and the move is kept where the mean of the absolute logarithms
-//! of predicted over measured falls; the factors shrink until nothing is gained. Tables count alike, however many rows they have.
+//! of predicted over measured falls; the factors shrink until nothing is gained. Tables count alike, however many rows they have,
+//! and by the squares of their errors, so that none is bought with another.
 
 use super::predict::{Judge, Prepared};
 use super::table::read_table;
@@ -33,6 +34,8 @@ pub const FREE: &[Constant] = &[
     ("matmul_efficiency", |c| &mut c.matmul_efficiency, 0.2, 1.0),
     ("memory_efficiency", |c| &mut c.memory_efficiency, 0.2, 1.0),
     ("misaligned_loss", |c| &mut c.misaligned_loss, 0.01, 0.6),
+    ("tail_loss", |c| &mut c.tail_loss, 0.01, 1.0),
+    ("skew_s", |c| &mut c.skew_s, 1e-7, 1e-3),
     ("dispatch_s", |c| &mut c.dispatch_s, 1e-7, 3e-4),
     ("collective_dispatch_s", |c| &mut c.collective_dispatch_s, 1e-7, 1e-3),
 ];
@@ -40,35 +43,37 @@ pub const FREE: &[Constant] = &[
 /// Reads tables and fits the constants of each device in them.
 pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     let judge = Judge::default();
-    let mut of_device: BTreeMap<String, Vec<(f64, f64, Prepared)>> = BTreeMap::new();
+    let mut of_device: BTreeMap<String, Vec<Vec<(f64, Prepared)>>> = BTreeMap::new();
     for file in files {
         let rows = read_table(file)?;
-        let weight = 1.0 / rows.len() as f64;
         let prepared: Vec<Prepared> = rows
             .par_iter()
             .map(|row| {
-                Prepared::new(row, &judge)
+                Prepared::new(row, &judge, row.recomputes())
                     .map_err(|error| Error::Row { file: file.clone(), line: row.line, error: Box::new(error) })
             })
             .collect::<Result<_, _>>()?;
+        let mut here: BTreeMap<String, Vec<(f64, Prepared)>> = BTreeMap::new();
         for (row, prepared) in rows.iter().zip(prepared) {
-            let name = prepared.device().name.clone();
-            of_device.entry(name).or_default().push((weight, row.measured_step_s, prepared));
+            here.entry(prepared.device().name.clone()).or_default().push((row.measured_step_s, prepared));
         }
+        here.into_iter().for_each(|(device, rows)| of_device.entry(device).or_default().push(rows));
     }
     Ok(of_device.into_iter().map(|(device, rows)| fit(device, &rows)).collect())
 }
 
-fn fit(device: String, rows: &[(f64, f64, Prepared)]) -> Calibrated {
-    let total: f64 = rows.iter().map(|r| r.0).sum();
+fn fit(device: String, tables: &[Vec<(f64, Prepared)>]) -> Calibrated {
     let error = |constants: &Constants| -> f64 {
-        let each = |(weight, measured, prepared): &(f64, f64, Prepared)| {
+        let each = |(measured, prepared): &(f64, Prepared)| {
             let cost = Roofline::with_constants(prepared.device().clone(), *constants);
-            weight * (prepared.step_s(&cost) / measured).ln().abs()
+            (prepared.step_s(&cost) / measured).ln().abs()
         };
-        // In order, so that the sum does not depend on threads.
-        let errors: Vec<f64> = rows.par_iter().map(each).collect();
-        errors.into_iter().sum::<f64>() / total
+        let of_table = |rows: &Vec<(f64, Prepared)>| {
+            // In order, so that the sum does not depend on threads.
+            let errors: Vec<f64> = rows.par_iter().map(each).collect();
+            (errors.into_iter().sum::<f64>() / rows.len() as f64).powi(2)
+        };
+        (tables.iter().map(of_table).sum::<f64>() / tables.len() as f64).sqrt()
     };
     let before = altiplano_cost_models::catalogue::constants(&device);
     let error_before = error(&before);
@@ -92,5 +97,5 @@ fn fit(device: String, rows: &[(f64, f64, Prepared)]) -> Calibrated {
             factor = factor.sqrt();
         }
     }
-    Calibrated { device, before, after: best, rows: rows.len(), error_before, error_after: least }
+    Calibrated { device, before, after: best, rows: tables.iter().map(Vec::len).sum(), error_before, error_after: least }
 }

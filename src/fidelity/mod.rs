@@ -7,17 +7,17 @@
 
 mod calibrate;
 mod predict;
+mod reading;
 mod statistics;
 mod table;
 
 pub use calibrate::{Calibrated, calibrate};
 pub use predict::{Judge, Prepared};
+pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};
 pub use table::{MicroBatch, Row, TableError, read_table};
 
 use crate::Error;
-use altiplano_cost_models::Roofline;
-use rayon::prelude::*;
 use serde::Serialize;
 use std::path::Path;
 
@@ -40,31 +40,29 @@ pub struct Judged {
 pub struct Fidelity {
     #[serde(flatten)]
     pub statistics: Statistics,
+    /// Campaigns whose rows are read otherwise than they state.
+    pub readings: Vec<Reading>,
     pub groups: Vec<GroupStatistics>,
     pub judged: Vec<Judged>,
 }
 
 /// Reads a table and predicts each of its rows. Rows that state no plan are an error, since there is nothing to predict.
-pub fn fidelity(file: &Path) -> Result<Fidelity, Error> {
+pub fn fidelity(file: &Path, recomputation: Recomputation) -> Result<Fidelity, Error> {
     let rows = read_table(file)?;
-    let judge = Judge::default();
+    let (predicted, readings) = reading::predicted(file, &rows, recomputation)?;
     let judged: Vec<Judged> = rows
-        .par_iter()
-        .map(|row| {
-            let prepared = Prepared::new(row, &judge)
-                .map_err(|error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) })?;
-            let predicted = prepared.step_s(&Roofline::new(prepared.device().clone()));
-            Ok(Judged {
-                line: row.line,
-                group: row.group.clone(),
-                model: row.model.clone(),
-                plan: row.plan(),
-                measured_step_s: row.measured_step_s,
-                predicted_step_s: predicted,
-                error_percent: 100.0 * (predicted / row.measured_step_s - 1.0),
-            })
+        .iter()
+        .zip(predicted)
+        .map(|(row, predicted)| Judged {
+            line: row.line,
+            group: row.group.clone(),
+            model: row.model.clone(),
+            plan: row.plan(),
+            measured_step_s: row.measured_step_s,
+            predicted_step_s: predicted,
+            error_percent: 100.0 * (predicted / row.measured_step_s - 1.0),
         })
-        .collect::<Result<_, Error>>()?;
+        .collect();
     let (statistics, groups) = statistics(&judged);
-    Ok(Fidelity { statistics, groups, judged })
+    Ok(Fidelity { statistics, readings, groups, judged })
 }

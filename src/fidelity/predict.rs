@@ -7,7 +7,7 @@ use altiplano_cost_models::{CostModel, Roofline};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, Pin, PinnedDim};
+use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::program::Programs;
 use altiplano_planner::fixed::{Degrees, fixed};
@@ -16,7 +16,7 @@ use altiplano_planner::model::Layered;
 use altiplano_planner::timing::{BodyWork, work};
 use altiplano_planner::{PlanFailure, Request, lower, predict};
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -95,7 +95,8 @@ struct Size {
 }
 
 impl Prepared {
-    pub fn new(row: &Row, judge: &Judge) -> Result<Prepared, TableError> {
+    /// `recompute`: whether activations are computed again, where that is not what the row states.
+    pub fn new(row: &Row, judge: &Judge, recompute: bool) -> Result<Prepared, TableError> {
         let sizes = match row.micro_batch {
             MicroBatch::Of(size) => vec![size],
             MicroBatch::Best => {
@@ -105,7 +106,7 @@ impl Prepared {
                 if sizes.is_empty() { vec![1] } else { sizes }
             }
         };
-        let sizes = sizes.into_iter().map(|size| prepare(row, size, judge)).collect::<Result<_, _>>()?;
+        let sizes = sizes.into_iter().map(|size| prepare(row, size, judge, recompute)).collect::<Result<_, _>>()?;
         Ok(Prepared { sizes })
     }
 
@@ -125,7 +126,7 @@ impl Prepared {
     }
 }
 
-fn prepare(row: &Row, micro_batch: u64, judge: &Judge) -> Result<Size, TableError> {
+fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Result<Size, TableError> {
     let boxed = |error: Error| TableError::Model(Box::new(error));
     let failed = |failure: PlanFailure| boxed(failure.into());
     let model = judge.model(row).map_err(boxed)?;
@@ -147,7 +148,8 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge) -> Result<Size, TableErro
         stages: row.pp * row.virtual_stages,
         num_microbatches,
         zero: u8::from(row.sharded_optimizer),
-        recompute: row.recompute == "full",
+        recompute,
+        splits_tokens: row.sharded_optimizer,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
@@ -171,30 +173,24 @@ fn room(mut cluster: Cluster, row: &Row) -> Cluster {
     cluster
 }
 
-/// Lays out what passes between layers as frameworks do: split by sample, by token over the context axis, and, unless the row
-/// is of a time that splits tokens over the tensor axis too (when optimizers were sharded), not at all over others.
+/// Splits what passes between layers by token over the context axis, where there is one.
 fn pin_layers(graph: &mut Graph, row: &Row) {
-    if row.tp * row.cp == 1 {
+    if row.cp == 1 {
         return;
     }
     let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
-    let passed: Vec<_> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
+    let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
     for value in passed {
         let node = graph.node(value);
         if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
             continue;
         }
-        let batch = node.batch_dims;
-        let dims = (0..node.ty.rank())
-            .map(|d| {
-                let tokens = d == 1;
-                PinnedDim {
-                    axes: if tokens && row.cp > 1 { vec!["context".to_string()] } else { Vec::new() },
-                    open: batch >> d & 1 == 1 || tokens && row.sharded_optimizer,
-                }
-            })
-            .collect();
-        let mesh = vec![("context".to_string(), u64::from(row.cp))];
+        let context = || vec!["context".to_string()];
+        let dims = (0..node.ty.rank()).map(|d| PinnedDim {
+            axes: if d == 1 { context() } else { Vec::new() },
+            open: node.batch_dims >> d & 1 == 1 || d == 1,
+        });
+        let (mesh, dims) = (vec![("context".to_string(), u64::from(row.cp))], dims.collect());
         graph.pin(Pin { value, mesh, dims });
     }
 }

@@ -32,6 +32,7 @@ pub struct Row {
     pub sharded_optimizer: bool,
     pub dtype: String,
     pub measured_step_s: f64,
+    pub source: String,
 }
 
 /// Samples of one microbatch on each data-parallel replica.
@@ -43,6 +44,11 @@ pub enum MicroBatch {
 }
 
 impl Row {
+    /// Whether the row states that each layer is computed again in the backward pass.
+    pub fn recomputes(&self) -> bool {
+        self.recompute == "full"
+    }
+
     /// The degrees in words: `tp2 pp4 dp1, microbatches of 2`.
     pub fn plan(&self) -> String {
         let cp = if self.cp > 1 { format!(" cp{}", self.cp) } else { String::new() };
@@ -105,6 +111,8 @@ struct Raw {
     #[serde(default)]
     dtype: String,
     measured_step_s: f64,
+    #[serde(default)]
+    source: String,
 }
 
 /// Reads a table. The first thing wrong with it is the error, with its line.
@@ -182,6 +190,7 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
         sharded_optimizer: sharded,
         dtype: word("dtype", &raw.dtype, &["", "f32", "f16", "bf16"], "f32, f16 or bf16")?,
         measured_step_s: raw.measured_step_s,
+        source: raw.source,
         group: raw.group,
         model: raw.model,
         cluster: raw.cluster,

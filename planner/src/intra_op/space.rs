@@ -9,6 +9,7 @@ use crate::lower::{Inside, Prices};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::reshard::{Collective, reshard};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
@@ -23,6 +24,10 @@ pub struct AxisRoles {
     pub first_is_data: bool,
     /// Axis 1 splits no factor of the batch.
     pub second_is_model: bool,
+    /// Axis 1 splits nothing that comes from the model's inputs, neither samples nor tokens, but features alone, and those
+    /// only as weights split them: activations are never cut, their partial sums are reduced for all. So is tensor parallelism as
+    /// Megatron-LM introduced it (Shoeybi et al. 2019).
+    pub second_splits_features: bool,
 }
 
 /// A layout by its number.
@@ -59,6 +64,8 @@ pub struct Spaces<'a> {
     ids: FxHashMap<Sharding, LayoutId>,
     reshards: FxHashMap<(u64, LayoutId, LayoutId), f64>,
     spaces: BTreeMap<String, Rc<Space>>,
+    /// See [`input_dims`]; empty until it is needed.
+    input_dims: Vec<u32>,
 }
 
 impl<'a> Spaces<'a> {
@@ -70,6 +77,7 @@ impl<'a> Spaces<'a> {
             ids: FxHashMap::default(),
             reshards: FxHashMap::default(),
             spaces: BTreeMap::new(),
+            input_dims: Vec::new(),
         }
     }
 
@@ -100,7 +108,11 @@ impl<'a> Spaces<'a> {
         if let Some(&seconds) = self.reshards.get(&key) {
             return seconds;
         }
-        let seconds = self.prices.reshard_uncached_s(ty, &self.layouts[from as usize], &self.layouts[to as usize]);
+        let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
+        let seconds = match self.roles.second_splits_features && cuts(before, after, self.mesh(), AxisId(1)) {
+            true => f64::INFINITY,
+            false => self.prices.reshard_uncached_s(ty, before, after),
+        };
         self.reshards.insert(key, seconds);
         seconds
     }
@@ -125,8 +137,9 @@ impl<'a> Spaces<'a> {
         let rule = graph.rule(v);
         let types = graph.operand_types(v);
         let is_batch = batch_factors(graph, v, &rule);
+        let of_inputs = self.input_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
-        strategies.retain(|s| self.allowed_by_roles(s, &is_batch));
+        strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs));
         // Heavy ops use every axis where they can: an idle axis multiplies their work.
         if node.op.is_contraction() {
             let idle = |s: &Strategy| {
@@ -168,11 +181,31 @@ impl<'a> Spaces<'a> {
         Space { choices }
     }
 
-    fn allowed_by_roles(&self, strategy: &Strategy, is_batch: &[bool]) -> bool {
+    /// Which factors of a node come from the model's inputs; none where that does not matter.
+    fn input_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
+        let mut found = vec![false; rule.factors.len()];
+        if !self.roles.second_splits_features {
+            return found;
+        }
+        if self.input_dims.len() != graph.len() {
+            self.input_dims = input_dims(graph);
+        }
+        let tensors = graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+        for (&value, dims) in tensors {
+            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| self.input_dims[value.index()] >> d & 1 == 1) {
+                factors.iter().for_each(|&f| found[f as usize] = true);
+            }
+        }
+        found
+    }
+
+    fn allowed_by_roles(&self, strategy: &Strategy, is_batch: &[bool], of_inputs: &[bool]) -> bool {
         strategy.0.iter().enumerate().all(|(axis, use_)| match use_ {
             AxisUse::Factor { factor, .. } => {
                 let batch = is_batch[*factor as usize];
-                !(axis == 0 && self.roles.first_is_data && !batch || axis == 1 && self.roles.second_is_model && batch)
+                let of_input = of_inputs[*factor as usize];
+                !(axis == 0 && self.roles.first_is_data && !batch
+                    || axis == 1 && (self.roles.second_is_model && batch || of_input))
             }
             _ => true,
         })
@@ -246,6 +279,18 @@ impl<'a> Spaces<'a> {
     }
 }
 
+/// Whether the way from one layout to another cuts a value over `axis`.
+fn cuts(from: &Sharding, to: &Sharding, mesh: &Mesh, axis: AxisId) -> bool {
+    let cut = |c: &Collective| {
+        let cuts = matches!(
+            c,
+            Collective::LocalSlice { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. }
+        );
+        cuts && c.axes().contains(&axis)
+    };
+    reshard(from, to, mesh).iter().any(|step| cut(&step.collective))
+}
+
 /// Which factors of a node are the batch: the major one of any dimension that scales with it.
 pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
     let node = graph.node(v);
@@ -261,6 +306,34 @@ pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool
         }
     }
     is_batch
+}
+
+/// For each value the dimensions that come from those of the model's inputs, as a bit mask: samples and tokens, as opposed to
+/// features, whose sizes parameters alone decide.
+pub fn input_dims(graph: &Graph) -> Vec<u32> {
+    let mut dims = vec![0u32; graph.len()];
+    for (v, _) in graph.inputs() {
+        dims[v.index()] = (1u32 << graph.shape(v).len().min(31)) - 1;
+    }
+    for v in graph.values() {
+        let node = graph.node(v);
+        if node.op.is_leaf() {
+            continue;
+        }
+        let rule = graph.rule(v);
+        let mut is_of_input = vec![false; rule.factors.len()];
+        for (o, operand) in node.operands.iter().zip(&rule.operands) {
+            for (_, factors) in operand.iter().enumerate().filter(|(d, _)| dims[o.index()] >> d & 1 == 1) {
+                factors.iter().for_each(|&f| is_of_input[f as usize] = true);
+            }
+        }
+        for (d, factors) in rule.result.iter().enumerate() {
+            if factors.iter().any(|&f| is_of_input[f as usize]) {
+                dims[v.index()] |= 1 << d;
+            }
+        }
+    }
+    dims
 }
 
 /// For each value and dimension the block counts within which it is worth splitting: where some op takes a block

@@ -241,6 +241,32 @@ impl<'a> StageLowering<'a> {
         total
     }
 
+    /// The layout of a cotangent that may stay partial: that of a parameter's conversion or broadcast, through which partial sums
+    /// pass to the accumulator. Only where all of its parts have that layout.
+    fn left_partial(&self, b: &BodyBuilder<'a>, v: ValueId) -> Option<Sharding> {
+        let cx = self.cx;
+        let graph = &cx.training.graph;
+        let mut at = v;
+        while !matches!(graph.node(at).op, Op::Parameter(_)) {
+            let (&[operand], true) =
+                (graph.node(at).operands.as_slice(), graph.rule(at).linear.iter().any(|set| set == &[0]))
+            else {
+                return None;
+            };
+            at = operand;
+        }
+        if cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index)) {
+            return None;
+        }
+        let mut layouts = cx.training.contributions[v.index()].iter().map(|(_, value)| match b.layouts(*value) {
+            [(sharding, _)] if !cx.is_constant(*value) => Some(sharding.clone()),
+            _ => None,
+        });
+        let first = layouts.next()??;
+        let resting = cx.resting(v);
+        (first.reduced() == resting && layouts.all(|l| l.as_ref() == Some(&first))).then_some(first)
+    }
+
     /// Buffers in which gradients are summed over microbatches.
     fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
@@ -285,7 +311,7 @@ impl<'a> StageLowering<'a> {
         for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
             'contributions: {
                 let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
-                let to = cx.resting(v);
+                let to = self.left_partial(&b, v).unwrap_or_else(|| cx.resting(v));
                 let mut received = Vec::new();
                 for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
                     let name = format!("cotangent of {v} from stage{stage}");
