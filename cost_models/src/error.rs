@@ -33,7 +33,9 @@ impl std::fmt::Display for Place {
 pub enum ClusterError {
     #[error("there is no preset `{name}`; {}", choose(nearest, known))]
     UnknownPreset { name: String, nearest: Option<String>, known: Vec<String> },
-    #[error("`{text}`: what follows `:` must be a count from 1 to {most}, or `1/n` for the first n devices of a node")]
+    #[error("there is no device `{name}` for a count of devices; {}", choose(nearest, known))]
+    UnknownCounted { name: String, nearest: Option<String>, known: Vec<String> },
+    #[error("`{text}`: a count must be from 1 to {most}; after `:` may stand `1/n` for the first n devices of a node")]
     Count { text: String, most: u64 },
     #[error("`{text}`: `/n` takes devices of one node, so write `:1/n`")]
     PartOfSeveralNodes { text: String },
@@ -50,6 +52,8 @@ pub enum ClusterError {
     NotPositive { place: Place, key: &'static str, value: f64 },
     #[error("{place}: `{key}` is {value}, but must be a finite number, 0 or more")]
     Negative { place: Place, key: &'static str, value: f64 },
+    #[error("{place}: `inter_node.oversubscription` is {value}, but must be a finite number, 1 or more")]
+    Oversubscription { place: Place, value: f64 },
     #[error("{place}: `{key}` must be at least 1")]
     Zero { place: Place, key: &'static str },
     #[error("{place}: more than {most} devices")]

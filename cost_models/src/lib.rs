@@ -7,10 +7,12 @@
 pub mod catalogue;
 pub mod collective;
 pub mod compute;
+pub mod devices;
 pub mod error;
 pub mod fitted;
 pub mod kernels;
 pub mod link;
+pub mod node_link;
 pub mod pipeline;
 pub mod roofline;
 pub mod timeline;
