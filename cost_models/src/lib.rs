@@ -14,6 +14,7 @@ pub mod kernels;
 pub mod link;
 pub mod node_link;
 pub mod pipeline;
+pub mod probe;
 pub mod roofline;
 pub mod timeline;
 pub mod toml_file;
