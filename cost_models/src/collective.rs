@@ -150,7 +150,7 @@ impl Algorithm {
             (Algorithm::Ring, AllGather | ReduceScatter) => "start + (n-1) hop + (n-1 + exposed)/n S / min(B, W)",
             (Algorithm::Ring, Broadcast) => "start + (n-1) hop + S / min(B, W)",
             (Algorithm::DoubleBinaryTree, AllReduce) => {
-                "start + 2((k-1) a + log2(m) b) + max(2 S / (0.92 B), min(2, m-1) S / (0.92 W))"
+                "start + 2((k-1) a + log2(m) b) + max(2 S / (0.92 B), (2 or for m = 2 1.45) S / (0.92 W))"
             }
             (Algorithm::HalvingDoubling, AllReduce) => {
                 "start + 2(log2(k) a + log2(m) b) + 2(k-1)/k S / B + 2(m-1)/m S / W, and S / min(B, W) twice where n is no power of two"
@@ -181,9 +181,12 @@ impl crate::node_link::NodeLink {
     /// Whether the library of these nodes has an algorithm. Others are priced to be compared with.
     fn has(&self, algorithm: Algorithm) -> bool {
         match algorithm {
-            Algorithm::Nothing | Algorithm::Ring | Algorithm::Direct | Algorithm::Hierarchical => true,
+            Algorithm::Nothing | Algorithm::Ring | Algorithm::Direct => true,
             Algorithm::DoubleBinaryTree | Algorithm::Sharp => self.library == Library::Nccl,
-            Algorithm::HalvingDoubling | Algorithm::BinomialTree => self.library == Library::Mpi,
+            // NCCL's one call never works level by level; a plan that does has an axis for each level.
+            Algorithm::HalvingDoubling | Algorithm::BinomialTree | Algorithm::Hierarchical => {
+                self.library == Library::Mpi
+            }
             Algorithm::ParameterServer => false,
         }
     }
@@ -191,6 +194,11 @@ impl crate::node_link::NodeLink {
 
 /// The part of a ring's bandwidth that NCCL's tuner gives a tree (NVIDIA/nccl, src/graph/tuning.cc, 0.92).
 const TREE_EFFICIENCY: f64 = 0.92;
+
+/// Times that a byte leaves each of two nodes that are joined by trees. It could be once, since each sends its sum and
+/// receives the other's; reports lie between that and a ring's twice. This is what all-reduces of 1 GiB over two p4d.24xlarge take
+/// (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
+const TREE_OF_TWO: f64 = 1.45;
 
 /// Part of a hop that each further message of an exchange takes, which is sent while others are on their way. No table;
 /// NCCL's tuner has 0.6 us for the shortest step over NVLink, of the 3 us of a hop.
@@ -268,9 +276,9 @@ impl Terms<'_> {
         let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
         if m > 1.0 {
             let hops_s = 2.0 * ((k - 1.0) * self.a() + log_m * self.b());
-            // A node of a pair sends its sum and receives the result; of more, one tree's inner nodes have two children,
-            // and the other tree's leaves are the same nodes.
-            let across = (m - 1.0).min(2.0) * self.bytes / (TREE_EFFICIENCY * self.across());
+            // Of more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
+            let crossing = if m > 2.0 { 2.0 } else { TREE_OF_TWO };
+            let across = crossing * self.bytes / (TREE_EFFICIENCY * self.across());
             let inside = if k > 1.0 { 2.0 * self.bytes / (TREE_EFFICIENCY * self.inside()) } else { 0.0 };
             found.push(self.price(Algorithm::DoubleBinaryTree, hops_s, across.max(inside)));
         }
