@@ -192,10 +192,10 @@ pub fn parse_nccl_tests(text: &str) -> Result<Measured, ClusterError> {
         let Some((time, algbw, busbw)) = columns else { continue };
         let number = |i: usize| words.get(i).and_then(|w| w.parse::<f64>().ok()).filter(|n| n.is_finite() && *n > 0.0);
         let bytes = words.first().and_then(|w| w.parse::<u64>().ok());
-        if let (Some(bytes), Some(us), Some(algbw), Some(busbw)) = (bytes, number(time), number(algbw), number(busbw)) {
-            if largest.is_none_or(|l| bytes >= l.0) {
-                largest = Some((bytes, us / 1e6, algbw, busbw));
-            }
+        if let (Some(bytes), Some(us), Some(algbw), Some(busbw)) = (bytes, number(time), number(algbw), number(busbw))
+            && largest.is_none_or(|l| bytes >= l.0)
+        {
+            largest = Some((bytes, us / 1e6, algbw, busbw));
         }
     }
     let (bytes, seconds, algbw, busbw) = largest.ok_or(ClusterError::NoMeasurements)?;
