@@ -70,7 +70,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-40GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: ("efa", 100.0 * GBIT, 4, 15e-6),
+        inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
         price_per_hour: Some(32.77),
     },
     Preset {
@@ -79,7 +79,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-80GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: ("efa", 100.0 * GBIT, 4, 15e-6),
+        inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
         price_per_hour: Some(40.97),
     },
     // NVIDIA DGX A100 80GB datasheet (2021): NVSwitch at 600 GB/s both directions together; 8 x InfiniBand HDR (200 Gb/s).
@@ -143,16 +143,14 @@ const PRESETS: &[Preset] = &[
         inter: ("efa", 100.0 * GBIT, 32, 15e-6),
         price_per_hour: Some(98.32),
     },
-    // Amazon EC2 P6 page: 8 B200, NVSwitch as above, 3200 Gb/s EFA on 8 cards. The latency was fitted to the all-reduces
-    // over four of these nodes below 16 MiB (Bekman, ml-engineering, network chapter), which take 360 to 460 us; that is more
-    // than other networks', and may say more of the software of the day than of the cards.
+    // Amazon EC2 P6 page: 8 B200, NVSwitch as above, 3200 Gb/s EFA on 8 cards.
     Preset {
         name: "p6-b200.48xlarge",
         description: "AWS, 8 x B200 180 GB, NVSwitch, 8 x 400 Gb/s",
         device: "B200",
         devices_per_node: 8,
         intra: ("nvswitch", 900.0, 3e-6),
-        inter: ("efa", 400.0 * GBIT, 8, 40e-6),
+        inter: ("efa", 400.0 * GBIT, 8, 15e-6),
         price_per_hour: None,
     },
     // ALCF, Polaris machine overview (2023): 4 A100 40 GB, wired to each other by four links of 25 GB/s for each pair (NV4 in

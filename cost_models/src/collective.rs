@@ -196,8 +196,9 @@ impl crate::node_link::NodeLink {
 const TREE_EFFICIENCY: f64 = 0.92;
 
 /// Times that a byte leaves each of two nodes that are joined by trees. It could be once, since each sends its sum and
-/// receives the other's; reports lie between that and a ring's twice. This is what all-reduces of 1 GiB over two p4d.24xlarge take
-/// (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
+/// receives the other's, and has been: 1 GiB over two p3dn.24xlarge takes 134 ms by trees and 268 by rings (NVIDIA/nccl-tests
+/// issue 22). Others are as slow as rings (two nodes of A100 and InfiniBand, issue 175). This lies between, and is what two
+/// p4d.24xlarge take (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
 const TREE_OF_TWO: f64 = 1.45;
 
 /// Part of a hop that each further message of an exchange takes, which is sent while others are on their way. No table;

@@ -1,12 +1,12 @@
 //! What kinds of links there are between the devices of a node, and what each kind's collectives cost beyond the figures
 //! of a datasheet: the start of a call, hops, and the part of the bandwidth that is reached.
 //!
-//! The constants of each kind were fitted at once to all rows of that kind in published tables of measured collectives
-//! (least mean absolute logarithm of the ratio, sizes weighted by 1 / bytes above 4 MiB), in the formulas of
-//! [`crate::collective`]. They are two of vTrain's and of Bekman's: `nccl-allreduce-a100-v100.csv` (all-reduces of
-//! 1 MiB to 1 GiB over 2 to 8 A100 and V100; published with vTrain, Bang et al. 2024) and `nccl-a100-h200-b200.csv`
-//! (Bekman, ml-engineering, network chapter). Where a kind has no rows, the constants are those of the nearest kind
-//! that has, and its comment says so.
+//! The constants of a kind were fitted together to all rows of one node of that kind in published tables of measured
+//! collectives, in the formulas of [`crate::collective`]: least mean absolute logarithm of the ratio, sizes above 4 MiB weighted
+//! by 1 / bytes, those below 1 MiB by 0.3. The tables are `nccl-allreduce-a100-v100.csv` (all-reduces of 1 MiB to 1 GiB over 2 to
+//! 8 A100 and V100; published with vTrain, Bang et al. 2024) and `nccl-a100-h200-b200.csv` (Bekman, ml-engineering, network
+//! chapter). Fitted to 2, 4 and 8 A100 alone, they are as near the rows of 3, 5, 6 and 7. Where a kind has no rows, its
+//! constants are those of the nearest kind that has, and its comment says so.
 
 use crate::catalogue;
 use altiplano_ir::cluster::Group;
@@ -106,15 +106,19 @@ static INFINIBAND: Network = Network {
     efficiency: 0.92,
 };
 
-/// EFA delivers a message's packets in any order, so that flags among the data say nothing, and NCCL's plugin for it
-/// (aws-ofi-nccl) turns off what relies on them. All-reduces over 4 x P6-B200 reach 382 of 400 GB/s.
-static EFA: Network = Network { name: "EFA", protocols: &[Protocol::Simple], efficiency: 0.955 };
+/// AWS's network since P5. All-reduces over 4 x P6-B200 reach 382 of 400 GB/s.
+static EFA: Network = Network { name: "EFA", efficiency: 0.955, ..INFINIBAND };
+
+/// AWS's network of P4. It may deliver the parts of a message in any order, so that flags among the data say nothing, and only
+/// `Simple` is safe (aws/aws-ofi-nccl issue 76; the limit was lifted for P5 in pull request 280).
+static EFA_OF_P4: Network = Network { name: "EFA of P4", protocols: &[Protocol::Simple], efficiency: 0.955 };
 
 impl Network {
-    /// The kind of network between the nodes of a group, by `inter_node.kind`: `efa`, or anything else.
+    /// The kind of network between the nodes of a group, by `inter_node.kind`: `efa`, `efa-p4`, or anything else.
     pub fn of(group: &Group) -> &'static Network {
         match group.inter_node.kind.as_str() {
             "efa" => &EFA,
+            "efa-p4" => &EFA_OF_P4,
             _ => &INFINIBAND,
         }
     }

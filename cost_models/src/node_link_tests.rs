@@ -50,10 +50,12 @@ fn rings_of_wired_devices() {
 #[test]
 fn networks_by_name() {
     let of = |text: &str| Network::of(&preset(text).unwrap().groups[0]);
-    for (text, name) in [("p4d", "EFA"), ("p5", "EFA"), ("p6-b200", "EFA"), ("dgx-a100", INFINIBAND.name)] {
+    for (text, name) in
+        [("p4d", "EFA of P4"), ("p4de", "EFA of P4"), ("p5", "EFA"), ("p6-b200", "EFA"), ("dgx-a100", INFINIBAND.name)]
+    {
         assert_eq!(of(text).name, name, "{text}");
     }
-    for network in [&EFA, &INFINIBAND] {
+    for network in [&EFA, &EFA_OF_P4, &INFINIBAND] {
         assert!(network.protocols.contains(&Protocol::Simple) && network.efficiency < 1.0, "{}", network.name);
     }
 }

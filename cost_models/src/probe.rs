@@ -384,7 +384,12 @@ fn inter_node(nics: &[Nic]) -> Option<InterNode> {
     }
     let (_, fastest) = by_rate.pop_last()?;
     let is_efa = fastest.iter().all(|n| n.name.starts_with("efa") || n.name.starts_with("rdmap"));
-    let (kind, latency_s) = if is_efa { ("efa", 15e-6) } else { ("infiniband", 8e-6) };
+    let (kind, latency_s) = match is_efa {
+        // A P4 has four cards of 100 Gb/s.
+        true if fastest.len() <= 4 && fastest[0].bytes_per_s <= 12.5e9 => ("efa-p4", 15e-6),
+        true => ("efa", 15e-6),
+        false => ("infiniband", 8e-6),
+    };
     Some(InterNode {
         kind: kind.to_string(),
         bytes_per_s: fastest[0].bytes_per_s,

@@ -109,7 +109,7 @@ fn a_probed_machine_is_the_one_of_the_catalogue() {
     let efa: Vec<Nic> =
         nics(4, 100.0).into_iter().map(|n| Nic { name: n.name.replace("mlx5_", "efa_"), ..n }).collect();
     found = gpu_group(1, &gpus, Some(&connections), &efa).unwrap();
-    assert_eq!((found.inter_node.kind.as_str(), found.inter_node.nics), ("efa", 4));
+    assert_eq!((found.inter_node.kind.as_str(), found.inter_node.nics), ("efa-p4", 4));
     // Nobody said how they are connected.
     assert_eq!(gpu_group(1, &gpus, None, &[]).unwrap().intra_node.kind, "pcie");
 }
