@@ -1,199 +1,18 @@
-//! Known devices and machines, with the figures of their vendors, so that a plan for them needs no file.
-//!
-//! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
-//! Where a datasheet gives a machine's total, it is divided by the number of devices.
+//! Known machines, with the figures of their vendors, so that a plan for them needs no file: by the name of a machine
+//! and a count of nodes, or by a count of devices.
 
-use crate::compute::Constants;
-use crate::fitted::FITTED;
+pub use crate::devices::{
+    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, matmul_efficiency, nvlink_generation,
+};
 use crate::error::{ClusterError, nearest};
+use crate::node_link::{NodeLink, Wiring};
 use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
-use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
 /// The most devices that a cluster may have; beyond that a description is wrong, not large.
 pub const MAX_DEVICES: u64 = 1_000_000;
 
-/// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
-/// no vendor states it.
-pub const GPU_LAUNCH_S: f64 = 3e-6;
-
 /// Bytes/s of a link that is sold in Gb/s, per direction.
 const GBIT: f64 = 1e9 / 8.0;
-
-/// A device of the catalogue. `gb` are decimal gigabytes: packages carry binary ones, 7% more, and that is about what
-/// driver contexts, communication buffers and fragmentation take.
-struct DeviceFigures {
-    name: &'static str,
-    gb: f64,
-    gb_per_s: f64,
-    /// TFLOP/s by element type of matmul operands. `f32` is IEEE single precision, not TF32, which rounds its operands.
-    tflops: &'static [(DType, f64)],
-    /// Part of the peak that matmuls of training sizes reach, where it was measured.
-    matmul_efficiency: f64,
-    launch_s: f64,
-}
-
-/// Part of the peak rate that matmuls of training sizes reach, for devices without published measurements.
-pub const MATMUL_EFFICIENCY: f64 = 0.7;
-
-const DEVICES: &[DeviceFigures] = &[
-    // NVIDIA Tesla V100 datasheet (2020), SXM2: 125 TFLOP/s tensor, 15.7 single, 7.8 double; HBM2 at 900 GB/s. No bf16.
-    // Matmuls of GPT layers run at 72 to 88 TFLOP/s (Aceso's V100 profiles, 2024, SuperScaler repository).
-    DeviceFigures {
-        name: "V100-SXM2-16GB",
-        gb: 16.0,
-        gb_per_s: 900.0,
-        tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
-        matmul_efficiency: 0.72,
-        launch_s: GPU_LAUNCH_S,
-    },
-    DeviceFigures {
-        name: "V100-SXM2-32GB",
-        gb: 32.0,
-        gb_per_s: 900.0,
-        tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
-        matmul_efficiency: 0.72,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA A100 datasheet (2021): 312 TFLOP/s f16 and bf16 tensor, 19.5 f32, 19.5 f64 tensor; HBM2 at 1555 GB/s (40 GB),
-    // HBM2e at 2039 (80 GB SXM) and 1935 (80 GB PCIe).
-    // Matmuls of GPT layers run at 235 to 255 TFLOP/s (EleutherAI cookbook, benchmarks/sizing).
-    DeviceFigures {
-        name: "A100-SXM-40GB",
-        gb: 40.0,
-        gb_per_s: 1555.0,
-        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
-        matmul_efficiency: 0.8,
-        launch_s: GPU_LAUNCH_S,
-    },
-    DeviceFigures {
-        name: "A100-SXM-80GB",
-        gb: 80.0,
-        gb_per_s: 2039.0,
-        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
-        matmul_efficiency: 0.8,
-        launch_s: GPU_LAUNCH_S,
-    },
-    DeviceFigures {
-        name: "A100-PCIe",
-        gb: 80.0,
-        gb_per_s: 1935.0,
-        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
-        matmul_efficiency: 0.75,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA H100 datasheet (2023), SXM: 1979 TFLOP/s f16 and bf16 with sparsity, so 989.5 dense, and twice that for 8-bit
-    // floats; 67 f32, 67 f64 tensor; HBM3 at 3.35 TB/s.
-    // The best matmul shape reaches 0.80 (Bekman, ml-engineering, accelerator tables), common ones less under its power limit.
-    DeviceFigures {
-        name: "H100-SXM",
-        gb: 80.0,
-        gb_per_s: 3350.0,
-        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
-        matmul_efficiency: 0.72,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA H200 datasheet (2024), SXM: the H100's rates; 141 GB HBM3e at 4.8 TB/s.
-    DeviceFigures {
-        name: "H200",
-        gb: 141.0,
-        gb_per_s: 4800.0,
-        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
-        matmul_efficiency: 0.72,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA HGX B200 datasheet (2025), eight devices: 36 PFLOP/s f16 and bf16 with sparsity, 72 for 8-bit floats, 600 TFLOP/s f32,
-    // 296 f64, 1.4 TB HBM3e at 62 TB/s.
-    DeviceFigures {
-        name: "B200",
-        gb: 180.0,
-        gb_per_s: 7750.0,
-        tflops: &[(F64, 37.0), (F32, 75.0), (F16, 2250.0), (BF16, 2250.0), (F8E4M3FN, 4500.0), (F8E5M2, 4500.0)],
-        matmul_efficiency: MATMUL_EFFICIENCY,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA L40S datasheet (2023): 362 TFLOP/s f16 and bf16 dense, 733 for 8-bit floats; 91.6 f32; f64 at 1/64 of that;
-    // GDDR6 at 864 GB/s.
-    DeviceFigures {
-        name: "L40S",
-        gb: 48.0,
-        gb_per_s: 864.0,
-        tflops: &[(F64, 1.43), (F32, 91.6), (F16, 362.0), (BF16, 362.0), (F8E4M3FN, 733.0), (F8E5M2, 733.0)],
-        matmul_efficiency: MATMUL_EFFICIENCY,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // NVIDIA Ada GPU architecture whitepaper (2022), RTX 4090: 165.2 TFLOP/s f16 and bf16 tensor with f32 accumulation,
-    // 330.3 for 8-bit floats, 82.6 f32, f64 at 1/64 of that; GDDR6X at 1008 GB/s.
-    DeviceFigures {
-        name: "RTX-4090",
-        gb: 24.0,
-        gb_per_s: 1008.0,
-        tflops: &[(F64, 1.29), (F32, 82.6), (F16, 165.2), (BF16, 165.2), (F8E4M3FN, 330.3), (F8E5M2, 330.3)],
-        matmul_efficiency: MATMUL_EFFICIENCY,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // AMD Instinct MI300X datasheet (2023): 1307.4 TFLOP/s f16 and bf16 matrix, 2614.9 for 8-bit floats (of its `fnuz` kind),
-    // 163.4 f32 and f64 matrix; HBM3 at 5.3 TB/s.
-    // The best matmul shape reaches 0.51 (Bekman, ml-engineering, accelerator tables).
-    DeviceFigures {
-        name: "MI300X",
-        gb: 192.0,
-        gb_per_s: 5300.0,
-        tflops: &[
-            (F64, 163.4),
-            (F32, 163.4),
-            (F16, 1307.4),
-            (BF16, 1307.4),
-            (F8E4M3FNUZ, 2614.9),
-            (F8E5M2FNUZ, 2614.9),
-        ],
-        matmul_efficiency: 0.5,
-        launch_s: GPU_LAUNCH_S,
-    },
-    // One worker of a desktop or a server: about a core with 256-bit fused multiply-adds at 3 GHz (2 FMA units x 8 lanes x
-    // 2 operations x 3e9 = 96e9 at most) and its share of memory. Fixed, not measured: plans are the same everywhere.
-    DeviceFigures {
-        name: "cpu-worker",
-        gb: 6.442450944,
-        gb_per_s: 8.0,
-        tflops: &[(F64, 0.025), (F32, 0.05)],
-        matmul_efficiency: MATMUL_EFFICIENCY,
-        launch_s: 1e-6,
-    },
-];
-
-impl DeviceFigures {
-    fn device(&self) -> Device {
-        Device {
-            name: self.name.to_string(),
-            memory_bytes: (self.gb * 1e9) as u64,
-            memory_bytes_per_s: self.gb_per_s * 1e9,
-            peak_flops: self.tflops.iter().map(|&(dtype, tflops)| (dtype, tflops * 1e12)).collect(),
-            launch_s: self.launch_s,
-        }
-    }
-}
-
-/// The device of this name; names are exact.
-pub fn device(name: &str) -> Option<Device> {
-    DEVICES.iter().find(|d| d.name == name).map(DeviceFigures::device)
-}
-
-/// Part of the peak rate that matmuls reach on the device of this name; [`MATMUL_EFFICIENCY`] where it is not known.
-pub fn matmul_efficiency(name: &str) -> f64 {
-    DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
-}
-
-/// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.
-pub fn constants(name: &str) -> Constants {
-    let matmul_efficiency = matmul_efficiency(name);
-    let fitted = FITTED.iter().find(|(device, _)| *device == name).map(|(_, constants)| *constants);
-    fitted.unwrap_or(Constants { matmul_efficiency, ..Constants::default() })
-}
-
-/// Names of all devices of the catalogue, in its order.
-pub fn device_names() -> Vec<String> {
-    DEVICES.iter().map(|d| d.name.to_string()).collect()
-}
 
 /// A machine of the catalogue: what one node is.
 struct Preset {
@@ -203,8 +22,8 @@ struct Preset {
     devices_per_node: u32,
     /// Kind, GB/s per device and direction, seconds.
     intra: (&'static str, f64, f64),
-    /// Bytes/s per NIC and direction, NICs, seconds.
-    inter: (f64, u32, f64),
+    /// Kind, bytes/s per NIC and direction, NICs, seconds.
+    inter: (&'static str, f64, u32, f64),
     price_per_hour: Option<f64>,
 }
 
@@ -220,7 +39,7 @@ const PRESETS: &[Preset] = &[
         device: "V100-SXM2-16GB",
         devices_per_node: 8,
         intra: ("nvlink", 150.0, 3e-6),
-        inter: (25.0 * GBIT, 1, 30e-6),
+        inter: ("tcp", 25.0 * GBIT, 1, 30e-6),
         price_per_hour: Some(24.48),
     },
     // NVIDIA DGX-1 datasheet (2019): 8 V100 (256 GB in all), NVLink as above, 4 x InfiniBand EDR (100 Gb/s).
@@ -230,7 +49,17 @@ const PRESETS: &[Preset] = &[
         device: "V100-SXM2-32GB",
         devices_per_node: 8,
         intra: ("nvlink", 150.0, 3e-6),
-        inter: (100.0 * GBIT, 4, 8e-6),
+        inter: ("infiniband", 100.0 * GBIT, 4, 8e-6),
+        price_per_hour: None,
+    },
+    // NVIDIA DGX-2 datasheet (2019): 16 V100, NVSwitch with the six links of each, 8 x InfiniBand EDR (100 Gb/s).
+    Preset {
+        name: "dgx-2",
+        description: "NVIDIA, 16 x V100 32 GB, NVSwitch, 8 x 100 Gb/s",
+        device: "V100-SXM3-32GB",
+        devices_per_node: 16,
+        intra: ("nvswitch", 150.0, 3e-6),
+        inter: ("infiniband", 100.0 * GBIT, 8, 8e-6),
         price_per_hour: None,
     },
     // Amazon EC2 P4 page: 8 A100 40 GB, NVSwitch (600 GB/s both directions together), 400 Gb/s EFA on 4 cards;
@@ -241,7 +70,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-40GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: (100.0 * GBIT, 4, 15e-6),
+        inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
         price_per_hour: Some(32.77),
     },
     Preset {
@@ -250,7 +79,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-80GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: (100.0 * GBIT, 4, 15e-6),
+        inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
         price_per_hour: Some(40.97),
     },
     // NVIDIA DGX A100 80GB datasheet (2021): NVSwitch at 600 GB/s both directions together; 8 x InfiniBand HDR (200 Gb/s).
@@ -260,7 +89,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-80GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: (200.0 * GBIT, 8, 8e-6),
+        inter: ("infiniband", 200.0 * GBIT, 8, 8e-6),
         price_per_hour: None,
     },
     // The A100 cluster of the vTrain measurements (Bang et al., "vTrain: A Simulation Framework for Evaluating
@@ -271,7 +100,7 @@ const PRESETS: &[Preset] = &[
         device: "A100-SXM-80GB",
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
-        inter: (200.0 * GBIT, 4, 8e-6),
+        inter: ("infiniband", 200.0 * GBIT, 4, 8e-6),
         price_per_hour: None,
     },
     // NVIDIA DGX H100 datasheet (2023): NVSwitch at 900 GB/s both directions together; 8 x InfiniBand NDR (400 Gb/s).
@@ -281,7 +110,27 @@ const PRESETS: &[Preset] = &[
         device: "H100-SXM",
         devices_per_node: 8,
         intra: ("nvswitch", 450.0, 3e-6),
-        inter: (400.0 * GBIT, 8, 8e-6),
+        inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
+        price_per_hour: None,
+    },
+    // NVIDIA DGX H200 datasheet (2024): the DGX H100 with H200.
+    Preset {
+        name: "dgx-h200",
+        description: "NVIDIA, 8 x H200 141 GB, NVSwitch, 8 x 400 Gb/s",
+        device: "H200",
+        devices_per_node: 8,
+        intra: ("nvswitch", 450.0, 3e-6),
+        inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
+        price_per_hour: None,
+    },
+    // NVIDIA DGX B200 datasheet (2024): NVSwitch at 14.4 TB/s of all devices in both directions; 8 x 400 Gb/s InfiniBand.
+    Preset {
+        name: "dgx-b200",
+        description: "NVIDIA, 8 x B200 180 GB, NVSwitch, 8 x 400 Gb/s",
+        device: "B200",
+        devices_per_node: 8,
+        intra: ("nvswitch", 900.0, 3e-6),
+        inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
         price_per_hour: None,
     },
     // Amazon EC2 P5 page: 8 H100, NVSwitch as above, 3200 Gb/s EFA on 32 cards; on demand in us-east-1 (2023).
@@ -291,8 +140,60 @@ const PRESETS: &[Preset] = &[
         device: "H100-SXM",
         devices_per_node: 8,
         intra: ("nvswitch", 450.0, 3e-6),
-        inter: (100.0 * GBIT, 32, 15e-6),
+        inter: ("efa", 100.0 * GBIT, 32, 15e-6),
         price_per_hour: Some(98.32),
+    },
+    // Amazon EC2 P6 page: 8 B200, NVSwitch as above, 3200 Gb/s EFA on 8 cards.
+    Preset {
+        name: "p6-b200.48xlarge",
+        description: "AWS, 8 x B200 180 GB, NVSwitch, 8 x 400 Gb/s",
+        device: "B200",
+        devices_per_node: 8,
+        intra: ("nvswitch", 900.0, 3e-6),
+        inter: ("efa", 400.0 * GBIT, 8, 15e-6),
+        price_per_hour: None,
+    },
+    // ALCF, Polaris machine overview (2023): 4 A100 40 GB, wired to each other by four links of 25 GB/s for each pair (NV4 in
+    // its topology), 2 Slingshot 11 adapters (200 Gb/s).
+    Preset {
+        name: "polaris",
+        description: "ALCF, 4 x A100 40 GB, NVLink, 2 x 200 Gb/s",
+        device: "A100-SXM-40GB",
+        devices_per_node: 4,
+        intra: ("nvlink-mesh", 300.0, 3e-6),
+        inter: ("slingshot", 200.0 * GBIT, 2, 8e-6),
+        price_per_hour: None,
+    },
+    // NERSC, Perlmutter architecture (2023): the same GPUs and links, 4 Slingshot 11 adapters.
+    Preset {
+        name: "perlmutter",
+        description: "NERSC, 4 x A100 40 GB, NVLink, 4 x 200 Gb/s",
+        device: "A100-SXM-40GB",
+        devices_per_node: 4,
+        intra: ("nvlink-mesh", 300.0, 3e-6),
+        inter: ("slingshot", 200.0 * GBIT, 4, 8e-6),
+        price_per_hour: None,
+    },
+    // OLCF, Frontier user guide (2023): 4 MI250X, whose 8 dies are the devices, 50 to 100 GB/s between dies of different
+    // packages and 200 within one, so that a ring finds 100 at most; 4 Slingshot 11 adapters (200 Gb/s).
+    Preset {
+        name: "frontier",
+        description: "OLCF, 8 x MI250X die, Infinity Fabric, 4 x 200 Gb/s",
+        device: "MI250X-GCD",
+        devices_per_node: 8,
+        intra: ("infinity-fabric", 100.0, 3e-6),
+        inter: ("slingshot", 200.0 * GBIT, 4, 8e-6),
+        price_per_hour: None,
+    },
+    // Eight workers as those of `local`, several of which may be joined by a gigabit network.
+    Preset {
+        name: "laptop",
+        description: "8 CPU workers, 1 Gb/s",
+        device: "cpu-worker",
+        devices_per_node: 8,
+        intra: ("shared-memory", 4.0, 5e-6),
+        inter: ("tcp", GBIT, 1, 50e-6),
+        price_per_hour: None,
     },
 ];
 
@@ -308,8 +209,12 @@ pub fn presets() -> Vec<(&'static str, &'static str)> {
 /// The cluster that a preset's name and count stand for. Sizes and rates are in bytes and seconds as everywhere.
 ///
 /// `dgx-a100:4` is four nodes, `dgx-a100` one; `dgx-a100:1/2` or `dgx-a100/2` the first two devices of one; `local:4`
-/// four workers of one machine. The cluster is named as it was asked for.
+/// four workers of one machine. `p4d` is short for `p4d.24xlarge`. `8xA100-80` is a node of eight devices with the links
+/// that they most often come with, `4x8xA100-80` four such nodes. The cluster is named as it was asked for.
 pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
+    if let Some(group) = counted(text)? {
+        return Ok(Cluster { name: text.to_string(), groups: vec![group] });
+    }
     let (nodes, part) = match text.split_once('/') {
         Some((nodes, part)) => (nodes, Some(part)),
         None => (text, None),
@@ -317,7 +222,7 @@ pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
     let (name, count) = nodes.split_once(':').unwrap_or((nodes, "1"));
     let group = if name == LOCAL {
         local(parse_count(text, count, MAX_DEVICES)?)
-    } else if let Some(preset) = PRESETS.iter().find(|p| p.name == name) {
+    } else if let Some(preset) = PRESETS.iter().find(|p| p.is_called(name)) {
         preset.group(parse_count(text, count, MAX_DEVICES / u64::from(preset.devices_per_node))?)
     } else {
         let known: Vec<String> = presets().iter().map(|p| p.0.to_string()).collect();
@@ -329,11 +234,21 @@ pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
             let devices = group.devices_per_node;
             let part = parse_count(text, part, u64::from(devices))
                 .map_err(|_| ClusterError::PartOfNode { text: text.to_string(), devices })?;
-            Group { devices_per_node: part, ..group }
+            group_part(group, part)
         }
         None => group,
     };
     Ok(Cluster { name: text.to_string(), groups: vec![group] })
+}
+
+/// The first devices of a node. Where devices are wired to each other, those that are left out take their links along.
+fn group_part(group: Group, devices: u32) -> Group {
+    let mut part = Group { devices_per_node: devices, ..group };
+    if NodeLink::of(&part).wiring == Wiring::FullMesh {
+        let others = |n: u32| f64::from(n.saturating_sub(1).max(1));
+        part.intra_node.bytes_per_s *= others(devices) / others(group.devices_per_node);
+    }
+    part
 }
 
 /// A count from 1 to `most`.
@@ -353,24 +268,112 @@ fn local(workers: u32) -> Group {
         device: known_device("cpu-worker"),
         intra_node: IntraNode { kind: "shared-memory".to_string(), bytes_per_s: 4e9, latency_s: 5e-6 },
         // Never crossed, since there is one node; a gigabit network, if anything.
-        inter_node: InterNode { bytes_per_s: GBIT, nics: 1, latency_s: 50e-6 },
+        inter_node: InterNode {
+            kind: String::new(),
+            bytes_per_s: GBIT,
+            nics: 1,
+            latency_s: 50e-6,
+            oversubscription: 1.0,
+        },
         price_per_hour: None,
     }
 }
 
 impl Preset {
+    /// By its name, or by that of its family, which is what stands before the size.
+    fn is_called(&self, name: &str) -> bool {
+        self.name == name || self.name.split_once('.').is_some_and(|(family, _)| family == name)
+    }
+
     fn group(&self, nodes: u32) -> Group {
         let (kind, gb_per_s, intra_latency_s) = self.intra;
-        let (bytes_per_s, nics, latency_s) = self.inter;
+        let (network, bytes_per_s, nics, latency_s) = self.inter;
         Group {
             nodes,
             devices_per_node: self.devices_per_node,
             device: known_device(self.device),
             intra_node: IntraNode { kind: kind.to_string(), bytes_per_s: gb_per_s * 1e9, latency_s: intra_latency_s },
-            inter_node: InterNode { bytes_per_s, nics, latency_s },
+            inter_node: InterNode { kind: network.to_string(), bytes_per_s, nics, latency_s, oversubscription: 1.0 },
             price_per_hour: self.price_per_hour,
         }
     }
+}
+
+/// What `8xA100-80` stands for: a device, its name here, and the links that nodes of it most often have.
+struct Counted {
+    short: &'static str,
+    device: &'static str,
+    /// Kind, GB/s per device and direction, or per link in a full mesh.
+    intra: (&'static str, f64),
+    /// Gb/s per NIC and direction, and the devices that share one.
+    inter: (f64, u32),
+}
+
+const fn counted_as(
+    short: &'static str,
+    device: &'static str,
+    intra: (&'static str, f64),
+    inter: (f64, u32),
+) -> Counted {
+    Counted { short, device, intra, inter }
+}
+
+// The links are those of the DGX of each generation; of a node on PCIe 4.0 or 5.0, 16 lanes and one 100 Gb/s NIC, of an
+// MI300X platform, seven links of 64 GB/s and 8 x 400 Gb/s (AMD Instinct MI300X platform datasheet, 2023).
+const COUNTED: &[Counted] = &[
+    counted_as("V100-16", "V100-SXM2-16GB", ("nvlink", 150.0), (100.0, 2)),
+    counted_as("V100-32", "V100-SXM2-32GB", ("nvlink", 150.0), (100.0, 2)),
+    counted_as("V100-SXM3", "V100-SXM3-32GB", ("nvswitch", 150.0), (100.0, 2)),
+    counted_as("A100-40", "A100-SXM-40GB", ("nvswitch", 300.0), (200.0, 1)),
+    counted_as("A100-80", "A100-SXM-80GB", ("nvswitch", 300.0), (200.0, 1)),
+    counted_as("A100-PCIe-80", "A100-PCIe", ("pcie", 31.5), (100.0, u32::MAX)),
+    counted_as("A100-PCIe-40", "A100-PCIe-40GB", ("pcie", 31.5), (100.0, u32::MAX)),
+    counted_as("H100", "H100-SXM", ("nvswitch", 450.0), (400.0, 1)),
+    counted_as("H100-80", "H100-SXM", ("nvswitch", 450.0), (400.0, 1)),
+    counted_as("H100-PCIe-80", "H100-PCIe", ("pcie", 63.0), (100.0, u32::MAX)),
+    counted_as("H200-141", "H200", ("nvswitch", 450.0), (400.0, 1)),
+    counted_as("B200-180", "B200", ("nvswitch", 900.0), (400.0, 1)),
+    counted_as("L40S-48", "L40S", ("pcie", 31.5), (100.0, u32::MAX)),
+    counted_as("4090", "RTX-4090", ("pcie", 31.5), (100.0, u32::MAX)),
+    counted_as("MI300X-192", "MI300X", ("xgmi", 64.0), (400.0, 1)),
+    counted_as("MI250X", "MI250X-GCD", ("infinity-fabric", 100.0), (200.0, 2)),
+    counted_as("CPU", "cpu-worker", ("shared-memory", 4.0), (1.0, u32::MAX)),
+];
+
+/// The group of `8xA100-80` and its like; `None` for text that does not start as one.
+fn counted(text: &str) -> Result<Option<Group>, ClusterError> {
+    let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    let Some((first, rest)) = text.split_once('x').filter(|(first, _)| digits(first)) else { return Ok(None) };
+    let (nodes, devices, name) = match rest.split_once('x').filter(|(second, _)| digits(second)) {
+        Some((second, name)) => (first, second, name),
+        None => ("1", first, rest),
+    };
+    let called = |c: &&Counted| [c.short, c.device].iter().any(|n| n.eq_ignore_ascii_case(name));
+    let Some(kind) = COUNTED.iter().find(called) else {
+        let known: Vec<String> = COUNTED.iter().map(|c| c.short.to_string()).collect();
+        return Err(ClusterError::UnknownCounted { name: name.to_string(), nearest: nearest(name, &known), known });
+    };
+    let devices_per_node = parse_count(text, devices, MAX_DEVICES)?;
+    let nodes = parse_count(text, nodes, MAX_DEVICES / u64::from(devices_per_node))?;
+    let (gbit_per_s, sharing) = kind.inter;
+    let preset = Preset {
+        name: kind.short,
+        description: "",
+        device: kind.device,
+        devices_per_node,
+        intra: (
+            kind.intra.0,
+            kind.intra.1,
+            if kind.intra.0 == "pcie" || kind.intra.0 == "shared-memory" { 5e-6 } else { 3e-6 },
+        ),
+        inter: ("", gbit_per_s * GBIT, devices_per_node.div_ceil(sharing), 8e-6),
+        price_per_hour: None,
+    };
+    let mut group = preset.group(nodes);
+    if NodeLink::of(&group).wiring == Wiring::FullMesh {
+        group.intra_node.bytes_per_s *= f64::from(devices_per_node.saturating_sub(1).max(1));
+    }
+    Ok(Some(group))
 }
 
 /// A device that this file names itself.

@@ -2,6 +2,7 @@
 //! the right reason.
 
 use super::*;
+use altiplano_ir::dtype::DType;
 use std::collections::BTreeSet;
 
 #[test]
@@ -42,6 +43,8 @@ fn every_device_is_sound() {
             assert!(peak > 1e10 && peak < 1e16, "{name} {dtype}");
             assert!(dtype.bytes() > 4 || peak >= f32_peak, "{name}: {dtype} is not slower than f32");
         }
+        let (cache, units) = (device.l2_bytes.unwrap(), device.multiprocessors.unwrap());
+        assert!((1 << 20..1 << 28).contains(&cache) && (1..1000).contains(&units), "{name}");
     }
 }
 
@@ -61,6 +64,27 @@ fn figures() {
         ("dgx-a100/8", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
         ("dgx-a100/3", 3, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
         ("dgx-a100:1/2", 2, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("dgx-2:2", 32, "V100-SXM3-32GB", 125e12, 32e9, 150e9, 100e9),
+        ("dgx-h200:2", 16, "H200", 989.5e12, 141e9, 450e9, 400e9),
+        ("dgx-b200:2", 16, "B200", 2250e12, 180e9, 900e9, 400e9),
+        ("p6-b200:4", 32, "B200", 2250e12, 180e9, 900e9, 400e9),
+        ("p4d:2", 16, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
+        ("p4de:1/2", 2, "A100-SXM-80GB", 312e12, 80e9, 300e9, 50e9),
+        ("p5/4", 4, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
+        ("polaris:10", 40, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
+        ("perlmutter:10", 40, "A100-SXM-40GB", 312e12, 40e9, 300e9, 100e9),
+        ("perlmutter:1/3", 3, "A100-SXM-40GB", 312e12, 40e9, 200e9, 100e9),
+        ("frontier:9", 72, "MI250X-GCD", 191.5e12, 64e9, 100e9, 100e9),
+        // Counts of devices.
+        ("8xA100-80", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("4x8xA100-80", 32, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
+        ("2x4xa100-sxm-40gb", 8, "A100-SXM-40GB", 312e12, 40e9, 300e9, 100e9),
+        ("8xV100-16", 8, "V100-SXM2-16GB", 125e12, 16e9, 150e9, 50e9),
+        ("16xH100", 16, "H100-SXM", 989.5e12, 80e9, 450e9, 800e9),
+        ("2x8xL40S", 16, "L40S", 362e12, 48e9, 31.5e9, 12.5e9),
+        ("1x4090", 1, "RTX-4090", 165.2e12, 24e9, 31.5e9, 12.5e9),
+        ("8xMI300X", 8, "MI300X", 1307.4e12, 192e9, 448e9, 400e9),
+        ("4xMI300X", 4, "MI300X", 1307.4e12, 192e9, 192e9, 200e9),
     ];
     for (text, devices, device, f16, memory, intra, network) in table {
         let cluster = preset(text).unwrap();
@@ -95,6 +119,14 @@ fn wrong_text_is_refused() {
     for text in ["local:", "local:0", "local:-1", "local:+1", "local:1.5", "local:x", "local:1000001", "local: 4"] {
         assert!(matches!(preset(text), Err(ClusterError::Count { .. })), "{text}");
     }
+    for text in ["8xabacus", "8x", "8xA100-80:2", "4x8xA100-80/2", "4x8x8xA100-80", "8x A100-80"] {
+        assert!(matches!(preset(text), Err(ClusterError::UnknownCounted { .. })), "{text}");
+    }
+    assert!(message("8xH100-81").contains("did you mean `H100-80`"));
+    for text in ["0xA100-80", "0x8xA100-80", "8x0xA100-80", "1000001xH100", "1000x1001xH100", "99999999999xH100"] {
+        assert!(matches!(preset(text), Err(ClusterError::Count { .. })), "{text}");
+    }
+    assert!(matches!(preset("xA100-80"), Err(ClusterError::UnknownPreset { .. })));
     for text in ["dgx-a100:125001", "dgx-a100:99999999999999999999", "dgx-a100:2:2", "dgx-a100:/2", "dgx-a100:"] {
         assert!(matches!(preset(text), Err(ClusterError::Count { .. })), "{text}");
     }

@@ -1,39 +1,386 @@
-//! Seconds of the collectives in the alpha-beta model: `alpha` seconds of latency a hop, `beta` bytes/s. All are the
-//! bandwidth-optimal ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-//! workstations", 2009; Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-//! 2005), which is what NCCL runs for large messages.
+//! Seconds of the collectives: each algorithm that a library has is priced with each of its protocols, and the fastest
+//! is the answer, with its name.
+//!
+//! A price is `start + hops + bytes on the wire / bandwidth` (the alpha-beta model), where the start, a hop's multiple of
+//! the link's latency, and the part of the bandwidth that is reached depend on the protocol and on the kind of link
+//! ([`crate::node_link`], fitted to measured tables). Since every candidate is an increasing function of the bytes and the
+//! latencies and a decreasing one of the bandwidths, so is the least of them.
+//!
+//! Below, `n` devices lie on `m` nodes with `k` on each; `S` is the bytes of a device's larger side; `B` is the bandwidth of a
+//! device's ring inside the node, `W` the group's share of its node's network, `a` and `b` are the seconds of a hop inside
+//! and between nodes.
 
 use crate::link::AxisLink;
+use crate::node_link::{Library, Protocol, ProtocolFigures};
+use std::fmt;
 
-/// Seconds of a ring all-reduce of `bytes` on each of `n` devices: `2(n-1) alpha + 2(n-1)/n * bytes / beta`.
-/// Zero for one device.
+/// What is asked for. Bytes are those of one device's larger side: the operand of a reduce-scatter, the result of an
+/// all-gather.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Broadcast,
+    /// Every device sends to one neighbour.
+    SendReceive,
+}
+
+/// How it is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Algorithm {
+    /// There is one device, and nothing is sent.
+    Nothing,
+    /// Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    Ring,
+    /// Two binary trees over the nodes, each of which has the other's leaves inside, and a chain in each node (Sanders,
+    /// Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; NCCL since 2.4).
+    DoubleBinaryTree,
+    /// Recursive halving and doubling, which exchanges with partners at distances of powers of two (Thakur, Rabenseifner and
+    /// Gropp, "Optimization of collective communication operations in MPICH", 2005).
+    HalvingDoubling,
+    /// Inside the nodes, then between devices of like position, then inside again.
+    Hierarchical,
+    /// Every device sends to every other.
+    Direct,
+    /// A binomial tree, which doubles the devices that have the data every round.
+    BinomialTree,
+    /// One device receives all and sends the result to all, one message after the other through its own link: the incast
+    /// that makes it slow.
+    ParameterServer,
+    /// The switches of a node reduce and multiply what passes through them.
+    Sharp,
+}
+
+/// What an operation costs with one algorithm and protocol.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Priced {
+    /// All parts together.
+    pub seconds: f64,
+    pub algorithm: Algorithm,
+    pub protocol: Protocol,
+    pub start_s: f64,
+    pub hops_s: f64,
+    pub wire_s: f64,
+}
+
+/// The fastest of the algorithms that the library has for an operation, the first where several are as fast.
 ///
-/// Example: 1e9 bytes over 4 devices at 1e9 bytes/s and 1e-6 s: `6e-6 + 1.5` seconds.
-pub fn all_reduce_s(bytes: u64, link: &AxisLink) -> f64 {
-    2.0 * pass_s(bytes, link.devices, link.bytes_per_s, link.latency_s)
-}
-
-/// Seconds of a ring all-gather whose result is `bytes` on each device: `(n-1) alpha + (n-1)/n * bytes / beta`.
-pub fn all_gather_s(bytes: u64, link: &AxisLink) -> f64 {
-    pass_s(bytes, link.devices, link.bytes_per_s, link.latency_s)
-}
-
-/// Seconds of a ring reduce-scatter whose operand is `bytes` on each device: an all-gather run backwards.
-pub fn reduce_scatter_s(bytes: u64, link: &AxisLink) -> f64 {
-    pass_s(bytes, link.devices, link.bytes_per_s, link.latency_s)
-}
-
-/// Seconds of an all-to-all (pairwise exchange) of `bytes` on each device, of which each sends all but its own n-th part:
-/// `(n-1) alpha + (n-1)/n * bytes / beta`.
-pub fn all_to_all_s(bytes: u64, link: &AxisLink) -> f64 {
-    pass_s(bytes, link.devices, link.all_to_all_bytes_per_s, link.latency_s)
-}
-
-/// `n - 1` rounds, in each of which every device sends an n-th of `bytes`.
-fn pass_s(bytes: u64, devices: u64, bytes_per_s: f64, latency_s: f64) -> f64 {
-    if devices <= 1 {
-        return 0.0;
+/// Example: an all-reduce of 1 MiB over eight A100 on one node takes about 73 us (`LowLatency128`: 33.5 of start,
+/// 14 hops of 2.3, 9 on the wire), one of 1 GiB about 8.3 ms (`Simple`).
+pub fn best(operation: Operation, bytes: u64, link: &AxisLink) -> Priced {
+    let mut found: Option<Priced> = None;
+    for candidate in candidates(operation, bytes, link) {
+        if link.kind.has(candidate.algorithm) && found.is_none_or(|f| candidate.seconds < f.seconds) {
+            found = Some(candidate);
+        }
     }
-    let n = devices as f64;
-    (n - 1.0) * latency_s + (n - 1.0) / n * bytes as f64 / bytes_per_s
+    found.unwrap_or_else(Priced::nothing)
 }
+
+/// Every algorithm for an operation with every protocol, whether or not the library has it.
+pub fn candidates(operation: Operation, bytes: u64, link: &AxisLink) -> Vec<Priced> {
+    if link.devices <= 1 {
+        return vec![Priced::nothing()];
+    }
+    let mut found = Vec::new();
+    let carried = |figures: &&ProtocolFigures| link.nodes <= 1 || link.network.protocols.contains(&figures.protocol);
+    for figures in link.kind.protocols.iter().filter(carried) {
+        let terms = Terms { bytes: bytes as f64, link, figures };
+        found.extend(match operation {
+            Operation::AllReduce => terms.all_reduce(),
+            Operation::AllGather | Operation::ReduceScatter => terms.one_way(),
+            Operation::AllToAll => vec![terms.all_to_all()],
+            Operation::Broadcast => terms.broadcast(),
+            Operation::SendReceive => vec![terms.send_receive()],
+        });
+    }
+    if operation == Operation::AllReduce {
+        found.extend(sharp(bytes as f64, link));
+    }
+    found
+}
+
+impl Priced {
+    fn nothing() -> Self {
+        let (start_s, hops_s, wire_s) = (0.0, 0.0, 0.0);
+        Priced { seconds: 0.0, algorithm: Algorithm::Nothing, protocol: Protocol::Simple, start_s, hops_s, wire_s }
+    }
+
+    /// Parts beyond the range of numbers, or of links without bandwidth, become the largest number.
+    fn new(algorithm: Algorithm, protocol: Protocol, start_s: f64, hops_s: f64, wire_s: f64) -> Self {
+        let seconds = (start_s + hops_s + wire_s).min(f64::MAX);
+        Priced { seconds, algorithm, protocol, start_s, hops_s, wire_s }
+    }
+}
+
+impl fmt::Display for Priced {
+    /// `ring (Simple): 54.5 us to start + 35.7 us of hops + 7.8 ms on the wire`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.algorithm == Algorithm::Nothing {
+            return f.write_str(self.algorithm.name());
+        }
+        let [start, hops, wire] = [self.start_s, self.hops_s, self.wire_s].map(|s| s * 1e6);
+        let (name, protocol) = (self.algorithm.name(), self.protocol);
+        write!(f, "{name} ({protocol:?}): {start:.1} us to start + {hops:.1} us of hops + {wire:.1} us on the wire")
+    }
+}
+
+impl Algorithm {
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Nothing => "nothing to send",
+            Algorithm::Ring => "ring",
+            Algorithm::DoubleBinaryTree => "double binary tree",
+            Algorithm::HalvingDoubling => "recursive halving and doubling",
+            Algorithm::Hierarchical => "hierarchical",
+            Algorithm::Direct => "direct",
+            Algorithm::BinomialTree => "binomial tree",
+            Algorithm::ParameterServer => "parameter server",
+            Algorithm::Sharp => "NVLink SHARP",
+        }
+    }
+
+    /// The formula behind a price, in the letters of this module's documentation; `-` where nothing is sent that way.
+    pub fn formula(self, operation: Operation) -> &'static str {
+        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, SendReceive};
+        match (self, operation) {
+            (Algorithm::Ring, AllReduce) => "start + 2(n-1) hop + (2(n-1) + exposed)/n S / min(B, W)",
+            (Algorithm::Ring, AllGather | ReduceScatter) => "start + (n-1) hop + (n-1 + exposed)/n S / min(B, W)",
+            (Algorithm::Ring, Broadcast) => "start + (n-1) hop + S / min(B, W)",
+            (Algorithm::DoubleBinaryTree, AllReduce) => {
+                "start + 2((k-1) a + log2(m) b) + max(2 S / (0.92 B), (2 or for m = 2 1.45) S / (0.92 W))"
+            }
+            (Algorithm::HalvingDoubling, AllReduce) => {
+                "start + 2(log2(k) a + log2(m) b) + 2(k-1)/k S / B + 2(m-1)/m S / W, and S / min(B, W) twice where n is no power of two"
+            }
+            (Algorithm::HalvingDoubling, AllGather | ReduceScatter) => {
+                "start + log2(k) a + log2(m) b + (k-1)/k S / B + (m-1)/m S / W"
+            }
+            (Algorithm::Hierarchical, AllReduce) => {
+                "start + 2(k-1) a + 2(m-1) b + (2(k-1) + exposed)/k S / B + 2(m-1)/m S / W"
+            }
+            (Algorithm::Hierarchical, AllGather | ReduceScatter) => {
+                "start + (k-1) a + (m-1) b + (k-1 + exposed)/k S / B + (m-1)/m S / W"
+            }
+            (Algorithm::Direct, AllToAll) => "start + hop + (n-1) message + (n-1)/n S / min(B, exchange W)",
+            (Algorithm::Direct, SendReceive) => "start + hop + S / min(B, W)",
+            (Algorithm::BinomialTree, Broadcast) => "start + log2(k) (a + S / B) + log2(m) (b + S / W)",
+            (Algorithm::ParameterServer, AllReduce) => "start + 2(n-1) (hop + S / min(B, W))",
+            (Algorithm::ParameterServer, AllGather | ReduceScatter | Broadcast) => {
+                "start + (n-1) (hop + S / min(B, W))"
+            }
+            (Algorithm::Sharp, AllReduce) => "start + (1 + 1/n) S / B",
+            _ => "-",
+        }
+    }
+}
+
+impl crate::node_link::NodeLink {
+    /// Whether the library of these nodes has an algorithm. Others are priced to be compared with.
+    fn has(&self, algorithm: Algorithm) -> bool {
+        match algorithm {
+            Algorithm::Nothing | Algorithm::Ring | Algorithm::Direct => true,
+            Algorithm::DoubleBinaryTree | Algorithm::Sharp => self.library == Library::Nccl,
+            // NCCL's one call never works level by level; a plan that does has an axis for each level.
+            Algorithm::HalvingDoubling | Algorithm::BinomialTree | Algorithm::Hierarchical => {
+                self.library == Library::Mpi
+            }
+            Algorithm::ParameterServer => false,
+        }
+    }
+}
+
+/// The part of a ring's bandwidth that NCCL's tuner gives a tree (NVIDIA/nccl, src/graph/tuning.cc, 0.92).
+const TREE_EFFICIENCY: f64 = 0.92;
+
+/// Times that a byte leaves each of two nodes that are joined by trees. It could be once, since each sends its sum and
+/// receives the other's, and has been: 1 GiB over two p3dn.24xlarge takes 134 ms by trees and 268 by rings (NVIDIA/nccl-tests
+/// issue 22). Others are as slow as rings (two nodes of A100 and InfiniBand, issue 175). This lies between, and is what two
+/// p4d.24xlarge take (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
+const TREE_OF_TWO: f64 = 1.45;
+
+/// Part of a hop that each further message of an exchange takes, which is sent while others are on their way. No table;
+/// NCCL's tuner has 0.6 us for the shortest step over NVLink, of the 3 us of a hop.
+const MESSAGE: f64 = 0.2;
+
+/// An operation on one link with one protocol.
+struct Terms<'a> {
+    bytes: f64,
+    link: &'a AxisLink,
+    figures: &'a ProtocolFigures,
+}
+
+impl Terms<'_> {
+    fn n(&self) -> f64 {
+        self.link.devices as f64
+    }
+
+    /// Nodes of a group.
+    fn m(&self) -> f64 {
+        self.link.nodes.max(1) as f64
+    }
+
+    /// Devices of a group on a node.
+    fn k(&self) -> f64 {
+        self.link.devices_on_node.max(1) as f64
+    }
+
+    /// Seconds of a hop inside a node.
+    fn a(&self) -> f64 {
+        self.figures.hop * self.link.inside_latency_s
+    }
+
+    /// Seconds of a hop between nodes.
+    fn b(&self) -> f64 {
+        self.figures.network_hop * self.link.across_latency_s
+    }
+
+    /// Seconds of a hop of a ring, averaged: a chunk on its way round passes every hop once.
+    fn ring_hop_s(&self) -> f64 {
+        let across = if self.m() > 1.0 { self.m().min(self.n()) } else { 0.0 };
+        (across * self.b() + (self.n() - across) * self.a()) / self.n()
+    }
+
+    fn inside(&self) -> f64 {
+        self.figures.efficiency * self.link.inside_bytes_per_s
+    }
+
+    /// Part of the network's bandwidth that data gets.
+    fn network_part(&self) -> f64 {
+        self.figures.network_part * self.link.network.efficiency
+    }
+
+    fn across(&self) -> f64 {
+        self.network_part() * self.link.across_bytes_per_s
+    }
+
+    /// Bandwidth of a ring over all devices.
+    fn ring(&self) -> f64 {
+        if self.m() > 1.0 { self.inside().min(self.across()) } else { self.inside() }
+    }
+
+    fn price(&self, algorithm: Algorithm, hops_s: f64, wire_s: f64) -> Priced {
+        Priced::new(algorithm, self.figures.protocol, self.figures.start_s, hops_s, wire_s)
+    }
+
+    /// A ring of some rounds, in each of which every device sends an n-th.
+    fn rounds(&self, rounds: f64) -> Priced {
+        let wire_s = (rounds + self.link.kind.exposed_rounds) / self.n() * self.bytes / self.ring();
+        self.price(Algorithm::Ring, rounds * self.ring_hop_s(), wire_s)
+    }
+
+    fn all_reduce(&self) -> Vec<Priced> {
+        let (n, m, k) = (self.n(), self.m(), self.k());
+        let mut found = vec![self.rounds(2.0 * (n - 1.0))];
+        let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
+        if m > 1.0 {
+            let hops_s = 2.0 * ((k - 1.0) * self.a() + log_m * self.b());
+            // Of more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
+            let crossing = if m > 2.0 { 2.0 } else { TREE_OF_TWO };
+            let across = crossing * self.bytes / (TREE_EFFICIENCY * self.across());
+            let inside = if k > 1.0 { 2.0 * self.bytes / (TREE_EFFICIENCY * self.inside()) } else { 0.0 };
+            found.push(self.price(Algorithm::DoubleBinaryTree, hops_s, across.max(inside)));
+        }
+        let hops_s = 2.0 * (log_k * self.a() + log_m * self.b());
+        // Devices beyond a power of two hand their data to a partner first, and get the result last.
+        let odd = n.log2().fract() != 0.0;
+        let extra = if odd { 2.0 } else { 0.0 };
+        let extra_hop_s = extra * if m > 1.0 { self.a().max(self.b()) } else { self.a() };
+        let wire_s = self.two_levels(2.0, 0.0) + extra * self.bytes / self.ring();
+        found.push(self.price(Algorithm::HalvingDoubling, hops_s + extra_hop_s, wire_s));
+        if m > 1.0 && k > 1.0 {
+            let hops_s = 2.0 * ((k - 1.0) * self.a() + (m - 1.0) * self.b());
+            found.push(self.price(
+                Algorithm::Hierarchical,
+                hops_s,
+                self.two_levels(2.0, self.link.kind.exposed_rounds),
+            ));
+        }
+        found.push(self.server(2.0));
+        found
+    }
+
+    /// All-gather, and reduce-scatter, which is the same run backwards.
+    fn one_way(&self) -> Vec<Priced> {
+        let (n, m, k) = (self.n(), self.m(), self.k());
+        let mut found = vec![self.rounds(n - 1.0)];
+        let hops_s = k.log2().ceil() * self.a() + m.log2().ceil() * self.b();
+        found.push(self.price(Algorithm::HalvingDoubling, hops_s, self.two_levels(1.0, 0.0)));
+        if m > 1.0 && k > 1.0 {
+            let hops_s = (k - 1.0) * self.a() + (m - 1.0) * self.b();
+            found.push(self.price(
+                Algorithm::Hierarchical,
+                hops_s,
+                self.two_levels(1.0, self.link.kind.exposed_rounds),
+            ));
+        }
+        found.push(self.server(1.0));
+        found
+    }
+
+    /// Seconds on the wires of an algorithm that works inside the nodes and then between them, `passes` times each: a
+    /// device keeps a k-th of its bytes for the second, and the k devices of a node send theirs at the same time.
+    fn two_levels(&self, passes: f64, exposed: f64) -> f64 {
+        let (m, k) = (self.m(), self.k());
+        let inside = if k > 1.0 { (passes * (k - 1.0) + exposed) / k * self.bytes / self.inside() } else { 0.0 };
+        let across = if m > 1.0 { passes * (m - 1.0) / m * self.bytes / self.across() } else { 0.0 };
+        inside + across
+    }
+
+    /// All devices to one and, the second time, back.
+    fn server(&self, passes: f64) -> Priced {
+        let messages = passes * (self.n() - 1.0);
+        let hop_s = if self.m() > 1.0 { self.a().max(self.b()) } else { self.a() };
+        self.price(Algorithm::ParameterServer, messages * hop_s, messages * self.bytes / self.ring())
+    }
+
+    fn all_to_all(&self) -> Priced {
+        let n = self.n();
+        let hop_s = if self.m() > 1.0 { self.a().max(self.b()) } else { self.a() };
+        let exchange = self.network_part() * self.link.exchange_bytes_per_s;
+        let rate = if self.m() > 1.0 { self.inside().min(exchange) } else { self.inside() };
+        let messages_s = match self.link.kind.library {
+            Library::Nccl => hop_s + (n - 1.0) * MESSAGE * self.link.inside_latency_s,
+            // Pairs meet one after the other.
+            Library::Mpi => (n - 1.0) * hop_s,
+        };
+        self.price(Algorithm::Direct, messages_s, (n - 1.0) / n * self.bytes / rate)
+    }
+
+    fn broadcast(&self) -> Vec<Priced> {
+        let (n, m, k) = (self.n(), self.m(), self.k());
+        let ring = self.price(Algorithm::Ring, (n - 1.0) * self.ring_hop_s(), self.bytes / self.ring());
+        let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
+        let across_s = if m > 1.0 { log_m * self.bytes / self.across() } else { 0.0 };
+        let wire_s = log_k * self.bytes / self.inside() + across_s;
+        let tree = self.price(Algorithm::BinomialTree, log_k * self.a() + log_m * self.b(), wire_s);
+        vec![ring, tree, self.server(1.0)]
+    }
+
+    fn send_receive(&self) -> Priced {
+        let hop_s = if self.m() > 1.0 { self.a().max(self.b()) } else { self.a() };
+        let (protocol, start_s) = (self.figures.protocol, self.link.kind.send_start_s);
+        Priced::new(Algorithm::Direct, protocol, start_s, hop_s, self.bytes / self.ring())
+    }
+}
+
+/// Reduction in the switches of one node: a device sends its bytes once and gets its n-th of the sum, then sends that and
+/// gets the whole, the switches multiplying it. Between nodes a library goes on with trees, which no table here covers.
+fn sharp(bytes: f64, link: &AxisLink) -> Option<Priced> {
+    let sharp = link.kind.sharp?;
+    if link.nodes > 1 {
+        return None;
+    }
+    let wire_s = (1.0 + 1.0 / link.devices as f64) * bytes / (sharp.efficiency * link.inside_bytes_per_s);
+    Some(Priced::new(Algorithm::Sharp, Protocol::Simple, sharp.start_s, 0.0, wire_s))
+}
+
+#[cfg(test)]
+#[path = "collective_tests.rs"]
+mod tests;
+
+#[cfg(test)]
+#[path = "collective_measured_tests.rs"]
+mod measured;

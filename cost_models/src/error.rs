@@ -33,7 +33,9 @@ impl std::fmt::Display for Place {
 pub enum ClusterError {
     #[error("there is no preset `{name}`; {}", choose(nearest, known))]
     UnknownPreset { name: String, nearest: Option<String>, known: Vec<String> },
-    #[error("`{text}`: what follows `:` must be a count from 1 to {most}, or `1/n` for the first n devices of a node")]
+    #[error("there is no device `{name}` for a count of devices; {}", choose(nearest, known))]
+    UnknownCounted { name: String, nearest: Option<String>, known: Vec<String> },
+    #[error("`{text}`: a count must be from 1 to {most}; after `:` may stand `1/n` for the first n devices of a node")]
     Count { text: String, most: u64 },
     #[error("`{text}`: `/n` takes devices of one node, so write `:1/n`")]
     PartOfSeveralNodes { text: String },
@@ -50,6 +52,8 @@ pub enum ClusterError {
     NotPositive { place: Place, key: &'static str, value: f64 },
     #[error("{place}: `{key}` is {value}, but must be a finite number, 0 or more")]
     Negative { place: Place, key: &'static str, value: f64 },
+    #[error("{place}: `inter_node.oversubscription` is {value}, but must be a finite number, 1 or more")]
+    Oversubscription { place: Place, value: f64 },
     #[error("{place}: `{key}` must be at least 1")]
     Zero { place: Place, key: &'static str },
     #[error("{place}: more than {most} devices")]
@@ -62,6 +66,35 @@ pub enum ClusterError {
     NoGroup,
     #[error("a cluster of several [[group]] needs [between_groups] with bytes_per_s and latency_s")]
     NoLinkBetweenGroups,
+    #[error("line {line}: expected a GPU's name and memory, as in `NVIDIA A100-SXM4-80GB, 81920 MiB`")]
+    GpuLine { line: usize },
+    #[error("no GPU is listed; give what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader` prints")]
+    NoGpus,
+    #[error("there is no matrix of GPUs; give what `nvidia-smi topo -m` prints")]
+    NoMatrix,
+    #[error("line {line}: {found} connections where the heading has {expected} GPUs")]
+    MatrixRow { line: usize, found: usize, expected: usize },
+    #[error("the matrix has {found} rows of GPUs where the heading has {expected}")]
+    MatrixRows { found: usize, expected: usize },
+    #[error("line {line}: `{text}` is no connection; known are X, NV1, NV2 and so on, PIX, PXB, PHB, NODE and SYS")]
+    Connection { line: usize, text: String },
+    #[error("the matrix of connections has {matrix} GPUs, the list of names {listed}; they are of different machines")]
+    GpuCount { matrix: usize, listed: usize },
+    #[error("the GPUs are not alike, `{first}` and `{other}`; a group of nodes has one kind of device")]
+    MixedGpus { first: String, other: String },
+    #[error(
+        "the GPU `{name}` is not in the catalogue; write a cluster file with a [device] table for it. Known: {}",
+        known.join(", ")
+    )]
+    UnknownGpu { name: String, known: Vec<String> },
+    #[error("no network card was found that could join {nodes} nodes; state the link in the file's `inter_node`")]
+    NoNics { nodes: u32 },
+    #[error("there is no row of measurements with two devices or more; give what a test of nccl-tests prints")]
+    NoMeasurements,
+    #[error("the log is of {devices} devices on {nodes} nodes, which nodes of {devices_per_node} devices cannot be")]
+    OtherDevices { devices: u32, nodes: u32, devices_per_node: u32 },
+    #[error("the log has {bytes} bytes in {seconds:.3e} s, less than starts and latencies alone take here")]
+    TooFast { bytes: u64, seconds: f64 },
     #[error("the cluster has {groups} groups of nodes, and a plan can use one; give a file with one [[group]]")]
     SeveralGroups { groups: usize },
 }

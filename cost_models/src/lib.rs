@@ -7,11 +7,14 @@
 pub mod catalogue;
 pub mod collective;
 pub mod compute;
+pub mod devices;
 pub mod error;
 pub mod fitted;
 pub mod kernels;
 pub mod link;
+pub mod node_link;
 pub mod pipeline;
+pub mod probe;
 pub mod roofline;
 pub mod timeline;
 pub mod toml_file;

@@ -2,21 +2,35 @@
 //! them at the same time. This is where the shape of a mesh meets the shape of the machine; what is sent over a link
 //! is priced in [`crate::collective`].
 
-use altiplano_ir::cluster::{Group, IntraNode};
+use crate::collective::{self, Operation};
+use crate::node_link::{Network, NodeLink};
+use altiplano_ir::cluster::Group;
 use altiplano_ir::mesh::{AxisId, Mesh};
 
 /// The links of one collective's group of devices, while every other group of the same axes runs the same collective.
+/// Bandwidths are those of datasheets; what part of them is reached is `kind`'s to say.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AxisLink {
     /// Devices in a group.
     pub devices: u64,
-    /// Bytes/s at which each device passes data to its neighbour in a ring, in each direction.
-    pub bytes_per_s: f64,
-    /// Bytes/s at which each device sends when every device sends to every other of its group at once. Lower than
-    /// `bytes_per_s` where a node holds several devices of a group: a ring leaves the node once, an exchange once a pair.
-    pub all_to_all_bytes_per_s: f64,
-    /// Seconds of latency of a hop in the ring, averaged over its hops.
-    pub latency_s: f64,
+    /// Nodes that a group has devices on.
+    pub nodes: u64,
+    /// Devices of a group on one node.
+    pub devices_on_node: u64,
+    /// Bytes/s at which a device passes data to its neighbour in a ring inside the node, in each direction.
+    pub inside_bytes_per_s: f64,
+    /// Seconds of latency of a hop inside a node.
+    pub inside_latency_s: f64,
+    /// Bytes/s of a group's share of its node's network, in each direction; infinite where no group leaves a node.
+    pub across_bytes_per_s: f64,
+    /// Bytes/s at which the network lets each device send when every device sends to every other of its group at once.
+    /// Lower than `across_bytes_per_s` where a node holds several devices of a group: a ring leaves the node once, an
+    /// exchange once a pair.
+    pub exchange_bytes_per_s: f64,
+    /// Seconds of latency of a hop between nodes.
+    pub across_latency_s: f64,
+    pub kind: &'static NodeLink,
+    pub network: &'static Network,
 }
 
 /// The links between two submeshes.
@@ -25,12 +39,60 @@ pub struct TransferPath {
     /// Bytes/s between the submeshes in all, when every device of the smaller side sends or receives its share.
     pub bytes_per_s: f64,
     pub latency_s: f64,
+    /// Whether it leaves a node.
+    pub across: bool,
+    pub kind: &'static NodeLink,
+    pub network: &'static Network,
 }
 
 impl AxisLink {
-    /// A link of plain numbers, alike for rings and exchanges.
+    /// A link of plain numbers between the devices of one node.
     pub fn new(devices: u64, bytes_per_s: f64, latency_s: f64) -> Self {
-        AxisLink { devices, bytes_per_s, all_to_all_bytes_per_s: bytes_per_s, latency_s }
+        AxisLink {
+            devices,
+            nodes: 1,
+            devices_on_node: devices,
+            inside_bytes_per_s: bytes_per_s,
+            inside_latency_s: latency_s,
+            across_bytes_per_s: f64::INFINITY,
+            exchange_bytes_per_s: f64::INFINITY,
+            across_latency_s: 0.0,
+            kind: NodeLink::shared_memory(),
+            network: Network::any(),
+        }
+    }
+
+    /// Bytes/s of a ring over all devices: of the slower kind of link that it passes.
+    pub fn ring_bytes_per_s(&self) -> f64 {
+        self.inside_bytes_per_s.min(self.across_bytes_per_s)
+    }
+
+    /// Bytes/s at which each device sends when every device sends to every other.
+    pub fn all_to_all_bytes_per_s(&self) -> f64 {
+        self.inside_bytes_per_s.min(self.exchange_bytes_per_s)
+    }
+}
+
+impl TransferPath {
+    /// Seconds from the start of a transfer until the last of `bytes` is there.
+    pub fn transfer_s(&self, bytes: u64) -> f64 {
+        let link =
+            AxisLink { kind: self.kind, network: self.network, ..AxisLink::new(2, self.bytes_per_s, self.latency_s) };
+        let link = match self.across {
+            false => link,
+            // The devices of either side do not talk to each other, so that the network is the only link.
+            true => AxisLink {
+                nodes: 2,
+                devices_on_node: 1,
+                inside_bytes_per_s: f64::INFINITY,
+                across_bytes_per_s: self.bytes_per_s,
+                exchange_bytes_per_s: self.bytes_per_s,
+                across_latency_s: self.latency_s,
+                inside_latency_s: 0.0,
+                ..link
+            },
+        };
+        collective::best(Operation::SendReceive, bytes, &link).seconds
     }
 }
 
@@ -38,9 +100,9 @@ impl AxisLink {
 /// `submesh_devices_per_node` devices of each; the mesh's devices fill one node after the other (row major).
 ///
 /// Groups inside a node use `intra_node`. A ring that spans nodes visits them one after the other, so it leaves each node
-/// once; its bottleneck is the node's network, `nics * bytes_per_s`, shared by all groups that leave the node, and never
-/// more than the link inside the node. A submesh that has only some of a node's devices gets that share of its
-/// network, since its neighbours on the node do like work at the same time.
+/// once; its bottleneck is the node's network, `nics * bytes_per_s / oversubscription`, shared by all groups that leave the
+/// node, and never more than the link inside the node. A submesh that has only some of a node's devices gets that share
+/// of its network, since its neighbours on the node do like work at the same time.
 ///
 /// Example: `mesh<data=2, tensor=8>` on two p3.16xlarge (8 V100 each, one 25 Gb/s NIC: 3.125e9 bytes/s). `tensor` stays
 /// inside a node: NVLink. Each of the 8 groups of `data` has one device in either node, so 8 rings share a NIC:
@@ -53,8 +115,14 @@ pub fn axis_link(
     axes: &[AxisId],
 ) -> AxisLink {
     let intra = &cluster_group.intra_node;
+    let kind = NodeLink::of(cluster_group);
+    let in_node = u64::from(cluster_group.devices_per_node);
     let devices = mesh.product(axes);
-    let inside = AxisLink::new(devices, intra_bytes_per_s(intra, devices), intra.latency_s);
+    let inside = AxisLink {
+        kind,
+        network: Network::of(cluster_group),
+        ..AxisLink::new(devices, intra.bytes_per_s * kind.ring_part(devices, in_node), intra.latency_s)
+    };
     if devices <= 1 || submesh_nodes <= 1 {
         return inside;
     }
@@ -62,42 +130,30 @@ pub fn axis_link(
     if crossing.max_groups_leaving == 0 {
         return inside;
     }
-    let share = f64::from(submesh_devices_per_node) / f64::from(cluster_group.devices_per_node.max(1));
-    let node_bytes_per_s =
-        f64::from(cluster_group.inter_node.nics) * cluster_group.inter_node.bytes_per_s * share.min(1.0);
+    let node_bytes_per_s = network_bytes_per_s(cluster_group, submesh_devices_per_node);
     let n = devices as f64;
-    let hops_between = crossing.max_nodes_of_group as f64;
-    let exchange_bytes_per_s = node_bytes_per_s * (n - 1.0) / crossing.max_devices_times_away;
-    // A device that is alone on its node reaches the network over any of its links.
-    let intra_bytes_per_s = match crossing.max_devices_on_node {
+    let inside_bytes_per_s = match crossing.max_devices_on_node {
+        // A device that is alone on its node reaches the network over any of its links.
         1 => intra.bytes_per_s,
-        here => intra_bytes_per_s(intra, here),
+        here => intra.bytes_per_s * kind.ring_part(here, in_node),
     };
     AxisLink {
-        devices,
-        bytes_per_s: (node_bytes_per_s / crossing.max_groups_leaving as f64).min(intra_bytes_per_s),
-        all_to_all_bytes_per_s: exchange_bytes_per_s.min(intra_bytes_per_s),
-        // A chunk on its way round the ring passes every hop once, so the average hop is what counts.
-        latency_s: (hops_between * cluster_group.inter_node.latency_s + (n - hops_between) * intra.latency_s) / n,
+        nodes: crossing.max_nodes_of_group,
+        devices_on_node: crossing.max_devices_on_node,
+        inside_bytes_per_s,
+        across_bytes_per_s: node_bytes_per_s / crossing.max_groups_leaving as f64,
+        exchange_bytes_per_s: node_bytes_per_s * (n - 1.0) / crossing.max_devices_times_away,
+        across_latency_s: cluster_group.inter_node.latency_s,
+        ..inside
     }
 }
 
-/// Bytes/s per device and direction of a ring over `devices` of a node.
-///
-/// Through a switch (or over PCIe or memory) a device has all of its link to whoever it talks to. Where `kind` is
-/// `nvlink`, devices are wired to each other: the six links of each of a DGX-1's V100 (the hybrid cube mesh, as in
-/// p3.16xlarge) go to four different neighbours, and a ring over some of the eight devices finds only the links among
-/// them: 1 of 6 for two devices, 4 of 6 for four. NCCL all-reduces over 2 to 8 devices reach 22, 45, 85, 37, 46, 87 and
-/// 134 GB/s there (measurements published with vTrain).
-fn intra_bytes_per_s(intra: &IntraNode, devices: u64) -> f64 {
-    let links_of_six = match devices {
-        _ if intra.kind != "nvlink" => 6.0,
-        2 => 1.0,
-        3 | 5 | 6 => 2.0,
-        4 | 7 => 4.0,
-        _ => 6.0,
-    };
-    intra.bytes_per_s * links_of_six / 6.0
+/// Bytes/s between a node and the others for some of its devices, in each direction. Where more nodes share a switch than
+/// it has links to go on, each gets its part of those: the groups of an axis all run at the same time.
+fn network_bytes_per_s(group: &Group, devices: u32) -> f64 {
+    let share = f64::from(devices) / f64::from(group.devices_per_node.max(1));
+    let inter = &group.inter_node;
+    f64::from(inter.nics) * inter.bytes_per_s * share.min(1.0) / inter.oversubscription.max(1.0)
 }
 
 /// How the groups of some axes lie across nodes; each number is that of the node or group where it is largest.
@@ -153,20 +209,23 @@ fn crossings(mesh: &Mesh, axes: &[AxisId], devices_per_node: u32) -> Crossings {
 /// NIC), as do all eight; of two DGX A100 (8 NICs at 25e9), one device reaches 25e9 bytes/s and eight reach 200e9.
 pub fn transfer_path(group: &Group, source: (u32, u32), target: (u32, u32), same_node: bool) -> TransferPath {
     let intra = &group.intra_node;
+    let (kind, network) = (NodeLink::of(group), Network::of(group));
     if same_node {
         let devices = source.0.saturating_mul(source.1).min(target.0.saturating_mul(target.1)).max(1);
-        let bytes_per_s = f64::from(devices) * intra_bytes_per_s(intra, 2);
-        return TransferPath { bytes_per_s, latency_s: intra.latency_s };
+        let pair_bytes_per_s = intra.bytes_per_s * kind.ring_part(2, u64::from(group.devices_per_node));
+        let bytes_per_s = f64::from(devices) * pair_bytes_per_s;
+        return TransferPath { bytes_per_s, latency_s: intra.latency_s, across: false, kind, network };
     }
     let inter = &group.inter_node;
     let side = |(nodes, devices_per_node): (u32, u32)| {
         let devices_per_node = devices_per_node.max(1);
         let nics_per_device = inter.nics.div_ceil(group.devices_per_node.max(1));
         let nics = inter.nics.min(devices_per_node.saturating_mul(nics_per_device));
-        let by_network = f64::from(nics) * inter.bytes_per_s;
+        let by_network = f64::from(nics) * inter.bytes_per_s / inter.oversubscription.max(1.0);
         f64::from(nodes.max(1)) * by_network.min(f64::from(devices_per_node) * intra.bytes_per_s)
     };
-    TransferPath { bytes_per_s: side(source).min(side(target)), latency_s: inter.latency_s }
+    let bytes_per_s = side(source).min(side(target));
+    TransferPath { bytes_per_s, latency_s: inter.latency_s, across: true, kind, network }
 }
 
 #[cfg(test)]

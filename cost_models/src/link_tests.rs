@@ -40,33 +40,42 @@ fn rings_by_hand() {
         ("dgx-a100:3", &[("data", 4), ("tensor", 6)], &["tensor"], 100e9),
     ];
     for (cluster, mesh, axes, expect) in table {
-        let found = link(cluster, mesh, axes).bytes_per_s;
+        let found = link(cluster, mesh, axes).ring_bytes_per_s();
         assert!((found / expect - 1.0).abs() < 1e-12, "{cluster} {mesh:?} {axes:?}: {found} not {expect}");
     }
 }
 
 #[test]
-fn hops_are_averaged_over_the_ring() {
-    let found = link("dgx-a100:4", &[("data", 32)], &["data"]);
-    assert_eq!(found.devices, 32);
-    // Of 32 hops 4 leave a node.
-    assert!((found.latency_s - (4.0 * 8e-6 + 28.0 * 3e-6) / 32.0).abs() < 1e-18);
-    assert!((link("dgx-a100:4", &[("data", 4), ("tensor", 8)], &["data"]).latency_s - 8e-6).abs() < 1e-18);
-    assert_eq!(link("dgx-a100:4", &[("data", 4), ("tensor", 8)], &["tensor"]).latency_s, 3e-6);
+fn a_link_says_what_it_spans() {
+    // (cluster, mesh, axes, devices, nodes, devices on a node)
+    type Case = (&'static str, &'static [(&'static str, u32)], &'static [&'static str], [u64; 3]);
+    let table: &[Case] = &[
+        ("dgx-a100:4", &[("data", 32)], &["data"], [32, 4, 8]),
+        ("dgx-a100:4", &[("data", 4), ("tensor", 8)], &["data"], [4, 4, 1]),
+        ("dgx-a100:4", &[("data", 4), ("tensor", 8)], &["tensor"], [8, 1, 8]),
+        ("dgx-a100:4", &[("data", 16), ("tensor", 2)], &["data"], [16, 4, 4]),
+        ("dgx-a100:3", &[("data", 4), ("tensor", 6)], &["tensor"], [6, 2, 6]),
+    ];
+    for (cluster, mesh, axes, expect) in table {
+        let found = link(cluster, mesh, axes);
+        assert_eq!([found.devices, found.nodes, found.devices_on_node], *expect, "{cluster} {mesh:?} {axes:?}");
+        assert_eq!(found.inside_latency_s, 3e-6);
+        assert_eq!(found.across_latency_s, if found.nodes > 1 { 8e-6 } else { 0.0 });
+    }
 }
 
 #[test]
 fn exchanges_share_the_network_among_all_pairs() {
     // 16 devices on two nodes: each of a node's 8 sends 8 of its 15 parts out through 200e9 bytes/s.
     let found = link("dgx-a100:2", &[("expert", 16)], &["expert"]);
-    assert!((found.all_to_all_bytes_per_s - 200e9 * 15.0 / 64.0).abs() < 1.0);
-    assert_eq!(found.bytes_per_s, 200e9);
+    assert!((found.all_to_all_bytes_per_s() - 200e9 * 15.0 / 64.0).abs() < 1.0);
+    assert_eq!(found.ring_bytes_per_s(), 200e9);
     // One device per node: a ring and an exchange send as much.
     let found = link("dgx-a100:2", &[("data", 2), ("tensor", 8)], &["data"]);
-    assert_eq!(found.all_to_all_bytes_per_s, found.bytes_per_s);
+    assert_eq!(found.all_to_all_bytes_per_s(), found.ring_bytes_per_s());
     // Inside a node the switch carries both alike.
     let found = link("dgx-a100:1", &[("expert", 8)], &["expert"]);
-    assert_eq!(found.all_to_all_bytes_per_s, 300e9);
+    assert_eq!(found.all_to_all_bytes_per_s(), 300e9);
 }
 
 #[test]
@@ -74,8 +83,8 @@ fn a_part_of_each_node_gets_its_part_of_the_network() {
     let group = group("dgx-a100:2");
     let mesh = Mesh::new(&[("data", 2), ("tensor", 4)]);
     // Four of eight devices a node: half of 200e9 for four rings.
-    assert_eq!(axis_link(&group, 2, 4, &mesh, &[AxisId(0)]).bytes_per_s, 25e9);
-    assert_eq!(axis_link(&group, 2, 4, &mesh, &[AxisId(0), AxisId(1)]).bytes_per_s, 100e9);
+    assert_eq!(axis_link(&group, 2, 4, &mesh, &[AxisId(0)]).ring_bytes_per_s(), 25e9);
+    assert_eq!(axis_link(&group, 2, 4, &mesh, &[AxisId(0), AxisId(1)]).ring_bytes_per_s(), 100e9);
 }
 
 #[test]
@@ -96,7 +105,8 @@ fn transfers_by_hand() {
     ];
     for (group, source, target, same_node, bytes_per_s, latency_s) in table {
         let path = transfer_path(group, source, target, same_node);
-        assert_eq!(path, TransferPath { bytes_per_s, latency_s }, "{source:?} to {target:?}");
+        assert_eq!((path.bytes_per_s, path.latency_s), (bytes_per_s, latency_s), "{source:?} to {target:?}");
+        assert_eq!(path.across, !same_node);
     }
 }
 
@@ -127,17 +137,20 @@ fn links_of_all_meshes_on_all_presets_are_finite_and_positive() {
                 for axes in subsets(&mesh) {
                     let link = axis_link(&group, group.nodes, group.devices_per_node, &mesh, &axes);
                     assert_eq!(link.devices, mesh.product(&axes), "{name}:{count} {mesh} {axes:?}");
-                    for rate in [link.bytes_per_s, link.all_to_all_bytes_per_s] {
+                    for rate in [link.ring_bytes_per_s(), link.all_to_all_bytes_per_s()] {
                         assert!(
                             rate.is_finite() && rate > 0.0 && rate <= inside,
                             "{name}:{count} {mesh} {axes:?}: {rate}"
                         );
                     }
                     assert!(
-                        link.all_to_all_bytes_per_s <= link.bytes_per_s * (1.0 + 1e-12),
+                        link.all_to_all_bytes_per_s() <= link.ring_bytes_per_s() * (1.0 + 1e-12),
                         "{name}:{count} {mesh} {axes:?}"
                     );
-                    assert!(link.latency_s.is_finite() && link.latency_s > 0.0, "{name}:{count} {mesh} {axes:?}");
+                    assert!(
+                        link.inside_latency_s.is_finite() && link.inside_latency_s > 0.0,
+                        "{name}:{count} {mesh} {axes:?}"
+                    );
                 }
             }
         }
@@ -186,8 +199,8 @@ proptest! {
             fast.intra_node.bytes_per_s *= faster;
             fast.inter_node.nics += 1;
             let after = axis_link(&fast, 3, 8, &mesh, &axes);
-            prop_assert!(after.bytes_per_s >= before.bytes_per_s);
-            prop_assert!(after.all_to_all_bytes_per_s >= before.all_to_all_bytes_per_s);
+            prop_assert!(after.ring_bytes_per_s() >= before.ring_bytes_per_s());
+            prop_assert!(after.all_to_all_bytes_per_s() >= before.all_to_all_bytes_per_s());
             for same_node in [false, true] {
                 let path = |group: &Group| transfer_path(group, (1, 4), (1, 8), same_node).bytes_per_s;
                 prop_assert!(path(&fast) >= path(&slow));

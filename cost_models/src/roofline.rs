@@ -2,7 +2,7 @@
 //! memory traffic at the memory's bandwidth, and the launch of a kernel. It needs nothing but the figures of a
 //! datasheet and a few constants fitted to published measurements; tile quantisation and occupancy are left to better models.
 
-use crate::collective;
+use crate::collective::{self, Operation};
 use crate::compute::{Compute, Constants};
 use crate::kernels::{Kernel, KernelKind};
 use crate::timeline::Price;
@@ -16,15 +16,6 @@ use altiplano_ir::types::TensorType;
 /// Part of the memory bandwidth of a datasheet that streaming kernels reach: fused GELU and softmax on a V100 move 0.8 to
 /// 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
-
-/// Part of the bandwidth of a datasheet that collectives and transfers reach with large messages. NCCL all-reduces over
-/// NVSwitch reach 0.77 (A100), 0.81 (H200) and 0.76 (B200), over 4 x 200 Gb/s InfiniBand 0.85, over EFA 0.95
-/// (Bekman, ml-engineering, network tables; nccl-tests issue 119).
-pub const LINK_EFFICIENCY: f64 = 0.8;
-
-/// Kernel launches whose time the start of a collective takes beyond its hops: all-reduces of 1 MiB over 2, 4 and 8 A100
-/// take 44, 51 and 93 us (measurements published with vTrain), which hops of 3 us and bandwidth explain but for 20 us.
-pub const COLLECTIVE_LAUNCHES: f64 = 7.0;
 
 /// Elementwise ops that one fused kernel holds on average.
 ///
@@ -188,21 +179,17 @@ impl CostModel for Roofline {
             return 0.0;
         }
         let bytes = operand_bytes.max(result_bytes);
-        let launch_s = COLLECTIVE_LAUNCHES * self.compute.device.launch_s;
-        let link = &AxisLink {
-            bytes_per_s: link.bytes_per_s * LINK_EFFICIENCY,
-            all_to_all_bytes_per_s: link.all_to_all_bytes_per_s * LINK_EFFICIENCY,
-            ..*link
-        };
+        let seconds = |operation| collective::best(operation, bytes, link).seconds;
         match collective {
-            Collective::AllReduce { .. } => launch_s + collective::all_reduce_s(bytes, link),
-            Collective::ReduceScatter { .. } => launch_s + collective::reduce_scatter_s(bytes, link),
-            Collective::AllGather { .. } => launch_s + collective::all_gather_s(bytes, link),
-            Collective::AllToAll { .. } => launch_s + collective::all_to_all_s(bytes, link),
+            Collective::AllReduce { .. } => seconds(Operation::AllReduce),
+            Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter),
+            Collective::AllGather { .. } => seconds(Operation::AllGather),
+            Collective::AllToAll { .. } => seconds(Operation::AllToAll),
             // Only the edges are sent, to neighbours, all at once; the block is copied.
             Collective::Halo { .. } => {
-                let edges = result_bytes.saturating_sub(operand_bytes) as f64;
-                launch_s + link.latency_s + edges / link.bytes_per_s + self.fused_s(2.0 * result_bytes as f64)
+                let edges = result_bytes.saturating_sub(operand_bytes);
+                let sent_s = collective::best(Operation::SendReceive, edges, link).seconds;
+                sent_s + self.fused_s(2.0 * result_bytes as f64)
             }
             // The slice is read and written, by the kernel that reads it as often as not.
             Collective::LocalSlice { .. } => self.fused_s(2.0 * result_bytes as f64),
@@ -211,7 +198,7 @@ impl CostModel for Roofline {
     }
 
     fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64 {
-        path.latency_s + bytes as f64 / (path.bytes_per_s * LINK_EFFICIENCY)
+        path.transfer_s(bytes)
     }
 }
 

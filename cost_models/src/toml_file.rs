@@ -117,6 +117,8 @@ struct DeviceToml {
     memory_bytes_per_s: Spanned<f64>,
     peak_flops: BTreeMap<DType, Spanned<f64>>,
     launch_s: Option<Spanned<f64>>,
+    l2_bytes: Option<Spanned<f64>>,
+    multiprocessors: Option<Spanned<u64>>,
 }
 
 #[derive(Deserialize)]
@@ -131,9 +133,12 @@ struct IntraToml {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct InterToml {
+    #[serde(default)]
+    kind: String,
     bytes_per_s: Spanned<f64>,
     nics: Option<Spanned<u64>>,
     latency_s: Spanned<f64>,
+    oversubscription: Option<Spanned<f64>>,
 }
 
 #[derive(Deserialize)]
@@ -181,6 +186,15 @@ impl Reader<'_> {
         }
     }
 
+    /// A factor of 1 or more.
+    fn oversubscription(&self, at: Option<&Spanned<f64>>) -> Result<f64, ClusterError> {
+        match at.map(|a| (a, *a.get_ref())) {
+            None => Ok(1.0),
+            Some((_, factor)) if factor.is_finite() && factor >= 1.0 => Ok(factor),
+            Some((at, value)) => Err(ClusterError::Oversubscription { place: self.place(at), value }),
+        }
+    }
+
     fn group(&self, group: &GroupToml, start: usize) -> Result<Group, ClusterError> {
         let nodes = self.count("nodes", &group.nodes)?;
         let devices_per_node = self.count("devices_per_node", &group.devices_per_node)?;
@@ -199,9 +213,11 @@ impl Reader<'_> {
         };
         let inter_node = match &group.inter_node {
             Some(link) => Some(InterNode {
+                kind: link.kind.clone(),
                 bytes_per_s: self.positive("inter_node.bytes_per_s", &link.bytes_per_s)?,
                 nics: link.nics.as_ref().map_or(Ok(1), |nics| self.count("inter_node.nics", nics))?,
                 latency_s: self.not_negative("inter_node.latency_s", &link.latency_s)?,
+                oversubscription: self.oversubscription(link.oversubscription.as_ref())?,
             }),
             None if nodes > 1 => return Err(ClusterError::NoLink { place, of: "nodes", key: "inter_node" }),
             None => None,
@@ -217,7 +233,8 @@ impl Reader<'_> {
             };
             IntraNode { kind: String::new(), bytes_per_s, latency_s }
         });
-        let same = InterNode { bytes_per_s: intra_node.bytes_per_s, nics: 1, latency_s: intra_node.latency_s };
+        let IntraNode { bytes_per_s, latency_s, .. } = intra_node;
+        let same = InterNode { kind: String::new(), bytes_per_s, nics: 1, latency_s, oversubscription: 1.0 };
         let inter_node = inter_node.unwrap_or(same);
         Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, price_per_hour })
     }
@@ -253,6 +270,13 @@ impl Reader<'_> {
             memory_bytes_per_s: self.positive("memory_bytes_per_s", &figures.memory_bytes_per_s)?,
             peak_flops,
             launch_s: launch_s.unwrap_or(GPU_LAUNCH_S),
+            l2_bytes: figures
+                .l2_bytes
+                .as_ref()
+                .map(|b| self.positive("l2_bytes", b))
+                .transpose()?
+                .map(|b| b.ceil() as u64),
+            multiprocessors: figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?,
         })
     }
 }
@@ -276,7 +300,16 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
         let (kind, rate, latency) = (quoted(&intra.kind), float(intra.bytes_per_s), float(intra.latency_s));
         writeln!(out, "intra_node = {{ kind = {kind}, bytes_per_s = {rate}, latency_s = {latency} }}")?;
         let (rate, latency) = (float(inter.bytes_per_s), float(inter.latency_s));
-        writeln!(out, "inter_node = {{ bytes_per_s = {rate}, nics = {}, latency_s = {latency} }}", inter.nics)?;
+        let shared = match inter.oversubscription {
+            1.0 => String::new(),
+            factor => format!(", oversubscription = {}", float(factor)),
+        };
+        let kind = match inter.kind.as_str() {
+            "" => String::new(),
+            kind => format!("kind = {}, ", quoted(kind)),
+        };
+        let nics = inter.nics;
+        writeln!(out, "inter_node = {{ {kind}bytes_per_s = {rate}, nics = {nics}, latency_s = {latency}{shared} }}")?;
         if let Some(price) = group.price_per_hour {
             writeln!(out, "price_per_hour = {}", float(price))?;
         }
@@ -297,6 +330,12 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
         let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();
         writeln!(out, "peak_flops = {{ {} }}", peaks.join(", "))?;
         writeln!(out, "launch_s = {}", float(device.launch_s))?;
+        if let Some(bytes) = device.l2_bytes {
+            writeln!(out, "l2_bytes = {}", float(bytes as f64))?;
+        }
+        if let Some(count) = device.multiprocessors {
+            writeln!(out, "multiprocessors = {count}")?;
+        }
     }
     Ok(())
 }

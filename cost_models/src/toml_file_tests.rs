@@ -63,6 +63,20 @@ fn a_file_with_everything() {
 }
 
 #[test]
+fn what_a_file_may_say_of_its_network_and_its_caches() {
+    let text = GROUP
+        .replace("latency_s = 8e-6", "latency_s = 8e-6, kind = \"efa\", oversubscription = 2.5")
+        .replace("A100-SXM-80GB", "own")
+        + "[device.own]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\nl2_bytes = 40e6\nmultiprocessors = 108\n";
+    let group = parse(&text).unwrap().groups.remove(0);
+    assert_eq!((group.inter_node.oversubscription, group.inter_node.kind.as_str()), (2.5, "efa"));
+    assert_eq!((group.device.l2_bytes, group.device.multiprocessors), (Some(40_000_000), Some(108)));
+    let plain = parse(GROUP).unwrap().groups.remove(0);
+    assert_eq!(plain.inter_node.oversubscription, 1.0);
+    assert!(!print(&parse_file(GROUP).unwrap()).contains("oversubscription"), "what is usual is not printed");
+}
+
+#[test]
 fn links_that_nothing_crosses_may_be_left_out() {
     let one = |rest: &str| {
         parse(&format!("name = \"x\"\n[[group]]\ndevice = \"H100-SXM\"\n{rest}")).map(|mut c| c.groups.remove(0))
@@ -115,6 +129,8 @@ fn mistakes_are_told_with_their_place() {
         ("25e9", "-0.0", &["line 7", "`inter_node.bytes_per_s`"]),
         ("nics = 8", "nics = 0", &["line 7", "`inter_node.nics` must be at least 1"]),
         ("8e-6", "-8e-6", &["line 7", "`inter_node.latency_s`"]),
+        ("latency_s = 8e-6", "latency_s = 8e-6, oversubscription = 0.5", &["line 7", "`inter_node.oversubscription`"]),
+        ("latency_s = 8e-6", "latency_s = 8e-6, oversubscription = nan", &["line 7", "1 or more"]),
         ("32.8", "-1.0", &["line 8", "`price_per_hour`"]),
         ("name = \"one\"\n", "", &["line 1", "name"]),
         ("name = \"one\"", "name = 1", &["line 1, column 8"]),
@@ -140,6 +156,8 @@ fn mistakes_in_device_tables() {
         ("1e9", "1e12", "{ f32 = 1e13, fp8 = 1e14 }", "", "fp8"),
         ("1e9", "1e12", "{ f32 = 1e13 }", "launch_s = -1e-6", "`launch_s`"),
         ("1e9", "1e12", "{ f32 = 1e13 }", "cores = 5", "cores"),
+        ("1e9", "1e12", "{ f32 = 1e13 }", "l2_bytes = -5", "`l2_bytes`"),
+        ("1e9", "1e12", "{ f32 = 1e13 }", "multiprocessors = 0", "`multiprocessors`"),
     ];
     for (memory, rate, peaks, rest, part) in table {
         // No group uses the table; it is checked all the same.
@@ -202,6 +220,9 @@ proptest! {
         latency_s in 0.0f64..1.0,
         price in prop::option::of(0.0f64..1e6),
         memory_bytes in 1u64..1 << 53,
+        oversubscription in prop_oneof![Just(1.0), 1.0f64..100.0],
+        l2_bytes in prop::option::of(1u64..1 << 53),
+        multiprocessors in prop::option::of(1u32..1000),
     ) {
         let device = Device {
             name: device,
@@ -209,13 +230,15 @@ proptest! {
             memory_bytes_per_s: rates[0],
             peak_flops: [(DType::F32, rates[1]), (DType::F16, rates[2])].into(),
             launch_s: latency_s,
+            l2_bytes,
+            multiprocessors,
         };
         let group = Group {
             nodes,
             devices_per_node,
             device,
             intra_node: IntraNode { kind: name.clone(), bytes_per_s: rates[3], latency_s },
-            inter_node: InterNode { bytes_per_s: rates[4], nics: nodes, latency_s },
+            inter_node: InterNode { kind: name.chars().rev().collect(), bytes_per_s: rates[4], nics: nodes, latency_s, oversubscription },
             price_per_hour: price,
         };
         let file = ClusterFile { cluster: Cluster { name, groups: vec![group] }, between_groups: None };

@@ -18,6 +18,12 @@ pub struct Device {
     /// Seconds to launch one kernel.
     #[serde(default)]
     pub launch_s: f64,
+    /// Size of the last cache that all of the device shares, where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l2_bytes: Option<u64>,
+    /// Units that blocks of threads are distributed over: NVIDIA's streaming multiprocessors, AMD's compute units, cores.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub multiprocessors: Option<u32>,
 }
 
 /// The link from one device to the others of its node, per device and direction.
@@ -34,9 +40,22 @@ pub struct IntraNode {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InterNode {
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub kind: String,
     pub bytes_per_s: f64,
     pub nics: u32,
     pub latency_s: f64,
+    /// Bandwidth of the nodes below a switch over that of its links to the rest: 1 where all nodes can talk at full rate.
+    #[serde(default = "not_oversubscribed", skip_serializing_if = "is_not_oversubscribed")]
+    pub oversubscription: f64,
+}
+
+fn not_oversubscribed() -> f64 {
+    1.0
+}
+
+fn is_not_oversubscribed(factor: &f64) -> bool {
+    *factor == 1.0
 }
 
 /// Equal nodes.

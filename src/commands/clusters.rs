@@ -17,7 +17,7 @@ impl Clusters {
             say(format!("{name:width$}  {description}"))?;
         }
         say(
-            "\nNAME:N takes N nodes (local:N: N workers), NAME:1/n the first n devices of one node;\n`altiplano show NAME:N` prints one as a TOML file, which --cluster takes too.",
+            "\nNAME:N takes N nodes (local:N: N workers), NAME:1/n the first n devices of one node;\n8xA100-80 is a node of eight devices with its usual links, 4x8xA100-80 four of them;\n`altiplano probe` describes this machine, `altiplano show NAME:N` prints one as a TOML file, which --cluster takes too.",
         )
     }
 }

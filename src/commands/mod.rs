@@ -8,6 +8,7 @@ pub mod import;
 pub mod inspect;
 pub mod options;
 pub mod plan;
+pub mod probe;
 pub mod run;
 pub mod show;
 pub mod verify;

@@ -1,0 +1,289 @@
+//! Known devices with the figures of their vendors.
+//!
+//! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
+//! Where a datasheet gives a machine's total, it is divided by the number of devices.
+
+use crate::compute::Constants;
+use crate::fitted::FITTED;
+use altiplano_ir::cluster::Device;
+use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
+
+/// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
+/// no vendor states it.
+pub const GPU_LAUNCH_S: f64 = 3e-6;
+
+/// A device of the catalogue. `gb` are decimal gigabytes: packages carry binary ones, 7% more, and that is about what
+/// driver contexts, communication buffers and fragmentation take.
+struct DeviceFigures {
+    name: &'static str,
+    gb: f64,
+    gb_per_s: f64,
+    /// TFLOP/s by element type of matmul operands. `f32` is IEEE single precision, not TF32, which rounds its operands.
+    tflops: &'static [(DType, f64)],
+    /// Part of the peak that matmuls of training sizes reach, where it was measured.
+    matmul_efficiency: f64,
+    launch_s: f64,
+    /// MiB of all dies together.
+    l2_mib: u64,
+    multiprocessors: u32,
+    /// Generation of its NVLink, 0 for a GPU without; `None` for what is no GPU.
+    nvlink: Option<u32>,
+}
+
+/// Part of the peak rate that matmuls of training sizes reach, for devices without published measurements.
+pub const MATMUL_EFFICIENCY: f64 = 0.7;
+
+// Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for the B200
+// its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm documentation).
+const DEVICES: &[DeviceFigures] = &[
+    // NVIDIA Tesla V100 datasheet (2020), SXM2: 125 TFLOP/s tensor, 15.7 single, 7.8 double; HBM2 at 900 GB/s. No bf16.
+    // Matmuls of GPT layers run at 72 to 88 TFLOP/s (Aceso's V100 profiles, 2024, SuperScaler repository).
+    DeviceFigures {
+        name: "V100-SXM2-16GB",
+        gb: 16.0,
+        gb_per_s: 900.0,
+        tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 6,
+        multiprocessors: 80,
+        nvlink: Some(2),
+    },
+    DeviceFigures {
+        name: "V100-SXM2-32GB",
+        gb: 32.0,
+        gb_per_s: 900.0,
+        tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 6,
+        multiprocessors: 80,
+        nvlink: Some(2),
+    },
+    // NVIDIA DGX-2 datasheet (2019): the V100 on its other board, at the same rates.
+    DeviceFigures {
+        name: "V100-SXM3-32GB",
+        gb: 32.0,
+        gb_per_s: 900.0,
+        tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 6,
+        multiprocessors: 80,
+        nvlink: Some(2),
+    },
+    // NVIDIA A100 datasheet (2021): 312 TFLOP/s f16 and bf16 tensor, 19.5 f32, 19.5 f64 tensor; HBM2 at 1555 GB/s (40 GB),
+    // HBM2e at 2039 (80 GB SXM) and 1935 (80 GB PCIe).
+    // Matmuls of GPT layers run at 235 to 255 TFLOP/s (EleutherAI cookbook, benchmarks/sizing).
+    DeviceFigures {
+        name: "A100-SXM-40GB",
+        gb: 40.0,
+        gb_per_s: 1555.0,
+        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
+        matmul_efficiency: 0.8,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 40,
+        multiprocessors: 108,
+        nvlink: Some(3),
+    },
+    DeviceFigures {
+        name: "A100-SXM-80GB",
+        gb: 80.0,
+        gb_per_s: 2039.0,
+        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
+        matmul_efficiency: 0.8,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 40,
+        multiprocessors: 108,
+        nvlink: Some(3),
+    },
+    DeviceFigures {
+        name: "A100-PCIe",
+        gb: 80.0,
+        gb_per_s: 1935.0,
+        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
+        matmul_efficiency: 0.75,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 40,
+        multiprocessors: 108,
+        nvlink: Some(0),
+    },
+    // NVIDIA A100 40GB PCIe product brief (2020): the same rates, HBM2 at 1555 GB/s.
+    DeviceFigures {
+        name: "A100-PCIe-40GB",
+        gb: 40.0,
+        gb_per_s: 1555.0,
+        tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
+        matmul_efficiency: 0.75,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 40,
+        multiprocessors: 108,
+        nvlink: Some(0),
+    },
+    // NVIDIA H100 datasheet (2023), SXM: 1979 TFLOP/s f16 and bf16 with sparsity, so 989.5 dense, and twice that for 8-bit
+    // floats; 67 f32, 67 f64 tensor; HBM3 at 3.35 TB/s.
+    // The best matmul shape reaches 0.80 (Bekman, ml-engineering, accelerator tables), common ones less under its power limit.
+    DeviceFigures {
+        name: "H100-SXM",
+        gb: 80.0,
+        gb_per_s: 3350.0,
+        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 50,
+        multiprocessors: 132,
+        nvlink: Some(4),
+    },
+    // NVIDIA H100 datasheet (2023), PCIe: 1513 TFLOP/s f16 and bf16 with sparsity, twice that for 8-bit floats; 51 f32 and f64
+    // tensor; HBM2e at 2 TB/s.
+    DeviceFigures {
+        name: "H100-PCIe",
+        gb: 80.0,
+        gb_per_s: 2000.0,
+        tflops: &[(F64, 51.0), (F32, 51.0), (F16, 756.5), (BF16, 756.5), (F8E4M3FN, 1513.0), (F8E5M2, 1513.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 50,
+        multiprocessors: 114,
+        nvlink: Some(0),
+    },
+    // NVIDIA H200 datasheet (2024), SXM: the H100's rates; 141 GB HBM3e at 4.8 TB/s.
+    DeviceFigures {
+        name: "H200",
+        gb: 141.0,
+        gb_per_s: 4800.0,
+        tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
+        matmul_efficiency: 0.72,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 50,
+        multiprocessors: 132,
+        nvlink: Some(4),
+    },
+    // NVIDIA HGX B200 datasheet (2025), eight devices: 36 PFLOP/s f16 and bf16 with sparsity, 72 for 8-bit floats, 600 TFLOP/s f32,
+    // 296 f64, 1.4 TB HBM3e at 62 TB/s.
+    DeviceFigures {
+        name: "B200",
+        gb: 180.0,
+        gb_per_s: 7750.0,
+        tflops: &[(F64, 37.0), (F32, 75.0), (F16, 2250.0), (BF16, 2250.0), (F8E4M3FN, 4500.0), (F8E5M2, 4500.0)],
+        matmul_efficiency: MATMUL_EFFICIENCY,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 126,
+        multiprocessors: 148,
+        nvlink: Some(5),
+    },
+    // NVIDIA L40S datasheet (2023): 362 TFLOP/s f16 and bf16 dense, 733 for 8-bit floats; 91.6 f32; f64 at 1/64 of that;
+    // GDDR6 at 864 GB/s.
+    DeviceFigures {
+        name: "L40S",
+        gb: 48.0,
+        gb_per_s: 864.0,
+        tflops: &[(F64, 1.43), (F32, 91.6), (F16, 362.0), (BF16, 362.0), (F8E4M3FN, 733.0), (F8E5M2, 733.0)],
+        matmul_efficiency: MATMUL_EFFICIENCY,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 96,
+        multiprocessors: 142,
+        nvlink: Some(0),
+    },
+    // NVIDIA Ada GPU architecture whitepaper (2022), RTX 4090: 165.2 TFLOP/s f16 and bf16 tensor with f32 accumulation,
+    // 330.3 for 8-bit floats, 82.6 f32, f64 at 1/64 of that; GDDR6X at 1008 GB/s.
+    DeviceFigures {
+        name: "RTX-4090",
+        gb: 24.0,
+        gb_per_s: 1008.0,
+        tflops: &[(F64, 1.29), (F32, 82.6), (F16, 165.2), (BF16, 165.2), (F8E4M3FN, 330.3), (F8E5M2, 330.3)],
+        matmul_efficiency: MATMUL_EFFICIENCY,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 72,
+        multiprocessors: 128,
+        nvlink: Some(0),
+    },
+    // AMD Instinct MI300X datasheet (2023): 1307.4 TFLOP/s f16 and bf16 matrix, 2614.9 for 8-bit floats (of its `fnuz` kind),
+    // 163.4 f32 and f64 matrix; HBM3 at 5.3 TB/s.
+    // The best matmul shape reaches 0.51 (Bekman, ml-engineering, accelerator tables).
+    DeviceFigures {
+        name: "MI300X",
+        gb: 192.0,
+        gb_per_s: 5300.0,
+        tflops: &[
+            (F64, 163.4),
+            (F32, 163.4),
+            (F16, 1307.4),
+            (BF16, 1307.4),
+            (F8E4M3FNUZ, 2614.9),
+            (F8E5M2FNUZ, 2614.9),
+        ],
+        matmul_efficiency: 0.5,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 32,
+        multiprocessors: 304,
+        nvlink: Some(0),
+    },
+    // AMD Instinct MI250X datasheet (2021), halved for one of its two dies, which are devices of their own: 383 TFLOP/s f16 and
+    // bf16 matrix, 95.7 f32 and f64 matrix, 128 GB HBM2e at 3.2768 TB/s.
+    DeviceFigures {
+        name: "MI250X-GCD",
+        gb: 64.0,
+        gb_per_s: 1638.4,
+        tflops: &[(F64, 47.85), (F32, 47.85), (F16, 191.5), (BF16, 191.5)],
+        matmul_efficiency: MATMUL_EFFICIENCY,
+        launch_s: GPU_LAUNCH_S,
+        l2_mib: 8,
+        multiprocessors: 110,
+        nvlink: Some(0),
+    },
+    // One worker of a desktop or a server: about a core with 256-bit fused multiply-adds at 3 GHz (2 FMA units x 8 lanes x
+    // 2 operations x 3e9 = 96e9 at most) and its share of memory. Fixed, not measured: plans are the same everywhere.
+    DeviceFigures {
+        name: "cpu-worker",
+        gb: 6.442450944,
+        gb_per_s: 8.0,
+        tflops: &[(F64, 0.025), (F32, 0.05)],
+        matmul_efficiency: MATMUL_EFFICIENCY,
+        launch_s: 1e-6,
+        l2_mib: 1,
+        multiprocessors: 1,
+        nvlink: None,
+    },
+];
+
+impl DeviceFigures {
+    fn device(&self) -> Device {
+        Device {
+            name: self.name.to_string(),
+            memory_bytes: (self.gb * 1e9) as u64,
+            memory_bytes_per_s: self.gb_per_s * 1e9,
+            peak_flops: self.tflops.iter().map(|&(dtype, tflops)| (dtype, tflops * 1e12)).collect(),
+            launch_s: self.launch_s,
+            l2_bytes: Some(self.l2_mib << 20),
+            multiprocessors: Some(self.multiprocessors),
+        }
+    }
+}
+
+/// The device of this name; names are exact.
+pub fn device(name: &str) -> Option<Device> {
+    DEVICES.iter().find(|d| d.name == name).map(DeviceFigures::device)
+}
+
+/// Part of the peak rate that matmuls reach on the device of this name; [`MATMUL_EFFICIENCY`] where it is not known.
+pub fn matmul_efficiency(name: &str) -> f64 {
+    DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
+}
+
+/// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.
+pub fn constants(name: &str) -> Constants {
+    let matmul_efficiency = matmul_efficiency(name);
+    let fitted = FITTED.iter().find(|(device, _)| *device == name).map(|(_, constants)| *constants);
+    fitted.unwrap_or(Constants { matmul_efficiency, ..Constants::default() })
+}
+
+/// Generation of the NVLink of a GPU of the catalogue, 0 for one without; `None` for all other devices.
+pub fn nvlink_generation(name: &str) -> Option<u32> {
+    DEVICES.iter().find(|d| d.name == name).and_then(|d| d.nvlink)
+}
+
+/// Names of all devices of the catalogue, in its order.
+pub fn device_names() -> Vec<String> {
+    DEVICES.iter().map(|d| d.name.to_string()).collect()
+}
