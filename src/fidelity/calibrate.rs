@@ -6,6 +6,7 @@
 //! and by the squares of their errors, so that none is bought with another.
 
 use super::predict::{Judge, Prepared};
+use super::reading::{self, Recomputation};
 use super::table::read_table;
 use crate::Error;
 use altiplano_cost_models::Roofline;
@@ -46,10 +47,12 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     let mut of_device: BTreeMap<String, Vec<Vec<(f64, Prepared)>>> = BTreeMap::new();
     for file in files {
         let rows = read_table(file)?;
+        let reading::Read { recompute, .. } = reading::read(file, &rows, &judge, Recomputation::Inferred)?;
         let prepared: Vec<Prepared> = rows
             .par_iter()
-            .map(|row| {
-                Prepared::new(row, &judge, row.recomputes())
+            .zip(recompute)
+            .map(|(row, recompute)| {
+                Prepared::new(row, &judge, recompute)
                     .map_err(|error| Error::Row { file: file.clone(), line: row.line, error: Box::new(error) })
             })
             .collect::<Result<_, _>>()?;

@@ -49,10 +49,10 @@ pub struct Fidelity {
 /// Reads a table and predicts each of its rows. Rows that state no plan are an error, since there is nothing to predict.
 pub fn fidelity(file: &Path, recomputation: Recomputation) -> Result<Fidelity, Error> {
     let rows = read_table(file)?;
-    let (predicted, readings) = reading::predicted(file, &rows, recomputation)?;
+    let reading::Read { predicted_s, readings, .. } = reading::read(file, &rows, &Judge::default(), recomputation)?;
     let judged: Vec<Judged> = rows
         .iter()
-        .zip(predicted)
+        .zip(predicted_s)
         .map(|(row, predicted)| Judged {
             line: row.line,
             group: row.group.clone(),

@@ -42,35 +42,45 @@ const ENOUGH: usize = 16;
 /// How much smaller the error of the other reading must be.
 const FAR_BETTER: f64 = 0.85;
 
-/// Predicted seconds of each row under the constants of the catalogue, and what was read otherwise.
-pub fn predicted(
+/// Rows as they are read.
+pub struct Read {
+    /// Whether each row computes activations again.
+    pub recompute: Vec<bool>,
+    /// Seconds of each row under the constants of the catalogue.
+    pub predicted_s: Vec<f64>,
+    pub readings: Vec<Reading>,
+}
+
+/// Reads rows, judged under the constants of the catalogue.
+pub fn read(
     file: &Path,
     rows: &[Row],
+    judge: &Judge,
     recomputation: Recomputation,
-) -> Result<(Vec<f64>, Vec<Reading>), Error> {
-    let judge = Judge::default();
+) -> Result<Read, Error> {
     let seconds = |recompute: fn(&Row) -> bool, rows: &[&Row]| -> Result<Vec<f64>, Error> {
         rows.par_iter()
             .map(|row| {
-                let prepared = Prepared::new(row, &judge, recompute(row))
+                let prepared = Prepared::new(row, judge, recompute(row))
                     .map_err(|error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) })?;
                 Ok(prepared.step_s(&Roofline::new(prepared.device().clone())))
             })
             .collect()
     };
     let mut predicted = seconds(Row::recomputes, &rows.iter().collect::<Vec<_>>())?;
+    let mut recompute: Vec<bool> = rows.iter().map(Row::recomputes).collect();
     let mut readings = Vec::new();
-    if recomputation == Recomputation::Stated {
-        return Ok((predicted, readings));
-    }
-    for ((source, cluster), members) in campaigns(rows) {
+    let asked = if recomputation == Recomputation::Stated { BTreeMap::new() } else { campaigns(rows) };
+    for ((source, cluster), members) in asked {
         let here: Vec<&Row> = members.iter().map(|&i| &rows[i]).collect();
         let without = seconds(|_| false, &here)?;
         let measured: Vec<f64> = here.iter().map(|r| r.measured_step_s).collect();
         let stated: Vec<f64> = members.iter().map(|&i| predicted[i]).collect();
         let (stated, read) = (mape_percent(&stated, &measured), mape_percent(&without, &measured));
         if read < FAR_BETTER * stated {
-            members.iter().zip(&without).for_each(|(&i, s)| predicted[i] = *s);
+            for (&i, &s) in members.iter().zip(&without) {
+                (predicted[i], recompute[i]) = (s, false);
+            }
             readings.push(Reading {
                 source,
                 cluster,
@@ -80,7 +90,7 @@ pub fn predicted(
             });
         }
     }
-    Ok((predicted, readings))
+    Ok(Read { recompute, predicted_s: predicted, readings })
 }
 
 /// Rows that state full recomputation, by source and kind of node, where there are enough.

@@ -61,6 +61,8 @@ pub struct GroupedAttention {
     pub qk_norm: Option<f64>,
     /// How many tokens each sees at most.
     pub window: Option<u64>,
+    /// How much of each head rotary positions turn, where it is not all.
+    pub turned: Option<u64>,
 }
 
 impl GroupedAttention {
@@ -73,7 +75,7 @@ impl GroupedAttention {
             Some(width) => width,
             None => fields.part("hidden_size", "num_attention_heads")?,
         };
-        Ok(GroupedAttention { heads, kv_heads, head_width, bias: (false, false), qk_norm: None, window: None })
+        Ok(GroupedAttention { heads, kv_heads, head_width, bias: (false, false), qk_norm: None, window: None, turned: None })
     }
 
     /// `x` is `[B, S, hidden]`.
@@ -89,10 +91,19 @@ impl GroupedAttention {
         if let Some(eps) = self.qk_norm {
             (q, k) = (b.rms_norm("q_norm", q, eps)?, b.rms_norm("k_norm", k, eps)?);
         }
-        let (q, k) = (angles.turn(b, q)?, angles.turn(b, k)?);
+        let (q, k) = (self.turn(b, q, angles)?, self.turn(b, k, angles)?);
         let how = causal(b, tokens, self.window)?;
         let mixed = array::attention(&mut b.graph, q, k, v, &how)?;
         let merged = merge_heads(&mut b.graph, mixed)?;
         b.linear("o_proj", merged, hidden, self.bias.1)
+    }
+
+    /// Turns `[B, heads, S, width]`, or the first part of each head.
+    fn turn(&self, b: &mut Builder, x: ValueId, angles: &Angles) -> Block {
+        let Some(turned) = self.turned else { return angles.turn(b, x) };
+        let first = array::slice_dim(&mut b.graph, x, 3, 0, turned as i64, 1)?;
+        let rest = array::slice_dim(&mut b.graph, x, 3, turned as i64, self.head_width as i64, 1)?;
+        let first = angles.turn(b, first)?;
+        Ok(array::concat(&mut b.graph, &[first, rest], 3)?)
     }
 }

@@ -14,6 +14,7 @@ mod deepseek;
 mod error;
 mod gpt2;
 mod moe;
+mod nemotron;
 mod rope;
 mod t5;
 mod vit;
@@ -63,6 +64,7 @@ const FAMILIES: &[(&str, Family)] = &[
     ("llama", decoder::build),
     ("mistral", decoder::build),
     ("mixtral", decoder::build),
+    ("nemotron", nemotron::build),
     ("qwen2", decoder::build),
     ("qwen3", decoder::build),
     ("t5", t5::build),

@@ -51,6 +51,9 @@ const T5_SMALL: &str = r#"{"model_type": "t5", "vocab_size": 32128, "d_model": 5
 const VIT_BASE: &str = r#"{"model_type": "vit", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 12, "image_size": 224, "patch_size": 16, "num_labels": 1000}"#;
 
+const NEMOTRON_4_15B: &str = r#"{"model_type": "nemotron", "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576,
+    "num_hidden_layers": 32, "num_attention_heads": 48, "num_key_value_heads": 8, "max_position_embeddings": 4096}"#;
+
 #[test]
 fn numbers_of_weights_are_the_published_ones() {
     let cases = [
@@ -63,6 +66,12 @@ fn numbers_of_weights_are_the_published_ones() {
         (QWEN2_7B, 7_615_616_512),
         (QWEN3_8B, 8_190_735_360),
         (MIXTRAL_8X7B, 46_702_792_704),
+        // 12.5 billion besides the embeddings and 3.1 of embeddings (Parmar et al. 2024, table 1), exactly: two tables, and per
+        // layer the four matrices of attention, two of the perceptron and two norms with biases.
+        (
+            NEMOTRON_4_15B,
+            2 * 256_000 * 6144 + 32 * (2 * 6144 * 6144 + 2 * 6144 * 1024 + 2 * 6144 * 24_576 + 4 * 6144) + 2 * 6144,
+        ),
         // Without the biases that balance the experts, one each in 58 layers, which no gradient changes.
         (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),
         // The model without a head has 109,482,240: with a pooler, and without the head for masked tokens.
