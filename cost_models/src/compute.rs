@@ -18,6 +18,8 @@ use serde::{Deserialize, Serialize};
 pub struct Constants {
     /// Part of the peak rate that a full wave of the largest tiles reaches.
     pub matmul_efficiency: f64,
+    /// Part of the peak rate that fused attention reaches.
+    pub attention_efficiency: f64,
     /// Part of the memory's bandwidth that streaming kernels reach.
     pub memory_efficiency: f64,
     /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
@@ -41,6 +43,7 @@ impl Default for Constants {
     fn default() -> Self {
         Constants {
             matmul_efficiency: catalogue::MATMUL_EFFICIENCY,
+            attention_efficiency: 0.5,
             memory_efficiency: crate::roofline::MEMORY_EFFICIENCY,
             misaligned_loss: 0.3,
             dispatch_s: 0.0,
@@ -99,6 +102,9 @@ impl Compute {
             KernelKind::Matmul(matmul) => self.matmul_s(&matmul),
             KernelKind::Convolution { flop, dtype } => {
                 flop / (peak_flops(&self.device, dtype) * self.constants.matmul_efficiency)
+            }
+            KernelKind::Attention { flop, share, dtype } => {
+                flop * share / (peak_flops(&self.device, dtype) * self.constants.attention_efficiency)
             }
             KernelKind::Fused { operations } => operations / self.constants.vector_flops,
             KernelKind::Indexed => 0.0,

@@ -4,7 +4,7 @@
 //! Where a datasheet gives a machine's total, it is divided by the number of devices.
 
 use crate::compute::Constants;
-use crate::fitted::FITTED;
+use crate::fitted::{FITTED, FUSE_ATTENTION};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
@@ -269,6 +269,11 @@ pub fn device(name: &str) -> Option<Device> {
 /// Part of the peak rate that matmuls reach on the device of this name; [`MATMUL_EFFICIENCY`] where it is not known.
 pub fn matmul_efficiency(name: &str) -> f64 {
     DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
+}
+
+/// Whether the software of the device of this name fuses attention.
+pub fn fuses_attention(name: &str) -> bool {
+    FUSE_ATTENTION.contains(&name)
 }
 
 /// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.

@@ -4,6 +4,7 @@ use crate::compute::Constants;
 
 const A100: Constants = Constants {
     matmul_efficiency: 0.734,
+    attention_efficiency: 0.5,
     memory_efficiency: 0.436,
     misaligned_loss: 0.182,
     dispatch_s: 72e-6,
@@ -16,6 +17,7 @@ const A100: Constants = Constants {
 
 const V100: Constants = Constants {
     matmul_efficiency: 0.72,
+    attention_efficiency: 0.5,
     memory_efficiency: 0.85,
     misaligned_loss: 0.3,
     dispatch_s: 10e-6,
@@ -28,6 +30,7 @@ const V100: Constants = Constants {
 
 const H100: Constants = Constants {
     matmul_efficiency: 0.72,
+    attention_efficiency: 0.5,
     memory_efficiency: 0.85,
     misaligned_loss: 0.3,
     dispatch_s: 10e-6,
@@ -37,6 +40,9 @@ const H100: Constants = Constants {
     multiprocessors: 132.0,
     vector_flops: 67e12,
 };
+
+/// Devices whose software fuses attention: what is sold since Hopper is driven by libraries of that time.
+pub const FUSE_ATTENTION: &[&str] = &["H100-SXM", "H100-PCIe", "H200", "B200"];
 
 /// By name of the device.
 pub const FITTED: &[(&str, Constants)] = &[

@@ -6,6 +6,9 @@
 //! compilers fuse. Reshapes, slices, transposes and broadcasts are read through and cost nothing unless a matmul needs what
 //! no stride describes. A value that later kernels need is kept or computed again, whichever moves fewer bytes.
 //!
+//! Where the software has fused attention, a product that is larger than its factors, what is done to its elements and the
+//! products that consume it are one kernel, which never writes the large values (Dao et al. 2022, FlashAttention).
+//!
 //! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
 //! own, out of a reduction that needs every row). A kernel is a connected set of nodes of one level, so kernels never
 //! depend on each other in a circle.
@@ -48,6 +51,12 @@ pub enum KernelKind {
     /// [`TRANSCENDENTAL`].
     Fused {
         operations: f64,
+    },
+    /// Products around large values that stay on the chip; `share` of their elements are computed, the rest being masked.
+    Attention {
+        flop: f64,
+        share: f64,
+        dtype: DType,
     },
     /// Lookups, scatters and windows.
     Indexed,
@@ -104,7 +113,7 @@ enum Role {
 }
 
 /// The kernels of a body's graph, in an order in which they can run. `written` are the values that the body leaves in buffers.
-pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Kernel> {
+pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool) -> Vec<Kernel> {
     let roles = roles(graph, written);
     let source = sources(graph, &roles);
     let group = groups(graph, &roles, &source);
@@ -114,7 +123,90 @@ pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Kernel> {
         members[group[v.index()] as usize].push(v);
     }
     let made = members.into_iter().filter_map(|nodes| kernel(graph, nodes, &roles, &source, &group, &kept));
-    in_order(graph, made.collect())
+    let made: Vec<Kernel> = made.collect();
+    let made = if fused_attention { with_products_fused(graph, &roles, &source, written, made) } else { made };
+    in_order(graph, made)
+}
+
+/// Joins kernels that are connected by large products. A product is large where it has more elements than its factors
+/// together; so are values of its size that are made of it element by element.
+fn with_products_fused(
+    graph: &Graph,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    written: &BTreeSet<ValueId>,
+    kernels: Vec<Kernel>,
+) -> Vec<Kernel> {
+    let mut large: BTreeSet<ValueId> = BTreeSet::new();
+    let elements = |v: ValueId| graph.ty(v).elements();
+    for v in graph.values().filter(|v| computes(roles[v.index()]) && !written.contains(v)) {
+        let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
+        let is_large = match (&graph.node(v).op, roles[v.index()]) {
+            (Op::DotGeneral(_), _) => operands.iter().map(|&o| elements(o)).sum::<u64>() < elements(v),
+            (_, Role::Map) => operands.iter().any(|&o| large.contains(&o) && elements(o) == elements(v)),
+            _ => false,
+        };
+        if is_large {
+            large.insert(v);
+        }
+    }
+    let mut maker: Vec<Option<usize>> = vec![None; graph.len()];
+    for (i, kernel) in kernels.iter().enumerate() {
+        kernel.nodes.iter().for_each(|n| maker[n.index()] = Some(i));
+    }
+    let mut joined: Vec<usize> = (0..kernels.len()).collect();
+    fn find(joined: &mut [usize], mut at: usize) -> usize {
+        while joined[at] != at {
+            joined[at] = joined[joined[at]];
+            at = joined[at];
+        }
+        at
+    }
+    for (i, kernel) in kernels.iter().enumerate() {
+        for (read, _) in kernel.reads.iter().filter(|(r, _)| large.contains(r)) {
+            if let Some(m) = maker[read.index()] {
+                let (a, b) = (find(&mut joined, m), find(&mut joined, i));
+                joined[a.max(b)] = a.min(b);
+            }
+        }
+    }
+    let mut parts: Vec<Vec<Kernel>> = kernels.iter().map(|_| Vec::new()).collect();
+    for (i, kernel) in kernels.into_iter().enumerate() {
+        parts[find(&mut joined, i)].push(kernel);
+    }
+    let together = |mut parts: Vec<Kernel>| {
+        if parts.len() < 2 {
+            return parts.pop();
+        }
+        let made: BTreeSet<ValueId> = parts.iter().flat_map(|k| k.writes.iter().copied()).collect();
+        let mut reads: Vec<(ValueId, u64)> = Vec::new();
+        for &(read, bytes) in parts.iter().flat_map(|k| &k.reads).filter(|(r, _)| !made.contains(r)) {
+            match reads.iter_mut().find(|(r, _)| *r == read) {
+                Some((_, known)) => *known = (*known).max(bytes),
+                None => reads.push((read, bytes)),
+            }
+        }
+        let writes: Vec<ValueId> =
+            parts.iter().flat_map(|k| &k.writes).copied().filter(|w| !large.contains(w)).collect();
+        let mut nodes: Vec<ValueId> = parts.iter().flat_map(|k| &k.nodes).copied().collect();
+        nodes.sort_unstable();
+        let products = parts.iter().filter_map(|k| match &k.kind {
+            KernelKind::Matmul(matmul) => Some((matmul.flop(), matmul.dtype)),
+            _ => None,
+        });
+        let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
+        // A mask that is known beforehand leaves half: what lies ahead is not computed.
+        let masked = |v: &&ValueId| {
+            let node = graph.node(**v);
+            matches!(node.op, Op::Select(_)) && roles[source[node.operands[0].index()].0.index()] == Role::Constant
+        };
+        let share = if nodes.iter().any(|v| masked(&v)) { 0.5 } else { 1.0 };
+        let read_bytes = reads.iter().map(|r| r.1).sum();
+        let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
+        let kind = KernelKind::Attention { flop, share, dtype };
+        Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes })
+    };
+    parts.into_iter().filter_map(together).collect()
 }
 
 fn computes(role: Role) -> bool {

@@ -174,13 +174,15 @@ pub struct Execution {
     pub bucket_bytes: u64,
     /// Reductions start while the backward pass still runs, and updated parameters are gathered while the next step begins.
     pub overlap: bool,
+    /// Products larger than their factors, as attention scores are, are computed again in the backward pass and never written.
+    pub fused_attention: bool,
     /// Type in which half-precision gradients are summed over microbatches and devices.
     pub gradients: Option<DType>,
 }
 
 impl Default for Execution {
     fn default() -> Self {
-        Execution { bucket_bytes: 100 << 20, overlap: false, gradients: None }
+        Execution { bucket_bytes: 100 << 20, overlap: false, fused_attention: false, gradients: None }
     }
 }
 

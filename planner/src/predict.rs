@@ -110,7 +110,7 @@ fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet
 
 /// What every stage of a plan takes, from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<(StageTimes, StageTiming)> {
-    let work: Vec<Vec<BodyWork>> = programs.programs.par_iter().map(work).collect();
+    let work: Vec<Vec<BodyWork>> = programs.programs.par_iter().map(|p| work(p, &plan.execution)).collect();
     timings_of(plan, programs, &work, cost)
 }
 

@@ -32,10 +32,10 @@ pub struct BodyWork {
 }
 
 impl BodyWork {
-    pub fn new(body: &Body) -> BodyWork {
+    pub fn new(body: &Body, execution: &Execution) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-        let kernels = kernels(graph, &written);
+        let kernels = kernels(graph, &written, execution.fused_attention);
         let sent = |kernel: &Kernel| {
             let node = graph.node(kernel.nodes[0]);
             match (&kernel.kind, &node.op) {
@@ -126,8 +126,8 @@ pub struct StageTiming {
 }
 
 /// The work of a program's bodies, in the order in which a step runs them.
-pub fn work(program: &Program) -> Vec<BodyWork> {
-    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(BodyWork::new).collect();
+pub fn work(program: &Program, execution: &Execution) -> Vec<BodyWork> {
+    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(|b| BodyWork::new(b, execution)).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }

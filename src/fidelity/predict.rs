@@ -3,7 +3,7 @@
 use super::table::{MicroBatch, Row, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
-use altiplano_cost_models::{CostModel, Roofline};
+use altiplano_cost_models::{CostModel, Roofline, catalogue};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
@@ -137,8 +137,12 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
     pin_layers(&mut graph, row);
     let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, room(cluster, row)) };
-    wanted.execution =
-        Execution { bucket_bytes: u64::MAX, overlap: row.sharded_optimizer, gradients: dtype(row) };
+    wanted.execution = Execution {
+        bucket_bytes: u64::MAX,
+        overlap: row.sharded_optimizer,
+        fused_attention: catalogue::fuses_attention(&cost.device().name),
+        gradients: dtype(row),
+    };
     wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
     let num_microbatches = (row.global_batch / together) as u32;
     let degrees = Degrees {
@@ -153,7 +157,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
-    let work = programs.programs.iter().map(work).collect();
+    let work = programs.programs.iter().map(|p| work(p, &plan.execution)).collect();
     // Graphs have done their duty.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());

@@ -604,7 +604,10 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
         let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
         let cheap = node.op.is_elementwise() || matches!(node.op, Op::BroadcastInDim(_) | Op::Reshape(_));
-        let repeat = !leaves_layer && (cx.stage.recompute || cheap && !(sum && large > 1));
+        let product = cx.plan.execution.fused_attention
+            && node.op.is_contraction()
+            && node.operands.iter().map(|o| graph.ty(*o).elements()).sum::<u64>() < node.ty.elements();
+        let repeat = !leaves_layer && (cx.stage.recompute || product || cheap && !(sum && large > 1));
         if repeat {
             again.insert(v);
             sources.insert(v, from);
