@@ -5,8 +5,9 @@ use crate::arguments::{self, Argument};
 use crate::error::{Error, Names};
 use crate::loss::{self, Attached};
 use crate::precision::with_precision;
+use crate::training::onnx_weights::beside;
 use crate::units::smaller;
-use altiplano_ir::batch::{Batched, Doubt, LossKind, find_batch, rebatch, settle};
+use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -105,11 +106,14 @@ pub enum Warning {
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
-        "the loss is no mean or sum over samples, so the batch is not split into microbatches unless --allow-microbatch-semantics"
+        "the loss is no mean or sum over samples{}, so the batch is not split into microbatches unless --allow-microbatch-semantics",
+        .0.as_ref().map_or(String::new(), |coupling| format!(", since {coupling} makes samples depend on each other or on their places"))
     )]
-    LossKind,
+    LossKind(Option<Coupling>),
     #[error("{0}")]
     Config(huggingface::Note),
+    #[error("{0}")]
+    Onnx(onnx::Note),
     #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
     OpenSizes(Vec<String>),
     #[error("reduced: {}", smaller(.0))]
@@ -123,6 +127,8 @@ impl Warning {
             self,
             Warning::TrainingStep { optimizer: Some(_), .. }
                 | Warning::Config(_)
+                | Warning::Onnx(onnx::Note::ToldApart { .. } | onnx::Note::Restored { .. })
+                | Warning::Onnx(onnx::Note::SameForEverySample { .. } | onnx::Note::Counts { .. })
                 | Warning::OpenSizes(_)
                 | Warning::Reduced(_)
         )
@@ -257,7 +263,7 @@ fn load(
             })?
         }
     };
-    let Batched { mut graph, mut loss, doubt } = batched;
+    let Batched { mut graph, mut loss, coupling, doubt } = batched;
     let inference = options.attached() == Some(Attached::Nothing);
     if inference {
         // Results that each belong to a sample are those of the microbatches, one after the other.
@@ -299,7 +305,7 @@ fn load(
     warnings.extend((results > 1 && !all_results && !inference).then_some(Warning::OtherResults(results)));
     warnings.extend(reduction.map(Warning::Reduced));
     warnings.extend(doubt.clone().map(Warning::Batch));
-    warnings.extend((loss == LossKind::Other && doubt.is_none() && !inference).then_some(Warning::LossKind));
+    warnings.extend((loss == LossKind::Other && doubt.is_none() && !inference).then_some(Warning::LossKind(coupling)));
     Ok(Model {
         name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
         stop_gradients,
@@ -537,11 +543,13 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
         }
         Format::Onnx => {
             let how = onnx::Options { sizes: options.sizes.clone() };
-            let imported = onnx::import(bytes, &how).map_err(|error| Error::Onnx { file, error: Box::new(error) })?;
+            let imported = onnx::import(bytes, &how, &|place, most| beside(&file, place, most));
+            let imported = imported.map_err(|error| Error::Onnx { file, error: Box::new(error) })?;
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: Some(a.name), ty: a.ty, value: a.value }).collect();
             let results = imported.results.into_iter().map(Some).collect();
-            let aside = Aside { buffers: imported.buffers, ..open_sizes(&imported.sizes, &options.sizes) };
+            let mut aside = Aside { buffers: imported.buffers, ..open_sizes(&imported.sizes, &options.sizes) };
+            aside.notes.extend(imported.notes.into_iter().map(Warning::Onnx));
             Ok(Read { graph: imported.graph, arguments, results, aside })
         }
         Format::TorchExport => torch_program(file, bytes, options),
@@ -602,7 +610,7 @@ fn found_batch(graph: &Graph, dims: &[Option<usize>], options: &ImportOptions) -
     match &found.doubt {
         Some(doubt) if graph.batch != 0 && options.batch_dims.is_empty() => {
             let loss = if matches!(doubt, Doubt::BatchOfOne { .. }) { LossKind::Mean } else { found.loss };
-            Batched { graph: graph.clone(), loss, doubt: None }
+            Batched { graph: graph.clone(), loss, coupling: None, doubt: None }
         }
         _ => found,
     }

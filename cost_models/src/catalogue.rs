@@ -1,8 +1,9 @@
 //! Known machines, with the figures of their vendors, so that a plan for them needs no file: by the name of a machine
 //! and a count of nodes, or by a count of devices.
 
-pub use crate::devices::{fuses_attention, 
-    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, matmul_efficiency, nvlink_generation,
+pub use crate::devices::{
+    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, matmul_efficiency,
+    nvlink_generation,
 };
 use crate::error::{ClusterError, nearest};
 use crate::node_link::{NodeLink, Wiring};

@@ -331,13 +331,7 @@ struct Kept {
     sources: Vec<Vec<ValueId>>,
 }
 
-fn kept(
-    graph: &Graph,
-    roles: &[Role],
-    source: &[(ValueId, u64)],
-    group: &[u32],
-    written: &BTreeSet<ValueId>,
-) -> Kept {
+fn kept(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], group: &[u32], written: &BTreeSet<ValueId>) -> Kept {
     let mut into_alone = vec![false; graph.len()];
     let mut crosses = vec![false; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {

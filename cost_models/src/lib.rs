@@ -20,9 +20,9 @@ pub mod timeline;
 pub mod toml_file;
 
 pub use catalogue::{preset, presets};
+pub use compute::Compute;
 pub use error::ClusterError;
 pub use link::{AxisLink, TransferPath, axis_link, transfer_path};
-pub use compute::Compute;
 pub use roofline::{Roofline, fallback};
 pub use toml_file::{BetweenGroups, ClusterFile, parse, parse_file, single_group};
 

@@ -52,7 +52,8 @@ impl Roofline {
     /// write. On a V100 this gives the attention scores of GPT 13B (43e9 FLOP, 380e6 bytes) 0.98 ms against 1.07 ms
     /// measured, where the larger of the two alone gives 0.50; the projections differ by 0 to 8 % either way.
     fn matmul_s(&self, flop: f64, bytes: f64, dtype: DType) -> f64 {
-        flop / (peak_flops(&self.compute.device, dtype) * self.compute.constants.matmul_efficiency) + self.memory_s(bytes)
+        flop / (peak_flops(&self.compute.device, dtype) * self.compute.constants.matmul_efficiency)
+            + self.memory_s(bytes)
     }
 
     /// Seconds for `bytes` read or written in all.
@@ -142,7 +143,8 @@ impl CostModel for Roofline {
                 let lhs = operands.first();
                 let terms: f64 = lhs.map_or(0.0, |t| dot.lhs_contract.iter().map(|&d| t.shape[d] as f64).product());
                 let flop = 2.0 * terms * result.elements() as f64;
-                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)) + self.compute.device.launch_s
+                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype))
+                    + self.compute.device.launch_s
             }
             // A convolution is a matmul over the elements of its windows.
             Op::Convolution(_) => {
@@ -150,7 +152,9 @@ impl CostModel for Roofline {
                 self.matmul_s(op.flop(operands, result) as f64, read + written, dtype) + self.compute.device.launch_s
             }
             // Windows overlap in caches; what memory sees is each element once.
-            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.memory_s(read + written) + self.compute.device.launch_s,
+            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => {
+                self.memory_s(read + written) + self.compute.device.launch_s
+            }
             // The rows taken, not the table that they are taken from.
             Op::Gather(_) => {
                 let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;

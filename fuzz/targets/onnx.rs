@@ -6,7 +6,7 @@ use altiplano_fuzz::{onnx, read_model};
 use libfuzzer_sys::{fuzz_crossover, fuzz_mutator, fuzz_target};
 
 fuzz_target!(|data: &[u8]| -> libfuzzer_sys::Corpus {
-    let _ = held(data);
+    let _ = held(data, &|_, _| None);
     read_model(data, Format::Onnx)
 });
 

@@ -34,7 +34,7 @@ pub enum Doubt {
     NoInputs,
     BatchOfOne { input: String },
     SizesDiffer { first: String, size: u64, second: String, other: u64 },
-    ParameterScales { name: String },
+    ParameterScales { name: String, dim: usize },
     ConstantScales { value: ValueId },
     CannotResize { value: ValueId },
 }
@@ -51,10 +51,10 @@ impl fmt::Display for Doubt {
                 f,
                 "dimension 0 of '{first}' is {size} but that of '{second}' is {other}: name the batch dimension with --batch-dim NAME=DIM (or NAME=none)"
             ),
-            Doubt::ParameterScales { name } => {
+            Doubt::ParameterScales { name, dim } => {
                 write!(
                     f,
-                    "parameter '{name}' would have to grow with the batch: name the batch dimensions with --batch-dim"
+                    "parameter '{name}' would have to grow with the batch: export the model with an open batch size, or say what has a batch (for example --inputs '{name}' --batch-dim '{name}={dim}')"
                 )
             }
             Doubt::ConstantScales { value } => write!(
@@ -74,8 +74,28 @@ pub struct Batched {
     /// The graph with `batch`, `batch_dims` and `batch_power` filled in; as it was where in doubt.
     pub graph: Graph,
     pub loss: LossKind,
+    /// The first op that makes samples depend on each other or on their place in the batch, where that is why the loss is
+    /// neither mean nor sum.
+    pub coupling: Option<Coupling>,
     /// Why the graph keeps to its traced size, if it does.
     pub doubt: Option<Doubt>,
+}
+
+/// An op that couples samples.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Coupling {
+    pub op: &'static str,
+    /// As the model calls the place, if it does.
+    pub name: String,
+}
+
+impl fmt::Display for Coupling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name.as_str() {
+            "" => write!(f, "an op '{}'", self.op),
+            name => write!(f, "the {} at '{name}'", self.op),
+        }
+    }
 }
 
 /// Finds the sizes that scale with the batch. `batch_dim` gives the batch dimension of each input, by position
@@ -89,16 +109,18 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
                 node.batch_dims = dims.iter().enumerate().filter(|(_, s)| **s).map(|(d, _)| 1 << d).sum();
             }
             batched = count_by_sample(&batched);
-            let loss = normalise(&mut batched);
+            let (loss, coupling) = normalise(&mut batched);
             // The proof that all of this is consistent is that the graph can be rebuilt at another size.
             match rebatch(&batched, 2 * batch) {
-                Ok(_) => Batched { graph: batched, loss, doubt: None },
-                Err(value) => Batched { graph: graph.clone(), loss, doubt: Some(Doubt::CannotResize { value }) },
+                Ok(_) => Batched { graph: batched, loss, coupling, doubt: None },
+                Err(value) => {
+                    Batched { graph: graph.clone(), loss, coupling, doubt: Some(Doubt::CannotResize { value }) }
+                }
             }
         }
         Err(doubt) => {
             // Without the batch nothing is known of the loss.
-            Batched { graph: graph.clone(), loss: LossKind::Other, doubt: Some(doubt) }
+            Batched { graph: graph.clone(), loss: LossKind::Other, coupling: None, doubt: Some(doubt) }
         }
     }
 }
@@ -181,7 +203,10 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
     }
     for v in graph.values().filter(|v| scaled[v.index()].contains(&true)) {
         match &graph.node(v).op {
-            Op::Parameter(p) => return Err(Doubt::ParameterScales { name: p.name.clone() }),
+            Op::Parameter(p) => {
+                let dim = scaled[v.index()].iter().position(|&s| s).unwrap_or(0);
+                return Err(Doubt::ParameterScales { name: p.name.clone(), dim });
+            }
             Op::Constant(Literal { values: Values::Dense(_), .. }) => return Err(Doubt::ConstantScales { value: v }),
             _ => {}
         }
@@ -204,8 +229,8 @@ enum Aggregate {
     Mixed,
 }
 
-/// Marks the constants that count samples, and says what kind of loss the first output is.
-fn normalise(graph: &mut Graph) -> LossKind {
+/// Marks the constants that count samples, and says what kind of loss the first output is, and what couples samples in it.
+fn normalise(graph: &mut Graph) -> (LossKind, Option<Coupling>) {
     let mut kinds: Vec<Aggregate> = Vec::with_capacity(graph.len());
     let mut counts: Vec<Option<u64>> = Vec::with_capacity(graph.len());
     for v in graph.values() {
@@ -218,10 +243,21 @@ fn normalise(graph: &mut Graph) -> LossKind {
         kinds.push(kind);
     }
     match graph.outputs.first().map(|o| kinds[o.index()]) {
-        Some(Aggregate::Mean) => LossKind::Mean,
-        Some(Aggregate::Sum) => LossKind::Sum,
-        _ => LossKind::Other,
+        Some(Aggregate::Mean) => (LossKind::Mean, None),
+        Some(Aggregate::Sum) => (LossKind::Sum, None),
+        _ => (LossKind::Other, coupling(graph, &kinds)),
     }
+}
+
+/// Where mixing begins on the way to the first output.
+fn coupling(graph: &Graph, kinds: &[Aggregate]) -> Option<Coupling> {
+    let is_mixed = |v: &&ValueId| kinds[v.index()] == Aggregate::Mixed;
+    let mut at = graph.outputs.first().filter(is_mixed)?;
+    while let Some(operand) = graph.node(*at).operands.iter().find(is_mixed) {
+        at = operand;
+    }
+    let node = graph.node(*at);
+    Some(Coupling { op: node.op.name(), name: node.name.clone() })
 }
 
 /// The number of elements, those of all samples included, that were summed into each element of `v` and not yet divided
@@ -526,9 +562,9 @@ pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
     }
     let batched = count_by_sample(&batched);
     let mut marked = batched.clone();
-    let loss = normalise(&mut marked);
+    let (loss, coupling) = normalise(&mut marked);
     rebatch(&batched, second_batch).map_err(|value| SettleError::CannotResize { value })?;
-    Ok(Batched { graph: batched, loss, doubt: None })
+    Ok(Batched { graph: batched, loss, coupling, doubt: None })
 }
 
 #[cfg(test)]
@@ -590,6 +626,16 @@ mod tests {
         ] {
             assert_eq!(understood(&body, output).0, LossKind::Other, "{body}");
         }
+    }
+
+    #[test]
+    fn what_couples_samples_is_named() {
+        let text = format!(
+            "graph \"g\" batch=0 {{\n%0: f32[8,4] = input \"x\"\n%1: f32[8,4] = tanh(%0)\n%2: f32[8,4] = reverse(%1) {{\"dims\":[0]}} @\"mixer\"\n%3: f32[8,4] = exponential(%2)\n%4: f32[] = reduce(%3) {ALL}\n}} -> (%4)"
+        );
+        let graph = parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+        let coupling = find_batch(&graph, &[Some(0)]).coupling.map(|c| c.to_string());
+        assert_eq!(coupling.as_deref(), Some("the reverse at 'mixer'"));
     }
 
     #[test]

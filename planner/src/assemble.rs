@@ -12,7 +12,9 @@ use altiplano_cost_models::CostModel;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
-use altiplano_ir::plan::{FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash};
+use altiplano_ir::plan::{
+    FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash,
+};
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
@@ -129,7 +131,8 @@ fn stage(
     // A sum that is left partial stays so through conversions and the like, on its way to the parameter that they read.
     for (&value, sharding) in shardings.iter().rev() {
         let rule = graph.rule(value);
-        let (&[operand], true) = (graph.node(value).operands.as_slice(), rule.linear.iter().any(|set| set == &[0])) else {
+        let (&[operand], true) = (graph.node(value).operands.as_slice(), rule.linear.iter().any(|set| set == &[0]))
+        else {
             continue;
         };
         let passed: Vec<AxisId> = partial.get(&value).into_iter().flatten().copied().collect();

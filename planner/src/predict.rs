@@ -173,8 +173,7 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
     let batches = plan.num_microbatches as f64;
     for (i, (times, timing)) in timings.iter().enumerate() {
         let StageTiming { forward, backward, .. } = timing;
-        let memory =
-            memory(&programs.programs[i], plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
+        let memory = memory(&programs.programs[i], plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
         // What is sent while something is computed takes no time of its own.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);

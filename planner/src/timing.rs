@@ -46,7 +46,13 @@ impl BodyWork {
             }
         };
         let sent = kernels.iter().map(sent).collect();
-        BodyWork { phase: body.phase, kernels, sent, reads: body.reads.iter().copied().collect(), writes: body.writes.clone() }
+        BodyWork {
+            phase: body.phase,
+            kernels,
+            sent,
+            reads: body.reads.iter().copied().collect(),
+            writes: body.writes.clone(),
+        }
     }
 
     fn is_once(&self) -> bool {

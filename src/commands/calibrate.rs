@@ -17,7 +17,10 @@ pub struct Calibrate {
 impl Calibrate {
     pub fn run(self) -> Result<(), Error> {
         for fitted in calibrate(&self.tables)? {
-            say(format!("{}: {} rows, error {:.4} -> {:.4}", fitted.device, fitted.rows, fitted.error_before, fitted.error_after))?;
+            say(format!(
+                "{}: {} rows, error {:.4} -> {:.4}",
+                fitted.device, fitted.rows, fitted.error_before, fitted.error_after
+            ))?;
             say(format!("{:#?}", fitted.after))?;
         }
         Ok(())

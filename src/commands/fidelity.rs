@@ -47,7 +47,8 @@ impl Fidelity {
 }
 
 fn rows(found: &Found) -> Result<(), Error> {
-    let width = |text: fn(&altiplano::fidelity::Judged) -> &str| found.judged.iter().map(|r| text(r).len()).max().unwrap_or(0);
+    let width =
+        |text: fn(&altiplano::fidelity::Judged) -> &str| found.judged.iter().map(|r| text(r).len()).max().unwrap_or(0);
     let (group, plan) = (width(|r| &r.group), width(|r| &r.plan));
     say(format!("{:group$}  {:plan$}  measured s  predicted s    error", "group", "plan"))?;
     for row in &found.judged {

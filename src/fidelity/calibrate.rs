@@ -53,8 +53,11 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
             .par_iter()
             .zip(recompute)
             .map(|(row, recompute)| {
-                Prepared::new(row, &judge, recompute)
-                    .map_err(|error| Error::Row { file: file.clone(), line: row.line, error: Box::new(error) })
+                Prepared::new(row, &judge, recompute).map_err(|error| Error::Row {
+                    file: file.clone(),
+                    line: row.line,
+                    error: Box::new(error),
+                })
             })
             .collect::<Result<_, _>>()?;
         let mut here: BTreeMap<String, Vec<(f64, Prepared)>> = BTreeMap::new();
@@ -101,5 +104,12 @@ fn fit(device: String, tables: &[Vec<(f64, Prepared)>]) -> Calibrated {
             factor = factor.sqrt();
         }
     }
-    Calibrated { device, before, after: best, rows: tables.iter().map(Vec::len).sum(), error_before, error_after: least }
+    Calibrated {
+        device,
+        before,
+        after: best,
+        rows: tables.iter().map(Vec::len).sum(),
+        error_before,
+        error_after: least,
+    }
 }

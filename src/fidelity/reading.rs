@@ -52,17 +52,15 @@ pub struct Read {
 }
 
 /// Reads rows, judged under the constants of the catalogue.
-pub fn read(
-    file: &Path,
-    rows: &[Row],
-    judge: &Judge,
-    recomputation: Recomputation,
-) -> Result<Read, Error> {
+pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputation) -> Result<Read, Error> {
     let seconds = |recompute: fn(&Row) -> bool, rows: &[&Row]| -> Result<Vec<f64>, Error> {
         rows.par_iter()
             .map(|row| {
-                let prepared = Prepared::new(row, judge, recompute(row))
-                    .map_err(|error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) })?;
+                let prepared = Prepared::new(row, judge, recompute(row)).map_err(|error| Error::Row {
+                    file: file.to_path_buf(),
+                    line: row.line,
+                    error: Box::new(error),
+                })?;
                 Ok(prepared.step_s(&Roofline::new(prepared.device().clone())))
             })
             .collect()

@@ -144,10 +144,18 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
     };
     let degree = |column: &'static str, value: Option<u32>, default: Option<u32>| match value.or(default) {
         Some(n) => positive(column, u64::from(n)).map(|n| n as u32),
-        None => Err(TableError::Value { column, expected: "a degree: only plans with stated degrees are predicted", found: String::new() }),
+        None => Err(TableError::Value {
+            column,
+            expected: "a degree: only plans with stated degrees are predicted",
+            found: String::new(),
+        }),
     };
     let word = |column: &'static str, value: &str, words: &[&str], expected: &'static str| {
-        if words.contains(&value) { Ok(value.to_string()) } else { Err(TableError::Value { column, expected, found: value.to_string() }) }
+        if words.contains(&value) {
+            Ok(value.to_string())
+        } else {
+            Err(TableError::Value { column, expected, found: value.to_string() })
+        }
     };
     let micro_batch = match raw.micro_batch.as_str() {
         "best" => MicroBatch::Best,
@@ -185,7 +193,12 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
         virtual_stages: degree("virtual_stages", raw.virtual_stages, Some(1))?,
         micro_batch,
         global_batch: positive("global_batch", raw.global_batch)?,
-        schedule: word("schedule", &raw.schedule, &["", "1f1b", "gpipe", "interleaved-1f1b"], "1f1b, gpipe or interleaved-1f1b")?,
+        schedule: word(
+            "schedule",
+            &raw.schedule,
+            &["", "1f1b", "gpipe", "interleaved-1f1b"],
+            "1f1b, gpipe or interleaved-1f1b",
+        )?,
         recompute: word("recompute", &raw.recompute, &["", "none", "selective", "full"], "none, selective or full")?,
         sharded_optimizer: sharded,
         dtype: word("dtype", &raw.dtype, &["", "f32", "f16", "bf16"], "f32, f16 or bf16")?,

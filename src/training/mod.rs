@@ -2,7 +2,7 @@
 
 mod bounds;
 mod data;
-mod onnx_weights;
+pub(crate) mod onnx_weights;
 
 pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};

@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     let fail = |error| Error::Onnx { file: file.to_path_buf(), error: Box::new(error) };
     let mut tensors = BTreeMap::new();
-    for Held { name, ty, data } in onnx::held(&read_bytes(file)?).map_err(fail)? {
+    let held = onnx::held(&read_bytes(file)?, &|place, most| beside(file, place, most)).map_err(fail)?;
+    for Held { name, ty, data } in held {
         let elements = match data {
             HeldData::Missing => continue,
             HeldData::Inline(elements) => elements,
@@ -30,6 +31,13 @@ pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
         tensors.insert(name, HostTensor::from_f64(ty, &elements));
     }
     Ok(tensors)
+}
+
+/// Data of a model in another file of its folder, at most `most` bytes and one more; none where it cannot be read.
+pub fn beside(model: &Path, place: &External, most: u64) -> Option<Vec<u8>> {
+    let path = inside(model, place).ok()?;
+    // A pipe would be waited for.
+    path.is_file().then(|| part(&path, place, most).ok()).flatten()
 }
 
 enum Outside {

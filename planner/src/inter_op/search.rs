@@ -106,7 +106,11 @@ fn candidates_of_mesh(
     mesh: &Mesh,
     num_microbatches: u32,
 ) -> Vec<(usize, usize, Candidate, Way)> {
-    let roles = AxisRoles { first_is_data: freedom.dp.is_some(), second_is_model: freedom.tp.is_some(), ..AxisRoles::default() };
+    let roles = AxisRoles {
+        first_is_data: freedom.dp.is_some(),
+        second_is_model: freedom.tp.is_some(),
+        ..AxisRoles::default()
+    };
     let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh);
     let mut spaces = Spaces::new(&prices, roles);
     let levels = match freedom.zero {

@@ -282,10 +282,8 @@ impl<'a> Spaces<'a> {
 /// Whether the way from one layout to another cuts a value over `axis`.
 fn cuts(from: &Sharding, to: &Sharding, mesh: &Mesh, axis: AxisId) -> bool {
     let cut = |c: &Collective| {
-        let cuts = matches!(
-            c,
-            Collective::LocalSlice { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. }
-        );
+        let cuts =
+            matches!(c, Collective::LocalSlice { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. });
         cuts && c.axes().contains(&axis)
     };
     reshard(from, to, mesh).iter().any(|step| cut(&step.collective))

@@ -75,7 +75,15 @@ impl GroupedAttention {
             Some(width) => width,
             None => fields.part("hidden_size", "num_attention_heads")?,
         };
-        Ok(GroupedAttention { heads, kv_heads, head_width, bias: (false, false), qk_norm: None, window: None, turned: None })
+        Ok(GroupedAttention {
+            heads,
+            kv_heads,
+            head_width,
+            bias: (false, false),
+            qk_norm: None,
+            window: None,
+            turned: None,
+        })
     }
 
     /// `x` is `[B, S, hidden]`.

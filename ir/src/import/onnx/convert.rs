@@ -1,10 +1,13 @@
 //! From the nodes of a file to a graph: leaves first, then node by node, with functions inlined.
 
 use super::call::{Call, Many};
+use super::files::Files;
 use super::known::Known;
 use super::leaves::Uses;
+use super::listed::{module_in_name, said_module};
+use super::prepare::{Prepared, prepare};
 use super::proto;
-use super::report::{MAX_DEPTH, MAX_NODES, OnnxError, ProblemKind, Reject, Report};
+use super::report::{LAST_OPSET, MAX_DEPTH, MAX_NODES, MAX_TABLES, Note, OnnxError, ProblemKind, Reject, Report};
 use super::sizes::{Size, Sizes};
 use super::table::{Lowering, lowering};
 use crate::graph::{Graph, Node, ValueId};
@@ -12,7 +15,6 @@ use crate::literal::Literal;
 use crate::op::{Input, Op, ShapeError};
 use crate::simplify::without_dead_nodes;
 use crate::types::TensorType;
-use prost::Message;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// What a file does not say of itself.
@@ -42,6 +44,8 @@ pub struct Imported {
     pub buffers: Vec<String>,
     /// Sizes that the file leaves open.
     pub sizes: Vec<Size>,
+    /// What is to be known of the file.
+    pub notes: Vec<Note>,
 }
 
 /// The graph while it is being made.
@@ -51,9 +55,13 @@ pub(super) struct Builder<'m> {
     pub buffers: Vec<String>,
     /// Leaves of each name.
     pub leaf_names: HashMap<String, u32>,
+    /// Tensors of one sample that the model has for each of so many.
+    pub repeated: BTreeMap<String, u64>,
     functions: BTreeMap<(&'m str, &'m str, &'m str), &'m proto::Function>,
     report: Report,
     nodes: u64,
+    /// Elements of tables so far.
+    tables: u64,
     depth: usize,
 }
 
@@ -122,9 +130,9 @@ fn standard(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
 
-/// Reads a file.
-pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
-    let model = proto::Model::decode(bytes)?;
+/// Reads a file. Small tensors whose data is in another one are read by `files`.
+pub fn import(bytes: &[u8], options: &Options, files: Files) -> Result<Imported, OnnxError> {
+    let Prepared { model, listed, tables, repeated, mut notes } = prepare(bytes, files)?;
     let graph = model.graph.as_ref().ok_or(OnnxError::NoGraph)?;
     if graph.output.is_empty() {
         return Err(OnnxError::NoOutputs);
@@ -136,6 +144,7 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
     if version.is_none() && graph.node.iter().any(|n| standard(&n.domain).is_empty()) {
         return Err(OnnxError::NoOpset);
     }
+    notes.extend(version.filter(|&v| v > LAST_OPSET).map(|version| Note::NewerOpset { version }));
     let functions = model.functions.iter();
     let functions = functions.map(|f| ((standard(&f.domain), f.name.as_str(), f.overload.as_str()), f)).collect();
     let mut builder = Builder {
@@ -143,9 +152,11 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
         known: Known::default(),
         buffers: Vec::new(),
         leaf_names: HashMap::new(),
+        repeated,
         functions,
         report: Report::default(),
         nodes: 0,
+        tables: 0,
         depth: 0,
     };
     builder.find_unsupported(graph);
@@ -154,8 +165,7 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
         Scope { values: HashMap::new(), absent: Vec::new(), outer: None, opsets, attributes: None, path: None };
     let mut sizes = Sizes::new(&options.sizes);
     let held: BTreeSet<&str> = graph.initializer.iter().map(|t| t.name.as_str()).collect();
-    let uses =
-        Uses::of(graph, if graph.metadata_props.is_empty() { &model.metadata_props } else { &graph.metadata_props });
+    let uses = Uses::of(graph).with(&listed, &tables);
     for input in graph.input.iter().filter(|input| !held.contains(input.name.as_str())) {
         let ty = sizes.type_of(input)?;
         builder.leaf_names.insert(input.name.clone(), 1);
@@ -182,7 +192,7 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, OnnxError> {
     let graph_of = without_dead_nodes(&builder.graph);
     let arguments = arguments(&graph_of);
     let results = graph.output.iter().map(|o| o.name.clone()).collect();
-    Ok(Imported { graph: graph_of, arguments, results, buffers: builder.buffers, sizes: sizes.finish()? })
+    Ok(Imported { graph: graph_of, arguments, results, buffers: builder.buffers, sizes: sizes.finish()?, notes })
 }
 
 fn arguments(graph: &Graph) -> Vec<Argument> {
@@ -358,7 +368,7 @@ impl<'m> Builder<'m> {
         for (input, &value) in body.input.iter().zip(inputs) {
             inner.define(&input.name, Some(value))?;
         }
-        let uses = Uses::of(body, &[]);
+        let uses = Uses::of(body);
         for tensor in body.initializer.iter().filter(|t| uses.has(&t.name)) {
             self.initializer(tensor, &uses, &mut inner)?;
         }
@@ -370,6 +380,12 @@ impl<'m> Builder<'m> {
             None => Err(ProblemKind::Undefined { name: output.name.clone() }.into()),
         };
         body.output.iter().map(result).collect()
+    }
+
+    /// Counts the elements of a table that is about to be made.
+    pub fn table(&mut self, node: &proto::Node, elements: u64) -> Result<(), OnnxError> {
+        self.tables = self.tables.saturating_add(elements);
+        if self.tables > MAX_TABLES { Err(OnnxError::TooLarge { node: node_name(node) }) } else { Ok(()) }
     }
 
     fn enter(&mut self, node: &proto::Node) -> Result<(), OnnxError> {
@@ -421,38 +437,13 @@ impl<'m> Builder<'m> {
 
 /// The module that a node belongs to, as far as the file says; else the node's own name.
 fn path_of(node: &proto::Node, scope: &Scope<'_, '_>) -> String {
-    // A list as Python prints it, from the whole model to the node itself: ['', 'h', 'h.0', 'h.0.ln', 'layer_norm'].
-    if let Some(scopes) = node.metadata_props.iter().find(|p| p.key == "pkg.torch.onnx.name_scopes") {
-        let parts: Vec<&str> = scopes.value.split('\'').skip(1).step_by(2).collect();
-        if let [.., module, _] = parts.as_slice()
-            && !module.is_empty()
-        {
-            return module.to_string();
-        }
+    if let Some(module) = said_module(node) {
+        return module;
     }
     if let Some(path) = scope.path {
         return path.to_string();
     }
-    // The older exporter writes /h/h.0/ln/LayerNormalization.
-    match node.name.strip_prefix('/').and_then(|path| path.rsplit_once('/')) {
-        Some((modules, _)) => module_path(modules),
-        None => node_name(node),
-    }
-}
-
-/// `h.0.ln` of `h/h.0/ln`: items of a list repeat the list's name.
-fn module_path(modules: &str) -> String {
-    let mut path = String::new();
-    for part in modules.split('/') {
-        let last = path.rsplit('.').next().unwrap_or_default();
-        let item = part.strip_prefix(last).and_then(|rest| rest.strip_prefix('.'));
-        match item.filter(|_| !last.is_empty()) {
-            Some(item) => path = format!("{path}.{item}"),
-            None if path.is_empty() => path = part.to_string(),
-            None => path = format!("{path}.{part}"),
-        }
-    }
-    path
+    module_in_name(node).unwrap_or_else(|| node_name(node))
 }
 
 pub(super) fn node_name(node: &proto::Node) -> String {

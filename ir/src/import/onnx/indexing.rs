@@ -1,12 +1,14 @@
 //! Lookups, their inverses, and orders.
 
 use super::call::{Call, Many, One, attribute, bad_value};
+use super::leaves::counted;
 use super::report::{ProblemKind, Reject};
 use crate::array;
 use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::literal::Literal;
-use crate::op::{Binary, Combine, Direction, Gather, GatherDims, Op, OutOfBounds, Scatter, ScatterAdd};
+use crate::op::{Binary, BroadcastInDim, Combine, Direction, Gather, GatherDims, Op, OutOfBounds, Scatter, ScatterAdd};
+use crate::tensor::Tensor;
 use crate::types::TensorType;
 
 /// Whether an index may be negative, and counts from the end then: those that are known are looked at, and rows of weights are
@@ -77,15 +79,116 @@ fn depth_of(c: &Call, shape: &[u64], indices: ValueId, batch: usize) -> Result<u
     depth.filter(|_| shared).ok_or(bad_value(1))
 }
 
+/// One component of index vectors.
+struct Component {
+    /// Without the dimension of the vectors.
+    value: ValueId,
+    /// The dimension of the indices along which it counts all places of its own dimension: a lookup in step with it.
+    counts: Option<usize>,
+}
+
+/// Component `at` of index vectors: what they were put together of, where they were.
+fn component(c: &mut Call, indices: ValueId, at: u64) -> One {
+    let last = c.rank(indices) - 1;
+    let node = c.builder.graph.node(indices);
+    if matches!(&node.op, Op::Concatenate(op) if op.dim == last) {
+        let mut start = 0;
+        for part in node.operands.clone() {
+            let size = c.shape(part)[last];
+            if at < start + size {
+                return component(c, part, at - start);
+            }
+            start += size;
+        }
+    }
+    let is_constant = matches!(node.op, Op::Constant(_));
+    let slice = array::select_dim(c.g(), indices, last, at as i64)?;
+    let known = c.builder.known.elements(&c.builder.graph, slice).filter(|_| is_constant);
+    Ok(known.map_or(slice, |known| counted(c.g(), Tensor::clone(&known))))
+}
+
+/// The components of index vectors, and which of them count along a dimension of the indices.
+fn components(c: &mut Call, indices: ValueId, sizes: &[u64]) -> Result<Vec<Component>, Reject> {
+    let shape = c.shape(indices);
+    let mut found: Vec<Component> = Vec::with_capacity(sizes.len());
+    for (at, &size) in (0..).zip(sizes) {
+        let value = component(c, indices, at)?;
+        let known = c.builder.known.elements(&c.builder.graph, value);
+        let counts_along = |dim: usize| {
+            let stride: u64 = shape[dim + 1..shape.len() - 1].iter().product();
+            let place = |at: usize| (at as u64 / stride.max(1) % size) as f64;
+            known.as_ref().is_some_and(|known| known.data.iter().enumerate().all(|(at, &x)| x == place(at)))
+        };
+        let free =
+            |dim: &usize| size > 1 && shape[*dim] == size && !found.iter().any(|other| other.counts == Some(*dim));
+        let counts = (0..shape.len() - 1).filter(free).find(|&dim| counts_along(dim));
+        found.push(Component { value, counts });
+    }
+    Ok(found)
+}
+
 pub fn gather_nd(c: &mut Call) -> One {
     let (x, indices) = (c.x(0)?, c.x(1)?);
     let shape = c.shape(x);
     let batch = usize::try_from(c.int("batch_dims", 0)?).ok().filter(|&b| b <= shape.len());
     let batch = batch.ok_or(attribute("batch_dims"))?;
     let depth = depth_of(c, &shape, indices, batch)?;
-    let indices = from_start(c, indices, 1, &shape[batch..batch + depth])?;
-    let dims = vector_dims(&shape, c.rank(indices), batch, depth);
+    let mut dims = vector_dims(&shape, c.rank(indices), batch, depth);
+    let parts = components(c, indices, &shape[batch..batch + depth])?;
+    if batch > 0 || parts.iter().all(|part| part.counts.is_none()) {
+        let indices = from_start(c, indices, 1, &shape[batch..batch + depth])?;
+        return Ok(c.g().push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])?);
+    }
+    let counts: Vec<usize> = parts.iter().filter_map(|part| part.counts).collect();
+    if counts.len() == parts.len() {
+        return in_step(c, x, indices, &counts);
+    }
+    // A component that counts the samples, say, looks up in each sample: the dimensions are shared.
+    let (mut columns, mut looked_up) = (Vec::new(), Vec::new());
+    for (at, part) in parts.iter().enumerate() {
+        match part.counts {
+            Some(along) => {
+                dims.operand_batching_dims.push(at);
+                dims.indices_batching_dims.push(along);
+            }
+            None => {
+                let column = array::unsqueeze(c.g(), part.value, -1)?;
+                columns.push(column_from_start(c, column, shape[at])?);
+                looked_up.push(at);
+            }
+        }
+    }
+    let dtype = c.dtype(indices);
+    let columns =
+        columns.into_iter().map(|column| array::convert(c.g(), column, dtype)).collect::<Result<Vec<_>, _>>()?;
+    let last = c.rank(indices) - 1;
+    let indices = array::concat(c.g(), &columns, last)?;
+    dims.collapsed_slice_dims.clone_from(&looked_up);
+    dims.start_index_map = looked_up;
     Ok(c.g().push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])?)
+}
+
+/// A lookup all of whose components count: the table itself, with dimensions moved and repeated.
+fn in_step(c: &mut Call, x: ValueId, indices: ValueId, counts: &[usize]) -> One {
+    let indices = c.shape(indices);
+    let wide = &indices[..indices.len() - 1];
+    let rest = &c.shape(x)[counts.len()..];
+    let shape = [wide, rest].concat();
+    let dims = counts.iter().copied().chain(wide.len()..shape.len()).collect();
+    Ok(c.g().push(Op::BroadcastInDim(BroadcastInDim { shape, dims }), &[x])?)
+}
+
+/// A column of index vectors with negative ones counted from the end, unless all are known not to be.
+fn column_from_start(c: &mut Call, column: ValueId, size: u64) -> One {
+    let known = c.builder.known.elements(&c.builder.graph, column);
+    if known.is_some_and(|known| known.data.iter().all(|&i| i >= 0.0)) {
+        return Ok(column);
+    }
+    let g = c.g();
+    let zero = array::full_like(g, column, 0.0)?;
+    let negative = array::compare(g, Direction::Lt, column, zero)?;
+    let moved = array::with_number(g, Binary::Add, column, size as f64)?;
+    Ok(array::select(g, negative, moved, column)?)
 }
 
 /// `x` with updates combined into it as the attribute `reduction` says.

@@ -1,24 +1,31 @@
 //! Tensors that a file holds: which are trained, which are given, and which are constants.
 
 use super::convert::{Builder, Scope};
+use super::files::{Files, is_of_one_value};
+use super::listed::Listed;
+use super::prepare::prepare;
 use super::proto;
 use super::report::OnnxError;
 use super::tensor::{External, TensorError, check_raw, elements_of, external_of, from_raw, has_data, type_of};
+use crate::array;
 use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
-use crate::op::{Input, Op, Parameter};
+use crate::op::{BroadcastInDim, Input, Iota, Op, Parameter};
+use crate::tensor::Tensor;
 use crate::types::TensorType;
-use prost::Message;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// More integers than this are no constant that a plan should repeat.
-const MOST_CONSTANT_ELEMENTS: u64 = 1 << 16;
+pub(super) const MOST_CONSTANT_ELEMENTS: u64 = 1 << 16;
 
 /// What an operand is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     /// Sets how the op works.
     Setting,
+    /// What a recurrent layer starts from, a value for each sample.
+    State,
     /// Statistics that training updates, but no gradient.
     Statistic,
     Weight,
@@ -28,6 +35,7 @@ enum Role {
 fn role(op: &str, index: usize) -> Role {
     match (op, index) {
         ("BatchNormalization", 3 | 4) => Role::Statistic,
+        ("LSTM" | "GRU" | "RNN", 5) | ("LSTM", 6) => Role::State,
         ("Resize" | "Upsample" | "Clip" | "Pad" | "Dropout" | "OneHot" | "CastLike" | "Range" | "Trilu", 1..) => {
             Role::Setting
         }
@@ -41,29 +49,28 @@ fn role(op: &str, index: usize) -> Role {
 #[derive(Default)]
 pub(super) struct Uses<'m> {
     roles: BTreeMap<&'m str, Role>,
-    /// Names that PyTorch's exporter lists as parameters, and as buffers.
+    /// Names that PyTorch's exporter lists as parameters.
     parameters: BTreeSet<&'m str>,
-    buffers: BTreeSet<&'m str>,
+    /// Names of floats that are not trained.
+    untrained: BTreeSet<&'m str>,
 }
 
 impl<'m> Uses<'m> {
-    pub fn of(graph: &'m proto::Graph, properties: &'m [proto::Property]) -> Self {
+    pub fn of(graph: &'m proto::Graph) -> Self {
         let mut uses = Uses::default();
         let mut aliases: BTreeMap<&str, &str> = BTreeMap::new();
         uses.read(graph, &mut aliases);
         for output in &graph.output {
             uses.note(&output.name, Role::Weight, &aliases);
         }
-        let signature = |p: &&proto::Property| p.key == "pkg.torch.export.ExportedProgram.graph_signature";
-        for line in properties.iter().find(signature).into_iter().flat_map(|p| p.value.lines()) {
-            let target = line.split_once("target='").and_then(|(_, rest)| rest.split('\'').next());
-            match target {
-                Some(name) if line.contains(": PARAMETER ") => uses.parameters.insert(name),
-                Some(name) if line.contains(": BUFFER ") => uses.buffers.insert(name),
-                _ => false,
-            };
-        }
         uses
+    }
+
+    /// With what the exporter lists, and what was found to be a table.
+    pub fn with(mut self, listed: &'m Listed, tables: &'m BTreeSet<String>) -> Self {
+        self.parameters = listed.parameters.iter().map(String::as_str).collect();
+        self.untrained = listed.buffers.iter().chain(tables).map(String::as_str).collect();
+        self
     }
 
     fn read(&mut self, graph: &'m proto::Graph, aliases: &mut BTreeMap<&'m str, &'m str>) {
@@ -100,13 +107,17 @@ impl<'m> Uses<'m> {
         if !has_data(tensor) || elements > MOST_CONSTANT_ELEMENTS {
             return false;
         }
-        let setting = self.roles.get(name) == Some(&Role::Setting);
+        let role = self.roles.get(name).copied();
         let weight = self.parameters.contains(name) || name.ends_with(".weight") || name.ends_with(".bias");
-        !dtype.is_float() || setting || elements <= 1 && !weight && self.roles.get(name) != Some(&Role::Statistic)
+        let fixed = role == Some(Role::State) || self.untrained.contains(name) && role != Some(Role::Statistic);
+        let of_one_value = || fixed && is_of_one_value(tensor) == Some(true);
+        let setting = role == Some(Role::Setting);
+        !dtype.is_float() || setting || elements <= 1 && !weight && role != Some(Role::Statistic) || of_one_value()
     }
 
     fn is_trained(&self, name: &str, dtype: DType) -> bool {
-        dtype.is_float() && !self.buffers.contains(name) && self.roles.get(name) != Some(&Role::Statistic)
+        let role = self.roles.get(name);
+        dtype.is_float() && !self.untrained.contains(name) && !matches!(role, Some(Role::Statistic | Role::State))
     }
 }
 
@@ -129,9 +140,8 @@ pub enum HeldData {
 }
 
 /// The tensors of a file by the names that its graph's leaves have.
-pub fn held(bytes: &[u8]) -> Result<Vec<Held>, OnnxError> {
-    let model = proto::Model::decode(bytes)?;
-    let graph = model.graph.ok_or(OnnxError::NoGraph)?;
+pub fn held(bytes: &[u8], files: Files) -> Result<Vec<Held>, OnnxError> {
+    let graph = prepare(bytes, files)?.model.graph.ok_or(OnnxError::NoGraph)?;
     let one = |tensor: &proto::Tensor| -> Result<Held, TensorError> {
         let data = match external_of(tensor)? {
             Some(external) => HeldData::External(external),
@@ -149,6 +159,32 @@ pub fn decode(ty: &TensorType, bytes: &[u8]) -> Result<Vec<f64>, TensorError> {
     Ok(from_raw(ty.clone(), bytes)?.data)
 }
 
+/// A constant; integers that count from 0 along one dimension are written as such, since counts can scale with the batch and
+/// masks are made of them. One slice stands for equal ones.
+pub(super) fn counted(graph: &mut Graph, tensor: Tensor) -> ValueId {
+    let Tensor { ty, data } = tensor;
+    let mut stride = 1;
+    for (dim, &size) in ty.shape.iter().enumerate().rev() {
+        let counts = |(at, &x): (usize, &f64)| x == ((at / stride) as u64 % size) as f64;
+        if size > 1 && !ty.dtype.is_float() && ty.dtype != DType::Bool && data.iter().enumerate().all(counts) {
+            return graph.emit(Op::Iota(Iota { dim, ty }), &[]);
+        }
+        stride = stride.saturating_mul(size.max(1) as usize);
+    }
+    if let [count, _, ..] = ty.shape[..]
+        && count > 1
+        && let width = data.len() / count as usize
+        && data.chunks(width.max(1)).all(|slice| slice == &data[..width])
+    {
+        let mut one = ty.clone();
+        one.shape[0] = 1;
+        let slice = graph.constant(Literal::dense(one, data[..width].to_vec()));
+        let dims = (0..ty.rank()).collect();
+        return graph.emit(Op::BroadcastInDim(BroadcastInDim { shape: ty.shape, dims }), &[slice]);
+    }
+    graph.constant(Literal::dense(ty, data))
+}
+
 impl<'m> Builder<'m> {
     /// Defines a tensor of the file. Names of leaves are unique in a graph, so bodies that hold tensors of one name number them.
     pub fn initializer(
@@ -162,7 +198,7 @@ impl<'m> Builder<'m> {
         let ty = type_of(tensor).map_err(fail)?;
         let value = if uses.is_constant(tensor, ty.dtype, ty.elements()) {
             let elements = elements_of(tensor).map_err(fail)?;
-            self.graph.constant(Literal::dense(elements.ty, elements.data))
+            counted(&mut self.graph, elements)
         } else {
             if has_data(tensor) && !tensor.raw_data.is_empty() {
                 // What is read with the weights is checked with them, but for its length, which costs nothing.
@@ -178,6 +214,14 @@ impl<'m> Builder<'m> {
                 false => Op::Input(Input { name: leaf, ty }),
             };
             self.leaf(op).map_err(|_| fail(TensorError::TooLarge(Vec::new())))?
+        };
+        let value = match self.repeated.get(name) {
+            Some(&samples) if self.graph.shape(value).first() == Some(&1) => {
+                let mut shape = self.graph.shape(value).to_vec();
+                shape[0] = samples;
+                array::broadcast_to(&mut self.graph, value, &shape).map_err(|_| fail(TensorError::TooLarge(shape)))?
+            }
+            _ => value,
         };
         scope.define(name, Some(value))
     }

@@ -39,6 +39,7 @@ pub fn constant(c: &mut Call) -> One {
     if tensor.data.len() > MOST_CONSTANT_ELEMENTS {
         return Err(Reject::Unsupported("with more than a million elements, which is an initializer's work"));
     }
+    c.builder.table(c.node, tensor.data.len() as u64)?;
     Ok(c.g().constant(Literal::dense(tensor.ty, tensor.data)))
 }
 
@@ -105,6 +106,7 @@ pub fn window(c: &mut Call, coefficients: &[f64]) -> One {
     if !(0.0..=65536.0).contains(&size) {
         return Err(bad_value(0));
     }
+    c.builder.table(c.node, size as u64)?;
     let n = if periodic { size } else { size - 1.0 };
     let angle = |i: f64| 2.0 * std::f64::consts::PI * i / n;
     let value =

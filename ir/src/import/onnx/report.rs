@@ -10,6 +10,9 @@ pub const MAX_DEPTH: usize = 64;
 /// Nodes of a model once its functions are inlined and its loops unrolled.
 pub const MAX_NODES: u64 = 1_000_000;
 
+/// Elements of all tables that importing a model makes: constants in its nodes, windows, the shares of resizes.
+pub const MAX_TABLES: u64 = 1 << 25;
+
 /// Why a file gives no graph. The caller puts its name in front.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum OnnxError {
@@ -43,10 +46,40 @@ pub enum OnnxError {
         "node '{node}': the function {function} calls itself, or calls are nested more than {MAX_DEPTH} levels deep"
     )]
     TooDeep { node: String, function: String },
+    #[error("node '{node}': the model's constants, windows and resizes have more than {MAX_TABLES} elements")]
+    TooLarge { node: String },
     #[error("the model has more than {MAX_NODES} nodes once its functions are inlined and its loops unrolled")]
     TooManyNodes,
     #[error("{}", crate::import::listed(.unsupported, .problems))]
     Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
+}
+
+/// What the reader of a plan should know of a file that was read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Note {
+    #[error(
+        "the exporter merged parameters that start out equal, '{other}' and others with '{name}': {count} {} told apart again", if *.count == 1 { "is" } else { "are" }
+    )]
+    ToldApart { name: String, other: String, count: usize },
+    #[error("the exporter left out {count} {} of zeros, which {} put back: '{first}'{}", if *.count == 1 { "bias" } else { "biases" }, if *.count == 1 { "is" } else { "are" }, if *.count == 1 { "" } else { " and others" })]
+    Restored { first: String, count: usize },
+    #[error("the data of {} is neither in the file nor beside it; it is taken to be the same for every sample", quoted(.names))]
+    SameForEverySample { names: Vec<String> },
+    #[error("the data of {} is neither in the file nor beside it; it is taken to count the rows that it looks up", quoted(.names))]
+    Counts { names: Vec<String> },
+    #[error("the ops are those of opset {version}, and those of {LAST_OPSET} are known; what changed since is not")]
+    NewerOpset { version: i64 },
+}
+
+/// The newest version of the standard's ops that was looked at.
+pub const LAST_OPSET: i64 = 28;
+
+/// The first names, in quotes.
+fn quoted(names: &[String]) -> String {
+    const MOST: usize = 3;
+    let first: Vec<String> = names.iter().take(MOST).map(|name| format!("'{name}'")).collect();
+    let more = if names.len() > MOST { " and others" } else { "" };
+    format!("{}{more}", first.join(", "))
 }
 
 /// An op that the graph cannot express.

@@ -155,6 +155,7 @@ fn nearest(c: &mut Call, x: ValueId, dim: usize, change: &Change, how: &How) -> 
     if to > MOST_SHARES {
         return Err(bad_value(2));
     }
+    c.builder.table(c.node, to)?;
     let mut places = Vec::with_capacity(to as usize);
     for at in 0..to {
         let p = position(at, change, how)?;
@@ -217,6 +218,7 @@ fn weighted(c: &mut Call, x: ValueId, dim: usize, change: &Change, how: &How) ->
     if !dtype.is_float() {
         return Err(Reject::Unsupported("of integers"));
     }
+    c.builder.table(c.node, from * to)?;
     let mut matrix = vec![0.0; (from * to) as usize];
     for at in 0..to {
         let list = shares(position(at, change, how)?, how)?;

@@ -1,5 +1,7 @@
 //! Models encoded here: what they become, and what is said of those that are no models.
 
+mod prepare;
+
 use super::proto::{
     Attribute, Dimension, Function, Graph, Model, Node, OperatorSet, Property, Shape, Tensor, Type, TypeOfTensor,
     ValueInfo, kind,
@@ -70,7 +72,7 @@ fn model(graph: Graph) -> Model {
 }
 
 fn read(model: &Model) -> Result<Imported, OnnxError> {
-    import(&model.encode_to_vec(), &Options::default())
+    import(&model.encode_to_vec(), &Options::default(), &|_, _| None)
 }
 
 fn refused(model: Model, expected: &str) {
@@ -141,9 +143,9 @@ fn shapes_are_computed_while_reading() {
     let size = Size { name: "batch".into(), value: 8, said: false, is_batch: true };
     assert_eq!(imported.sizes, [size]);
     let said = |name: &str| Options { sizes: vec![(name.into(), 6)] };
-    let imported = import(&file.encode_to_vec(), &said("batch")).unwrap();
+    let imported = import(&file.encode_to_vec(), &said("batch"), &|_, _| None).unwrap();
     assert_eq!(imported.graph.shape(imported.graph.outputs[0]), [6, 15]);
-    let error = import(&file.encode_to_vec(), &said("width")).unwrap_err();
+    let error = import(&file.encode_to_vec(), &said("width"), &|_, _| None).unwrap_err();
     assert!(error.to_string().contains("no size 'width'; it has batch"));
 }
 
@@ -299,16 +301,16 @@ fn files_that_are_cut_off_or_garbled_are_refused() {
     let weights = vec![floats("w", &[3], &[1.0, 2.0, 3.0]), integers("shape", &[2, 3])];
     let nodes = vec![node("Mul", &["x", "w"], &["m"]), node("Reshape", &["m", "shape"], &["y"])];
     let bytes = model(graph(nodes, vec![input("x", &["2", "3"])], weights, &["y"])).encode_to_vec();
-    assert!(import(&bytes, &Options::default()).is_ok());
+    assert!(import(&bytes, &Options::default(), &|_, _| None).is_ok());
     for end in 0..bytes.len() {
-        assert!(import(&bytes[..end], &Options::default()).is_err(), "{end} bytes");
+        assert!(import(&bytes[..end], &Options::default(), &|_, _| None).is_err(), "{end} bytes");
     }
     for at in 0..bytes.len() {
         for flip in [1, 0x80, 0xff] {
             let mut garbled = bytes.clone();
             garbled[at] ^= flip;
             // It may still be a model, but never a graph that does not hold together.
-            if let Ok(imported) = import(&garbled, &Options::default()) {
+            if let Ok(imported) = import(&garbled, &Options::default(), &|_, _| None) {
                 assert_eq!(imported.graph.verify(), []);
             }
         }
@@ -329,6 +331,6 @@ fn tensors_in_other_files_keep_to_the_folder() {
         // The graph does not need the data.
         let imported = read(&file).unwrap();
         assert!(matches!(&imported.graph.nodes[0].op, Op::Parameter(Parameter { name, .. }) if name == "w"));
-        assert_eq!(held(&file.encode_to_vec()).is_ok(), fine, "{location}");
+        assert_eq!(held(&file.encode_to_vec(), &|_, _| None).is_ok(), fine, "{location}");
     }
 }
