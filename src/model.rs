@@ -19,7 +19,9 @@ use altiplano_ir::rewrite::rewrite;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::step::{self, Fitted, TrainingStep};
 use altiplano_ir::unstack::{stack_of, unstack};
-use serde::Deserialize;
+use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// What a file does not say of itself.
@@ -116,6 +118,12 @@ pub enum Warning {
     Onnx(onnx::Note),
     #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
     OpenSizes(Vec<String>),
+    #[error("the batch is taken to be one sample; --global-batch N says another number")]
+    OneSample,
+    #[error(
+        "the file is of version {found} of torch.export's format, of which {known} is the newest known here: parts of it may be misunderstood"
+    )]
+    Newer { found: i64, known: i64 },
     #[error("reduced: {}", smaller(.0))]
     Reduced(Reduction),
 }
@@ -130,6 +138,7 @@ impl Warning {
                 | Warning::Onnx(onnx::Note::ToldApart { .. } | onnx::Note::Restored { .. })
                 | Warning::Onnx(onnx::Note::SameForEverySample { .. } | onnx::Note::Counts { .. })
                 | Warning::OpenSizes(_)
+                | Warning::OneSample
                 | Warning::Reduced(_)
         )
     }
@@ -302,10 +311,13 @@ fn load(
     // The step's own gradients are those of the whole model.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
     warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
-    warnings.extend((results > 1 && !all_results && !inference).then_some(Warning::OtherResults(results)));
+    // Of what is no loss nothing is said as of one; planning it is refused.
+    let result = graph.ty(graph.outputs[0]);
+    let trains = !inference && result.rank() == 0 && result.dtype.is_float();
+    warnings.extend((results > 1 && !all_results && trains).then_some(Warning::OtherResults(results)));
     warnings.extend(reduction.map(Warning::Reduced));
     warnings.extend(doubt.clone().map(Warning::Batch));
-    warnings.extend((loss == LossKind::Other && doubt.is_none() && !inference).then_some(Warning::LossKind(coupling)));
+    warnings.extend((loss == LossKind::Other && doubt.is_none() && trains).then_some(Warning::LossKind(coupling)));
     Ok(Model {
         name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
         stop_gradients,
@@ -442,21 +454,49 @@ impl Format {
     }
 }
 
-/// By the document's `format`; a document that is cut off is judged by its beginning.
+/// By the document's `format`; a document that is cut off is judged by its beginning. One that has neither that nor nodes is
+/// taken for a config, of which it is said what it lacks.
 fn json_format(text: &str) -> Format {
-    #[derive(Deserialize)]
-    struct Header {
-        format: Option<String>,
-        model_type: Option<serde::de::IgnoredAny>,
-        architectures: Option<serde::de::IgnoredAny>,
-    }
     match serde_json::from_str::<Header>(text) {
         Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
-        Ok(header) if header.format.is_none() && (header.model_type.is_some() || header.architectures.is_some()) => {
-            Format::HuggingFaceConfig
-        }
+        Ok(header) if header.format.is_none() && !header.nodes => Format::HuggingFaceConfig,
         Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
         _ => Format::GraphJson,
+    }
+}
+
+/// What a JSON document says of itself, though it may say it twice.
+#[derive(Default)]
+struct Header {
+    format: Option<String>,
+    nodes: bool,
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Keys;
+        impl<'de> Visitor<'de> for Keys {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+                let mut header = Header::default();
+                while let Some(key) = map.next_key::<String>()? {
+                    match key.as_str() {
+                        "format" => header.format = map.next_value()?,
+                        _ => {
+                            map.next_value::<IgnoredAny>()?;
+                            header.nodes |= key == "nodes";
+                        }
+                    }
+                }
+                Ok(header)
+            }
+        }
+        from.deserialize_map(Keys)
     }
 }
 
@@ -470,7 +510,11 @@ fn looks_like_toml(text: &str) -> bool {
 
 /// The whole file. What is not text is caught by the caller.
 pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
-    let bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let mut bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    // Some editors put a mark of the byte order in front of text.
+    if bytes.starts_with(b"\xef\xbb\xbf") {
+        bytes.drain(..3);
+    }
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Err(Error::Empty { file: file.to_path_buf() });
     }
@@ -575,7 +619,8 @@ fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result
         let other = [n.saturating_mul(2), n / 2, n + 1, n.saturating_sub(1)].into_iter().find(may_be)?;
         Some(options.sizes.iter().cloned().chain([(size.symbol.clone(), other)]).collect())
     });
-    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().collect();
+    let newer = imported.newer.map(|found| Warning::Newer { found, known: torch_export::NEWEST });
+    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().chain(newer).collect();
     let aside = Aside { notes, buffers: imported.buffers, other_sizes: other, ..Aside::default() };
     let arguments = leaves(&imported.graph);
     Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
@@ -761,7 +806,7 @@ mod tests {
 
     #[test]
     fn formats_are_recognised_by_content() {
-        let cases: [(&[u8], Format); 14] = [
+        let cases: [(&[u8], Format); 17] = [
             (b"module @jit_f {", Format::StableHlo),
             (b"#loc1 = loc(\"x\")\nmodule {", Format::StableHlo),
             (b"// a comment\nmodule", Format::StableHlo),
@@ -770,6 +815,9 @@ mod tests {
             (b"{\"version\": 1, \"format\": \"altiplano.plan\"}", Format::PlanJson),
             (b"{\"format\": \"altiplano.plan\", \"vers", Format::PlanJson),
             (b"{\"model_type\": \"gpt2\"}", Format::HuggingFaceConfig),
+            (b"{\"hidden_size\": 64}", Format::HuggingFaceConfig),
+            (b"{\"model_type\": \"gpt2\", \"model_type\": \"gpt2\"}", Format::HuggingFaceConfig),
+            (b"{\"model_type\": \"gpt2\", \"nodes\": []}", Format::GraphJson),
             (b"PK\x03\x04..", Format::TorchExport),
             (b"\x08\x0a\x12\x07pytorch", Format::Onnx),
             (b"\x08\x0a\xff\x07pytorch", Format::Onnx),

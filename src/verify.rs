@@ -13,8 +13,10 @@ use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::row_name;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use altiplano_runtime::data::{read_safetensors, tensor_named};
+use altiplano_runtime::random::Stream;
 use altiplano_runtime::{HostTensor, evaluate};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 /// What is compared.
@@ -38,16 +40,46 @@ impl Quantity {
     }
 }
 
+/// What a difference is measured by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Measure {
+    /// The norm of the reference.
+    Own,
+    /// Nothing, since that norm is little.
+    Absolute,
+}
+
 /// A tensor of the plan against the same tensor of a reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
     pub tensor: String,
-    /// Norm of the difference over the norm of the reference.
-    pub relative: f64,
-    /// Below 1 where the two agree: the difference over what is tolerated.
-    pub severity: f64,
+    /// Norm of the difference by this measure, and what it may be.
+    pub amount: f64,
+    pub allowed: f64,
+    pub measure: Measure,
+    /// More is allowed than elsewhere, since rounding alone changes this much: see [`verify`].
+    pub rounded: bool,
     /// Some values are not numbers, and the same ones on both sides.
     pub both_nan: bool,
+}
+
+impl Difference {
+    /// At most 1 where the two agree.
+    pub fn severity(&self) -> f64 {
+        self.amount / self.allowed
+    }
+}
+
+/// `3.57e-7 relative, 1e-4 allowed`
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match self.measure {
+            Measure::Own => "relative",
+            Measure::Absolute => "absolute",
+        };
+        let why = if self.rounded { ", as much as rounding does" } else { "" };
+        write!(f, "{:.2e} {how}, {:.0e} allowed{why}", self.amount, self.allowed)
+    }
 }
 
 /// What came of a comparison.
@@ -65,8 +97,8 @@ pub struct Comparison {
     pub quantity: Quantity,
     /// Those of which there was something to compare.
     pub tensors: usize,
+    /// The one whose difference is most of what is allowed.
     pub worst: Difference,
-    pub tolerance: f64,
 }
 
 impl Comparison {
@@ -75,7 +107,7 @@ impl Comparison {
             _ if self.tensors == 0 => Verdict::NotCompared,
             worst if worst.both_nan => Verdict::BothNaN,
             // A difference that is not a number agrees with nothing.
-            worst if worst.severity <= 1.0 => Verdict::Agrees,
+            worst if worst.severity() <= 1.0 => Verdict::Agrees,
             _ => Verdict::Differs,
         }
     }
@@ -85,11 +117,14 @@ impl Comparison {
     }
 }
 
+/// Tensors by name.
+type Tensors = BTreeMap<String, Vec<f64>>;
+
 /// What a step gave.
 struct Outcome {
     loss: f64,
-    gradients: BTreeMap<String, Vec<f64>>,
-    weights: BTreeMap<String, Vec<f64>>,
+    gradients: Tensors,
+    weights: Tensors,
 }
 
 /// The comparisons of a plan: with one device, and with the file where there is one.
@@ -109,13 +144,17 @@ impl Verified {
     /// The worst of what does not agree.
     pub fn failure(&self) -> Option<&Comparison> {
         let all = self.one_device.iter().chain(&self.expected).chain(&self.given).filter(|c| c.fails());
-        all.max_by(|a, b| a.worst.severity.abs().total_cmp(&b.worst.severity.abs()))
+        all.max_by(|a, b| a.worst.severity().abs().total_cmp(&b.worst.severity().abs()))
     }
 }
 
 /// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
 /// gradients as `grad/NAME`, or of a model that is run only its results as `result/0` and so on; without it weights and batch are as for training. `given` is the step that the model was, where
 /// it was one, and the plan's batch is the traced one.
+///
+/// Where the plan and one device differ by more than an order of additions should, it is looked at what rounding does: how much
+/// one device's numbers change when the last bits of the weights do. Gradients that are zero but for rounding (of a bias whose
+/// mean is subtracted again), and values at the edge of a rectifier, are not known any better than that.
 pub fn verify(
     plan: &Plan,
     training: &Training,
@@ -149,7 +188,8 @@ pub fn verify(
     }
     let ours = outcome(plan, &weights, &batch, training.learning_rate)?;
     progress.step("one device", 1, 2);
-    let single = outcome(&single_device(plan)?, &weights, &batch, training.learning_rate)?;
+    let one = single_device(plan)?;
+    let single = outcome(&one, &weights, &batch, training.learning_rate)?;
     let expected = match &recorded {
         None => Vec::new(),
         Some((file, tensors)) => {
@@ -157,11 +197,12 @@ pub fn verify(
             vec![tolerance.loss(ours.loss, loss), tolerance.tensors(Quantity::Gradient, &ours.gradients, &gradients)]
         }
     };
-    let one_device = vec![
-        tolerance.loss(ours.loss, single.loss),
-        tolerance.tensors(Quantity::Gradient, &ours.gradients, &single.gradients),
-        tolerance.weights(&ours, &single),
-    ];
+    let mut one_device = tolerance.outcomes(&ours, &single, &[]);
+    if one_device.iter().any(Comparison::fails) {
+        let nudge = |seed: u64| outcome(&one, &nudged(&weights, seed), &batch, training.learning_rate);
+        let rounded = (0..NUDGES).map(nudge).collect::<Result<Vec<_>, _>>()?;
+        one_device = tolerance.outcomes(&ours, &single, &rounded);
+    }
     let given = match given.filter(|g| !g.parameters.is_empty() && is_traced_batch(g, &batch)) {
         None => Vec::new(),
         Some(given) => {
@@ -346,10 +387,15 @@ struct Tolerance {
     tensor: f64,
 }
 
-/// Norms below this are noise; there the difference itself counts.
-const TINY_NORM: f64 = 1e-6;
-/// What it may then be.
+/// Differences below this are rounding, however small what they are differences of is: of terms that cancel, as probabilities and
+/// labels do, the sum is known as well as the terms.
 const TINY_DIFFERENCE: f64 = 1e-7;
+/// How many times it is tried what rounding does.
+const NUDGES: u64 = 4;
+/// Rounding along the way does more than rounding of the weights.
+const MARGIN: f64 = 4.0;
+/// Weights of more bits than those of single precision are computed with in that.
+const DOUBTFUL_BITS: u32 = 23;
 
 impl Tolerance {
     /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for.
@@ -365,31 +411,42 @@ impl Tolerance {
         Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
     }
 
-    fn loss(&self, ours: f64, reference: f64) -> Comparison {
-        let worst = difference("loss", &[ours], &[reference], self.loss);
-        Comparison { quantity: Quantity::Loss, tensors: 1, worst, tolerance: self.loss }
+    /// A step against the same on one device, of which `rounded` are others that only rounding should tell apart.
+    fn outcomes(&self, ours: &Outcome, reference: &Outcome, rounded: &[Outcome]) -> Vec<Comparison> {
+        let near: Vec<Vec<f64>> = rounded.iter().map(|o| vec![o.loss]).collect();
+        let gradients: Vec<&Tensors> = rounded.iter().map(|o| &o.gradients).collect();
+        let worst = difference("loss", &[ours.loss], &[reference.loss], self.loss, &near);
+        vec![
+            Comparison { quantity: Quantity::Loss, tensors: 1, worst },
+            self.among(Quantity::Gradient, &ours.gradients, &reference.gradients, &gradients),
+            self.weights(ours, reference, rounded),
+        ]
     }
 
-    fn tensors(
-        &self,
-        quantity: Quantity,
-        ours: &BTreeMap<String, Vec<f64>>,
-        reference: &BTreeMap<String, Vec<f64>>,
-    ) -> Comparison {
+    fn loss(&self, ours: f64, reference: f64) -> Comparison {
+        let worst = difference("loss", &[ours], &[reference], self.loss, &[]);
+        Comparison { quantity: Quantity::Loss, tensors: 1, worst }
+    }
+
+    fn tensors(&self, quantity: Quantity, ours: &Tensors, reference: &Tensors) -> Comparison {
+        self.among(quantity, ours, reference, &[])
+    }
+
+    fn among(&self, quantity: Quantity, ours: &Tensors, reference: &Tensors, rounded: &[&Tensors]) -> Comparison {
         let nothing: Vec<f64> = Vec::new();
-        let all = reference
-            .iter()
-            .filter(|(_, reference)| !reference.is_empty())
-            .map(|(name, reference)| difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor));
+        let all = reference.iter().filter(|(_, reference)| !reference.is_empty()).map(|(name, reference)| {
+            let near: Vec<Vec<f64>> = rounded.iter().filter_map(|r| r.get(name).cloned()).collect();
+            difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor, &near)
+        });
         self.worst_of(quantity, all)
     }
 
     /// Adam divides a gradient by its own size: where the gradient is mere rounding, its sign, and with it the whole
     /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
-    fn weights(&self, ours: &Outcome, reference: &Outcome) -> Comparison {
+    fn weights(&self, ours: &Outcome, reference: &Outcome, rounded: &[Outcome]) -> Comparison {
         let all = reference.weights.iter().filter_map(|(name, updated)| {
             let (Some(ours_updated), Some(gradient)) = (ours.weights.get(name), reference.gradients.get(name)) else {
-                return Some(difference(name, &[], updated, self.tensor));
+                return Some(difference(name, &[], updated, self.tensor, &[]));
             };
             let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
             let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
@@ -399,20 +456,29 @@ impl Tolerance {
                 (0..updated.len()).filter(|&i| counts(gradient[i]) || !updated[i].is_finite()).collect();
             let pick =
                 |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
-            (!kept.is_empty()).then(|| difference(name, &pick(ours_updated), &pick(updated), self.tensor))
+            let near: Vec<Vec<f64>> = rounded.iter().filter_map(|o| Some(pick(o.weights.get(name)?))).collect();
+            (!kept.is_empty()).then(|| difference(name, &pick(ours_updated), &pick(updated), self.tensor, &near))
         });
         self.worst_of(Quantity::Weights, all)
     }
 
     fn worst_of(&self, quantity: Quantity, differences: impl Iterator<Item = Difference>) -> Comparison {
-        let none = Difference { tensor: String::new(), relative: 0.0, severity: 0.0, both_nan: false };
+        let none = Difference {
+            tensor: String::new(),
+            amount: 0.0,
+            allowed: self.tensor,
+            measure: Measure::Own,
+            rounded: false,
+            both_nan: false,
+        };
         let mut tensors = 0;
         let worst = differences.fold(none, |worst, d| {
             tensors += 1;
             // Written so that a severity that is not a number wins.
-            if worst.severity.is_nan() || d.severity <= worst.severity && !worst.tensor.is_empty() { worst } else { d }
+            let (a, b) = (worst.severity(), d.severity());
+            if a.is_nan() || b <= a && !worst.tensor.is_empty() { worst } else { d }
         });
-        Comparison { quantity, tensors, worst, tolerance: self.tensor }
+        Comparison { quantity, tensors, worst }
     }
 }
 
@@ -421,19 +487,36 @@ fn norm(x: &[f64]) -> f64 {
     x.iter().fold(0.0, |sum, v| sum + v * v).sqrt()
 }
 
-fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64) -> Difference {
+/// `near` are other values that only rounding should tell from the reference.
+fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, near: &[Vec<f64>]) -> Difference {
     let tensor = tensor.to_string();
+    let size = norm(reference);
+    let (unit, allowed, measure) = match tolerance * size < TINY_DIFFERENCE {
+        true => (1.0, TINY_DIFFERENCE, Measure::Absolute),
+        false => (size, tolerance, Measure::Own),
+    };
     if ours.len() != reference.len() {
-        return Difference { tensor, relative: f64::NAN, severity: f64::NAN, both_nan: false };
+        return Difference { tensor, amount: f64::NAN, allowed, measure, rounded: false, both_nan: false };
     }
     let mut pairs = ours.iter().zip(reference);
     let both_nan = reference.iter().any(|r| r.is_nan()) && pairs.all(|(a, b)| a.is_nan() == b.is_nan());
-    let delta = norm(&ours.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>());
-    let size = norm(reference);
-    if size < TINY_NORM {
-        return Difference { tensor, relative: delta / TINY_NORM, severity: delta / TINY_DIFFERENCE, both_nan };
-    }
-    Difference { tensor, relative: delta / size, severity: delta / size / tolerance, both_nan }
+    let apart = |x: &[f64]| norm(&x.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>()) / unit;
+    let rounding = near.iter().map(|x| apart(x)).filter(|x| x.is_finite()).fold(0.0, f64::max) * MARGIN;
+    let rounded = rounding > allowed;
+    Difference { tensor, amount: apart(ours), allowed: allowed.max(rounding), measure, rounded, both_nan }
+}
+
+/// Weights of which the last bit of each is changed or not.
+fn nudged(weights: &BTreeMap<String, HostTensor>, seed: u64) -> BTreeMap<String, HostTensor> {
+    let nudge = |(name, tensor): (&String, &HostTensor)| {
+        let Some(format) = tensor.ty.dtype.float_format() else { return (name.clone(), tensor.clone()) };
+        let bit = 0.5f64.powi(format.mantissa_bits.min(DOUBTFUL_BITS) as i32);
+        let stream = Stream::new(seed, name);
+        let values = tensor.to_f64().into_iter().zip(0..);
+        let values: Vec<f64> = values.map(|(x, i)| x * (1.0 + bit * (stream.below(i, 3) as f64 - 1.0))).collect();
+        (name.clone(), HostTensor::from_f64(tensor.ty.clone(), &values))
+    };
+    weights.iter().map(nudge).collect()
 }
 
 #[cfg(test)]
@@ -442,13 +525,57 @@ mod tests {
 
     #[test]
     fn noise_agrees_and_nothing_else_does() {
-        let severity = |a: &[f64], b: &[f64]| difference("x", a, b, 1e-4).severity;
+        let severity = |a: &[f64], b: &[f64]| difference("x", a, b, 1e-4, &[]).severity();
         assert!(severity(&[1.0, 2.0], &[1.0, 2.0 + 1e-5]) < 1.0);
         assert!(severity(&[1.0, 2.0], &[1.0, 2.1]) > 1.0);
         assert!(severity(&[1e-9], &[-1e-9]) < 1.0);
         assert!(severity(&[1e-6], &[-1e-9]) > 1.0);
         assert!(severity(&[f64::NAN], &[1.0]).is_nan());
         assert!(severity(&[], &[1.0]).is_nan());
+    }
+
+    /// What is said of a gradient that is zero but for rounding can be compared with what is allowed.
+    #[test]
+    fn the_worst_is_told_by_what_it_was_measured_by() {
+        let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
+        let map =
+            |zero: f64, one: f64| BTreeMap::from([("zero".to_string(), vec![zero]), ("one".to_string(), vec![one])]);
+        let check = |zero: f64, one: f64, expected: &str| {
+            let found = tolerance.tensors(Quantity::Gradient, &map(zero, one), &map(0.0, 1.0));
+            assert_eq!(format!("{}: {}", found.worst.tensor, found.worst), expected);
+        };
+        check(1e-8, 1.00009, "one: 9.00e-5 relative, 1e-4 allowed");
+        check(2e-8, 1.00001, "zero: 2.00e-8 absolute, 1e-7 allowed");
+        check(f64::NAN, 1.0, "zero: NaN absolute, 1e-7 allowed");
+    }
+
+    #[test]
+    fn what_rounding_does_is_allowed_and_no_more() {
+        let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
+        let of = |loss: f64, gradient: f64, weight: f64| Outcome {
+            loss,
+            gradients: BTreeMap::from([("a".to_string(), vec![gradient])]),
+            weights: BTreeMap::from([("a".to_string(), vec![weight])]),
+        };
+        let rounded = [of(1.0, 1.001, 1.0), of(1.0, f64::NAN, 1.0)];
+        let verdicts = |ours: Outcome, rounded: &[Outcome]| -> Vec<Verdict> {
+            tolerance.outcomes(&ours, &of(1.0, 1.0, 1.0), rounded).iter().map(Comparison::verdict).collect()
+        };
+        let (agrees, differs) = (Verdict::Agrees, Verdict::Differs);
+        assert_eq!(verdicts(of(1.0, 0.998, 1.0), &[]), [agrees, differs, agrees]);
+        assert_eq!(verdicts(of(1.0, 0.998, 1.0), &rounded), [agrees, agrees, agrees]);
+        assert_eq!(verdicts(of(1.0, 0.99, 1.1), &rounded), [agrees, differs, differs]);
+        assert_eq!(verdicts(of(1.1, f64::NAN, 1.0), &rounded), [differs, differs, agrees]);
+    }
+
+    #[test]
+    fn a_nudge_is_a_last_bit() {
+        let ty = TensorType::new(DType::F32, [64]);
+        let weights = BTreeMap::from([("w".to_string(), HostTensor::from_f64(ty, &[1.5; 64]))]);
+        let values = nudged(&weights, 1)["w"].to_f64();
+        assert!(values.iter().all(|x| (x - 1.5).abs() <= 2.0 * f64::from(f32::EPSILON)), "{values:?}");
+        assert!(values.iter().any(|&x| x > 1.5) && values.iter().any(|&x| x < 1.5), "{values:?}");
+        assert_ne!(values, nudged(&weights, 2)["w"].to_f64());
     }
 
     #[test]
@@ -460,7 +587,7 @@ mod tests {
         assert_eq!(check(map(1.0, 2.0)).worst.tensor, "b");
         for ours in [map(f64::NAN, 2.0), map(2.0, f64::NAN)] {
             let found = check(ours);
-            assert!(found.verdict() == Verdict::Differs && found.worst.severity.is_nan());
+            assert!(found.verdict() == Verdict::Differs && found.worst.severity().is_nan());
         }
         let nan = || map(f64::NAN, 1.0);
         assert_eq!(tolerance.tensors(Quantity::Gradient, &nan(), &nan()).verdict(), Verdict::BothNaN);
@@ -484,7 +611,7 @@ mod tests {
             ((nan, nan), (nan, nan), Verdict::BothNaN),
         ];
         for (ours, reference, expect) in cases {
-            let found = tolerance.weights(&outcome(ours.0, ours.1), &outcome(reference.0, reference.1));
+            let found = tolerance.weights(&outcome(ours.0, ours.1), &outcome(reference.0, reference.1), &[]);
             assert_eq!(found.verdict(), expect, "{ours:?} {reference:?}");
         }
     }

@@ -45,6 +45,43 @@ fn the_batch_is_the_one_that_is_asked_for() {
     check("--microbatch 3", 3, 1);
 }
 
+#[test]
+fn what_is_taken_for_granted_is_said() {
+    let scratch = Scratch::new();
+    let said = |name: &str, content: &str, command: &str, options: &[&str]| {
+        let config = scratch.file(name, content);
+        altiplano(&[&[command, &config], options].concat())
+    };
+    let one_sample = "note: the batch is taken to be one sample; --global-batch N says another number";
+    assert!(said("a.json", GPT2, "plan", &[]).stderr.contains(one_sample));
+    assert!(!said("a.json", GPT2, "plan", &["--global-batch", "4"]).stderr.contains(one_sample));
+    assert!(!said("a.json", GPT2, "show", &[]).stderr.contains(one_sample));
+    let other = GPT2.replace("\"gpt2\"", "\"gpt2\", \"architectures\": [\"GPT2ForTokenClassification\"]");
+    assert!(
+        said("b.json", &other, "plan", &[]).stderr.contains("note: architectures: a GPT2ForTokenClassification has")
+    );
+    // Some editors write a mark of the byte order.
+    assert_eq!(said("c.json", &format!("\u{feff}{GPT2}"), "show", &[]).code, Some(0));
+    for (content, expected) in [
+        ("{\"hidden_size\": 64}", "model_type: is missing"),
+        (&GPT2.replace("n_head", "n_layer"), "n_layer: is there twice"),
+    ] {
+        let output = said("d.json", content, "show", &[]);
+        assert!(output.code == Some(2) && output.stderr.contains(expected), "{}", output.stderr);
+    }
+}
+
+/// What is no loss is not said to be an odd one.
+#[test]
+fn a_model_without_a_loss_is_shown_without_complaint() {
+    let scratch = Scratch::new();
+    let config = scratch.file("config.json", GPT2);
+    let graph = scratch.path("graph.json").display().to_string();
+    run(&["import", &config, "-o", &graph], "--seq 8 --loss none");
+    let shown = altiplano(&["show", &graph]);
+    assert_eq!((shown.code, shown.stderr.as_str()), (Some(0), ""));
+}
+
 /// A loss that is attached to what a config's model gives is the loss that the config's model has.
 #[test]
 fn a_loss_is_attached() {

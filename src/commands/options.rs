@@ -8,7 +8,7 @@ use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::ir::reduce::Goal;
 use altiplano::planner::Request;
 use altiplano::training::Training;
-use altiplano::{Error, Format, GivenStep, ImportOptions, load_cluster, model_of, plan_of, read_bytes};
+use altiplano::{Error, Format, GivenStep, ImportOptions, Warning, load_cluster, model_of, plan_of, read_bytes};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -198,7 +198,10 @@ impl PlanOptions {
         let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);
         let import = ImportOptions { batch: asked, ..options.import() };
         let file = model;
-        let model = model_of(file, bytes, &import)?;
+        let mut model = model_of(file, bytes, &import)?;
+        if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {
+            model.warnings.push(Warning::OneSample);
+        }
         let ty = model.graph.ty(model.graph.outputs[0]);
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
             return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });

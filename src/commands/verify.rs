@@ -55,8 +55,8 @@ impl Verify {
             Some(failure) => Err(Error::NumbersDiffer {
                 what: failure.quantity.name(),
                 tensor: failure.worst.tensor.clone(),
-                difference: failure.worst.relative,
-                tolerance: failure.tolerance,
+                difference: failure.worst.amount,
+                tolerance: failure.worst.allowed,
             }),
         }
     }
@@ -75,12 +75,7 @@ fn table(reference: &str, comparisons: &[Comparison]) -> String {
             }
         };
         let worst = if c.tensors > 1 { format!("  worst of {}: {}", c.tensors, c.worst.tensor) } else { String::new() };
-        lines.push(format!(
-            "  {:<15}  {verdict:<7}  {:.2e} relative, {:.0e} allowed{worst}",
-            c.quantity.name(),
-            c.worst.relative,
-            c.tolerance
-        ));
+        lines.push(format!("  {:<15}  {verdict:<7}  {}{worst}", c.quantity.name(), c.worst));
     }
     lines.join("\n")
 }

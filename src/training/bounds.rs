@@ -60,9 +60,64 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
     best
 }
 
-/// Whether a root is drawn of an input, alone or with a number added, as of a variance: it is made up without negative
-/// numbers then.
-pub fn is_under_root(graph: &Graph, leaf: ValueId) -> bool {
+/// How the floats of an input are made up from normal numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Floats {
+    Any,
+    /// Without negative ones.
+    Positive,
+    /// Close to 1, as a variance or a gain is.
+    NearOne,
+    /// Close to 0, as a mean or a bias is.
+    NearZero,
+}
+
+/// How far those numbers are from 1 or 0 that are close to it. They are not 1 and 0 themselves: nobody would see then whether a
+/// plan computes with them.
+const NEAR: f64 = 0.1;
+
+impl Floats {
+    /// A sample's floats may be anything of which a root can be drawn where one is. What is the same for all samples, and not
+    /// given, is statistics: with just any in place of those that a model ran up, its activations grow from layer to layer.
+    pub fn of(graph: &Graph, input: ValueId) -> Floats {
+        let of_samples = graph.node(input).batch_dims != 0;
+        match is_under_root(graph, input) {
+            true if of_samples => Floats::Positive,
+            true => Floats::NearOne,
+            false if of_samples => Floats::Any,
+            false => first_meeting(graph, input),
+        }
+    }
+
+    pub fn made_of(self, normal: f64) -> f64 {
+        match self {
+            Floats::Any => normal,
+            Floats::Positive => normal.abs(),
+            Floats::NearOne => (1.0 + NEAR * normal).abs(),
+            Floats::NearZero => NEAR * normal,
+        }
+    }
+}
+
+/// What is multiplied with samples is close to one, and what is added to anything close to zero. What is multiplied with the
+/// like of itself, as the mean is in `x gain + (bias - mean gain)`, is what the product is.
+fn first_meeting(graph: &Graph, leaf: ValueId) -> Floats {
+    let users = graph.users();
+    let mut v = leaf;
+    while let [user, ..] = users[v.index()][..] {
+        let node = graph.node(user);
+        match &node.op {
+            Op::Binary(Binary::Multiply) if node.batch_dims != 0 => return Floats::NearOne,
+            Op::Binary(Binary::Add | Binary::Subtract) => return Floats::NearZero,
+            Op::Binary(Binary::Multiply) | Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Convert(_) => v = user,
+            _ => return Floats::Any,
+        }
+    }
+    Floats::Any
+}
+
+/// Whether a root is drawn of an input, alone or with a number added, as of a variance.
+fn is_under_root(graph: &Graph, leaf: ValueId) -> bool {
     let users = graph.users();
     let mut pending = vec![leaf];
     while let Some(value) = pending.pop() {
@@ -96,5 +151,74 @@ fn name(graph: &Graph, value: ValueId) -> String {
         Op::Parameter(p) => format!("'{}'", p.name),
         Op::Convert(_) => name(graph, graph.node(value).operands[0]),
         _ => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_ir::dtype::DType;
+    use altiplano_ir::op::Input;
+    use altiplano_ir::types::TensorType;
+
+    fn input(g: &mut Graph, name: &str, shape: &[u64], batch_dims: u32) -> ValueId {
+        let ty = TensorType::new(DType::F32, shape);
+        let v = g.emit(Op::Input(Input { name: name.into(), ty }), &[]);
+        g.nodes[v.index()].batch_dims = batch_dims;
+        v
+    }
+
+    /// `v` for each sample.
+    fn rows(g: &mut Graph, v: ValueId) -> ValueId {
+        marked(g, |g| g.broadcast(v, &[4, 3], &[1]))
+    }
+
+    fn marked(g: &mut Graph, build: impl FnOnce(&mut Graph) -> ValueId) -> ValueId {
+        let v = build(g);
+        g.nodes[v.index()].batch_dims = 1;
+        v
+    }
+
+    /// `(x - mean) gain` and `x gain + (bias - mean gain)`, where `gain = table / sqrt(variance)`.
+    #[test]
+    fn statistics_are_told_from_samples() {
+        for folded in [false, true] {
+            let mut g = Graph::new("norm");
+            let [x, spread] = ["x", "spread"].map(|name| input(&mut g, name, &[4, 3], 1));
+            let [mean, variance, table, bias] =
+                ["mean", "variance", "table", "bias"].map(|name| input(&mut g, name, &[3], 0));
+            let other = input(&mut g, "other", &[3, 3], 0);
+            let root = g.unary(Unary::Rsqrt, variance);
+            let gain = g.mul(table, root);
+            let of_each = rows(&mut g, gain);
+            if folded {
+                let scaled = marked(&mut g, |g| g.mul(x, of_each));
+                let moved = g.mul(mean, gain);
+                let shift = g.sub(bias, moved);
+                let of_each = rows(&mut g, shift);
+                marked(&mut g, |g| g.add(scaled, of_each));
+            } else {
+                let of_mean = rows(&mut g, mean);
+                let centred = marked(&mut g, |g| g.sub(x, of_mean));
+                let scaled = marked(&mut g, |g| g.mul(centred, of_each));
+                let of_bias = rows(&mut g, bias);
+                marked(&mut g, |g| g.add(scaled, of_bias));
+            }
+            marked(&mut g, |g| g.unary(Unary::Sqrt, spread));
+            let expected = [
+                (x, Floats::Any),
+                (spread, Floats::Positive),
+                (mean, Floats::NearZero),
+                (variance, Floats::NearOne),
+                (table, Floats::NearOne),
+                (bias, Floats::NearZero),
+                (other, Floats::Any),
+            ];
+            for (v, floats) in expected {
+                assert_eq!(Floats::of(&g, v), floats, "{v}, folded: {folded}");
+            }
+        }
+        let made = [Floats::NearOne, Floats::NearZero, Floats::Positive].map(|f| f.made_of(-2.0));
+        assert!(made.iter().zip([0.8, -0.2, 2.0]).all(|(a, b)| (a - b).abs() < 1e-12), "{made:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! Batches: cut from a file whose tensors have more samples than one batch, or made up.
 
 use crate::error::{DataProblem, Error};
-use crate::training::bounds::{Bound, bound, is_under_root};
+use crate::training::bounds::{Bound, Floats, bound};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
@@ -37,8 +37,7 @@ struct InputType {
     ty: TensorType,
     batch_dim: Option<usize>,
     bound: Option<Bound>,
-    /// A root is drawn of it.
-    positive: bool,
+    floats: Floats,
 }
 
 enum Source {
@@ -177,8 +176,8 @@ fn inputs(plan: &Plan) -> Vec<InputType> {
             ty.shape[dim] *= plan.num_microbatches as u64;
         }
         let bound = if ty.dtype.is_integer() { bound(&graph, v) } else { None };
-        let positive = ty.dtype.is_float() && is_under_root(&graph, v);
-        InputType { name: name.to_string(), ty, batch_dim, bound, positive }
+        let floats = if ty.dtype.is_float() { Floats::of(&graph, v) } else { Floats::Any };
+        InputType { name: name.to_string(), ty, batch_dim, bound, floats }
     };
     graph.inputs().filter(|(_, name)| ![SAMPLE_INDEX, RANDOM_KEY].contains(name)).map(input).collect()
 }
@@ -228,11 +227,11 @@ impl InputType {
     /// Something to train on.
     fn made_up(&self, seed: u64) -> HostTensor {
         let tensor = synthetic(&self.name, &self.ty, self.bound.as_ref().map_or(2, |b| b.rows), seed);
-        if !self.positive {
+        if self.floats == Floats::Any {
             return tensor;
         }
-        let sizes: Vec<f64> = tensor.to_f64().into_iter().map(f64::abs).collect();
-        HostTensor::from_f64(tensor.ty, &sizes)
+        let numbers: Vec<f64> = tensor.to_f64().into_iter().map(|x| self.floats.made_of(x)).collect();
+        HostTensor::from_f64(tensor.ty, &numbers)
     }
 
     /// Batch `number` of a tensor of `samples`.

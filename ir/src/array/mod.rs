@@ -11,6 +11,7 @@ mod lookup;
 mod loss;
 mod norm;
 mod pool;
+mod recurrent;
 mod reduction;
 mod shape;
 
@@ -27,6 +28,7 @@ pub use lookup::{embedding, one_hot, sort, take, take_along, top_k};
 pub use loss::{cross_entropy, label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
+pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
 pub use shape::*;
 

@@ -301,3 +301,40 @@ fn what_does_not_fit_is_an_error() {
         attention(g, a, a, a, &Attention::default()).is_err() && full(g, &[1 << 40, 1 << 40], 0.0, DType::F32).is_err()
     );
 }
+
+/// `c' = f c + i z` and `h' = o tanh(c')`, from the last step to the first; the order of the gates is the caller's.
+#[test]
+fn a_recurrent_layer_goes_through_a_sequence() {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    for order in [[0, 1, 2, 3], [0, 3, 1, 2]] {
+        for backwards in [false, true] {
+            let mut case = Case::new();
+            let [x, input, recurrent, b, r] =
+                [&[3, 1, 1][..], &[4, 1], &[4, 1], &[4], &[4]].map(|shape| case.leaf(shape));
+            let [gates, activation, shown] = [Gate::Sigmoid, Gate::Tanh, Gate::Tanh];
+            let cell = Cell::Lstm { order, gates, activation, shown, peepholes: None };
+            let layer = Recurrent { cell, input, recurrent, biases: Some([b, r]), backwards };
+            let (sequence, last) = layer.run(&mut case.graph, x, None).unwrap();
+            assert_eq!(last.len(), 2);
+            case.check(sequence, |index, leaves| {
+                let at = |leaf: usize, i: usize| leaves[leaf].data[i];
+                let (mut h, mut c) = (0.0, 0.0);
+                let steps: Vec<usize> = if backwards { vec![2, 1, 0] } else { vec![0, 1, 2] };
+                for t in steps {
+                    let [i, o, f, z] = order.map(|k| at(1, k) * at(0, t) + at(3, k) + at(2, k) * h + at(4, k));
+                    c = sigmoid(f) * c + sigmoid(i) * z.tanh();
+                    h = sigmoid(o) * c.tanh();
+                    if t as u64 == index[0] {
+                        break;
+                    }
+                }
+                h
+            });
+        }
+    }
+    let mut case = Case::new();
+    let [x, input, recurrent] = [&[3, 1, 1][..], &[4, 1], &[3, 1]].map(|shape| case.leaf(shape));
+    let cell = Cell::Rnn { activation: Gate::Relu };
+    let layer = Recurrent { cell, input, recurrent, biases: None, backwards: false };
+    assert!(layer.run(&mut case.graph, x, None).is_err());
+}

@@ -49,11 +49,12 @@ def fixed(*values, dtype=None):
     return lambda g: torch.tensor(values, dtype=dtype)
 
 
-from . import arithmetic, networks, places, shapes  # noqa: E402
+from . import arithmetic, networks, places, programs, shapes  # noqa: E402
 
 FAMILIES = {
     "arithmetic": arithmetic.cases,
     "networks": networks.cases,
     "places": places.cases,
+    "programs": programs.cases,
     "shapes": shapes.cases,
 }

@@ -112,12 +112,12 @@ impl Builder {
 
     /// Says of a config that asks for dropout that there is none.
     pub fn without_dropout(&mut self, fields: &Fields<'_>, keys: &[&str]) -> Result<(), ConfigError> {
+        let mut dropped = None;
         for key in keys {
-            if fields.number_or(key, 0.0)? > 0.0 {
-                self.notes.push(Note::Dropout { field: key.to_string() });
-                break;
-            }
+            let asked = fields.number_or(key, 0.0)? > 0.0;
+            dropped = dropped.or(asked.then(|| Note::Dropout { field: key.to_string() }));
         }
+        self.notes.extend(dropped);
         Ok(())
     }
 

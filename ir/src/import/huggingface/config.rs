@@ -1,7 +1,13 @@
 //! Fields of a config, read with errors that name them.
 
 use super::error::ConfigError;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::rc::Rc;
 
 /// The largest size that a config or an option may state, so that the product of two fits 64 bits.
 pub const MAX_SIZE: u64 = 1 << 31;
@@ -17,15 +23,111 @@ pub struct Fields<'a> {
     map: &'a Map<String, Value>,
     /// What leads to the object, with a dot at the end; empty for the config itself.
     path: String,
+    /// Fields that were asked for, with what leads to them.
+    asked: Rc<RefCell<BTreeSet<String>>>,
 }
+
+/// Fields that say nothing about the graph of a training step: where a file comes from, what ids mean to a tokenizer, how weights
+/// were first drawn, how text is generated, what else a call returns; and caches.
+const ASIDE: &[&str] = &[
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_experts_implementation",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "directionality",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "eos_token_id",
+    "experts_implementation",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "gradient_checkpointing",
+    "id2label",
+    "initializer_factor",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "mask_token_id",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "model_type",
+    "n_ctx",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "typical_p",
+    "unk_token_id",
+    "use_bfloat16",
+    "use_cache",
+];
+
+/// Parts of models that others are made of, which those read here do not have.
+const ASIDE_PREFIXES: &[&str] = &["pooler_", "summary_"];
 
 impl<'a> Fields<'a> {
     pub fn new(map: &'a Map<String, Value>) -> Self {
-        Fields { map, path: String::new() }
+        Fields { map, path: String::new(), asked: Rc::default() }
     }
 
     fn get(&self, key: &str) -> Option<&'a Value> {
+        self.asked.borrow_mut().insert(self.field(key));
         self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    /// Fields that follow from others, or say something about models of a family that are not built.
+    pub fn ignore(&self, keys: &[&str]) {
+        self.asked.borrow_mut().extend(keys.iter().map(|key| self.field(key)));
+    }
+
+    /// Fields that nobody asked for and that may say something about the model: all that are not off or empty, and not about
+    /// something else.
+    pub fn unread(&self) -> Vec<String> {
+        let asked = self.asked.borrow();
+        let says = |value: &Value| match value {
+            Value::Null => false,
+            Value::Bool(b) => *b,
+            Value::Number(n) => n.as_f64() != Some(0.0),
+            Value::String(text) => !text.is_empty(),
+            Value::Array(all) => !all.is_empty(),
+            Value::Object(map) => !map.is_empty(),
+        };
+        let aside = |key: &str| ASIDE.contains(&key) || ASIDE_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
+        let unread = self.map.iter().filter(|(key, value)| says(value) && !aside(key) && !asked.contains(*key));
+        unread.map(|(key, _)| key.clone()).collect()
     }
 
     pub fn has(&self, key: &str) -> bool {
@@ -153,12 +255,42 @@ impl<'a> Fields<'a> {
     pub fn object(&self, key: &str) -> Result<Option<Fields<'a>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.expected(key, "an object"))?;
-        Ok(Some(Fields { map, path: format!("{}{key}.", self.path) }))
+        Ok(Some(Fields { map, path: format!("{}{key}.", self.path), asked: self.asked.clone() }))
     }
 
     /// How many entries an object has.
     pub fn entries(&self, key: &str) -> Result<Option<u64>, ConfigError> {
         Ok(self.object(key)?.map(|object| object.map.len() as u64))
+    }
+}
+
+/// A config's fields, and the first of those that it has twice: which of two numbers is meant nobody knows.
+pub struct Keys {
+    pub map: Map<String, Value>,
+    pub twice: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Fields;
+        impl<'de> Visitor<'de> for Fields {
+            type Value = Keys;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Keys, A::Error> {
+                let mut keys = Keys { map: Map::new(), twice: None };
+                while let Some((key, value)) = from.next_entry::<String, Value>()? {
+                    if keys.map.insert(key.clone(), value).is_some() {
+                        keys.twice.get_or_insert(key);
+                    }
+                }
+                Ok(keys)
+            }
+        }
+        from.deserialize_map(Fields)
     }
 }
 

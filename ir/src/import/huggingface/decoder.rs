@@ -32,6 +32,8 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let width = fields.size("intermediate_size")?;
     let part = match family.as_str() {
         "mixtral" => {
+            // Without `output_router_logits` there is no such loss.
+            fields.ignore(&["router_aux_loss_coef"]);
             let (count, chosen) = (fields.size("num_local_experts")?, fields.size("num_experts_per_tok")?);
             fields.at_most("num_experts_per_tok", chosen, "num_local_experts", count)?;
             Part::Mixture(Experts { count, chosen, width, activation })

@@ -37,6 +37,7 @@ struct Router {
 }
 
 pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    fields.ignore(&["head_dim", "num_key_value_heads", "qk_head_dim"]);
     let layers = fields.layers("num_hidden_layers")?;
     let eps = fields.positive_or("rms_norm_eps", 1e-6)?;
     let latent = Latent::read(fields, eps)?;

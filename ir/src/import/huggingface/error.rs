@@ -10,6 +10,8 @@ pub enum ConfigError {
     Syntax(#[source] serde_json::Error),
     #[error("model_type: '{found}' is not known; known are {}; export other models with torch.export or JAX", .known.join(", "))]
     ModelType { found: String, known: Vec<&'static str> },
+    #[error("{field}: is there twice")]
+    Twice { field: String },
     #[error("{field}: is missing")]
     Missing { field: String },
     #[error("{field}: expected {expected}, found {found}")]
@@ -52,6 +54,10 @@ pub enum Note {
     Capacity { tokens: u64, sequence: u64, factor: f64, all: f64 },
     /// Masked positions of a sequence.
     Masked { positions: u64, sequence: u64 },
+    /// The config is of a model with another head than the one that its type gets here.
+    Head { found: String, planned: &'static str },
+    /// Fields that are not known here, and may change the model.
+    Unread { fields: Vec<String> },
 }
 
 impl fmt::Display for Note {
@@ -65,6 +71,13 @@ impl fmt::Display for Note {
                 f,
                 "an expert takes {tokens} tokens of a sequence of {sequence} at most, and others that choose it pass by; --capacity-factor X says how many (now {factor}; {all} drops none)"
             ),
+            Note::Head { found, planned } => {
+                write!(f, "architectures: a {found} has another head and loss; what is planned is {planned}")
+            }
+            Note::Unread { fields } => {
+                let s = if fields.len() == 1 { " is" } else { "s are" };
+                write!(f, "the field{s} not known here and left out: {}", fields.join(", "))
+            }
             Note::Masked { positions, sequence } => {
                 write!(
                     f,

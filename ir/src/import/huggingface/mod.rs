@@ -25,7 +25,7 @@ mod tests;
 use crate::dtype::DType;
 use crate::graph::Graph;
 use blocks::Builder;
-use config::{Fields, MAX_SEQUENCE, MAX_SIZE};
+use config::{Fields, Keys, MAX_SEQUENCE, MAX_SIZE};
 pub use error::{ConfigError, Note};
 
 /// What a config does not say.
@@ -54,21 +54,64 @@ pub struct Imported {
 }
 
 /// A family: how its config is read and its graph built.
-type Family = fn(&Fields<'_>, &mut Builder) -> Result<(), ConfigError>;
+struct Family {
+    /// The config's `model_type`.
+    name: &'static str,
+    build: fn(&Fields<'_>, &mut Builder) -> Result<(), ConfigError>,
+    loss: Loss,
+}
 
-/// The families by `model_type`, in alphabetical order.
-const FAMILIES: &[(&str, Family)] = &[
-    ("bert", bert::build),
-    ("deepseek_v3", deepseek::build),
-    ("gpt2", gpt2::build),
-    ("llama", decoder::build),
-    ("mistral", decoder::build),
-    ("mixtral", decoder::build),
-    ("nemotron", nemotron::build),
-    ("qwen2", decoder::build),
-    ("qwen3", decoder::build),
-    ("t5", t5::build),
-    ("vit", vit::build),
+/// What the models of a family are trained for.
+#[derive(Clone, Copy)]
+enum Loss {
+    NextTokens,
+    MaskedTokens,
+    TextToText,
+    Classes,
+}
+
+impl Loss {
+    fn name(self) -> &'static str {
+        match self {
+            Loss::NextTokens => "a model of next tokens",
+            Loss::MaskedTokens => "a model of masked tokens",
+            Loss::TextToText => "a model of a text that follows from another",
+            Loss::Classes => "a classifier of images",
+        }
+    }
+
+    /// Ends of the names that Transformers gives models with this head.
+    fn heads(self) -> &'static [&'static str] {
+        match self {
+            Loss::NextTokens => &["ForCausalLM", "LMHeadModel"],
+            Loss::MaskedTokens => &["ForMaskedLM"],
+            Loss::TextToText => &["ForConditionalGeneration", "LMHeadModel"],
+            Loss::Classes => &["ForImageClassification"],
+        }
+    }
+}
+
+const fn family(
+    name: &'static str,
+    build: fn(&Fields<'_>, &mut Builder) -> Result<(), ConfigError>,
+    loss: Loss,
+) -> Family {
+    Family { name, build, loss }
+}
+
+/// The families in alphabetical order.
+const FAMILIES: &[Family] = &[
+    family("bert", bert::build, Loss::MaskedTokens),
+    family("deepseek_v3", deepseek::build, Loss::NextTokens),
+    family("gpt2", gpt2::build, Loss::NextTokens),
+    family("llama", decoder::build, Loss::NextTokens),
+    family("mistral", decoder::build, Loss::NextTokens),
+    family("mixtral", decoder::build, Loss::NextTokens),
+    family("nemotron", nemotron::build, Loss::NextTokens),
+    family("qwen2", decoder::build, Loss::NextTokens),
+    family("qwen3", decoder::build, Loss::NextTokens),
+    family("t5", t5::build, Loss::TextToText),
+    family("vit", vit::build, Loss::Classes),
 ];
 
 /// Reads a config and builds the graph of its training loss.
@@ -83,12 +126,15 @@ const FAMILIES: &[(&str, Family)] = &[
 /// # Ok::<(), altiplano_ir::import::huggingface::ConfigError>(())
 /// ```
 pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigError> {
-    let map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).map_err(ConfigError::Syntax)?;
+    let Keys { map, twice } = serde_json::from_str(text).map_err(ConfigError::Syntax)?;
+    if let Some(field) = twice {
+        return Err(ConfigError::Twice { field });
+    }
     let fields = Fields::new(&map);
     let model_type = fields.word("model_type")?;
-    let known = || FAMILIES.iter().map(|(name, _)| *name).collect();
-    let family = FAMILIES.iter().find(|(name, _)| *name == model_type);
-    let (name, build) = family.ok_or_else(|| ConfigError::ModelType { found: model_type.clone(), known: known() })?;
+    let known = || FAMILIES.iter().map(|family| family.name).collect();
+    let family = FAMILIES.iter().find(|family| family.name == model_type);
+    let family = family.ok_or_else(|| ConfigError::ModelType { found: model_type.clone(), known: known() })?;
     if options.batch > MAX_SIZE {
         return Err(ConfigError::Option { option: "the batch", found: options.batch as f64, most: MAX_SIZE as f64 });
     }
@@ -99,8 +145,19 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
         return Err(ConfigError::Option { option: "--capacity-factor", found: factor, most: MAX_SIZE as f64 });
     }
     let stated = dtype(&fields)?;
-    let mut builder = Builder::new(name, options.dtype.unwrap_or(stated), options);
-    build(&fields, &mut builder)?;
+    let mut builder = Builder::new(family.name, options.dtype.unwrap_or(stated), options);
+    (family.build)(&fields, &mut builder)?;
+    // One without a head is taken to get it.
+    let stated = fields.words("architectures")?.unwrap_or_default();
+    let no_head = |name: &str| name.ends_with("Model") && !name.contains("Head");
+    let is_ours = |name: &&str| no_head(name) || family.loss.heads().iter().any(|head| name.ends_with(head));
+    if let Some(other) = stated.first().filter(|name| !is_ours(name)) {
+        builder.notes.push(Note::Head { found: other.to_string(), planned: family.loss.name() });
+    }
+    let fields = fields.unread();
+    if !fields.is_empty() {
+        builder.notes.push(Note::Unread { fields });
+    }
     Ok(builder.finish())
 }
 

@@ -28,6 +28,7 @@ struct Sizes {
 }
 
 pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    fields.ignore(&["dense_act_fn", "is_gated_act"]);
     let vocabulary = fields.size("vocab_size")?;
     let encoder_layers = fields.layers("num_layers")?;
     let decoder_layers = fields.layers_or("num_decoder_layers", encoder_layers)?;

@@ -1,6 +1,6 @@
 //! Published sizes give published numbers of weights; what a config may get wrong is said; small models are whole graphs.
 
-use super::{ConfigOptions, Imported, import};
+use super::{ConfigOptions, Imported, Note, import};
 use crate::autodiff::differentiate;
 use crate::batch::{LossKind, find_batch, rebatch};
 use crate::graph::Graph;
@@ -163,6 +163,7 @@ fn what_is_wrong_is_named() {
     };
     check("{", "EOF");
     check("{}", "model_type: is missing");
+    check(r#"{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}"#, "n_embd: is there twice");
     check(r#"{"model_type": "mamba"}"#, "model_type: 'mamba' is not known; known are bert, deepseek_v3, gpt2");
     check(&gpt2("n_embd", "0"), "n_embd: expected a whole number from 1 to 2147483648, found 0");
     check(&gpt2("n_embd", "-4"), "n_embd: expected a whole number");
@@ -186,6 +187,32 @@ fn what_is_wrong_is_named() {
     check(&mixtral("rope_scaling", "{\"type\": \"linear\"}"), "rope_scaling.factor: is missing");
     check(&mixtral("rope_scaling", "7"), "rope_scaling: expected an object, found 7");
     check(SMALL[6], "--seq: this model takes images");
+}
+
+/// Notes that are about what the config asks for and does not get.
+#[test]
+fn what_is_left_out_is_said() {
+    let notes = |config: &str, key: &str, value: &str| -> Vec<String> {
+        let mut config: serde_json::Value = serde_json::from_str(config).unwrap();
+        config[key] = serde_json::from_str(value).unwrap();
+        let notes = built(&config.to_string(), None).notes.into_iter();
+        notes.filter(|n| matches!(n, Note::Head { .. } | Note::Unread { .. })).map(|n| n.to_string()).collect()
+    };
+    let (gpt2, llama) = (SMALL[0], LLAMA_3_2_1B);
+    let other_head = "has another head and loss; what is planned is a model of next tokens";
+    for head in ["LlamaForSequenceClassification", "GPT2DoubleHeadsModel"] {
+        let architectures = format!("[\"{head}\"]");
+        assert_eq!(notes(llama, "architectures", &architectures), [format!("architectures: a {head} {other_head}")]);
+    }
+    for head in ["LlamaForCausalLM", "LlamaModel", "GPT2LMHeadModel"] {
+        assert_eq!(notes(llama, "architectures", &format!("[\"{head}\"]")), [""; 0], "{head}");
+    }
+    assert_eq!(notes(SMALL[4], "is_decoder", "true"), ["the field is not known here and left out: is_decoder"]);
+    let quantised = notes(llama, "quantization_config", r#"{"quant_method": "fp8"}"#);
+    assert_eq!(quantised, ["the field is not known here and left out: quantization_config"]);
+    for (key, value) in [("is_decoder", "false"), ("pruned_heads", "{}"), ("use_cache", "true"), ("n_inner", "null")] {
+        assert_eq!(notes(gpt2, key, value), [""; 0], "{key}");
+    }
 }
 
 #[test]

@@ -11,6 +11,8 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     if b.options.sequence.is_some() {
         return Err(ConfigError::NoSequence);
     }
+    // Of models that fill in masked patches.
+    fields.ignore(&["encoder_stride"]);
     let hidden = fields.size("hidden_size")?;
     let layers = fields.layers("num_hidden_layers")?;
     let heads = fields.size("num_attention_heads")?;

@@ -19,6 +19,8 @@ const MAX_COMPRESSED: u64 = 1 << 32;
 pub enum ArchiveError {
     #[error("the zip archive cannot be read: {0}")]
     Zip(Box<str>),
+    #[error("the zip archive has no end: the file is cut off")]
+    CutOff,
     #[error("entry '{0}' has a name that leads out of the archive")]
     Name(Box<str>),
     #[error("{0}")]
@@ -56,6 +58,9 @@ pub struct Stored {
 impl<'b> Archive<'b> {
     pub fn open(bytes: &'b [u8]) -> Result<Archive<'b>, ArchiveError> {
         // Example inputs are archives within the archive: where this one begins is not to be guessed.
+        if !has_end(bytes) {
+            return Err(ArchiveError::CutOff);
+        }
         let config = Config { archive_offset: ArchiveOffset::Known(0) };
         let zip =
             ZipArchive::with_config(config, Cursor::new(bytes)).map_err(|e| ArchiveError::Zip(e.to_string().into()))?;
@@ -197,6 +202,12 @@ impl<'b> Archive<'b> {
         };
         Ok(Some(Stored { name: name.to_string(), ty, bytes }))
     }
+}
+
+/// Whether an archive ends as archives do: with a record of 22 bytes, and a comment of 64 KiB at most.
+fn has_end(bytes: &[u8]) -> bool {
+    let end = &bytes[bytes.len().saturating_sub(22 + (1 << 16))..];
+    end.windows(4).any(|mark| mark == b"PK\x05\x06")
 }
 
 /// The elements in row-major order of a tensor that lies in memory in another.

@@ -39,6 +39,8 @@ pub struct Imported {
     pub results: Vec<Option<String>>,
     /// Sizes that the program leaves open, in the order of their names.
     pub open_sizes: Vec<OpenSize>,
+    /// The version of the file's format, where it is newer than [`NEWEST`](schema::NEWEST).
+    pub newer: Option<i64>,
 }
 
 /// A size that the program leaves open.
@@ -140,6 +142,11 @@ impl Converter {
     ) -> Result<(), ImportError> {
         let graph = &program.graph_module.graph;
         let (weights, constants) = (archive.payloads("weights")?, archive.payloads("constants")?);
+        let specs = &program.graph_module.signature.output_specs;
+        let changed = |spec: &serde_json::Map<String, Value>| {
+            Some(spec.get("buffer_mutation")?.get("buffer_name")?.as_str()?.to_string())
+        };
+        let changed: Vec<String> = specs.iter().filter_map(changed).collect();
         // Parameters that are stored as one tensor are one; it has the name of the first.
         let mut tied: BTreeMap<&str, Tensor> = BTreeMap::new();
         for spec in &program.graph_module.signature.input_specs {
@@ -179,10 +186,12 @@ impl Converter {
                         _ => (text("tensor_constant_name"), false),
                     };
                     let own = own.unwrap_or(name);
-                    // What is no state of the model is as the file has it.
-                    let payload = constants.config.get(own).filter(|_| !state);
-                    let stored = match payload.filter(|_| ty.elements() <= MAX_CONSTANT) {
-                        Some(payload) => archive.stored("constants", own, payload)?,
+                    // What is no state of the model is as the file has it; nor are masks and numbers that nothing changes.
+                    let state = state && (ty.dtype.is_float() || changed.iter().any(|name| name == own));
+                    let kinds = [("constants", &constants), ("weights", &weights)];
+                    let payload = kinds.into_iter().find_map(|(kind, all)| Some((kind, all.config.get(own)?)));
+                    let stored = match payload.filter(|_| !state && ty.elements() <= MAX_CONSTANT) {
+                        Some((kind, payload)) => archive.stored(kind, own, payload)?,
                         None => None,
                     };
                     match stored.filter(|stored| stored.ty == ty) {
@@ -371,7 +380,8 @@ impl Converter {
         let user_inputs = self.user_inputs.iter().filter_map(|v| map[v.index()]).collect();
         let inputs: Vec<&str> = graph.inputs().map(|(_, name)| name).collect();
         let buffers = self.buffers.into_iter().filter(|b| inputs.contains(&b.as_str())).collect();
-        Ok(Imported { user_inputs, buffers, results, open_sizes, graph })
+        let newer = Some(program.schema_version.major).filter(|&major| major > schema::NEWEST);
+        Ok(Imported { user_inputs, buffers, results, open_sizes, newer, graph })
     }
 }
 

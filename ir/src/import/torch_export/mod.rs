@@ -23,3 +23,4 @@ mod tests;
 pub use archive::{ArchiveError, Stored};
 pub use convert::{Imported, MAX_OPERATIONS, OpenSize, Options, import, weights};
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};
+pub use schema::NEWEST;

@@ -9,10 +9,22 @@ use std::collections::BTreeMap;
 /// `models/model.json`, or `serialized_exported_program.json` of older versions.
 #[derive(Debug, Deserialize)]
 pub struct Program {
+    #[serde(default)]
+    pub schema_version: Version,
     pub graph_module: GraphModule,
     #[serde(default)]
     pub range_constraints: BTreeMap<String, Range>,
 }
+
+/// The major number changes where older readers may misunderstand a file.
+#[derive(Debug, Default, Deserialize)]
+pub struct Version {
+    #[serde(default)]
+    pub major: i64,
+}
+
+/// The newest major version that is known here, that of PyTorch 2.5 to 2.15.
+pub const NEWEST: i64 = 8;
 
 #[derive(Debug, Deserialize)]
 pub struct Range {

@@ -31,7 +31,7 @@ pub enum Lowering {
     Ignored,
 }
 
-const FAMILIES: [&[(&str, Lowering)]; 11] = [
+const FAMILIES: [&[(&str, Lowering)]; 12] = [
     ops::elementwise::TABLE,
     ops::activation::TABLE,
     ops::reduction::TABLE,
@@ -42,6 +42,7 @@ const FAMILIES: [&[(&str, Lowering)]; 11] = [
     ops::image::TABLE,
     ops::loss::TABLE,
     ops::random::TABLE,
+    ops::recurrent::TABLE,
     ops::program::TABLE,
 ];
 

@@ -205,6 +205,96 @@ fn constants_are_read_in_any_order_of_memory() {
     }
 }
 
+/// Floats of a model's state are inputs, since training may change them elsewhere; a mask that nothing changes is as the file
+/// has it.
+#[test]
+fn masks_are_constants_and_statistics_inputs() {
+    let buffers = |dtype: u32, changed: bool| {
+        let mut program = program(&[size(2)], vec![add("x", "b_k", "add")], "add");
+        let module = &mut program["graph_module"];
+        module["graph"]["inputs"].as_array_mut().unwrap().push(named("b_k"));
+        module["graph"]["tensor_values"]["b_k"] = tensor(dtype, &[size(2)]);
+        let spec = json!({ "buffer": { "arg": { "name": "b_k" }, "buffer_name": "k", "persistent": true } });
+        module["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+        if changed {
+            let spec = json!({ "buffer_mutation": { "arg": { "name": "add" }, "buffer_name": "k" } });
+            module["signature"]["output_specs"].as_array_mut().unwrap().insert(0, spec);
+            module["graph"]["outputs"].as_array_mut().unwrap().insert(0, named("add"));
+        }
+        let meta = json!({ "dtype": dtype, "sizes": [size(2)], "strides": [size(1)], "storage_offset": size(0) });
+        let config =
+            json!({ "config": { "k": { "path_name": "weight_0", "use_pickle": false, "tensor_meta": meta } } });
+        let bytes = archive(&[
+            ("m/models/model.json", program.to_string().as_bytes()),
+            ("m/data/weights/model_weights_config.json", config.to_string().as_bytes()),
+            ("m/data/weights/weight_0", &[0; 8]),
+        ]);
+        import(&bytes, &Options::default()).unwrap_or_else(|e| panic!("{e}")).buffers
+    };
+    let (float, int) = (7, 4);
+    assert_eq!([buffers(int, false), buffers(int, true), buffers(float, false)], [vec![], vec!["k"], vec!["k"]]);
+}
+
+#[test]
+fn a_newer_format_is_said_to_be_one() {
+    let mut program = program(&[size(2)], vec![add("x", "p_w", "add")], "add");
+    let newer = |program: &Value| imported(program).unwrap().newer;
+    assert_eq!(newer(&program), None);
+    for (major, expected) in [(NEWEST, None), (NEWEST + 1, Some(NEWEST + 1))] {
+        program["schema_version"] = json!({ "major": major, "minor": 1 });
+        assert_eq!(newer(&program), expected);
+    }
+}
+
+/// `x + i` as long as `i < 4` for `i` from 1, and one of two graphs by whether the sum of `x` is positive.
+#[test]
+fn branches_and_loops_are_written_out() {
+    let int = |n: i64| json!({ "as_int": n });
+    let scalar = tensor(5, &[]);
+    let vector = || tensor(7, &[size(3)]);
+    let graph = |name: &str, inputs: &[&str], outputs: &[&str], nodes: Vec<Value>| {
+        let mut values = serde_json::Map::new();
+        for (input, ty) in inputs.iter().zip([scalar.clone(), vector()]) {
+            values.insert(input.to_string(), if inputs.len() == 1 { vector() } else { ty });
+        }
+        let named: fn(&&str) -> Value = |n| named(n);
+        let graph = json!({
+            "inputs": inputs.iter().map(named).collect::<Vec<_>>(),
+            "outputs": outputs.iter().map(named).collect::<Vec<_>>(), "nodes": nodes, "tensor_values": values
+        });
+        json!({ "as_graph": { "name": name, "graph": graph } })
+    };
+    let tensors =
+        |names: &[&str]| json!({ "as_tensors": names.iter().map(|n| json!({ "name": n })).collect::<Vec<_>>() });
+    let scalar_op = |op: &str, x: &str, other: Value, output: &str| {
+        node(&format!("torch.ops.aten.{op}.Scalar"), &[("self", named(x)), ("other", other)], output)
+    };
+    let start =
+        node("torch.ops.aten.full.default", &[("size", json!({ "as_ints": [] })), ("fill_value", int(1))], "one");
+    let condition = graph("while_cond", &["i", "y"], &["again"], vec![scalar_op("lt", "i", int(4), "again")]);
+    let body_nodes = vec![scalar_op("add", "i", int(1), "next"), add("y", "i", "sum")];
+    let body = graph("while_body", &["i", "y"], &["next", "sum"], body_nodes);
+    let mut turns = node(
+        "torch.ops.higher_order.while_loop",
+        &[("", condition), ("", body), ("", tensors(&["one", "x"])), ("", tensors(&[]))],
+        "last",
+    );
+    turns["outputs"] = json!([named("count"), named("last")]);
+    let looped = program(&[size(3)], vec![start, turns], "last");
+    assert_eq!(values(&looped), [6.0, 7.0, 8.0]);
+
+    let all = node("torch.ops.aten.sum.default", &[("self", named("x"))], "all");
+    for (limit, expected) in [(2.0, [0.0, 10.0, 20.0]), (3.0, [1.0, 2.0, 3.0])] {
+        let positive = scalar_op("gt", "all", json!({ "as_float": limit }), "positive");
+        let tenfold = graph("yes", &["y"], &["z"], vec![scalar_op("mul", "y", int(10), "z")]);
+        let more = graph("no", &["y"], &["z"], vec![scalar_op("add", "y", int(1), "z")]);
+        let inputs = [("", named("positive")), ("", tenfold), ("", more), ("", tensors(&["x"]))];
+        let branch = node("torch.ops.higher_order.cond", &inputs, "chosen");
+        let branched = program(&[size(3)], vec![all.clone(), positive, branch], "chosen");
+        assert_eq!(values(&branched), expected);
+    }
+}
+
 #[test]
 fn all_that_is_not_supported_is_said_at_once() {
     let fft = |output: &str| node("torch.ops.aten.fft_fft.default", &[("self", named("x"))], output);
@@ -232,8 +322,9 @@ fn what_is_wrong_with_an_archive_is_said() {
         let error = import(bytes, &Options::default()).unwrap_err().to_string();
         assert!(error.contains(part), "{part}\n{error}");
     };
-    check(&whole[..whole.len() / 2], "cannot be read");
-    check(b"PK\x03\x04", "cannot be read");
+    check(&whole[..whole.len() / 2], "cut off");
+    check(b"PK\x03\x04", "cut off");
+    check(b"PK\x03\x04PK\x05\x06", "cannot be read");
     check(&archive(&[("m/readme", b"")]), "no exported program");
     check(&archive(&[("m/code/x.py", b""), ("m/constants.pkl", b"")]), "TorchScript");
     check(&archive(&[("m/data.pkl", b"")]), "checkpoint");

@@ -32,6 +32,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("_scaled_dot_product_flash_attention", Function(attention)),
     ("_grouped_mm", Function(grouped)),
     ("grouped_mm", Function(grouped)),
+    // What Transformers calls where PyTorch has no such op for a device.
+    ("transformers.grouped_mm_fallback.default", Function(grouped)),
 ];
 
 /// An operand of a product, in the half precision that the program asks for where it does.
@@ -203,7 +205,9 @@ fn unrepeated(c: &Call<'_>, x: ValueId) -> Option<ValueId> {
 /// Rows in consecutive groups, each times the matrix of its group: `[rows, in]` and `[groups, in, out]`, with the row behind
 /// each group's last in `offs`. How many rows a group has depends on data, so each row meets all matrices and keeps its own.
 fn grouped(c: &mut Call<'_>) -> Lowered {
-    let (x, w) = (factor(c, "self")?, factor(c, if c.has("mat2") { "mat2" } else { "mat_b" })?);
+    let named = |c: &Call<'_>, names: [&'static str; 3]| names.into_iter().find(|n| c.has(n)).unwrap_or(names[0]);
+    let (rows_name, matrices) = (named(c, ["self", "mat_a", "input"]), named(c, ["mat2", "mat_b", "weight"]));
+    let (x, w) = (factor(c, rows_name)?, factor(c, matrices)?);
     let ends = c.tensor("offs")?;
     let (of_x, of_w) = (c.shape_of(x), c.shape_of(w));
     let (&[rows, inputs], &[groups, _, outputs]) = (of_x.as_slice(), of_w.as_slice()) else {

@@ -9,6 +9,7 @@ pub mod indexing;
 pub mod loss;
 pub mod program;
 pub mod random;
+pub mod recurrent;
 pub mod reduction;
 pub mod shape;
 

@@ -3,9 +3,12 @@
 use super::super::call::Item;
 use super::super::convert::Environment;
 use super::super::memory::View;
+use super::super::schema;
 use super::super::sizes::{floor_div, modulo};
 use super::*;
+use crate::literal::Literal;
 use Lowering::{Function, Ignored, Sizes};
+use std::rc::Rc;
 
 pub const TABLE: &[(&str, Lowering)] = &[
     ("sym_size", Function(size_of_dim)),
@@ -57,7 +60,12 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("higher_order.invoke_subgraph", Function(inline)),
     ("higher_order.hints_wrapper", Function(inline)),
     ("higher_order.strict_mode", Function(inline)),
+    ("higher_order.cond", Function(cond)),
+    ("higher_order.while_loop", Function(while_loop)),
 ];
+
+/// Loops of more turns would make a graph that nobody can plan.
+const MOST_TURNS: usize = 4096;
 
 /// Beyond this an `f64` is no longer every whole number.
 const EXACT: f64 = 9_007_199_254_740_992.0;
@@ -180,4 +188,115 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         }
     }
     Ok(Out::Items(results))
+}
+
+/// A graph within the program, and its values.
+fn run(c: &mut Call<'_>, graph: &schema::Graph, given: &[Item]) -> Result<Vec<Item>, Reject> {
+    if given.len() != graph.inputs.len() {
+        return problem("gives a graph another number of values than it takes");
+    }
+    let names = graph.inputs.iter().map(|input| input.name().unwrap_or_default().to_string());
+    let environment: Environment = names.zip(given.iter().cloned()).collect();
+    c.to.run(graph, environment).map_err(Reject::Stop)
+}
+
+/// An op's graphs, and the values behind them.
+fn graphs(c: &Call<'_>) -> Result<([Rc<schema::Graph>; 2], Vec<Item>), Reject> {
+    let mut graphs = Vec::new();
+    let mut values = Vec::new();
+    for (_, item) in &c.arguments {
+        match item {
+            Item::Graph(graph) => graphs.push(graph.clone()),
+            Item::List(all) => values.extend(all.iter().cloned()),
+            _ => {}
+        }
+    }
+    match <[_; 2]>::try_from(graphs) {
+        Ok(graphs) => Ok((graphs, values)),
+        Err(_) => problem("needs two graphs"),
+    }
+}
+
+/// What a truth value is, where it follows from the program alone.
+fn known(c: &mut Call<'_>, truth: &Item) -> Result<Option<bool>, Reject> {
+    Ok(match truth {
+        Item::Bool(b) => Some(*b),
+        Item::Int(n) => Some(*n != 0),
+        Item::Tensor(tensor) => {
+            let value = c.to.memory.read(&mut c.to.graph, *tensor)?;
+            c.constant(value).and_then(|data| data.first().map(|&x| x != 0.0))
+        }
+        _ => None,
+    })
+}
+
+/// One of two graphs. Where data decides, both are computed and one is chosen, which is what a graph without branches can do.
+fn cond(c: &mut Call<'_>) -> Lowered {
+    let ([on_true, on_false], given) = graphs(c)?;
+    let Some((_, predicate)) = c.arguments.first().cloned() else { return problem("has no condition") };
+    if let Some(truth) = known(c, &predicate)? {
+        return Ok(Out::Items(run(c, if truth { &on_true } else { &on_false }, &given)?));
+    }
+    let Item::Tensor(predicate) = predicate else { return problem("has a condition that is no truth value") };
+    let (ours, others) = (run(c, &on_true, &given)?, run(c, &on_false, &given)?);
+    let predicate = c.to.memory.read(&mut c.to.graph, predicate)?;
+    let predicate = a::reshape(c.g(), predicate, &[])?;
+    let mut chosen = Vec::new();
+    for pair in ours.iter().zip(&others) {
+        chosen.push(match pair {
+            (Item::Tensor(x), Item::Tensor(y)) => {
+                let (x, y) = (c.to.memory.read(&mut c.to.graph, *x)?, c.to.memory.read(&mut c.to.graph, *y)?);
+                let selected = a::select(c.g(), predicate, x, y)?;
+                Item::Tensor(c.to.memory.fresh(selected))
+            }
+            (Item::None, Item::None) => Item::None,
+            _ => return Err(Reject::Unsupported("with results that are no tensors")),
+        });
+    }
+    Ok(Out::Items(chosen))
+}
+
+/// A loop whose number of turns follows from the program alone, written out.
+fn while_loop(c: &mut Call<'_>) -> Lowered {
+    let ([condition, body], _) = graphs(c)?;
+    let list = |item: &Item| match item {
+        Item::List(all) => Some(all.clone()),
+        _ => None,
+    };
+    let lists: Vec<Vec<Item>> = c.arguments.iter().filter_map(|(_, item)| list(item)).collect();
+    let (mut carried, others) = match lists.as_slice() {
+        [carried] => (carried.clone(), Vec::new()),
+        [carried, others] => (carried.clone(), others.clone()),
+        _ => return problem("carries no values"),
+    };
+    for _ in 0..MOST_TURNS {
+        let given = [carried.as_slice(), others.as_slice()].concat();
+        let again = run(c, &condition, &given)?;
+        let Some(again) = again.first().map(|item| known(c, item)).transpose()?.flatten() else {
+            return Err(Reject::Unsupported("whose number of turns depends on data"));
+        };
+        if !again {
+            return Ok(Out::Items(carried));
+        }
+        carried = run(c, &body, &given)?;
+        for item in &mut carried {
+            counted(c, item)?;
+        }
+    }
+    Err(Reject::Unsupported("of more than 4096 turns"))
+}
+
+/// A counter becomes the number that it is, so that what it was counted from is not looked at in every turn.
+fn counted(c: &mut Call<'_>, item: &mut Item) -> Result<(), Reject> {
+    let Item::Tensor(tensor) = item else { return Ok(()) };
+    let value = c.to.memory.read(&mut c.to.graph, *tensor)?;
+    let ty = c.g().ty(value).clone();
+    if ty.elements() != 1 || ty.dtype.is_float() {
+        return Ok(());
+    }
+    if let Some(data) = c.constant(value) {
+        let constant = c.g().constant(Literal::dense(ty, data));
+        *item = Item::Tensor(c.to.memory.fresh(constant));
+    }
+    Ok(())
 }

@@ -35,6 +35,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("sort", Function(sort)),
     ("argsort", Function(argsort)),
     ("trace", Function(trace)),
+    ("histc", Function(histc)),
 ];
 
 /// Sums and products of integers are `i64`, as PyTorch's are.
@@ -269,4 +270,30 @@ fn trace(c: &mut Call<'_>) -> Lowered {
     let zero = a::full_like(c.g(), x, 0.0)?;
     let kept = a::select(c.g(), on, x, zero)?;
     value(a::sum(c.g(), kept, &[0, 1], false)?)
+}
+
+/// How many elements fall into each of `bins` equal parts of the range from `min` to `max`, which belongs to the last.
+fn histc(c: &mut Call<'_>) -> Lowered {
+    let (x, bins) = (c.first()?, c.int("bins", 100)?);
+    let (min, max) = (c.float("min", 0.0)?, c.float("max", 0.0)?);
+    if min == max {
+        return Err(Reject::Unsupported("over the range of the data"));
+    }
+    if bins <= 0 || max < min {
+        return problem("has no bins or a range that ends before it begins");
+    }
+    let dtype = c.dtype_of(x);
+    let count = c.shape_of(x).iter().product();
+    let x = a::reshape(c.g(), x, &[count])?;
+    let x = if dtype.is_float() { x } else { a::convert(c.g(), x, DEFAULT_FLOAT)? };
+    let from_min = number(c, Binary::Subtract, x, min)?;
+    let scaled = number(c, Binary::Multiply, from_min, bins as f64)?;
+    let scaled = number(c, Binary::Divide, scaled, max - min)?;
+    let part = one(c, Unary::Floor, scaled)?;
+    let (end, last) = (a::full_like(c.g(), x, max)?, a::full_like(c.g(), x, bins as f64 - 1.0)?);
+    let at_end = a::compare(c.g(), Direction::Eq, x, end)?;
+    let part = a::select(c.g(), at_end, last, part)?;
+    // What lies outside of the range is equal to no part's number.
+    let own = a::one_hot(c.g(), part, bins as u64, dtype)?;
+    value(a::sum(c.g(), own, &[0], false)?)
 }
