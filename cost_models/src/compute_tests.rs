@@ -1,1 +1,70 @@
+//! Kernels priced by hand, and what must hold of any prices.
+
 use super::*;
+use crate::catalogue::device_names;
+use altiplano_ir::dtype::DType;
+use proptest::prelude::*;
+
+fn model(name: &str) -> Compute {
+    Compute::new(catalogue::device(name).unwrap())
+}
+
+fn matmul(m: u64, n: u64, k: u64) -> Matmul {
+    Matmul { batch: 1, m, n, k, dtype: DType::F16, aligned: 8 }
+}
+
+#[test]
+fn a_wave_of_tiles_costs_what_a_tile_costs() {
+    let mut a100 = model("A100-SXM-80GB");
+    a100.constants.tail_loss = 1.0;
+    // 108 tiles of 256 x 128 fill the device once; one row of tiles more needs a second wave.
+    let one = a100.matmul_s(&matmul(256 * 108, 128, 4096));
+    let by_hand = 2.0 * 256.0 * 128.0 * (4096.0 + FILL) * 108.0 / (312e12 * a100.constants.matmul_efficiency);
+    assert!((one / by_hand - 1.0).abs() < 1e-9, "{one} {by_hand}");
+    assert!(a100.matmul_s(&matmul(256 * 109, 128, 4096)) > 1.4 * one);
+}
+
+#[test]
+fn few_tiles_of_a_long_contraction_are_cut() {
+    let a100 = model("A100-SXM-80GB");
+    let (long, short) = (a100.matmul_s(&matmul(128, 128, 65536)), a100.matmul_s(&matmul(128, 128, 512)));
+    // On one multiprocessor it would take 128 times as long.
+    assert!(long < 40.0 * short, "{long} {short}");
+}
+
+#[test]
+fn rows_out_of_line_cost_more() {
+    let mut a100 = model("A100-SXM-80GB");
+    a100.constants.misaligned_loss = 0.2;
+    let of = |aligned| a100.matmul_s(&Matmul { aligned, ..matmul(4096, 4096, 4096) });
+    assert!((of(1) / of(8) - 1.0 / 0.8f64.powi(3)).abs() < 1e-9);
+    assert!(of(4) < of(2) && of(2) < of(1));
+}
+
+#[test]
+fn the_last_of_many_comes_later_than_the_last_of_few() {
+    let a100 = model("A100-SXM-80GB");
+    assert_eq!(a100.waiting_s(1), 0.0);
+    let waits: Vec<f64> = [2, 4, 8, 64, 65, 1024].iter().map(|&n| a100.waiting_s(n)).collect();
+    assert!(waits.windows(2).all(|w| w[0] <= w[1]), "{waits:?}");
+}
+
+proptest! {
+    #[test]
+    fn more_work_never_costs_less_and_all_is_finite(
+        m in 1u64..20_000, n in 1u64..20_000, k in 1u64..20_000, batch in 1u64..64, which in 0usize..64,
+    ) {
+        let names = device_names();
+        let device = model(&names[which % names.len()]);
+        let at = Matmul { batch, ..matmul(m, n, k) };
+        let seconds = device.matmul_s(&at);
+        prop_assert!(seconds.is_finite() && seconds > 0.0);
+        // No faster than the peak.
+        let peak = peak_flops(&device.device, DType::F16);
+        prop_assert!(seconds >= at.flop() / peak * 0.999, "{seconds} {}", at.flop() / peak);
+        let more = [Matmul { m: 2 * m, ..at }, Matmul { n: 2 * n, ..at }, Matmul { k: 2 * k, ..at }, Matmul { batch: 2 * batch, ..at }];
+        for more in more {
+            prop_assert!(device.matmul_s(&more) >= seconds * 0.999, "{more:?}");
+        }
+    }
+}

@@ -128,8 +128,8 @@ pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool
     in_order(graph, made)
 }
 
-/// Joins kernels that are connected by large products. A product is large where it has more elements than its factors
-/// together; so are values of its size that are made of it element by element.
+/// Joins kernels that are connected by products that grow ([`altiplano_ir::op::DotGeneral::grows`]), or by values of their
+/// size that are made of them element by element.
 fn with_products_fused(
     graph: &Graph,
     roles: &[Role],
@@ -142,7 +142,10 @@ fn with_products_fused(
     for v in graph.values().filter(|v| computes(roles[v.index()]) && !written.contains(v)) {
         let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
         let is_large = match (&graph.node(v).op, roles[v.index()]) {
-            (Op::DotGeneral(_), _) => operands.iter().map(|&o| elements(o)).sum::<u64>() < elements(v),
+            (Op::DotGeneral(dot), _) => {
+                let [lhs, rhs] = [0, 1].map(|i| graph.shape(graph.node(v).operands[i]));
+                dot.grows(lhs, rhs, graph.shape(v))
+            }
             (_, Role::Map) => operands.iter().any(|&o| large.contains(&o) && elements(o) == elements(v)),
             _ => false,
         };

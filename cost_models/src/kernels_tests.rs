@@ -1,1 +1,148 @@
+//! Which kernels graphs become, by hand; and what must hold of any.
+
 use super::*;
+use altiplano_ir::op::{DotGeneral, Input, Reducer, Slice, Unary};
+use altiplano_ir::types::TensorType;
+
+fn input(g: &mut Graph, shape: &[u64]) -> ValueId {
+    let ty = TensorType::new(DType::F16, shape.to_vec());
+    g.emit(Op::Input(Input { name: format!("x{}", g.len()), ty }), &[])
+}
+
+/// `[b, m, k] x [b, k, n]`, or with the second transposed.
+fn product(g: &mut Graph, a: ValueId, b: ValueId, rhs_contract: usize) -> ValueId {
+    let dot =
+        DotGeneral { lhs_batch: vec![0], rhs_batch: vec![0], lhs_contract: vec![2], rhs_contract: vec![rhs_contract] };
+    g.emit(Op::DotGeneral(dot), &[a, b])
+}
+
+/// Softmax over the last dimension.
+fn softmax(g: &mut Graph, x: ValueId) -> ValueId {
+    let shape = g.shape(x).to_vec();
+    let kept: Vec<usize> = (0..shape.len() - 1).collect();
+    let most = g.reduce(x, Reducer::Max, &[shape.len() - 1]);
+    let most = g.broadcast(most, &shape, &kept);
+    let shifted = g.sub(x, most);
+    let exponential = g.unary(Unary::Exponential, shifted);
+    let sum = g.reduce(exponential, Reducer::Sum, &[shape.len() - 1]);
+    let sum = g.broadcast(sum, &shape, &kept);
+    g.div(exponential, sum)
+}
+
+fn of(g: &Graph, outputs: &[ValueId], fused_attention: bool) -> Vec<Kernel> {
+    kernels(g, &outputs.iter().copied().collect(), fused_attention)
+}
+
+#[test]
+fn a_softmax_is_one_kernel_that_reads_and_writes_once() {
+    let mut g = Graph::new("softmax");
+    let x = input(&mut g, &[64, 1024]);
+    let y = softmax(&mut g, x);
+    let found = of(&g, &[y], false);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!((found[0].read_bytes, found[0].written_bytes), (64 * 1024 * 2, 64 * 1024 * 2));
+}
+
+#[test]
+fn rows_that_do_not_fit_on_the_chip_are_gone_through_again() {
+    let mut g = Graph::new("softmax of a vocabulary");
+    let x = input(&mut g, &[8, 100_000]);
+    let y = softmax(&mut g, x);
+    let found = of(&g, &[y], false);
+    // For the maximum, for the sum, and for the quotient.
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert!(found.iter().all(|k| k.read_bytes >= 8 * 100_000 * 2));
+}
+
+#[test]
+fn a_matmul_reads_through_slices_and_transposes_but_not_through_what_no_stride_describes() {
+    let mut g = Graph::new("views");
+    let (x, w) = (input(&mut g, &[4, 64, 96]), input(&mut g, &[4, 32, 64]));
+    let slice = Slice { start: vec![0, 0, 32], limit: vec![4, 64, 64], stride: vec![1, 1, 1] };
+    let part = g.emit(Op::Slice(slice), &[x]);
+    let turned = g.transpose(w, &[0, 2, 1]);
+    let y = product(&mut g, part, turned, 2);
+    let found = of(&g, &[y], false);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0].read_bytes, 2 * (4 * 64 * 32 + 4 * 32 * 64));
+
+    // Heads back to features: the transposed dimensions are merged, which is a copy.
+    let mut g = Graph::new("copy");
+    let (x, w) = (input(&mut g, &[1, 8, 64, 32]), input(&mut g, &[1, 256, 16]));
+    let turned = g.transpose(x, &[0, 2, 1, 3]);
+    let merged = g.reshape(turned, &[1, 64, 256]);
+    let y = product(&mut g, merged, w, 1);
+    assert_eq!(of(&g, &[y], false).len(), 2);
+}
+
+#[test]
+fn a_cheap_value_is_computed_again_and_a_sum_of_two_is_kept() {
+    let mut g = Graph::new("again");
+    let (a, b) = (input(&mut g, &[1, 64, 64]), input(&mut g, &[1, 64, 64]));
+    let first = product(&mut g, a, b, 1);
+    let act = g.unary(Unary::Tanh, first);
+    let second = product(&mut g, act, b, 1);
+    // Used again after the second product: read from the first product, not stored twice.
+    let slope = g.mul(act, act);
+    let late = g.mul(second, slope);
+    let found = of(&g, &[late], false);
+    let last = found.last().unwrap();
+    let read: Vec<ValueId> = last.reads.iter().map(|r| r.0).collect();
+    assert!(read.contains(&second) && (read.contains(&act) || read.contains(&first)), "{found:?}");
+    assert_eq!(found.len(), 4);
+}
+
+#[test]
+fn fused_attention_never_writes_scores_and_leaves_other_products_alone() {
+    let mut g = Graph::new("attention");
+    let [q, k, v] = [0; 3].map(|_| input(&mut g, &[16, 1024, 64]));
+    let scores = product(&mut g, q, k, 2);
+    let weights = softmax(&mut g, scores);
+    let mixed = product(&mut g, weights, v, 1);
+    let w = input(&mut g, &[16, 64, 4096]);
+    let wide = product(&mut g, mixed, w, 1);
+    let narrow = g.unary(Unary::Tanh, wide);
+    assert_eq!(of(&g, &[narrow], false).len(), 5);
+
+    let found = of(&g, &[narrow], true);
+    let Some(Kernel { kind: KernelKind::Attention { flop, share, .. }, read_bytes, written_bytes, .. }) =
+        found.iter().find(|k| matches!(k.kind, KernelKind::Attention { .. }))
+    else {
+        panic!("{found:?}");
+    };
+    assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
+    assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
+    // A projection of few terms into many features is no attention: its result, not kept otherwise, joins what reads it only
+    // if that is a product again.
+    assert!(found.iter().any(|k| matches!(k.kind, KernelKind::Matmul(m) if m.n == 4096)) || found.len() == 2);
+}
+
+#[test]
+fn kernels_run_after_what_they_read_and_every_output_is_written_once() {
+    let mut g = Graph::new("order");
+    let (x, w) = (input(&mut g, &[2, 128, 128]), input(&mut g, &[2, 128, 128]));
+    let mut at = x;
+    let mut outputs = Vec::new();
+    for i in 0..6 {
+        let y = product(&mut g, at, w, 1);
+        let s = softmax(&mut g, y);
+        let column = g.reduce(s, Reducer::Sum, &[0, 1]);
+        let column = g.broadcast(column, &[2, 128, 128], &[2]);
+        let both = g.add(s, column);
+        at = if i % 2 == 0 { g.add(both, at) } else { both };
+        outputs.push(at);
+    }
+    for fused in [false, true] {
+        let found = of(&g, &outputs, fused);
+        let mut made: BTreeSet<ValueId> = BTreeSet::from([x, w]);
+        for kernel in &found {
+            for (read, _) in &kernel.reads {
+                assert!(made.contains(read), "{read} is read before it is made");
+            }
+            for write in &kernel.writes {
+                assert!(made.insert(*write), "{write} is written twice");
+            }
+        }
+        assert!(outputs.iter().all(|o| made.contains(o)));
+    }
+}

@@ -102,7 +102,8 @@ impl Order {
     ///
     /// With several stages a lane, the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2): microbatches go through in
     /// groups of as many as there are lanes, each group through all of a lane's stages in turn; backwards likewise from the last
-    /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead.
+    /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead. Where the last group would not be full, waiting for
+    /// one another could go round in a circle, and all forwards come first.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
         if self.virtual_stages <= 1 || self.schedule != Schedule::OneFOneB {
             let call = call_at(self.schedule, lane, self.num_stages, self.num_microbatches, position)?;
@@ -111,7 +112,10 @@ impl Order {
         let (lanes, chunks) = (self.num_lanes() as u64, self.virtual_stages as u64);
         let microbatches = u64::from(self.num_microbatches);
         let total = microbatches * chunks;
-        let ahead = (2 * (lanes - lane as u64 - 1) + (chunks - 1) * lanes).min(total);
+        let ahead = match microbatches.is_multiple_of(lanes) {
+            true => (2 * (lanes - lane as u64 - 1) + (chunks - 1) * lanes).min(total),
+            false => total,
+        };
         let (is_forward, k) = match position {
             _ if position >= 2 * total => return None,
             _ if position < ahead => (true, position),

@@ -182,3 +182,54 @@ proptest! {
         }
     }
 }
+
+/// Every stage runs each microbatch forward and backward once, forward first, under any interleaving.
+#[test]
+fn interleaved_lanes_make_every_call_once_and_finish() {
+    for (lanes, virtual_stages, num_microbatches) in
+        [(2, 2, 4), (4, 3, 8), (4, 2, 6), (3, 5, 3), (8, 12, 64), (2, 3, 1), (5, 2, 7)]
+    {
+        let num_stages = lanes * virtual_stages;
+        let order = Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches };
+        let stage = StageTimes { forward_s: 1.0, backward_s: 2.0, step_s: 0.5, ..StageTimes::default() };
+        let mut made = std::collections::BTreeMap::new();
+        let timeline = simulate_order(&vec![stage; num_stages], &order, &mut |s, call, start, end| {
+            let (microbatch, backward) = match call {
+                PipelineCall::Forward { microbatch } => (microbatch, false),
+                PipelineCall::Backward { microbatch } => (microbatch, true),
+            };
+            assert!(made.insert((s, microbatch, backward), (start, end)).is_none());
+        });
+        assert_eq!(
+            made.len(),
+            2 * num_stages * num_microbatches as usize,
+            "{lanes} {virtual_stages} {num_microbatches}"
+        );
+        for (&(s, m, backward), &(start, _)) in &made {
+            let before = match (backward, s) {
+                (false, 0) => continue,
+                (false, s) => made[&(s - 1, m, false)].1,
+                (true, s) if s + 1 == num_stages => made[&(s, m, false)].1,
+                (true, s) => made[&(s + 1, m, true)].1,
+            };
+            assert!(start >= before - 1e-9);
+        }
+        let busy = 3.0 * (virtual_stages as u32 * num_microbatches) as f64 + 0.5 * virtual_stages as f64;
+        assert!(timeline.step_s >= busy - 1e-9 && timeline.stages.iter().all(|l| (l.busy_s - busy).abs() < 1e-6));
+    }
+}
+
+/// Narayanan et al. 2021, section 2.2.2: with `v` stages a lane the bubble is `(p - 1) (f + b) / v` of a lane's whole stages.
+#[test]
+fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
+    let bubble = |virtual_stages: usize| {
+        let (lanes, m) = (4, 8);
+        let part = 1.0 / virtual_stages as f64;
+        let stage = StageTimes { forward_s: part, backward_s: 2.0 * part, ..StageTimes::default() };
+        let num_stages = lanes * virtual_stages;
+        let order = Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches: m };
+        simulate_order(&vec![stage; num_stages], &order, &mut |_, _, _, _| {}).step_s - 3.0 * m as f64
+    };
+    assert!((bubble(1) - 9.0).abs() < 1e-9);
+    assert!((bubble(3) - 3.0).abs() < 1e-9, "{}", bubble(3));
+}

@@ -103,15 +103,17 @@ fn close(found: f64, expect: f64) -> bool {
 
 #[test]
 fn a_matmul_by_hand() {
-    // 2 * 1024^3 FLOP at 0.8 of 312e12, three tensors of 2 MiB at 0.85 of 2039e9, one launch.
-    let expect = 2.0 * 1024f64.powi(3) / (0.8 * 312e12) + 6.0 * 1048576.0 / (0.85 * 2039e9) + 3e-6;
+    // 2 * 1024^3 FLOP at a part of 312e12, three tensors of 2 MiB at a part of 2039e9, one launch.
+    let Constants { matmul_efficiency, memory_efficiency, .. } = crate::catalogue::constants("A100-SXM-80GB");
+    let expect =
+        2.0 * 1024f64.powi(3) / (matmul_efficiency * 312e12) + 6.0 * 1048576.0 / (memory_efficiency * 2039e9) + 3e-6;
     assert!(close(matmul_s(&model("A100-SXM-80GB"), DType::BF16, 1024, 1024, 1024), expect));
 }
 
 #[test]
 fn traffic_by_hand() {
     let model = model("A100-SXM-80GB");
-    let rate = 0.85 * 2039e9;
+    let rate = crate::catalogue::constants("A100-SXM-80GB").memory_efficiency * 2039e9;
     let row_bytes = 64.0 * 4.0;
     let n = 1000.0;
     // In the order of `ops`: bytes, and whether the op is part of a fused kernel.

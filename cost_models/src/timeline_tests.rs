@@ -1,1 +1,70 @@
+//! Streams played by hand, and the bounds that no play may break.
+
 use super::*;
+use proptest::prelude::*;
+
+fn task(stream: Stream, seconds: f64, after: &[u32]) -> Task {
+    Task { stream, seconds, issue_s: 0.0, after: after.to_vec(), ready_s: f64::NEG_INFINITY }
+}
+
+#[test]
+fn what_does_not_wait_is_hidden() {
+    // Compute 3, send 4 meanwhile, then compute 1 that needs what was sent.
+    let tasks = [
+        task(Stream::Compute, 1.0, &[]),
+        task(Stream::Communication, 4.0, &[0]),
+        task(Stream::Compute, 2.0, &[]),
+        task(Stream::Compute, 1.0, &[1]),
+    ];
+    let played = play(&tasks);
+    assert_eq!(played.seconds, 6.0);
+    assert_eq!((played.compute_s, played.communication_s, played.exposed_s), (4.0, 4.0, 2.0));
+}
+
+#[test]
+fn a_slow_host_is_what_small_kernels_take() {
+    let tasks: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
+    let played = play(&tasks);
+    assert!((played.seconds - 10.1).abs() < 1e-12 && played.host_s == 10.0);
+}
+
+#[test]
+fn two_streams_that_send_at_once_are_exposed_once() {
+    let tasks = [task(Stream::Communication, 3.0, &[]), task(Stream::Gradients, 5.0, &[])];
+    let played = play(&tasks);
+    assert_eq!((played.seconds, played.exposed_s, played.communication_s), (5.0, 5.0, 8.0));
+}
+
+proptest! {
+    #[test]
+    fn no_play_beats_its_critical_path_or_its_streams(
+        list in prop::collection::vec((0u8..3, 0.0f64..1.0, 0.0f64..0.2, prop::collection::vec(0usize..1000, 0..3)), 1..60),
+    ) {
+        let tasks: Vec<Task> = list
+            .iter()
+            .enumerate()
+            .map(|(i, (stream, seconds, issue_s, after))| Task {
+                stream: [Stream::Compute, Stream::Communication, Stream::Gradients][*stream as usize],
+                seconds: *seconds,
+                issue_s: *issue_s,
+                after: if i == 0 { Vec::new() } else { after.iter().map(|a| (a % i) as u32).collect() },
+                ready_s: f64::NEG_INFINITY,
+            })
+            .collect();
+        let played = play(&tasks);
+        let mut path: Vec<f64> = Vec::new();
+        for task in &tasks {
+            let before = task.after.iter().map(|&a| path[a as usize]).fold(0.0, f64::max);
+            path.push(before + task.seconds);
+        }
+        let longest = path.iter().copied().fold(0.0, f64::max);
+        prop_assert!(played.seconds >= longest - 1e-9);
+        for stream in [Stream::Compute, Stream::Communication, Stream::Gradients] {
+            let busy: f64 = tasks.iter().filter(|t| t.stream == stream).map(|t| t.seconds).sum();
+            prop_assert!(played.seconds >= busy - 1e-9);
+        }
+        let all: f64 = tasks.iter().map(|t| t.seconds + t.issue_s).sum();
+        prop_assert!(played.seconds <= all + 1e-9);
+        prop_assert!(played.exposed_s <= played.communication_s + 1e-9);
+    }
+}

@@ -10,7 +10,7 @@ use crate::layers::cluster_finely;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::CostModel;
-use altiplano_ir::mesh::Mesh;
+use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
 use std::ops::Range;
 
@@ -26,8 +26,6 @@ pub struct Degrees {
     pub num_microbatches: u32,
     pub zero: u8,
     pub recompute: bool,
-    /// The tensor axis may split tokens between the parts of a layer that it splits by features (sequence parallelism).
-    pub splits_tokens: bool,
 }
 
 /// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
@@ -53,7 +51,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
         roles: AxisRoles {
             first_is_data: true,
             second_is_model: degrees.cp <= 1,
-            second_splits_features: degrees.cp <= 1 && !degrees.splits_tokens,
+            features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
         },
         variant: Variant {
             zero: degrees.zero,

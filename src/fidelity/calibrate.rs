@@ -32,13 +32,13 @@ pub type Constant = (&'static str, fn(&mut Constants) -> &mut f64, f64, f64);
 
 /// The constants that are free, with their bounds.
 pub const FREE: &[Constant] = &[
-    ("matmul_efficiency", |c| &mut c.matmul_efficiency, 0.2, 1.0),
-    ("memory_efficiency", |c| &mut c.memory_efficiency, 0.2, 1.0),
-    ("attention_efficiency", |c| &mut c.attention_efficiency, 0.1, 1.0),
+    ("matmul_efficiency", |c| &mut c.matmul_efficiency, 0.2, 0.9),
+    ("memory_efficiency", |c| &mut c.memory_efficiency, 0.2, 0.95),
+    ("attention_efficiency", |c| &mut c.attention_efficiency, 0.1, 0.8),
     ("misaligned_loss", |c| &mut c.misaligned_loss, 0.01, 0.6),
     ("tail_loss", |c| &mut c.tail_loss, 0.01, 1.0),
     ("skew_s", |c| &mut c.skew_s, 1e-7, 2e-4),
-    ("dispatch_s", |c| &mut c.dispatch_s, 1e-7, 3e-4),
+    ("dispatch_s", |c| &mut c.dispatch_s, 1e-7, 1e-4),
     ("collective_dispatch_s", |c| &mut c.collective_dispatch_s, 1e-7, 1e-3),
 ];
 

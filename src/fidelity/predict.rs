@@ -153,7 +153,6 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
         num_microbatches,
         zero: u8::from(row.sharded_optimizer),
         recompute,
-        splits_tokens: row.sharded_optimizer,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;

@@ -123,8 +123,8 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
     let headers = reader.headers().map_err(|e| at(1, e.into()))?.clone();
     let mut rows = Vec::new();
     for record in reader.records() {
-        let record = record.map_err(|e| at(e.position().map_or(1, csv::Position::line), e.into()))?;
-        let line = record.position().map_or(0, csv::Position::line);
+        let record = record.map_err(|e| at(e.position().map_or(1, |p| line_of(&bytes, p.byte())), e.into()))?;
+        let line = record.position().map_or(0, |p| line_of(&bytes, p.byte()));
         let raw: Raw = record.deserialize(Some(&headers)).map_err(|e| at(line, e.into()))?;
         rows.push(row(raw, line).map_err(|e| at(line, e))?);
     }
@@ -132,6 +132,14 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
         return Err(at(1, TableError::Empty));
     }
     Ok(rows)
+}
+
+/// The line, from 1, of the first character at or after a byte that is no line end: a record begins with what ended the one
+/// before.
+fn line_of(bytes: &[u8], byte: u64) -> u64 {
+    let at = (byte as usize).min(bytes.len());
+    let start = at + bytes[at..].iter().take_while(|b| matches!(b, b'\n' | b'\r')).count();
+    1 + bytes[..start].iter().filter(|b| **b == b'\n').count() as u64
 }
 
 /// The largest size of anything in a table, so that products of a few do not overflow.

@@ -16,6 +16,18 @@ pub struct DotGeneral {
 }
 
 impl DotGeneral {
+    /// Whether this is a product as attention scores are: of many pairs of matrices, with sums over few terms and more elements
+    /// than its factors have, so that it is better computed again than written. A term more than [`Self::FEW_TERMS`] would not
+    /// leave room on a chip for tiles of both factors (FlashAttention, Dao et al. 2022, goes to heads of 256).
+    pub fn grows(&self, lhs: &[u64], rhs: &[u64], result: &[u64]) -> bool {
+        let size = |shape: &[u64]| shape.iter().map(|&d| u128::from(d)).product::<u128>();
+        let terms: u64 = self.lhs_contract.iter().filter_map(|&d| lhs.get(d)).product();
+        !self.lhs_batch.is_empty() && terms <= Self::FEW_TERMS && size(result) > size(lhs) + size(rhs)
+    }
+
+    /// See [`Self::grows`].
+    pub const FEW_TERMS: u64 = 256;
+
     /// The dimensions of lhs that are neither batch nor contracted, in order.
     pub fn lhs_free(&self, rank: usize) -> Vec<usize> {
         (0..rank).filter(|d| !self.lhs_batch.contains(d) && !self.lhs_contract.contains(d)).collect()

@@ -415,7 +415,7 @@ impl Builder<'_, '_, '_> {
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
         let update_s = traffic / self.spaces.prices.cost.device().memory_bytes_per_s;
         Terms {
-            step_s: update_s + self.spaces.reshard_s(ty, state, at_rest),
+            step_s: update_s + self.spaces.stored_s(ty, state, at_rest),
             static_bytes: self.spaces.local_bytes(ty, at_rest) as f64
                 + self.spaces.local_bytes(&gradient_ty, gradient) as f64
                 + state_bytes,
@@ -535,7 +535,7 @@ fn parameter_use(
     Terms {
         forward_s: gather_s,
         backward_s: gather_s + spaces.reshard_s(ty, cotangent, accumulator),
-        step_s: spaces.reshard_s(&gradient_ty, accumulator, state),
+        step_s: spaces.stored_s(&gradient_ty, accumulator, state),
         ..Terms::default()
     }
 }

@@ -24,10 +24,10 @@ pub struct AxisRoles {
     pub first_is_data: bool,
     /// Axis 1 splits no factor of the batch.
     pub second_is_model: bool,
-    /// Axis 1 splits nothing that comes from the model's inputs, neither samples nor tokens, but features alone, and those
+    /// This axis splits nothing that comes from the model's inputs, neither samples nor tokens, but features alone, and those
     /// only as weights split them: activations are never cut, their partial sums are reduced for all. So is tensor parallelism as
     /// Megatron-LM introduced it (Shoeybi et al. 2019).
-    pub second_splits_features: bool,
+    pub features_axis: Option<AxisId>,
 }
 
 /// A layout by its number.
@@ -109,12 +109,17 @@ impl<'a> Spaces<'a> {
             return seconds;
         }
         let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let seconds = match self.roles.second_splits_features && cuts(before, after, self.mesh(), AxisId(1)) {
+        let seconds = match self.roles.features_axis.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
             true => f64::INFINITY,
             false => self.prices.reshard_uncached_s(ty, before, after),
         };
         self.reshards.insert(key, seconds);
         seconds
+    }
+
+    /// Seconds of a reshard of what is stored, which may be cut over any axis.
+    pub fn stored_s(&self, ty: &TensorType, from: LayoutId, to: LayoutId) -> f64 {
+        self.prices.reshard_s(ty, self.layout(from), self.layout(to))
     }
 
     /// The strategies of a node. `outers` lists block counts for each factor, see [`block_counts`].
@@ -184,7 +189,7 @@ impl<'a> Spaces<'a> {
     /// Which factors of a node come from the model's inputs; none where that does not matter.
     fn input_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
         let mut found = vec![false; rule.factors.len()];
-        if !self.roles.second_splits_features {
+        if self.roles.features_axis.is_none() {
             return found;
         }
         if self.input_dims.len() != graph.len() {
@@ -205,7 +210,8 @@ impl<'a> Spaces<'a> {
                 let batch = is_batch[*factor as usize];
                 let of_input = of_inputs[*factor as usize];
                 !(axis == 0 && self.roles.first_is_data && !batch
-                    || axis == 1 && (self.roles.second_is_model && batch || of_input))
+                    || axis == 1 && self.roles.second_is_model && batch
+                    || of_input && self.roles.features_axis == Some(AxisId(axis as u8)))
             }
             _ => true,
         })

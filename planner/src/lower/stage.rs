@@ -605,8 +605,7 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
         let cheap = node.op.is_elementwise() || matches!(node.op, Op::BroadcastInDim(_) | Op::Reshape(_));
         let product = cx.plan.execution.fused_attention
-            && node.op.is_contraction()
-            && node.operands.iter().map(|o| graph.ty(*o).elements()).sum::<u64>() < node.ty.elements();
+            && matches!(&node.op, Op::DotGeneral(dot) if dot.grows(graph.shape(node.operands[0]), graph.shape(node.operands[1]), &node.ty.shape));
         let repeat = !leaves_layer && (cx.stage.recompute || product || cheap && !(sum && large > 1));
         if repeat {
             again.insert(v);
