@@ -82,6 +82,10 @@ pub enum Error {
     UnknownValue { name: String },
     #[error("{}:{line}: {error}", file.display())]
     Row { file: PathBuf, line: u64, error: Box<TableError> },
+    #[error(
+        "--explain: nothing in the plan's programs is called '{name}'; `altiplano inspect PLAN --programs` prints all names"
+    )]
+    UnknownOp { name: String },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: Box<PlanError> },
     #[error("{}", cluster(.text, error))]

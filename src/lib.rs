@@ -29,6 +29,7 @@ mod model;
 mod plan_file;
 pub mod precision;
 mod report;
+pub mod simulate;
 pub mod training;
 pub mod units;
 pub mod verify;

@@ -25,6 +25,7 @@ enum Command {
     Import(commands::import::Import),
     Run(commands::run::Run),
     Verify(commands::verify::Verify),
+    Simulate(commands::simulate::Simulate),
     Fidelity(commands::fidelity::Fidelity),
     Calibrate(commands::calibrate::Calibrate),
     Demo(commands::demo::Demo),
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Command::Run(command) => command.run(),
         Command::Verify(command) => command.run(),
         Command::Calibrate(command) => command.run(),
+        Command::Simulate(command) => command.run(),
         Command::Fidelity(command) => command.run(),
         Command::Demo(command) => command.run(),
     };

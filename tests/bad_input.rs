@@ -118,7 +118,7 @@ fn other_files() {
     let supported = "supported are StableHLO text";
     let cases: [(&str, &[u8], &str); 7] = [
         ("model.onnx", b"\x08\x0a\x12\x07pytorch\x1a\x06", "not a complete ONNX file"),
-        ("model.pt2", b"PK\x03\x04\x00\x00\xff", "the zip archive cannot be read"),
+        ("model.pt2", b"PK\x03\x04\x00\x00\xff", "the zip archive has no end"),
         ("config.json", b"{\"model_type\": \"gpt2\", \"n_layer\": 12}", "n_embd: is missing"),
         ("bytecode.mlir", b"ML\xefR\x0dMLIR", supported),
         ("text.mlir", b"hello", "text.mlir:1:1"),

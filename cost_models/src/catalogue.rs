@@ -2,7 +2,7 @@
 //! and a count of nodes, or by a count of devices.
 
 pub use crate::devices::{
-    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, matmul_efficiency,
+    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, is_fitted, matmul_efficiency,
     nvlink_generation,
 };
 use crate::error::{ClusterError, nearest};

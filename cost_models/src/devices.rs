@@ -271,6 +271,11 @@ pub fn matmul_efficiency(name: &str) -> f64 {
     DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
 }
 
+/// Whether constants of the device of this name were fitted on measured steps.
+pub fn is_fitted(name: &str) -> bool {
+    FITTED.iter().any(|(device, _)| *device == name)
+}
+
 /// Whether the software of the device of this name fuses attention.
 pub fn fuses_attention(name: &str) -> bool {
     FUSE_ATTENTION.contains(&name)

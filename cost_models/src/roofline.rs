@@ -61,9 +61,14 @@ impl Roofline {
         self.compute.memory_s(bytes)
     }
 
+    /// Seconds of a kernel that is busy for so long: with its launch, and no faster than the host issues kernels.
+    fn launched(&self, busy_s: f64) -> f64 {
+        (busy_s + self.compute.device.launch_s).max(self.compute.constants.dispatch_s)
+    }
+
     /// Seconds of an op that is part of a larger fused kernel.
     fn fused_s(&self, bytes: f64) -> f64 {
-        (self.memory_s(bytes) + self.compute.device.launch_s) / OPS_PER_FUSED_KERNEL
+        self.launched(self.memory_s(bytes)) / OPS_PER_FUSED_KERNEL
     }
 }
 
@@ -131,45 +136,42 @@ impl CostModel for Roofline {
             Op::Threefry(_) => self.memory_s(THREEFRY_TENSORS * written) + self.fused_s(written),
             // Matmuls read operands in either order, and other readers index through a transpose, a slice or a pad.
             Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
-            Op::Reduce(_) | Op::Cumulative(_) => self.memory_s(read + written) + self.compute.device.launch_s,
+            Op::Reduce(_) | Op::Cumulative(_) => self.launched(self.memory_s(read + written)),
             // A radix sort: each byte of a key is a pass that reads and writes keys and positions.
             Op::ArgSort(_) => {
                 let passes: u64 = operands.iter().map(|t| t.dtype.bytes()).sum();
-                passes as f64 * (self.memory_s(2.0 * (largest + written)) + self.compute.device.launch_s)
+                passes as f64 * self.launched(self.memory_s(2.0 * (largest + written)))
             }
-            Op::Concatenate(_) => self.memory_s(2.0 * written) + self.compute.device.launch_s,
+            Op::Concatenate(_) => self.launched(self.memory_s(2.0 * written)),
             Op::DotGeneral(dot) => {
                 // In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
                 let lhs = operands.first();
                 let terms: f64 = lhs.map_or(0.0, |t| dot.lhs_contract.iter().map(|&d| t.shape[d] as f64).product());
                 let flop = 2.0 * terms * result.elements() as f64;
-                self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype))
-                    + self.compute.device.launch_s
+                self.launched(self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)))
             }
             // A convolution is a matmul over the elements of its windows.
             Op::Convolution(_) => {
                 let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
-                self.matmul_s(op.flop(operands, result) as f64, read + written, dtype) + self.compute.device.launch_s
+                self.launched(self.matmul_s(op.flop(operands, result) as f64, read + written, dtype))
             }
             // Windows overlap in caches; what memory sees is each element once.
-            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => {
-                self.memory_s(read + written) + self.compute.device.launch_s
-            }
+            Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.launched(self.memory_s(read + written)),
             // The rows taken, not the table that they are taken from.
             Op::Gather(_) => {
                 let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;
-                self.memory_s(indices + 2.0 * written) + self.compute.device.launch_s
+                self.launched(self.memory_s(indices + 2.0 * written))
             }
             // Zeros everywhere, then each update read, and its target read and written.
             Op::ScatterAdd(_) => {
                 let indices = operands.first().map_or(0, |t| t.bytes()) as f64;
                 let updates = operands.get(1).map_or(0, |t| t.bytes()) as f64;
-                self.memory_s(written + indices + 3.0 * updates) + self.compute.device.launch_s
+                self.launched(self.memory_s(written + indices + 3.0 * updates))
             }
             // The tensor copied, then likewise.
             Op::Scatter(_) => {
                 let [indices, updates] = [1, 2].map(|i| operands.get(i).map_or(0, |t| t.bytes()) as f64);
-                self.memory_s(2.0 * written + indices + 3.0 * updates) + self.compute.device.launch_s
+                self.launched(self.memory_s(2.0 * written + indices + 3.0 * updates))
             }
         }
     }

@@ -14,6 +14,12 @@ fn model(name: &str) -> Roofline {
     Roofline::new(device(name).unwrap())
 }
 
+/// A model whose host is never waited for, with a name that has constants.
+fn with_a_fast_host(name: &str) -> Roofline {
+    let constants = Constants { dispatch_s: 0.0, ..crate::catalogue::constants(name) };
+    Roofline::with_constants(device(name).unwrap(), constants)
+}
+
 fn matmul() -> Op {
     Op::DotGeneral(DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![0] })
 }
@@ -107,12 +113,15 @@ fn a_matmul_by_hand() {
     let Constants { matmul_efficiency, memory_efficiency, .. } = crate::catalogue::constants("A100-SXM-80GB");
     let expect =
         2.0 * 1024f64.powi(3) / (matmul_efficiency * 312e12) + 6.0 * 1048576.0 / (memory_efficiency * 2039e9) + 3e-6;
-    assert!(close(matmul_s(&model("A100-SXM-80GB"), DType::BF16, 1024, 1024, 1024), expect));
+    assert!(close(matmul_s(&with_a_fast_host("A100-SXM-80GB"), DType::BF16, 1024, 1024, 1024), expect));
+    // A host that issues a kernel every 72 us is what small kernels take.
+    let dispatch_s = crate::catalogue::constants("A100-SXM-80GB").dispatch_s;
+    assert_eq!(matmul_s(&model("A100-SXM-80GB"), DType::BF16, 64, 64, 64), dispatch_s);
 }
 
 #[test]
 fn traffic_by_hand() {
-    let model = model("A100-SXM-80GB");
+    let model = with_a_fast_host("A100-SXM-80GB");
     let rate = crate::catalogue::constants("A100-SXM-80GB").memory_efficiency * 2039e9;
     let row_bytes = 64.0 * 4.0;
     let n = 1000.0;

@@ -11,6 +11,7 @@ pub mod plan;
 pub mod probe;
 pub mod run;
 pub mod show;
+pub mod simulate;
 pub mod verify;
 
 use altiplano::{Error, Model};

@@ -85,17 +85,22 @@ impl Drop for Scratch {
     }
 }
 
-/// A model of the collection of exported models, which is not part of the project: `ALTIPLANO_SHARED` or `../shared`.
+/// A file of the collection of models and tables, which is not part of the project: `ALTIPLANO_SHARED` or `../shared`.
 /// Says so where it is not there, so that a skipped test is seen.
-pub fn shared_model(name: &str) -> Option<String> {
+pub fn shared(name: &str) -> Option<PathBuf> {
     let root = std::env::var_os("ALTIPLANO_SHARED").map(PathBuf::from);
     let root = root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
-    let path = root.join("models").join(name);
+    let path = root.join(name);
     if path.is_file() {
-        return Some(path.display().to_string());
+        return Some(path);
     }
     eprintln!("SKIPPED: {} is not there (set ALTIPLANO_SHARED)", path.display());
     None
+}
+
+/// One of the exported models of the collection.
+pub fn shared_model(name: &str) -> Option<String> {
+    shared(&format!("models/{name}")).map(|path| path.display().to_string())
 }
 
 /// The folder of the collection, where there is one.

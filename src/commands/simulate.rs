@@ -1,0 +1,37 @@
+//! `altiplano simulate PLAN`: a step as the simulator plays it.
+
+use crate::commands::say;
+use altiplano::simulate::Simulation;
+use altiplano::{Error, load_plan, write_file};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Play a step of a plan: what every stage does when, and why
+#[derive(Args)]
+pub struct Simulate {
+    /// A file that `altiplano plan -o` wrote
+    plan: PathBuf,
+    /// Say of the kernels that compute this value or op what they cost and why: a name in the model (transformer.h.0.mlp) or an
+    /// op (all_reduce)
+    #[arg(long, value_name = "NAME")]
+    explain: Option<String>,
+    /// Write the step as a Chrome trace, which Perfetto opens
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+impl Simulate {
+    pub fn run(self) -> Result<(), Error> {
+        let simulation = Simulation::new(load_plan(&self.plan)?)?;
+        if let Some(file) = &self.trace {
+            write_file(file, &simulation.trace().to_string())?;
+        }
+        match self.explain {
+            Some(name) => {
+                let text = simulation.explain(&name).ok_or(Error::UnknownOp { name })?;
+                say(text)
+            }
+            None => say(simulation.text()),
+        }
+    }
+}

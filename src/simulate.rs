@@ -1,0 +1,297 @@
+//! One step of a plan as the simulator plays it: what every stage does when, why each kernel takes as long as it does, and
+//! the same as a trace that a browser draws.
+
+use crate::Error;
+use crate::units::{bytes, seconds};
+use altiplano_cost_models::collective::{self, Operation};
+use altiplano_cost_models::compute::Bound;
+use altiplano_cost_models::kernels::{Kernel, KernelKind};
+use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
+use altiplano_cost_models::timeline::{Stream, play, tasks};
+use altiplano_cost_models::{Compute, CostModel, Roofline, catalogue};
+use altiplano_ir::plan::Plan;
+use altiplano_ir::program::{Body, Phase, Programs};
+use altiplano_ir::reshard::Collective;
+use altiplano_planner::lower::Prices;
+use altiplano_planner::predict::timings_of;
+use altiplano_planner::timing::{BodyWork, StageTiming, work};
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// A plan's step, played.
+pub struct Simulation {
+    plan: Plan,
+    programs: Programs,
+    cost: Roofline,
+    work: Vec<Vec<BodyWork>>,
+    timings: Vec<(StageTimes, StageTiming)>,
+}
+
+impl Simulation {
+    pub fn new(plan: Plan) -> Result<Simulation, Error> {
+        let programs = crate::programs(&plan)?;
+        let cost = Roofline::new(plan.cluster.groups[0].device.clone());
+        let work: Vec<Vec<BodyWork>> = programs.programs.iter().map(|p| work(p, &plan.execution)).collect();
+        let timings = timings_of(&plan, &programs, &work, &cost);
+        Ok(Simulation { plan, programs, cost, work, timings })
+    }
+
+    fn order(&self) -> Order {
+        Order::new(self.plan.schedule, self.timings.len(), self.plan.num_microbatches)
+    }
+
+    fn timeline(&self, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> Timeline {
+        let times: Vec<StageTimes> = self.timings.iter().map(|t| t.0).collect();
+        simulate_order(&times, &self.order(), watch)
+    }
+
+    /// Seconds of a step.
+    pub fn step_s(&self) -> f64 {
+        self.timeline(&mut |_, _, _, _| {}).step_s
+    }
+
+    /// What each stage does, in words. Equal neighbours are one line.
+    pub fn text(&self) -> String {
+        let timeline = self.timeline(&mut |_, _, _, _| {});
+        let mut out = String::new();
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            out,
+            "{} on {}: {} a step of {} samples in {} microbatches, {}\n",
+            self.plan.model,
+            self.plan.cluster.name,
+            seconds(timeline.step_s),
+            self.plan.global_batch,
+            self.plan.num_microbatches,
+            self.plan.schedule.name()
+        );
+        let _ = writeln!(
+            out,
+            "  stage        forward                         backward                        after the last  waiting\n  {:11}  seconds  issuing  sending alone   seconds  issuing  sending alone   backward        a step",
+            ""
+        );
+        let lines: Vec<String> = self
+            .timings
+            .iter()
+            .zip(&timeline.stages)
+            .map(|((times, timing), lane)| {
+                let pass = |played: &altiplano_cost_models::timeline::Played| {
+                    format!(
+                        "{:>7}  {:>7}  {:>13}",
+                        seconds(played.seconds),
+                        seconds(played.host_s),
+                        seconds(played.exposed_s)
+                    )
+                };
+                format!(
+                    "{}   {}   {:>14}  {:>7}",
+                    pass(&timing.forward),
+                    pass(&timing.backward),
+                    seconds(times.step_s),
+                    seconds(lane.bubble_s)
+                )
+            })
+            .collect();
+        let mut first = 0;
+        while first < lines.len() {
+            let same = lines[first..].iter().take_while(|l| **l == lines[first]).count();
+            let name = if same == 1 { format!("stage{first}") } else { format!("stage{first}-{}", first + same - 1) };
+            let _ = writeln!(out, "  {name:11}  {}", lines[first]);
+            first += same;
+        }
+        let _ = write!(
+            out,
+            "\n  issuing: the host's part, while the device may be busy; sending alone: nothing is computed meanwhile\n  figures of {}: {}",
+            self.cost.device().name,
+            self.source()
+        );
+        out
+    }
+
+    /// Where the figures of the device come from.
+    fn source(&self) -> &'static str {
+        if catalogue::is_fitted(&self.cost.device().name) {
+            "calibrated on published steps of this device (cost_models/src/fitted.rs)"
+        } else {
+            "roofline of its datasheet"
+        }
+    }
+
+    /// Kernels that compute what is called `name` (or whose op is), with what they cost and why. `None` where there is no such.
+    pub fn explain(&self, name: &str) -> Option<String> {
+        let mut out = String::new();
+        for (i, (program, bodies)) in self.programs.programs.iter().zip(&self.work).enumerate() {
+            let stage = &self.plan.stages[i];
+            let prices = Prices::new(&self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh);
+            for work in bodies {
+                let Some(body) = program.bodies.iter().find(|b| b.phase == work.phase) else { continue };
+                let costs = work.prices(&prices, &self.plan.execution);
+                for ((kernel, price), sent) in work.kernels.iter().zip(&costs).zip(&work.sent) {
+                    if !concerns(body, kernel, name) {
+                        continue;
+                    }
+                    let why = match sent {
+                        Some((collective, operand, result)) => {
+                            let link = prices.link(collective.axes());
+                            let operation = match collective {
+                                Collective::ReduceScatter { .. } => Operation::ReduceScatter,
+                                Collective::AllGather { .. } => Operation::AllGather,
+                                Collective::AllToAll { .. } => Operation::AllToAll,
+                                Collective::Halo { .. } => Operation::SendReceive,
+                                _ => Operation::AllReduce,
+                            };
+                            let sent = *operand.max(result);
+                            let best = collective::best(operation, sent, link);
+                            format!(
+                                "{:?} with protocol {:?} of {} over {} devices on {} nodes: {} to start, {} of hops, {} on the wire; waiting for the last device {}",
+                                best.algorithm,
+                                best.protocol,
+                                bytes(sent),
+                                link.devices,
+                                link.nodes,
+                                seconds(best.start_s),
+                                seconds(best.hops_s),
+                                seconds(best.wire_s),
+                                seconds(self.cost.waiting_s(link.devices))
+                            )
+                        }
+                        None => self.why(kernel),
+                    };
+                    let _ = writeln!(
+                        out,
+                        "stage{i} {:8} {:>8}  {}\n    {why}",
+                        phase(work.phase),
+                        seconds(price.seconds),
+                        title(body, kernel)
+                    );
+                }
+            }
+        }
+        if out.is_empty() {
+            return None;
+        }
+        let _ = write!(out, "figures of {}: {}", self.cost.device().name, self.source());
+        Some(out)
+    }
+
+    fn why(&self, kernel: &Kernel) -> String {
+        let compute = Compute::new(self.cost.device().clone());
+        let moved = kernel.read_bytes + kernel.written_bytes;
+        let c = &compute.constants;
+        let memory = format!(
+            "{} read and {} written at {:.3} of {}/s: {}",
+            bytes(kernel.read_bytes),
+            bytes(kernel.written_bytes),
+            c.memory_efficiency,
+            bytes(compute.device.memory_bytes_per_s as u64),
+            seconds(compute.memory_s(moved as f64))
+        );
+        let arithmetic = match &kernel.kind {
+            KernelKind::Matmul(m) => format!(
+                "{} x [{}, {}] x [{}, {}] {}: {:.3e} FLOP in tiles at {:.3} of the peak: {}",
+                m.batch,
+                m.m,
+                m.k,
+                m.k,
+                m.n,
+                m.dtype,
+                m.flop(),
+                c.matmul_efficiency,
+                seconds(compute.matmul_s(m))
+            ),
+            KernelKind::Convolution { flop, .. } => {
+                format!("{flop:.3e} FLOP at {:.3} of the peak", c.matmul_efficiency)
+            }
+            KernelKind::Attention { flop, share, .. } => {
+                format!("fused attention: {share} of {flop:.3e} FLOP at {:.3} of the peak", c.attention_efficiency)
+            }
+            KernelKind::Fused { operations } => format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops),
+            KernelKind::Indexed => "lookups".into(),
+            KernelKind::Sort { passes } => format!("{passes} passes"),
+            KernelKind::Collective => String::new(),
+        };
+        let bound = match compute.kernel(kernel).bound {
+            Bound::Arithmetic => "bound by arithmetic",
+            Bound::Memory => "bound by memory",
+            Bound::Launch => "bound by its launch",
+        };
+        format!("{bound}; {arithmetic}; {memory}; launch {}", seconds(compute.device.launch_s))
+    }
+
+    /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each stage with a track of its calls,
+    /// and the kernels of the first microbatch.
+    pub fn trace(&self) -> Value {
+        let mut events: Vec<Value> = Vec::new();
+        let micros = |s: f64| s * 1e6;
+        let event = |name: String, stage: usize, track: u32, start: f64, end: f64| json!({"name": name, "ph": "X", "pid": stage, "tid": track, "ts": micros(start), "dur": micros(end - start)});
+        for (i, stage) in self.plan.stages.iter().enumerate() {
+            let name = format!("stage{i}: {} devices", stage.devices.len());
+            events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
+            for (track, name) in
+                [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
+            {
+                events.push(json!({"name": "thread_name", "ph": "M", "pid": i, "tid": track, "args": {"name": name}}));
+            }
+        }
+        let mut first: Vec<(usize, Phase, f64)> = Vec::new();
+        let mut last_s = vec![0.0f64; self.timings.len()];
+        let timeline = self.timeline(&mut |stage, call, start, end| {
+            let (name, phase, microbatch) = match call {
+                PipelineCall::Forward { microbatch } => ("forward", Phase::Forward, microbatch),
+                PipelineCall::Backward { microbatch } => ("backward", Phase::Backward, microbatch),
+            };
+            if microbatch == 0 {
+                first.push((stage, phase, start));
+            }
+            last_s[stage] = end;
+            events.push(event(format!("{name} {microbatch}"), stage, 0, start, end));
+        });
+        for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
+            let start = last_s[stage];
+            events.push(event("reduce and update".into(), stage, 0, start, start + times.step_s));
+        }
+        for (stage, phase, start) in first {
+            let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
+            let Some(body) = self.programs.programs[stage].bodies.iter().find(|b| b.phase == phase) else { continue };
+            let at = &self.plan.stages[stage];
+            let prices = Prices::new(&self.cost, &self.plan.cluster.groups[0], at.submesh, &at.mesh);
+            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution), |_| 0.0);
+            let played = play(&list);
+            for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
+                let track = if task.stream == Stream::Compute { 1 } else { 2 };
+                events.push(event(title(body, kernel), stage, track, start + from, start + to));
+            }
+        }
+        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
+    }
+}
+
+fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Forward => "forward",
+        Phase::Backward => "backward",
+        Phase::Reduce => "reduce",
+        Phase::Update => "update",
+    }
+}
+
+/// A kernel by its last named node and its ops.
+fn title(body: &Body, kernel: &Kernel) -> String {
+    let graph = &body.graph;
+    let named = kernel.nodes.iter().rev().map(|v| graph.node(*v).name.as_str()).find(|name| !name.is_empty());
+    let last = kernel.nodes.last().map_or("", |v| graph.node(*v).op.name());
+    let ops = if kernel.nodes.len() > 1 { format!("{} ops to {last}", kernel.nodes.len()) } else { last.to_string() };
+    match named {
+        Some(name) => format!("{name} ({ops})"),
+        None => ops,
+    }
+}
+
+/// Whether a kernel computes something that is called `name`, is part of what is called so, or is such an op.
+fn concerns(body: &Body, kernel: &Kernel, name: &str) -> bool {
+    kernel.nodes.iter().any(|v| {
+        let node = body.graph.node(*v);
+        let inside = node.name.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+        inside || node.op.name() == name
+    })
+}
