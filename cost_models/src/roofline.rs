@@ -53,7 +53,7 @@ impl Roofline {
     /// measured, where the larger of the two alone gives 0.50; the projections differ by 0 to 8 % either way.
     fn matmul_s(&self, flop: f64, bytes: f64, dtype: DType) -> f64 {
         flop / (peak_flops(&self.compute.device, dtype) * self.compute.constants.matmul_efficiency)
-            + self.memory_s(bytes)
+            + bytes / (self.compute.device.memory_bytes_per_s * MEMORY_EFFICIENCY)
     }
 
     /// Seconds for `bytes` read or written in all.
