@@ -244,12 +244,15 @@ fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn Cos
 /// about as much (benches/results/fidelity.md).
 const UNDECIDED: f64 = 0.02;
 
-/// Of plans that are as fast as the fastest, as far as the judge can tell, the one that needs least memory; of those that need
-/// about as much, the fastest.
+/// Of plans that are as fast as the fastest, as far as the judge can tell, one that needs the fewest devices, and of those the one
+/// that needs least memory; of those that need about as much, the fastest.
 fn leanest_of_the_fastest(mut plans: Vec<Plan>) -> Plan {
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let most_s = plans[0].predicted.step_time_s * (1.0 + UNDECIDED);
     plans.retain(|p| p.predicted.step_time_s <= most_s);
+    let devices = |p: &Plan| p.stages.iter().map(|s| s.devices.len()).sum::<usize>();
+    let fewest = plans.iter().map(devices).min().unwrap_or(0);
+    plans.retain(|p| devices(p) == fewest);
     let least = plans.iter().map(peak_bytes).min().unwrap_or(0);
     let about = least.saturating_add(least / 50);
     let at = plans.iter().position(|p| peak_bytes(p) <= about).unwrap_or(0);
