@@ -45,9 +45,10 @@ impl Simulation {
         simulate_order(&times, &self.order(), watch)
     }
 
-    /// Seconds of a step.
-    pub fn step_s(&self) -> f64 {
-        self.timeline(&mut |_, _, _, _| {}).step_s
+    /// Prices on a stage's mesh.
+    fn prices(&self, stage: usize) -> Prices<'_> {
+        let stage = &self.plan.stages[stage];
+        Prices::new(&self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh)
     }
 
     /// What each stage does, in words. Equal neighbours are one line.
@@ -121,8 +122,7 @@ impl Simulation {
     pub fn explain(&self, name: &str) -> Option<String> {
         let mut out = String::new();
         for (i, (program, bodies)) in self.programs.programs.iter().zip(&self.work).enumerate() {
-            let stage = &self.plan.stages[i];
-            let prices = Prices::new(&self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh);
+            let prices = self.prices(i);
             for work in bodies {
                 let Some(body) = program.bodies.iter().find(|b| b.phase == work.phase) else { continue };
                 let costs = work.prices(&prices, &self.plan.execution);
@@ -253,9 +253,8 @@ impl Simulation {
         for (stage, phase, start) in first {
             let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
             let Some(body) = self.programs.programs[stage].bodies.iter().find(|b| b.phase == phase) else { continue };
-            let at = &self.plan.stages[stage];
-            let prices = Prices::new(&self.cost, &self.plan.cluster.groups[0], at.submesh, &at.mesh);
-            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution), |_| 0.0);
+            let prices = self.prices(stage);
+            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
             let played = play(&list);
             for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
                 let track = if task.stream == Stream::Compute { 1 } else { 2 };

@@ -93,7 +93,7 @@ fn a_cheap_value_is_computed_again_and_a_sum_of_two_is_kept() {
 }
 
 #[test]
-fn fused_attention_never_writes_scores_and_leaves_other_products_alone() {
+fn fused_attention_never_writes_scores() {
     let mut g = Graph::new("attention");
     let [q, k, v] = [0; 3].map(|_| input(&mut g, &[16, 1024, 64]));
     let scores = product(&mut g, q, k, 2);
@@ -112,9 +112,8 @@ fn fused_attention_never_writes_scores_and_leaves_other_products_alone() {
     };
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
-    // A projection of few terms into many features is no attention: its result, not kept otherwise, joins what reads it only
-    // if that is a product again.
-    assert!(found.iter().any(|k| matches!(k.kind, KernelKind::Matmul(m) if m.n == 4096)) || found.len() == 2);
+    // The other product that grows is a kernel with what is done to its elements, apart from the first.
+    assert_eq!(found.len(), 2, "{found:?}");
 }
 
 #[test]

@@ -106,8 +106,8 @@ pub struct Price {
     pub issue_s: f64,
 }
 
-/// A body's kernels as tasks. `ready_s` says when a value from outside is there, in seconds from the start of the body.
-pub fn tasks(kernels: &[Kernel], prices: &[Price], ready_s: impl Fn(ValueId) -> f64) -> Vec<Task> {
+/// A body's kernels as tasks; what they read from outside is there when the body starts.
+pub fn tasks(kernels: &[Kernel], prices: &[Price]) -> Vec<Task> {
     let mut maker: FxHashMap<ValueId, u32> = FxHashMap::default();
     let mut tasks = Vec::with_capacity(kernels.len());
     for (i, (kernel, price)) in kernels.iter().zip(prices).enumerate() {
@@ -116,14 +116,9 @@ pub fn tasks(kernels: &[Kernel], prices: &[Price], ready_s: impl Fn(ValueId) -> 
             seconds: price.seconds,
             issue_s: price.issue_s,
             after: Vec::new(),
-            ready_s: f64::NEG_INFINITY,
+            ready_s: 0.0,
         };
-        for (read, _) in &kernel.reads {
-            match maker.get(read) {
-                Some(&t) => task.after.push(t),
-                None => task.ready_s = task.ready_s.max(ready_s(*read)),
-            }
-        }
+        task.after.extend(kernel.reads.iter().filter_map(|(read, _)| maker.get(read).copied()));
         for &write in &kernel.writes {
             maker.insert(write, i as u32);
         }

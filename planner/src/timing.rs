@@ -148,7 +148,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
     let mut gathers_s = 0.0;
     for body in bodies {
         let costs = body.prices(prices, execution);
-        let tasks = tasks(&body.kernels, &costs, |_| 0.0);
+        let tasks = tasks(&body.kernels, &costs);
         match body.phase {
             Phase::Forward => timing.forward = play(&tasks),
             Phase::Backward => {
