@@ -2,7 +2,7 @@
 //! the same as a trace that a browser draws.
 
 use crate::Error;
-use crate::units::{bytes, seconds};
+use crate::units::{bytes, plural, seconds};
 use altiplano_cost_models::collective::{self, Operation};
 use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
@@ -58,12 +58,12 @@ impl Simulation {
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,
-            "{} on {}: {} a step of {} samples in {} microbatches, {}\n",
+            "{} on {}: {} a step of {} in microbatches of {}, {}\n",
             self.plan.model,
             self.plan.cluster.name,
             seconds(timeline.step_s),
-            self.plan.global_batch,
-            self.plan.num_microbatches,
+            plural(self.plan.global_batch, "sample"),
+            self.plan.microbatch,
             self.plan.schedule.name()
         );
         let _ = writeln!(
