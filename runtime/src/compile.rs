@@ -184,7 +184,8 @@ impl Compiler<'_> {
     }
 
     fn step(&mut self, node: ValueId, kernel: Kernel, inputs: Vec<ValueId>, output: Output) {
-        self.steps.push(Step { node, kernel, inputs, outputs: vec![output], in_place: Vec::new(), dies: Vec::new() });
+        let (in_place, dies, members) = (Vec::new(), Vec::new(), Vec::new());
+        self.steps.push(Step { node, members, kernel, inputs, outputs: vec![output], in_place, dies });
     }
 
     /// Makes a step whose result is all of `v` in row-major order.
@@ -626,10 +627,12 @@ impl Compiler<'_> {
         }
         let group = std::mem::take(&mut self.groups[g]);
         let (chain, inputs, outputs) = fuse::build(self, &group);
-        let node = group.members.iter().copied().chain(group.reductions.iter().map(|r| r.0)).max();
-        if let Some(node) = node.filter(|_| !outputs.is_empty()) {
-            let kernel = Kernel::Chain(chain);
-            self.steps.push(Step { node, kernel, inputs, outputs, in_place: Vec::new(), dies: Vec::new() });
+        let mut members: Vec<ValueId> =
+            group.members.iter().copied().chain(group.reductions.iter().map(|r| r.0)).collect();
+        members.sort_unstable();
+        if let Some(&node) = members.last().filter(|_| !outputs.is_empty()) {
+            let (kernel, in_place, dies) = (Kernel::Chain(chain), Vec::new(), Vec::new());
+            self.steps.push(Step { node, members, kernel, inputs, outputs, in_place, dies });
         }
     }
 }

@@ -43,6 +43,18 @@ impl Class {
         matches!(self, Class::I32 | Class::I64)
     }
 
+    /// The element type that the format is named after.
+    pub fn dtype(self) -> DType {
+        match self {
+            Class::F32 => DType::F32,
+            Class::F16 => DType::F16,
+            Class::BF16 => DType::BF16,
+            Class::I32 => DType::I32,
+            Class::I64 => DType::I64,
+            Class::Bool => DType::Bool,
+        }
+    }
+
     pub fn is_half(self) -> bool {
         matches!(self, Class::F16 | Class::BF16)
     }

@@ -22,10 +22,12 @@ pub mod layout;
 mod liveness;
 pub mod mailbox;
 pub mod math;
+pub mod measure;
 pub mod random;
 pub mod session;
 pub mod step;
 pub mod view;
+pub mod work;
 
 pub use compile::body_transient_bytes;
 pub use error::RuntimeError;

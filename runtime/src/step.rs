@@ -119,6 +119,8 @@ impl Output {
 pub struct Step {
     /// The node it stands for (the last one of a chain), for messages.
     pub node: ValueId,
+    /// All nodes of a chain, in order.
+    pub members: Vec<ValueId>,
     pub kernel: Kernel,
     pub inputs: Vec<ValueId>,
     pub outputs: Vec<Output>,
