@@ -12,7 +12,7 @@ use altiplano_cost_models::{AxisLink, CostModel, Roofline, Runtime, TransferPath
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Op, Operator};
+use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::leaf;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, BufferId, Phase, Program, Programs};

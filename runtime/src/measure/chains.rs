@@ -134,16 +134,20 @@ pub fn measure(harness: &mut Harness) {
         let elements: Vec<f64> =
             long.iter().zip(&each_row).zip(n).map(|((l, r), n)| (l - r * n / 64.0).max(l / 4.0)).collect();
         harness.add("reduce_row", class.dtype(), n, elements);
-        let rows: Vec<f64> = n.iter().map(|n| n / 4.0).collect();
-        harness.add("row", class.dtype(), &rows, each_row.iter().zip(&rows).map(|(t, r)| t * r).collect());
+        let mut rows: Vec<f64> = n.iter().map(|n| n / 4.0).collect();
+        let mut seconds: Vec<f64> = each_row.iter().zip(&rows).map(|(t, r)| t * r).collect();
+        rows.insert(0, 1.0);
+        seconds.insert(0, each_row[0]);
+        harness.add("row", class.dtype(), &rows, seconds);
     }
-    let registers = [8usize, 32, 128];
-    let time = |&r: &usize| {
-        let chain = Chain { elements: 512, row: 1, float_registers: r, ..Chain::default() };
+    // Few registers of one element, and many of whole blocks.
+    let registers = [(1usize, 2usize), (1, 8), (64, 8), (512, 8), (512, 32), (512, 128)];
+    let time = |&(elements, r): &(usize, usize)| {
+        let chain = Chain { elements, row: 1, float_registers: r, ..Chain::default() };
         harness.time(&|| run(&chain, 0))
     };
     let seconds: Vec<f64> = registers.iter().map(time).collect();
-    harness.add("registers", DType::F32, &registers.map(|r| 2048.0 * r as f64), seconds);
+    harness.add("registers", DType::F32, &registers.map(|(n, r)| (4 * n * r) as f64), seconds);
     let arena = Arena::new(None);
     let call = || -> Run {
         let arena = arena.clone();

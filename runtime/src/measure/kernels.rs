@@ -90,37 +90,45 @@ pub fn measure(harness: &mut Harness, cores: usize) {
     convolutions(harness);
     rows(harness);
     if harness.load == 1 && cores > 1 {
-        let fork =
-            || -> Run { Box::new(move || (0..cores).into_par_iter().for_each(|i| drop(std::hint::black_box(i)))) };
+        let fork = || -> Run {
+            Box::new(move || {
+                (0..cores).into_par_iter().for_each(|i| {
+                    std::hint::black_box(i);
+                })
+            })
+        };
         let seconds = vec![harness.time(&fork)];
         harness.add("fork", DType::F32, &[cores as f64], seconds);
     }
 }
 
 fn copies(harness: &mut Harness) {
-    let sizes = harness.sizes(&[16, 512, 1 << 13, 1 << 17, 1 << 20, 1 << 22]);
-    let time = |harness: &mut Harness, class: Class, dims: &(dyn Fn(usize) -> (Copy, usize) + Sync)| -> Vec<f64> {
+    type Dims<'a> = &'a (dyn Fn(usize) -> (Copy, usize) + Sync);
+    let all = harness.sizes(&[1, 16, 512, 1 << 13, 1 << 17, 1 << 20, 1 << 22]);
+    let time = |harness: &mut Harness, sizes: &[usize], class: Class, dims: Dims<'_>| -> Vec<f64> {
         let one = |&n: &usize| {
             let (copy, from) = dims(n);
             harness.time(&|| run(Kernel::Copy(copy.clone()), &[(class, from)], (class, n), 1))
         };
         sizes.iter().map(one).collect()
     };
-    let straight = time(harness, Class::F32, &|n| (Copy::new(0, 0, [(n, 1, 1)]), n));
-    harness.add("copy", DType::F32, &floats(&sizes, 4.0), straight.clone());
-    let filled = time(harness, Class::F32, &|n| (Copy::new(0, 0, [(n, 0, 1)]), 1));
-    harness.add("fill", DType::F32, &floats(&sizes, 4.0), filled);
-    let rows = time(harness, Class::F32, &|n| (Copy::new(0, 0, [(n / 8, 9, 8), (8, 1, 1)]), 2 * n));
-    let runs = rows.iter().zip(&straight).map(|(r, s)| r - s).collect();
-    harness.add("copy_run", DType::F32, &floats(&sizes, 0.125), runs);
+    let straight = time(harness, &all, Class::F32, &|n| (Copy::new(0, 0, [(n, 1, 1)]), n));
+    harness.add("copy", DType::F32, &floats(&all, 4.0), straight.clone());
+    let filled = time(harness, &all, Class::F32, &|n| (Copy::new(0, 0, [(n, 0, 1)]), 1));
+    harness.add("fill", DType::F32, &floats(&all, 4.0), filled);
+    // All but the first are rows of eight.
+    let sizes = &all[1..];
+    let rows = time(harness, sizes, Class::F32, &|n| (Copy::new(0, 0, [(n / 8, 9, 8), (8, 1, 1)]), 2 * n));
+    let runs = rows.iter().zip(&straight[1..]).map(|(r, s)| r - s).collect();
+    harness.add("copy_run", DType::F32, &floats(sizes, 0.125), runs);
     for class in [Class::F32, Class::F16, Class::I32, Class::I64, Class::Bool] {
-        let strided = time(harness, class, &|n| (Copy::new(0, 0, [(n, 3, 1)]), 3 * n));
-        harness.add("copy_strided", class.dtype(), &floats(&sizes, 1.0), strided);
-        let transposed = time(harness, class, &|n| {
+        let strided = time(harness, &all, class, &|n| (Copy::new(0, 0, [(n, 3, 1)]), 3 * n));
+        harness.add("copy_strided", class.dtype(), &floats(&all, 1.0), strided);
+        let transposed = time(harness, sizes, class, &|n| {
             let rows = 1 << (n.ilog2() / 2);
             (Copy::new(0, 0, [(rows, 1, n / rows), (n / rows, rows, 1)]), n)
         });
-        harness.add("transpose", class.dtype(), &floats(&sizes, 1.0), transposed);
+        harness.add("transpose", class.dtype(), &floats(sizes, 1.0), transposed);
     }
     // Parts that are sent, row by row.
     let whole = |n: usize| (vec![n / 16, 16], vec![(0..n as u64 / 16).collect::<Vec<u64>>(), (0..8).collect()]);
@@ -139,7 +147,7 @@ fn copies(harness: &mut Harness) {
         harness.time(&make)
     };
     let sent: Vec<f64> = sizes.iter().map(send).collect();
-    harness.add("send", DType::F32, &floats(&sizes, 2.0), sent);
+    harness.add("send", DType::F32, &floats(sizes, 2.0), sent);
     let receive = |&n: &usize| {
         let (shape, indices) = whole(n);
         let make = || -> Run {
@@ -154,11 +162,11 @@ fn copies(harness: &mut Harness) {
         harness.time(&make)
     };
     let received: Vec<f64> = sizes.iter().map(receive).collect();
-    harness.add("receive", DType::F32, &floats(&sizes, 2.0), received);
+    harness.add("receive", DType::F32, &floats(sizes, 2.0), received);
 }
 
 fn reductions(harness: &mut Harness) {
-    let sizes = harness.sizes(&[64, 1 << 12, 1 << 16, 1 << 20, 1 << 22]);
+    let sizes = harness.sizes(&[1, 64, 1 << 12, 1 << 16, 1 << 20, 1 << 22]);
     for class in [Class::F32, Class::F16, Class::BF16, Class::I32, Class::I64, Class::Bool] {
         for (family, dim) in [("reduce_columns", 0), ("reduce_strided", 1)] {
             let time = |&n: &usize| {
@@ -175,7 +183,7 @@ fn reductions(harness: &mut Harness) {
 }
 
 fn lookups(harness: &mut Harness) {
-    let counts = harness.sizes(&[16, 1 << 10, 1 << 14]);
+    let counts = harness.sizes(&[1, 16, 1 << 10, 1 << 14]);
     let lookup = |count: usize, width: usize| {
         let dims = GatherDims {
             offset_dims: vec![1],
@@ -290,7 +298,7 @@ fn convolutions(harness: &mut Harness) {
     let scaled = |seconds: f64| vec![seconds / visited, seconds, 16.0 * seconds];
     harness.add("conv_position", DType::F32, &[1.0, visited, 16.0 * visited], scaled(position));
     let n = 64.0 * visited;
-    harness.add("multiply_add", DType::F32, &[64.0, n, 16.0 * n], scaled(64.0 * each));
+    harness.add("multiply_add", DType::F32, &[n / visited, n, 16.0 * n], scaled(64.0 * each));
 }
 
 fn rows(harness: &mut Harness) {
