@@ -54,6 +54,55 @@ fn a_table_gets_a_prediction_for_each_row_and_its_figures() {
     assert!(text.contains("tp1 pp2x2 dp2, microbatches of any size"), "{text}");
 }
 
+/// Constants come back from steps that were made with others, and a file of devices carries them to whatever predicts.
+#[test]
+fn constants_are_fitted_and_used() {
+    let scratch = Scratch::new();
+    let made = scratch.path("made.toml").display().to_string();
+    let like = "[device.A100-SXM-80GB]\nlike = \"A100-SXM-80GB\"\n[device.A100-SXM-80GB.constants]\n";
+    std::fs::write(&made, format!("{like}dispatch_s = 20e-6\nmemory_efficiency = 0.8\n")).unwrap();
+    let row = |group: &str, hidden: u32, tp: u32, dp: u32, measured: f64| {
+        format!(
+            "{group},gpt,2,{hidden},8,,,128,1000,4,dgx-a100/4,{tp},1,{dp},,,8,32,1f1b,none,0,f16,{measured},made up"
+        )
+    };
+    let plans = [("a", 256, 1, 4), ("a", 256, 4, 1), ("b", 2048, 1, 4), ("b", 2048, 2, 2), ("b", 2048, 4, 1)];
+    let measured = |steps: &[f64]| -> Vec<String> {
+        plans.iter().zip(steps).map(|(&(group, hidden, tp, dp), &s)| row(group, hidden, tp, dp, s)).collect()
+    };
+    let rows = measured(&[1.0; 5]);
+    let file = table(&scratch, &rows.iter().map(String::as_str).collect::<Vec<_>>());
+    let predicted = |arguments: &[&str]| -> Vec<f64> {
+        let found = json(&[&["fidelity", &file, "--json"], arguments].concat());
+        found["judged"].as_array().unwrap().iter().map(|r| r["predicted_step_s"].as_f64().unwrap()).collect()
+    };
+    let (steps, before) = (predicted(&["--devices", &made]), predicted(&[]));
+    let rows = measured(&steps);
+    table(&scratch, &rows.iter().map(String::as_str).collect::<Vec<_>>());
+    let fitted = scratch.path("fitted.toml").display().to_string();
+    let said = succeeds(&["calibrate", &file, "-o", &fitted]);
+    let error = |found: Vec<f64>| found.iter().zip(&steps).map(|(p, m)| (p / m - 1.0).abs()).sum::<f64>() / 5.0;
+    let (before, after) = (error(before), error(predicted(&["--devices", &fitted])));
+    assert!(before > 0.1 && after < 0.01, "{before} {after}\n{said}");
+    let text = std::fs::read_to_string(&fitted).unwrap();
+    assert!(text.contains("rows = 5") && text.contains("residuals_percent = ["), "{text}");
+
+    let plan = scratch.path("plan.json").display().to_string();
+    let planned = |devices: &[&str]| {
+        let fixed = ["plan", DEMO, "--cluster", "dgx-a100:1", "--dp", "8", "-o", &plan];
+        succeeds(&[&fixed[..], devices].concat());
+        let saved: Value = serde_json::from_str(&std::fs::read_to_string(&plan).unwrap()).unwrap();
+        saved["predicted"]["step_time_s"].as_f64().unwrap()
+    };
+    assert!(planned(&["--devices", &fitted]) < planned(&[]), "a faster host makes faster steps");
+    planned(&["--devices", &fitted]);
+    assert!(succeeds(&["simulate", &plan]).contains("constants that the plan's device has"));
+
+    std::fs::write(&made, "[device.x]\nlike = \"H200\"\nspeed = 1\n").unwrap();
+    let output = altiplano(&["plan", DEMO, "--devices", &made]);
+    assert!(output.code == Some(2) && output.stderr.contains("made.toml:3:1"), "{}", output.stderr);
+}
+
 #[test]
 fn what_is_wrong_with_a_table_is_said_with_its_line() {
     let good = "a,gpt,4,256,8,,,128,1000,4,dgx-a100/4,1,1,4,,,1,8,1f1b,none,0,f16,0.04,x";
