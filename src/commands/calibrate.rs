@@ -6,10 +6,10 @@ use altiplano::{Error, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Fit the constants of a device on tables of measured steps
+/// Fit the constants of a device on tables of measured steps, and on kernels that PyTorch's profiler has timed
 #[derive(Args)]
 pub struct Calibrate {
-    /// Tables as `altiplano fidelity` reads them
+    /// Tables as `altiplano fidelity` reads them, and Chrome traces of `torch.profiler` recorded with `record_shapes=True`
     #[arg(required = true)]
     tables: Vec<PathBuf>,
     /// Write a file of the devices, with their constants and what is left of each row, for --devices

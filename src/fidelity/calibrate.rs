@@ -1,19 +1,21 @@
-//! Fits the constants of a device on tables of measured steps: one set for all rows of a device, so that rows which were kept
-//! back agree as well.
+//! Fits the constants of a device on tables of measured steps, and on kernels that a profiler has timed: one set for all rows
+//! of a device, so that rows which were kept back agree as well.
 //!
 //! Each constant in turn is moved up and down by a factor, and the move is kept where the error falls; the factors shrink until
 //! nothing is gained. The error of a table is the mean of the absolute logarithms of predicted over measured, and the mean
 //! regret of its groups, since predictions are there to choose by. Tables count alike, however many rows they have, and by the
 //! squares of their errors, so that none is bought with another.
 
+use super::kineto::{Timed, read_trace};
 use super::predict::{Judge, Prepared};
 use super::reading::{self, Recomputation};
 use super::statistics::group_statistics;
-use super::table::read_table;
-use crate::Error;
-use altiplano_cost_models::Roofline;
-use altiplano_cost_models::{quoted, write_constants};
-use altiplano_ir::cluster::Constants;
+use super::table::{Row, read_table};
+use crate::{Error, read_bytes};
+use altiplano_cost_models::compute::Compute;
+use altiplano_cost_models::kernels::Kernel;
+use altiplano_cost_models::{Roofline, catalogue, quoted, write_constants};
+use altiplano_ir::cluster::{Constants, Device};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -36,8 +38,8 @@ pub struct Calibrated {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
     pub table: PathBuf,
-    /// Line of each row, and predicted over measured less one.
-    pub residuals: Vec<(u64, f64)>,
+    /// Line of each row, or shape of each kernel, and predicted over measured less one.
+    pub residuals: Vec<(String, f64)>,
 }
 
 impl Fit {
@@ -67,8 +69,9 @@ fn write_device(out: &mut String, fitted: &Calibrated) -> std::fmt::Result {
         writeln!(out, "table = {}", quoted(&fit.table.display().to_string()))?;
         writeln!(out, "rows = {}", fit.residuals.len())?;
         writeln!(out, "mape_percent = {:.2}\nbias_percent = {:.2}", fit.mape_percent(), fit.bias_percent())?;
-        let list = |each: &dyn Fn(&(u64, f64)) -> String| fit.residuals.iter().map(each).collect::<Vec<_>>().join(", ");
-        writeln!(out, "lines = [{}]", list(&|r| r.0.to_string()))?;
+        let list =
+            |each: &dyn Fn(&(String, f64)) -> String| fit.residuals.iter().map(each).collect::<Vec<_>>().join(", ");
+        writeln!(out, "measured = [{}]", list(&|r| quoted(&r.0)))?;
         writeln!(out, "residuals_percent = [{}]", list(&|r| format!("{:.1}", 100.0 * r.1)))?;
     }
     writeln!(out)
@@ -86,62 +89,102 @@ const FREE: &[(&str, f64, f64)] = &[
     ("collective_dispatch_s", 1e-7, 1e-3),
 ];
 
-/// Reads tables and fits the constants of each device in them.
+/// Something that was measured: a step, with its group, or a kernel.
+struct Measured {
+    name: String,
+    seconds: f64,
+    what: What,
+}
+
+enum What {
+    Step { group: String, prepared: Box<Prepared> },
+    Kernel(Box<Kernel>),
+}
+
+impl Measured {
+    fn predicted_s(&self, device: &Device, constants: Constants) -> f64 {
+        match &self.what {
+            What::Step { prepared, .. } => prepared.step_s(&Roofline::with_constants(device.clone(), constants)),
+            What::Kernel(kernel) => Compute { device: device.clone(), constants }.kernel(kernel).seconds,
+        }
+    }
+}
+
+/// What one file has of a device.
+struct Table<'a> {
+    file: &'a Path,
+    rows: Vec<Measured>,
+}
+
+impl Table<'_> {
+    /// Seconds of each row under these constants, in their order, so that sums over them do not depend on threads.
+    fn predicted(&self, device: &Device, constants: Constants) -> Vec<f64> {
+        self.rows.par_iter().map(|row| row.predicted_s(device, constants)).collect()
+    }
+
+    fn error(&self, device: &Device, constants: Constants) -> f64 {
+        let predicted = self.predicted(device, constants);
+        let pairs = || self.rows.iter().zip(&predicted);
+        let errors: f64 = pairs().map(|(row, p)| (p / row.seconds).ln().abs()).sum();
+        let steps = pairs().filter_map(|(row, &p)| match &row.what {
+            What::Step { group, .. } => Some((group.as_str(), row.seconds, p)),
+            What::Kernel(_) => None,
+        });
+        let groups = group_statistics(steps);
+        let regret: f64 = groups.iter().map(|g| g.regret_percent / 100.0).sum();
+        errors / self.rows.len() as f64 + regret / groups.len().max(1) as f64
+    }
+}
+
+/// Reads tables of steps and traces of kernels, and fits the constants of each device in them.
 pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     let judge = Judge::default();
-    let mut of_device: BTreeMap<String, Vec<(&Path, Vec<Measured>)>> = BTreeMap::new();
+    let mut of_device: BTreeMap<String, (Device, Vec<Table<'_>>)> = BTreeMap::new();
     for file in files {
-        let rows = read_table(file)?;
-        let reading::Read { recompute, .. } = reading::read(file, &rows, &judge, Recomputation::Inferred)?;
-        let prepared: Vec<Prepared> = rows
-            .par_iter()
-            .zip(recompute)
-            .map(|(row, recompute)| {
-                Prepared::new(row, &judge, recompute).map_err(|error| Error::Row {
-                    file: file.clone(),
-                    line: row.line,
-                    error: Box::new(error),
-                })
-            })
-            .collect::<Result<_, _>>()?;
-        let mut here: BTreeMap<String, Vec<Measured>> = BTreeMap::new();
-        for (row, prepared) in rows.into_iter().zip(prepared) {
-            let measured = Measured { line: row.line, group: row.group, step_s: row.measured_step_s, prepared };
-            here.entry(measured.prepared.device().name.clone()).or_default().push(measured);
+        let bytes = read_bytes(file)?;
+        // A table begins with the names of its columns, a trace is a JSON document.
+        let is_trace = bytes.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'{');
+        let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &judge)? };
+        let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
+        for (device, row) in measured {
+            here.entry(device.name.clone()).or_insert_with(|| (device, Vec::new())).1.push(row);
         }
-        here.into_iter().for_each(|(device, rows)| of_device.entry(device).or_default().push((file, rows)));
+        for (name, (device, rows)) in here {
+            of_device.entry(name).or_insert_with(|| (device, Vec::new())).1.push(Table { file, rows });
+        }
     }
-    Ok(of_device.into_iter().map(|(device, rows)| fit(device, &rows)).collect())
+    Ok(of_device.into_values().map(|(device, tables)| fit(&device, &tables)).collect())
 }
 
-/// A row and what it took.
-struct Measured {
-    line: u64,
-    group: String,
-    step_s: f64,
-    prepared: Prepared,
-}
-
-/// Seconds of each row under these constants, in their order, so that sums over them do not depend on threads.
-fn predicted(rows: &[Measured], constants: Constants) -> Vec<f64> {
-    let step_s =
-        |row: &Measured| row.prepared.step_s(&Roofline::with_constants(row.prepared.device().clone(), constants));
-    rows.par_iter().map(step_s).collect()
-}
-
-fn fit(device: String, tables: &[(&Path, Vec<Measured>)]) -> Calibrated {
-    let error = |constants: &Constants| -> f64 {
-        let of_table = |(_, rows): &(&Path, Vec<Measured>)| {
-            let predicted = predicted(rows, *constants);
-            let pairs = || rows.iter().zip(&predicted);
-            let errors: f64 = pairs().map(|(row, p)| (p / row.step_s).ln().abs()).sum();
-            let groups = group_statistics(pairs().map(|(row, &p)| (row.group.as_str(), row.step_s, p)));
-            let regret: f64 = groups.iter().map(|g| g.regret_percent / 100.0).sum();
-            (errors / rows.len() as f64 + regret / groups.len().max(1) as f64).powi(2)
-        };
-        (tables.iter().map(of_table).sum::<f64>() / tables.len() as f64).sqrt()
+fn steps(file: &Path, judge: &Judge) -> Result<Vec<(Device, Measured)>, Error> {
+    let rows = read_table(file)?;
+    let reading::Read { recompute, .. } = reading::read(file, &rows, judge, Recomputation::Inferred)?;
+    let measured = |(row, recompute): (Row, bool)| {
+        let wrong = |error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) };
+        let prepared = Box::new(Prepared::new(&row, judge, recompute).map_err(wrong)?);
+        let device = prepared.device().clone();
+        let what = What::Step { group: row.group, prepared };
+        Ok((device, Measured { name: row.line.to_string(), seconds: row.measured_step_s, what }))
     };
-    let before = altiplano_cost_models::catalogue::constants(&device);
+    rows.into_par_iter().zip(recompute).map(measured).collect()
+}
+
+fn kernels(file: &Path, bytes: &[u8]) -> Result<Vec<(Device, Measured)>, Error> {
+    let wrong = |error| Error::Trace { file: file.to_path_buf(), error: Box::new(error) };
+    let trace = read_trace(bytes).map_err(wrong)?;
+    let measured = |timed: Timed| {
+        let what = What::Kernel(Box::new(timed.kernel));
+        (trace.device.clone(), Measured { name: timed.name, seconds: timed.seconds, what })
+    };
+    Ok(trace.kernels.into_iter().map(measured).collect())
+}
+
+fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
+    let error = |constants: &Constants| -> f64 {
+        let squares = tables.iter().map(|table| table.error(device, *constants).powi(2));
+        (squares.sum::<f64>() / tables.len() as f64).sqrt()
+    };
+    let before = catalogue::constants(&device.name);
     let error_before = error(&before);
     let (mut best, mut least) = (before, error_before);
     let mut factor: f64 = 1.4;
@@ -179,10 +222,11 @@ fn fit(device: String, tables: &[(&Path, Vec<Measured>)]) -> Calibrated {
             (start, best, least) = (best, tried, e);
         }
     }
-    let left = |(table, rows): &(&Path, Vec<Measured>)| {
-        let residuals = rows.iter().zip(predicted(rows, best)).map(|(row, p)| (row.line, p / row.step_s - 1.0));
-        Fit { table: table.to_path_buf(), residuals: residuals.collect() }
+    let left = |table: &Table<'_>| {
+        let pairs = table.rows.iter().zip(table.predicted(device, best));
+        let residuals = pairs.map(|(row, p)| (row.name.clone(), p / row.seconds - 1.0)).collect();
+        Fit { table: table.file.to_path_buf(), residuals }
     };
     let fits = tables.iter().map(left).collect();
-    Calibrated { device, before, after: best, error_before, error_after: least, fits }
+    Calibrated { device: device.name.clone(), before, after: best, error_before, error_after: least, fits }
 }

@@ -6,12 +6,14 @@
 //! judge ranks plans rightly: what matters is how much slower its favourite is than the fastest one measured.
 
 mod calibrate;
+mod kineto;
 mod predict;
 mod reading;
 mod statistics;
 mod table;
 
 pub use calibrate::{Calibrated, Fit, calibrate, device_file};
+pub use kineto::{Timed, Trace, TraceError, read_trace};
 pub use predict::{Judge, Prepared};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};
