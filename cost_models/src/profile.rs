@@ -99,8 +99,11 @@ pub struct Priced {
 impl Profile {
     /// Reads and verifies a profile.
     pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
-        let json =
-            |e: serde_json::Error| ProfileError::Json { line: e.line(), column: e.column(), error: e.to_string() };
+        let json = |e: serde_json::Error| {
+            // The place leads the message, so that it need not end it.
+            let error = e.to_string().split(" at line ").next().unwrap_or_default().to_string();
+            ProfileError::Json { line: e.line(), column: e.column(), error }
+        };
         #[derive(Deserialize)]
         struct Header {
             format: String,
