@@ -140,6 +140,22 @@ const EXAMPLES: &[Example] = &[
         let turned = array::permute(&mut w.g, y, &[1, 0])?;
         array::matmul(&mut w.g, again, turned)
     },
+    // One value times several weights, which are small beside it or not.
+    |w| {
+        let (b, k, n) = (w.size() + 1, w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[b, 2, k]);
+        let mut sum = None;
+        for _ in 0..3 {
+            let weight = w.leaf(&[n, k]);
+            let product = array::linear(&mut w.g, x, weight, None)?;
+            let bent = w.unary(Unary::Tanh, product)?;
+            sum = Some(match sum {
+                Some(sum) => w.binary(Binary::Add, sum, bent)?,
+                None => bent,
+            });
+        }
+        sum.ok_or(array::ShapeError::Attribute("nothing to add"))
+    },
     // Powers, roots and reciprocals.
     |w| {
         let (m, n) = (w.size() + 1, w.size() + 1);
@@ -198,6 +214,52 @@ const EXAMPLES: &[Example] = &[
         let scale = w.binary(Binary::Multiply, root, weight)?;
         let centred = w.binary(Binary::Subtract, x, centre)?;
         w.binary(Binary::Multiply, centred, scale)
+    },
+    // Batch norms: the factor of each feature folded beforehand, with the batch's statistics or given ones, and without bias.
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let (x, weight) = (w.leaf(&shape), w.leaf(&shape[2..]));
+        let centre = array::mean(&mut w.g, x, &[0, 1], true)?;
+        let square = w.binary(Binary::Multiply, x, x)?;
+        let squares = array::mean(&mut w.g, square, &[0, 1], true)?;
+        let centre_square = w.binary(Binary::Multiply, centre, centre)?;
+        let spread = w.binary(Binary::Subtract, squares, centre_square)?;
+        let spread = array::relu(&mut w.g, spread)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, spread, 0.1)?;
+        let root = w.unary(Unary::Rsqrt, safe)?;
+        let scale = w.binary(Binary::Multiply, root, weight)?;
+        let centred = w.binary(Binary::Subtract, x, centre)?;
+        w.binary(Binary::Multiply, centred, scale)
+    },
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let [weight, bias, mean, variance] = [0; 4].map(|_| w.leaf(&[shape[1], 1]));
+        let x = w.leaf(&shape);
+        let centred = w.binary(Binary::Subtract, x, mean)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, variance, 4.0)?;
+        let root = w.unary(Unary::Sqrt, safe)?;
+        let quotient = w.binary(Binary::Divide, centred, root)?;
+        let scaled = w.binary(Binary::Multiply, quotient, weight)?;
+        w.binary(Binary::Add, scaled, bias)
+    },
+    // Experts' weights by the softmax, and where they stand.
+    |w| {
+        let (n, experts) = (w.size() + 1, w.size() + 2);
+        let x = w.leaf(&[n, experts]);
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let (values, _) = array::top_k(&mut w.g, p, 1, 2, false)?;
+        let total = array::sum(&mut w.g, values, &[1], true)?;
+        w.binary(Binary::Divide, values, total)
+    },
+    |w| {
+        let (n, experts) = (w.size() + 1, w.size() + 2);
+        let x = w.leaf(&[n, experts]);
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let chosen = array::among_greatest(&mut w.g, p, 1, 2)?;
+        let zero = array::full_like(&mut w.g, p, 0.0)?;
+        let kept = array::select(&mut w.g, chosen, p, zero)?;
+        let total = array::sum(&mut w.g, kept, &[1], true)?;
+        w.binary(Binary::Divide, kept, total)
     },
     // A loss by the logarithm of a sum, and the sign outside the mean.
     |w| {
