@@ -261,6 +261,13 @@ const EXAMPLES: &[Example] = &[
         let total = array::sum(&mut w.g, kept, &[1], true)?;
         w.binary(Binary::Divide, kept, total)
     },
+    // A mean that keeps what it is over as dimensions of one element.
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let x = w.leaf(&shape);
+        let sum = array::sum(&mut w.g, x, &[0, 2], true)?;
+        array::with_number(&mut w.g, Binary::Divide, sum, (shape[0] * shape[2]) as f64)
+    },
     // A loss by the logarithm of a sum, and the sign outside the mean.
     |w| {
         let (n, classes) = (w.size() + 1, w.size() + 2);
@@ -495,4 +502,28 @@ fn kept_values_stay() {
     assert!(kept.nodes.iter().any(|n| n.name == "powers" && n.op == Op::Unary(Unary::Exponential)), "{kept}");
     let free = rewrite(&w.g, &[]);
     assert!(free.nodes.iter().any(|n| n.op.name() == "softmax") && free.len() == 2, "{free}");
+}
+
+/// Narrow weights of one long value are stacked, so that it is read once. Wide ones would cost more to copy, and their products
+/// more to take apart, than the value costs to read again. The weights themselves stay what they are.
+#[test]
+fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
+    for (width, matmuls) in [(2, 1), (256, 3)] {
+        let mut w = Writer { g: Graph::new("parallel"), sizes: Rng::new(5) };
+        let x = w.leaf(&[4096, 64]);
+        let weights = [0; 3].map(|_| w.leaf(&[64, width]));
+        w.g.outputs = weights.map(|weight| array::matmul(&mut w.g, x, weight).unwrap()).to_vec();
+        let rewritten = rewrite(&w.g, &[]);
+        let found = rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count();
+        assert_eq!(found, matmuls, "{rewritten}");
+        assert_eq!(rewritten.inputs().count(), 4, "{rewritten}");
+    }
+    // What is left of a product of a product is no weight of it.
+    let mut w = Writer { g: Graph::new("chain"), sizes: Rng::new(5) };
+    let (x, first) = (w.leaf(&[2, 2]), w.leaf(&[2, 2]));
+    let second = array::matmul(&mut w.g, x, first).unwrap();
+    let third = array::matmul(&mut w.g, x, second).unwrap();
+    w.g.outputs = vec![third];
+    let rewritten = rewrite(&w.g, &[]);
+    assert_eq!(rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count(), 2, "{rewritten}");
 }

@@ -40,7 +40,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 46] = [
+const OTHERS: [&str; 48] = [
     "softmax",
     "log_softmax",
     "gelu_erf",

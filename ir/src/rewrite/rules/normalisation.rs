@@ -23,12 +23,16 @@ pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (sum, counted) in quotients.chain(products).collect::<Vec<_>>() {
         let Some((n, power)) = counted else { continue };
-        for (x, dims) in b.reduced(sum, Reducer::Sum) {
+        // What was summed may stay as dimensions of one element.
+        let sums: Vec<(Id, Vec<usize>)> =
+            b.unsqueezed(sum).into_iter().flat_map(|s| b.reduced(s, Reducer::Sum)).collect();
+        for (x, dims) in sums {
             let shape = b.shape(x);
             let terms: u64 = dims.iter().map(|&d| shape[d]).product();
             let scaling = dims.iter().filter(|&&d| b.data(x).batch_dims >> d & 1 == 1).count();
             if near(n, terms as f64, 1e-6) && power as usize == scaling {
-                found.extend(b.add(Function::Mean { dims: dims.clone() }, &[x]));
+                let (mean, shape) = (b.add(Function::Mean { dims: dims.clone() }, &[x]), b.shape(id));
+                found.extend(mean.and_then(|mean| b.reshape(mean, &shape)));
             }
         }
     }

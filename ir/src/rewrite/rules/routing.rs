@@ -1,7 +1,7 @@
 //! Routing of a mixture of experts: the weights of the experts that a token goes to are one op of the router's logits.
 
 use super::super::egraph::Builder;
-use crate::op::{ArgSort, Binary, Direction, Function, Gather, GatherDims, Op, Reducer, Slice};
+use crate::op::{ArgSort, Binary, Direction, Function, GatherDims, Op, Reducer, Slice};
 use egg::Id;
 
 fn of_function<T>(b: &Builder, id: Id, wanted: impl Fn(&Function) -> Option<T>) -> Vec<(Id, T)> {
@@ -148,11 +148,14 @@ pub fn looked_up(b: &mut Builder, id: Id) -> Vec<Id> {
             if gather.dims != along_last(b.shape(p).len()) {
                 continue;
             }
-            for x in scores(b, p) {
-                let ranked = greatest(b, places).into_iter().any(|y| b.same(x, y) || b.same(p, y));
-                let chosen = b.shape(places).last().copied().unwrap_or(0);
-                if ranked && let Some(gates) = b.add(Function::Gates { chosen, normalised: true }, &[x]) {
-                    found.extend(b.add(Op::Gather(Gather { dims: gather.dims.clone(), ..gather }), &[gates, places]));
+            // Each index may be a vector of one element.
+            for at in b.unsqueezed(places) {
+                let (ranked, chosen) = (greatest(b, at), b.shape(at).last().copied().unwrap_or(0));
+                for x in scores(b, p) {
+                    let is_ranked = ranked.iter().any(|&y| b.same(x, y) || b.same(p, y));
+                    if is_ranked && let Some(gates) = b.add(Function::Gates { chosen, normalised: true }, &[x]) {
+                        found.extend(b.add(Op::Gather(gather.clone()), &[gates, places]));
+                    }
                 }
             }
         }
