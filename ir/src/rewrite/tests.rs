@@ -527,3 +527,17 @@ fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
     let rewritten = rewrite(&w.g, &[]);
     assert_eq!(rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count(), 2, "{rewritten}");
 }
+
+/// A batch of one sample is a batch: what moves it past other dimensions is not a reshape, which no other size could take.
+#[test]
+fn one_sample_is_moved_like_many() {
+    let mut w = Writer { g: Graph::new("experts"), sizes: Rng::new(5) };
+    let x = w.leaf(&[1, 3, 4]);
+    let moved = array::permute(&mut w.g, x, &[1, 0, 2]).unwrap();
+    let p = array::softmax(&mut w.g, moved, 2).unwrap();
+    w.g.outputs = vec![p];
+    let graph = crate::batch::find_batch(&w.g, &[Some(0)]).graph;
+    let rewritten = rewrite(&graph, &[]);
+    assert!(rewritten.nodes.iter().any(|n| n.op.name() == "softmax"), "{rewritten}");
+    assert!(crate::batch::rebatch(&rewritten, 4).is_ok(), "{rewritten}");
+}
