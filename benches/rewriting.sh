@@ -2,7 +2,8 @@
 # What recognising composites does: nodes of the graph, seconds of `altiplano plan` (median of RUNS=3 whole processes, baselines
 # included) and predicted seconds per step, with the ops as the file has them (--as-written) and rewritten.
 #
-#   benches/rewriting.sh [CLUSTER] [MODEL...]        default: dgx-a100:1, every model of ${ALTIPLANO_SHARED:-../shared}/models
+#   benches/rewriting.sh [CLUSTER] [MODEL...]        default: dgx-a100:1, every model of ${ALTIPLANO_SHARED:-../shared}/models and
+#                                                    of benches/configs (8 sequences of 512)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet
@@ -10,7 +11,7 @@ altiplano="${CARGO_TARGET_DIR:-target}/release/altiplano"
 cluster="${1:-dgx-a100:1}"
 shift || true
 models=("$@")
-[ "${#models[@]}" -gt 0 ] || models=("${ALTIPLANO_SHARED:-../shared}"/models/*.{mlir,pt2,onnx})
+[ "${#models[@]}" -gt 0 ] || models=("${ALTIPLANO_SHARED:-../shared}"/models/*.{mlir,pt2,onnx} benches/configs/*.json)
 
 nodes() { "$altiplano" show "$@" 2> /dev/null | grep -E '^  %' | grep -vcE '= (parameter|input) ' || true; }
 # Seconds of a whole process, and the predicted step of the plan it prints.
@@ -27,10 +28,11 @@ planned() {
 echo "| model | nodes as written | rewritten | plan as written | predicted step | plan rewritten | predicted step |"
 echo "| --- | --- | --- | --- | --- | --- | --- |"
 for model in "${models[@]}"; do
-    options=()
+    options=() batch=()
     case "$model" in
         *.pt2 | *.onnx) options=(--loss cross-entropy) ;;
+        *.json) options=(--seq 512) batch=(--global-batch 8) ;;
         *flax-dropout-unnamed*) options=(--params 0-53) ;;
     esac
-    echo "| $(basename "$model") | $(nodes "$model" "${options[@]}" --as-written) | $(nodes "$model" "${options[@]}") | $(planned "$model" "${options[@]}" --as-written) | $(planned "$model" "${options[@]}") |"
+    echo "| $(basename "$model") | $(nodes "$model" "${options[@]}" --as-written) | $(nodes "$model" "${options[@]}") | $(planned "$model" "${options[@]}" "${batch[@]}" --as-written) | $(planned "$model" "${options[@]}" "${batch[@]}") |"
 done

@@ -28,6 +28,15 @@ fn a_config_is_planned_trained_and_verified() {
 }
 
 #[test]
+fn the_gates_of_a_layer_are_one_op() {
+    let scratch = Scratch::new();
+    let config = scratch.file("mixtral.json", MIXTRAL);
+    let shown = run(&["show", &config], "--seq 8");
+    assert_eq!(shown.matches(" = gates(").count(), 2, "{shown}");
+    assert!(!shown.contains(" = softmax("), "{shown}");
+}
+
+#[test]
 fn the_batch_is_the_one_that_is_asked_for() {
     let scratch = Scratch::new();
     let config = scratch.file("config.json", GPT2);

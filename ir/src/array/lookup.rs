@@ -92,6 +92,31 @@ pub fn sort(g: &mut Graph, x: ValueId, dim: usize, descending: bool) -> Result<(
     Ok((take_along(g, x, dim, order, false)?, order))
 }
 
+/// Whether each element is among the `k` greatest along `dim`; of equal ones the first are.
+pub fn among_greatest(g: &mut Graph, x: ValueId, dim: usize, k: u64) -> Built {
+    let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[x])?;
+    // The inverse of an order says which place each element has in it.
+    let place = g.push(Op::ArgSort(ArgSort { dim, descending: vec![false] }), &[order])?;
+    let end = full_like(g, place, k as f64)?;
+    compare(g, Direction::Lt, place, end)
+}
+
+/// The weights of a mixture of experts, `[.., experts]` like the router's `logits`: their softmax for the `k` greatest and
+/// zero for the others, `normalised` to a sum of one or not.
+pub fn gates(g: &mut Graph, logits: ValueId, k: u64, normalised: bool) -> Built {
+    let rank = g.shape(logits).len();
+    let dim = rank.checked_sub(1).ok_or(ShapeError::DimOutOfRange { dim: 0, rank })?;
+    let scores = softmax(g, logits, dim)?;
+    let chosen = among_greatest(g, logits, dim, k)?;
+    let zero = full_like(g, scores, 0.0)?;
+    let gates = select(g, chosen, scores, zero)?;
+    if !normalised {
+        return Ok(gates);
+    }
+    let total = sum(g, gates, &[dim], true)?;
+    binary(g, Binary::Divide, gates, total)
+}
+
 /// The `k` greatest elements along `dim` (with `least` the least), and where they are (`i32`).
 pub fn top_k(g: &mut Graph, x: ValueId, dim: usize, k: u64, least: bool) -> Result<(ValueId, ValueId), ShapeError> {
     let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![!least] }), &[x])?;

@@ -73,18 +73,19 @@ pub fn rms_norm(g: &mut Graph, x: ValueId, num_dims: usize, weight: Option<Value
     affine(g, y, weight, None)
 }
 
-/// A value for each feature in the shape `[features, 1, ..]` that broadcasts along `[N, C, spatial..]`.
-fn per_feature(g: &mut Graph, value: Option<ValueId>, rank: usize) -> Result<Option<ValueId>, ShapeError> {
+/// A value for each feature in the shape `[features, 1, ..]` that broadcasts where these are dimension `dim` of `rank`.
+fn per_feature(g: &mut Graph, value: Option<ValueId>, dim: usize, rank: usize) -> Result<Option<ValueId>, ShapeError> {
     let Some(value) = value else { return Ok(None) };
     let size = g.ty(value).elements();
-    let ones = vec![1; rank.saturating_sub(2)];
+    let ones = vec![1; rank.saturating_sub(dim + 1)];
     reshape(g, value, &[&[size], ones.as_slice()].concat()).map(Some)
 }
 
-/// Batch norm with given statistics: one factor and one offset for each feature.
+/// Batch norm with given statistics of the features, which are dimension `dim`: one factor and one offset for each.
 pub fn batch_norm(
     g: &mut Graph,
     x: ValueId,
+    dim: usize,
     weight: Option<ValueId>,
     bias: Option<ValueId>,
     mean: ValueId,
@@ -92,6 +93,9 @@ pub fn batch_norm(
     eps: f64,
 ) -> Built {
     let rank = g.shape(x).len();
+    if dim >= rank {
+        return Err(ShapeError::DimOutOfRange { dim: dim as u64, rank });
+    }
     in_f32(g, x, |g, x| {
         let dtype = g.ty(x).dtype;
         let [weight, bias] = [weight, bias].map(|v| v.map(|v| g.convert(v, dtype)));
@@ -105,15 +109,16 @@ pub fn batch_norm(
             Some(bias) => g.push(Op::Binary(Binary::Subtract), &[bias, shift])?,
             None => unary(g, Unary::Negate, shift)?,
         };
-        let (scale, offset) = (per_feature(g, Some(scale), rank)?, per_feature(g, Some(offset), rank)?);
+        let (scale, offset) = (per_feature(g, Some(scale), dim, rank)?, per_feature(g, Some(offset), dim, rank)?);
         affine(g, x, scale, offset)
     })
 }
 
-/// Batch norm with the statistics of this batch: of each feature (dimension 1) over all else.
+/// Batch norm with the statistics of this batch: of each feature (dimension `dim`) over all else.
 pub fn batch_norm_training(
     g: &mut Graph,
     x: ValueId,
+    dim: usize,
     weight: Option<ValueId>,
     bias: Option<ValueId>,
     eps: f64,
@@ -122,11 +127,14 @@ pub fn batch_norm_training(
     if rank < 2 {
         return Err(ShapeError::Attribute("a batch norm needs a batch and features"));
     }
-    let dims: Vec<usize> = (0..rank).filter(|&d| d != 1).collect();
+    if dim >= rank {
+        return Err(ShapeError::DimOutOfRange { dim: dim as u64, rank });
+    }
+    let dims: Vec<usize> = (0..rank).filter(|&d| d != dim).collect();
     in_f32(g, x, |g, x| {
         let (weight, bias) = (as_wide(g, weight, x), as_wide(g, bias, x));
         let y = standardised(g, x, &dims, eps)?;
-        let (weight, bias) = (per_feature(g, weight, rank)?, per_feature(g, bias, rank)?);
+        let (weight, bias) = (per_feature(g, weight, dim, rank)?, per_feature(g, bias, dim, rank)?);
         affine(g, y, weight, bias)
     })
 }
@@ -150,7 +158,7 @@ pub fn group_norm(
         let y = reshape(g, x, &split)?;
         let y = standardised(g, y, &(2..split.len()).collect::<Vec<_>>(), eps)?;
         let y = reshape(g, y, &shape)?;
-        let (weight, bias) = (per_feature(g, weight, shape.len())?, per_feature(g, bias, shape.len())?);
+        let (weight, bias) = (per_feature(g, weight, 1, shape.len())?, per_feature(g, bias, 1, shape.len())?);
         affine(g, y, weight, bias)
     })
 }
@@ -164,7 +172,7 @@ pub fn instance_norm(g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: O
     in_f32(g, x, |g, x| {
         let (weight, bias) = (as_wide(g, weight, x), as_wide(g, bias, x));
         let y = standardised(g, x, &(2..rank).collect::<Vec<_>>(), eps)?;
-        let (weight, bias) = (per_feature(g, weight, rank)?, per_feature(g, bias, rank)?);
+        let (weight, bias) = (per_feature(g, weight, 1, rank)?, per_feature(g, bias, 1, rank)?);
         affine(g, y, weight, bias)
     })
 }

@@ -264,7 +264,7 @@ fn norms_centre_and_scale() {
     });
     let mut case = Case::new();
     let x = case.leaf(&[2, 4, 3]);
-    let y = batch_norm_training(&mut case.graph, x, None, None, 0.1).unwrap();
+    let y = batch_norm_training(&mut case.graph, x, 1, None, None, 0.1).unwrap();
     case.check(y, |i, x| {
         let all = (0..2).flat_map(|b| (0..3).map(move |p| (b, p)));
         standard(all.map(|(b, p)| x[0].at(&[b, i[1], p])).collect(), x[0].at(i))

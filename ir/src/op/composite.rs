@@ -38,6 +38,12 @@ pub enum Function {
     RmsNorm {
         eps: Real,
     },
+    /// `batch_norm(x, weight, bias)` by the mean and variance of each feature (dimension `dim`) over all else, and
+    /// `batch_norm(x, weight, bias, mean, variance)` by given ones.
+    BatchNorm {
+        dim: usize,
+        eps: Real,
+    },
     /// `attention(q, k, v)` or `attention(q, k, v, mask)`: see [`array::attention_of_heads`].
     Attention {
         scale: Real,
@@ -46,6 +52,12 @@ pub enum Function {
     /// `rotary(x, cosine, sine)`: see [`array::rotary`].
     Rotary {
         halves: RotaryHalves,
+    },
+    /// `gates(logits)`: the softmax along the last dimension where it is among the greatest, and zero elsewhere: see
+    /// [`array::gates`].
+    Gates {
+        chosen: u64,
+        normalised: bool,
     },
     /// `cross_entropy(logits, labels)`: `-log softmax(logits)` along a dimension at each label, a value for each label.
     CrossEntropy {
@@ -95,8 +107,10 @@ impl Function {
             Function::Mean { .. } => "mean",
             Function::LayerNorm { .. } => "layer_norm",
             Function::RmsNorm { .. } => "rms_norm",
+            Function::BatchNorm { .. } => "batch_norm",
             Function::Attention { .. } => "attention",
             Function::Rotary { .. } => "rotary",
+            Function::Gates { .. } => "gates",
             Function::CrossEntropy { .. } => "cross_entropy",
         }
     }
@@ -107,6 +121,7 @@ impl Function {
             Function::LayerNorm { .. } | Function::Rotary { .. } => (3, 3),
             Function::RmsNorm { .. } | Function::CrossEntropy { .. } => (2, 2),
             Function::Attention { .. } => (3, 4),
+            Function::BatchNorm { .. } => (3, 5),
             _ => (1, 1),
         }
     }
@@ -131,6 +146,14 @@ impl Function {
                 array::layer_norm(g, x[0], g.shape(x[1]).len(), Some(x[1]), Some(x[2]), eps.0)
             }
             Function::RmsNorm { eps } => array::rms_norm(g, x[0], g.shape(x[1]).len(), Some(x[1]), eps.0),
+            Function::BatchNorm { dim, eps } => match *x {
+                [x, weight, bias] => array::batch_norm_training(g, x, *dim, Some(weight), Some(bias), eps.0),
+                [x, weight, bias, mean, variance] => {
+                    array::batch_norm(g, x, *dim, Some(weight), Some(bias), mean, variance, eps.0)
+                }
+                _ => Err(ShapeError::OperandCount { expected: most, found: x.len() }),
+            },
+            Function::Gates { chosen, normalised } => array::gates(g, x[0], *chosen, *normalised),
             Function::Attention { scale, causal } => {
                 array::attention_of_heads(g, x[0], x[1], x[2], x.get(3).copied(), scale.0, *causal)
             }

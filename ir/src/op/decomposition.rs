@@ -249,6 +249,18 @@ impl Decomposition {
             uses.push(use_);
             partial.push(left);
         }
+        // What has to be reduced anyway is reduced where it arises, unless it gets smaller or is added to another first: whoever
+        // keeps it for the backward pass then keeps the whole, and need not exchange it again.
+        let users = self.graph.users();
+        for v in self.graph.values().rev().filter(|v| !self.graph.outputs.contains(v)) {
+            let AxisUse::Partial { set } = uses[v.index()] else { continue };
+            let [operand] = rules[v.index()].linear[set as usize][..] else { continue };
+            let from = self.graph.node(v).operands[operand as usize];
+            let passed_on = users[v.index()].iter().any(|u| matches!(uses[u.index()], AxisUse::Partial { .. }));
+            if !passed_on && self.graph.ty(v).elements() >= self.graph.ty(from).elements() {
+                (uses[v.index()], partial[v.index()]) = (AxisUse::Replicated, None);
+            }
+        }
         Some((uses, partial[self.graph.outputs[0].index()]))
     }
 

@@ -4,7 +4,7 @@ use super::facts::Fact;
 use crate::dtype::DType;
 use crate::graph::Node;
 use crate::literal::Literal;
-use crate::op::{Binary, BroadcastInDim, Convert, Op, Operator, Reducer, Reshape, Transpose, Unary};
+use crate::op::{Binary, BroadcastInDim, Convert, DotGeneral, Op, Operator, Reducer, Reshape, Transpose, Unary};
 use crate::rule::ShardingRule;
 use crate::types::TensorType;
 use egg::{Analysis, DidMerge, EGraph, Id, Language};
@@ -90,15 +90,24 @@ impl Analysis<Term> for Terms {
 /// An op of a class, and its operands.
 pub type Found = (Rc<Op>, Vec<Id>);
 
+/// Matmuls that are parts of one: worth it only where all of them, or most, are taken from that.
+pub struct Stack {
+    pub matmul: DotGeneral,
+    pub x: Id,
+    /// The class of each matmul, and that of its slice of the whole.
+    pub parts: Vec<(Id, Id)>,
+}
+
 pub struct Builder {
     pub egraph: EGraph<Term, Terms>,
+    pub stacks: Vec<Stack>,
     /// What rules asked for before, which they do again each round.
     added: HashMap<(String, Vec<Id>), Option<Id>>,
 }
 
 impl Builder {
     pub fn new() -> Builder {
-        Builder { egraph: EGraph::new(Terms::default()), added: HashMap::new() }
+        Builder { egraph: EGraph::new(Terms::default()), stacks: Vec::new(), added: HashMap::new() }
     }
 
     pub fn leaf(&mut self, leaf: Leaf) -> Id {
@@ -192,6 +201,15 @@ impl Builder {
         let mut terms: Vec<&Term> = class.nodes.iter().collect();
         terms.sort();
         terms.into_iter().filter_map(|t| self.meaning(t).ok().map(|op| (op, t.children.clone()))).collect()
+    }
+
+    /// The classes that have an op on a class, in order.
+    pub fn users(&self, id: Id) -> Vec<Id> {
+        let parents = self.egraph[self.egraph.find(id)].parents();
+        let mut users: Vec<Id> = parents.map(|user| self.egraph.find(user)).collect();
+        users.sort_unstable();
+        users.dedup();
+        users
     }
 
     /// What a class is found to be, by a function of its ops.

@@ -19,9 +19,16 @@ fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
     match op {
         Op::Constant(_) | Op::Iota(_) => 1.0,
         Op::BroadcastInDim(_) | Op::Reshape(_) => OVERHEAD / 4.0,
-        // A composite reads its operands and writes its result; what is inside stays near the device's units.
-        Op::DotGeneral(_) | Op::Convolution(_) | Op::Composite(_) => {
-            bytes + op.flop(operands, result) as f64 / FLOP_PER_BYTE + OVERHEAD
+        Op::Slice(_) => 2.0 * result.bytes() as f64 + OVERHEAD,
+        Op::DotGeneral(_) | Op::Convolution(_) => bytes + op.flop(operands, result) as f64 / FLOP_PER_BYTE + OVERHEAD,
+        // A composite reads its operands and writes its result; what is inside stays near the device's units. Of its work
+        // that of matmuls counts, as it does where they are written out.
+        Op::Composite(composite) => {
+            let work = composite.body(operands).map_or(0, |body| {
+                let products = body.graph.values().filter(|v| body.graph.node(*v).op.is_contraction());
+                products.map(|v| body.graph.flop(v)).fold(0, u64::saturating_add)
+            });
+            bytes + work as f64 / FLOP_PER_BYTE + OVERHEAD
         }
         _ => bytes + OVERHEAD,
     }
@@ -36,8 +43,8 @@ struct Best {
 
 /// The cheapest term of each class by rounds, until none gets cheaper. What is needed twice is paid once, so costs are sums over
 /// sets of classes (a greedy choice: the cheapest set of all is hard to find). A term that needs its own class is no way to
-/// compute it.
-fn cheapest(builder: &Builder) -> HashMap<Id, Best> {
+/// compute it. A class of `from` is computed from the other class that it names there.
+fn cheapest(builder: &Builder, from: &BTreeMap<Id, Id>) -> HashMap<Id, Best> {
     let egraph = &builder.egraph;
     let mut ids: Vec<Id> = egraph.classes().map(|c| c.id).collect();
     ids.sort_unstable();
@@ -55,7 +62,8 @@ fn cheapest(builder: &Builder) -> HashMap<Id, Best> {
         for &id in &ids {
             for term in &egraph[id].nodes {
                 let children: Vec<Id> = term.children.iter().map(|&c| egraph.find(c)).collect();
-                if !children.iter().all(|c| best.contains_key(c)) {
+                let barred = from.get(&id).is_some_and(|source| !children.contains(source));
+                if barred || !children.iter().all(|c| best.contains_key(c)) {
                     continue;
                 }
                 let mut needs = vec![(id, own[term])];
@@ -109,8 +117,36 @@ fn union(a: &[(Id, f64)], b: &[(Id, f64)]) -> Vec<(Id, f64)> {
     all
 }
 
+/// What all of `outputs` cost together; None where they cannot be computed.
+fn total(builder: &Builder, best: &HashMap<Id, Best>, outputs: &[Id]) -> Option<f64> {
+    let mut needs = Vec::new();
+    for output in outputs {
+        needs = union(&needs, &best.get(&builder.egraph.find(*output))?.needs);
+    }
+    Some(needs.iter().map(|n| n.1).sum())
+}
+
+/// The cheapest terms for these outputs. What pays only where several classes share it is never the cheapest for one of them,
+/// so parallel matmuls are tried as one, stack by stack.
+fn chosen(builder: &Builder, outputs: &[Id]) -> HashMap<Id, Best> {
+    let mut from = BTreeMap::new();
+    let mut best = cheapest(builder, &from);
+    for stack in &builder.stacks {
+        let mut with = from.clone();
+        with.extend(stack.parts.iter().map(|&(part, slice)| (builder.egraph.find(part), builder.egraph.find(slice))));
+        let other = cheapest(builder, &with);
+        let costs = [&best, &other].map(|b| total(builder, b, outputs));
+        if let [Some(now), Some(then)] = costs
+            && then < now * (1.0 - 1e-9)
+        {
+            (best, from) = (other, with);
+        }
+    }
+    best
+}
+
 pub fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
-    let best = cheapest(builder);
+    let best = chosen(builder, outputs);
     let mut rewritten = Rewritten { nodes: Vec::new(), outputs: Vec::new() };
     let mut done: BTreeMap<Id, Child> = BTreeMap::new();
     for &output in outputs {

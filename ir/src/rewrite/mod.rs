@@ -13,6 +13,8 @@ mod region;
 mod rules;
 
 #[cfg(test)]
+mod spellings;
+#[cfg(test)]
 mod tests;
 
 use crate::graph::{Graph, Node, ValueId};

@@ -140,6 +140,22 @@ const EXAMPLES: &[Example] = &[
         let turned = array::permute(&mut w.g, y, &[1, 0])?;
         array::matmul(&mut w.g, again, turned)
     },
+    // One value times several weights, which are small beside it or not.
+    |w| {
+        let (b, k, n) = (w.size() + 1, w.size() + 1, w.size() + 1);
+        let x = w.leaf(&[b, 2, k]);
+        let mut sum = None;
+        for _ in 0..3 {
+            let weight = w.leaf(&[n, k]);
+            let product = array::linear(&mut w.g, x, weight, None)?;
+            let bent = w.unary(Unary::Tanh, product)?;
+            sum = Some(match sum {
+                Some(sum) => w.binary(Binary::Add, sum, bent)?,
+                None => bent,
+            });
+        }
+        sum.ok_or(array::ShapeError::Attribute("nothing to add"))
+    },
     // Powers, roots and reciprocals.
     |w| {
         let (m, n) = (w.size() + 1, w.size() + 1);
@@ -198,6 +214,59 @@ const EXAMPLES: &[Example] = &[
         let scale = w.binary(Binary::Multiply, root, weight)?;
         let centred = w.binary(Binary::Subtract, x, centre)?;
         w.binary(Binary::Multiply, centred, scale)
+    },
+    // Batch norms: the factor of each feature folded beforehand, with the batch's statistics or given ones, and without bias.
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let (x, weight) = (w.leaf(&shape), w.leaf(&shape[2..]));
+        let centre = array::mean(&mut w.g, x, &[0, 1], true)?;
+        let square = w.binary(Binary::Multiply, x, x)?;
+        let squares = array::mean(&mut w.g, square, &[0, 1], true)?;
+        let centre_square = w.binary(Binary::Multiply, centre, centre)?;
+        let spread = w.binary(Binary::Subtract, squares, centre_square)?;
+        let spread = array::relu(&mut w.g, spread)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, spread, 0.1)?;
+        let root = w.unary(Unary::Rsqrt, safe)?;
+        let scale = w.binary(Binary::Multiply, root, weight)?;
+        let centred = w.binary(Binary::Subtract, x, centre)?;
+        w.binary(Binary::Multiply, centred, scale)
+    },
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let [weight, bias, mean, variance] = [0; 4].map(|_| w.leaf(&[shape[1], 1]));
+        let x = w.leaf(&shape);
+        let centred = w.binary(Binary::Subtract, x, mean)?;
+        let safe = array::with_number(&mut w.g, Binary::Add, variance, 4.0)?;
+        let root = w.unary(Unary::Sqrt, safe)?;
+        let quotient = w.binary(Binary::Divide, centred, root)?;
+        let scaled = w.binary(Binary::Multiply, quotient, weight)?;
+        w.binary(Binary::Add, scaled, bias)
+    },
+    // Experts' weights by the softmax, and where they stand.
+    |w| {
+        let (n, experts) = (w.size() + 1, w.size() + 2);
+        let x = w.leaf(&[n, experts]);
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let (values, _) = array::top_k(&mut w.g, p, 1, 2, false)?;
+        let total = array::sum(&mut w.g, values, &[1], true)?;
+        w.binary(Binary::Divide, values, total)
+    },
+    |w| {
+        let (n, experts) = (w.size() + 1, w.size() + 2);
+        let x = w.leaf(&[n, experts]);
+        let p = array::softmax(&mut w.g, x, 1)?;
+        let chosen = array::among_greatest(&mut w.g, p, 1, 2)?;
+        let zero = array::full_like(&mut w.g, p, 0.0)?;
+        let kept = array::select(&mut w.g, chosen, p, zero)?;
+        let total = array::sum(&mut w.g, kept, &[1], true)?;
+        w.binary(Binary::Divide, kept, total)
+    },
+    // A mean that keeps what it is over as dimensions of one element.
+    |w| {
+        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
+        let x = w.leaf(&shape);
+        let sum = array::sum(&mut w.g, x, &[0, 2], true)?;
+        array::with_number(&mut w.g, Binary::Divide, sum, (shape[0] * shape[2]) as f64)
     },
     // A loss by the logarithm of a sum, and the sign outside the mean.
     |w| {
@@ -433,4 +502,42 @@ fn kept_values_stay() {
     assert!(kept.nodes.iter().any(|n| n.name == "powers" && n.op == Op::Unary(Unary::Exponential)), "{kept}");
     let free = rewrite(&w.g, &[]);
     assert!(free.nodes.iter().any(|n| n.op.name() == "softmax") && free.len() == 2, "{free}");
+}
+
+/// Narrow weights of one long value are stacked, so that it is read once. Wide ones would cost more to copy, and their products
+/// more to take apart, than the value costs to read again. The weights themselves stay what they are.
+#[test]
+fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
+    for (width, matmuls) in [(2, 1), (256, 3)] {
+        let mut w = Writer { g: Graph::new("parallel"), sizes: Rng::new(5) };
+        let x = w.leaf(&[4096, 64]);
+        let weights = [0; 3].map(|_| w.leaf(&[64, width]));
+        w.g.outputs = weights.map(|weight| array::matmul(&mut w.g, x, weight).unwrap()).to_vec();
+        let rewritten = rewrite(&w.g, &[]);
+        let found = rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count();
+        assert_eq!(found, matmuls, "{rewritten}");
+        assert_eq!(rewritten.inputs().count(), 4, "{rewritten}");
+    }
+    // What is left of a product of a product is no weight of it.
+    let mut w = Writer { g: Graph::new("chain"), sizes: Rng::new(5) };
+    let (x, first) = (w.leaf(&[2, 2]), w.leaf(&[2, 2]));
+    let second = array::matmul(&mut w.g, x, first).unwrap();
+    let third = array::matmul(&mut w.g, x, second).unwrap();
+    w.g.outputs = vec![third];
+    let rewritten = rewrite(&w.g, &[]);
+    assert_eq!(rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count(), 2, "{rewritten}");
+}
+
+/// A batch of one sample is a batch: what moves it past other dimensions is not a reshape, which no other size could take.
+#[test]
+fn one_sample_is_moved_like_many() {
+    let mut w = Writer { g: Graph::new("experts"), sizes: Rng::new(5) };
+    let x = w.leaf(&[1, 3, 4]);
+    let moved = array::permute(&mut w.g, x, &[1, 0, 2]).unwrap();
+    let p = array::softmax(&mut w.g, moved, 2).unwrap();
+    w.g.outputs = vec![p];
+    let graph = crate::batch::find_batch(&w.g, &[Some(0)]).graph;
+    let rewritten = rewrite(&graph, &[]);
+    assert!(rewritten.nodes.iter().any(|n| n.op.name() == "softmax"), "{rewritten}");
+    assert!(crate::batch::rebatch(&rewritten, 4).is_ok(), "{rewritten}");
 }

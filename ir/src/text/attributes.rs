@@ -40,7 +40,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 46] = [
+const OTHERS: [&str; 48] = [
     "softmax",
     "log_softmax",
     "gelu_erf",
@@ -51,6 +51,8 @@ const OTHERS: [&str; 46] = [
     "rms_norm",
     "attention",
     "rotary",
+    "batch_norm",
+    "gates",
     "cross_entropy",
     "convolution",
     "reduce_window",
@@ -282,6 +284,11 @@ fn function(function: &Function) -> Vec<Attribute> {
         Function::GeluErf | Function::GeluTanh | Function::Silu => Vec::new(),
         Function::Mean { dims } => vec![("dims", list(dims))],
         Function::LayerNorm { eps } | Function::RmsNorm { eps } => vec![("eps", real(*eps))],
+        Function::BatchNorm { dim, eps } => vec![("dim", (*dim).into()), ("eps", real(*eps))],
+        Function::Gates { chosen, normalised } => {
+            let normalised = normalised.then(|| ("normalised", true.into()));
+            [("chosen", (*chosen).into())].into_iter().chain(normalised).collect()
+        }
         Function::Attention { scale, causal } => {
             let causal = causal.then(|| ("causal", true.into()));
             [("scale", real(*scale))].into_iter().chain(causal).collect()
@@ -453,6 +460,8 @@ pub(crate) fn op_from(
         "mean" => Function::Mean { dims: f.dims("dims")? }.into(),
         "layer_norm" => Function::LayerNorm { eps: f.real("eps")? }.into(),
         "rms_norm" => Function::RmsNorm { eps: f.real("eps")? }.into(),
+        "batch_norm" => Function::BatchNorm { dim: f.size("dim")?, eps: f.real("eps")? }.into(),
+        "gates" => Function::Gates { chosen: f.number("chosen")?, normalised: f.flag("normalised")? }.into(),
         "attention" => Function::Attention { scale: f.real("scale")?, causal: f.flag("causal")? }.into(),
         "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
         "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),

@@ -112,7 +112,7 @@ fn mixture(b: &mut Builder, x: ValueId, experts: &Experts) -> Block {
     let logits = moe::router_logits(b, x, experts.count)?;
     let g = &mut b.graph;
     let scores = array::softmax(g, logits, 2)?;
-    let chosen = moe::among_greatest(g, scores, 2, experts.chosen)?;
+    let chosen = array::among_greatest(g, scores, 2, experts.chosen)?;
     let kept = moe::where_chosen(g, chosen, scores)?;
     let gates = moe::normalised(g, kept, 0.0)?;
     experts.build(b, x, gates, chosen)

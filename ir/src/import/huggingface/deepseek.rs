@@ -149,7 +149,7 @@ impl Router {
         let scores = array::sigmoid(g, logits)?;
         let balanced = array::binary(g, crate::op::Binary::Add, scores, bias)?;
         let allowed = if self.groups > 1 { self.in_best_groups(g, balanced)? } else { balanced };
-        let chosen = moe::among_greatest(g, allowed, 2, experts.chosen)?;
+        let chosen = array::among_greatest(g, allowed, 2, experts.chosen)?;
         let mut gates = moe::where_chosen(g, chosen, scores)?;
         if self.normalise {
             gates = moe::normalised(g, gates, 1e-20)?;
@@ -171,10 +171,10 @@ impl Router {
         };
         let each = count / self.groups;
         let grouped = array::reshape(g, scores, &[batch, tokens, self.groups, each])?;
-        let best = moe::among_greatest(g, grouped, 3, each.min(2))?;
+        let best = array::among_greatest(g, grouped, 3, each.min(2))?;
         let best = moe::where_chosen(g, best, grouped)?;
         let of_group = array::sum(g, best, &[3], false)?;
-        let kept = moe::among_greatest(g, of_group, 2, self.chosen_groups)?;
+        let kept = array::among_greatest(g, of_group, 2, self.chosen_groups)?;
         let kept = array::unsqueeze(g, kept, 3)?;
         let never = array::full_like(g, grouped, f64::NEG_INFINITY)?;
         let allowed = array::select(g, kept, grouped, never)?;

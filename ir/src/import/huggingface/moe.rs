@@ -11,7 +11,7 @@ use super::error::{ConfigError, Note};
 use crate::array;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
-use crate::op::{ArgSort, Binary, Direction, DotGeneral, Gather, GatherDims, Op, OutOfBounds, ScatterAdd};
+use crate::op::{ArgSort, Binary, DotGeneral, Gather, GatherDims, Op, OutOfBounds, ScatterAdd};
 
 /// Tokens for each expert beyond what an even spread gives, as Switch Transformers (Fedus et al. 2021) have it in training.
 const CAPACITY_FACTOR: f64 = 1.25;
@@ -99,15 +99,6 @@ fn per_expert(batch: [usize; 2], contract: [usize; 2]) -> DotGeneral {
         lhs_contract: vec![contract[0]],
         rhs_contract: vec![contract[1]],
     }
-}
-
-/// Whether each element is among the `k` greatest along `dim`; of equal ones the first are.
-pub fn among_greatest(g: &mut Graph, x: ValueId, dim: usize, k: u64) -> array::Built {
-    let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[x])?;
-    // The inverse of an order says which place each element has in it.
-    let place = g.push(Op::ArgSort(ArgSort { dim, descending: vec![false] }), &[order])?;
-    let end = array::full_like(g, place, k as f64)?;
-    array::compare(g, Direction::Lt, place, end)
 }
 
 /// `x` where `keep` holds and zero elsewhere.

@@ -83,12 +83,12 @@ pub fn batch(c: &mut Call) -> Many {
         return Err(bad_value(0));
     }
     if !training {
-        return Ok(vec![array::batch_norm(c.g(), x, Some(weight), Some(bias), mean, variance, epsilon)?]);
+        return Ok(vec![array::batch_norm(c.g(), x, 1, Some(weight), Some(bias), mean, variance, epsilon)?]);
     }
     let momentum = c.float("momentum", 0.9)?;
     let dims: Vec<usize> = (0..rank).filter(|&d| d != 1).collect();
     let g = c.g();
-    let mut results = vec![array::batch_norm_training(g, x, Some(weight), Some(bias), epsilon)?];
+    let mut results = vec![array::batch_norm_training(g, x, 1, Some(weight), Some(bias), epsilon)?];
     let now = [array::mean(g, x, &dims, false)?, array::variance(g, x, &dims, 0.0, false)?];
     for (running, now) in [mean, variance].into_iter().zip(now) {
         let now = array::convert(g, now, g.ty(running).dtype)?;

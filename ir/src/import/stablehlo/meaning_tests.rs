@@ -206,6 +206,17 @@ fn regions_of_scalars_apply_to_tensors() {
     let results = "tensor<2xf32>, tensor<2xi32>";
     let x = [1.0, 4.0, 2.0, 4.0, 3.0, -INF, -5.0, NAN, 9.0, NAN];
     body("%x: tensor<2x5xf32>", results, argmax, &[&x], &[&[4.0, NAN], &[1.0, 2.0]]);
+    // It is known for what it is, and the least element too; one that prefers the last of equal ones is a tree.
+    let written =
+        |body: &str| imported(&format!("func.func @main(%x: tensor<2x5xf32>) -> ({results}) {{\n{body}\n}}")).graph;
+    assert_eq!((count(&written(argmax), "reduce"), count(&written(argmax), "slice")), (2, 0));
+    let argmin = argmax.replace("GT, %a", "LT, %a").replace("0xFF800000", "0x7F800000");
+    assert_eq!((count(&written(&argmin), "reduce"), count(&written(&argmin), "slice")), (2, 0));
+    body("%x: tensor<2x5xf32>", results, &argmin, &[&x], &[&[1.0, NAN], &[0.0, 2.0]]);
+    let last = argmax.replace("LT, %i", "GT, %i");
+    assert_eq!(count(&written(&last), "reduce"), 0);
+    let tied = [1.0, 4.0, 2.0, 4.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+    body("%x: tensor<2x5xf32>", results, &last, &[&tied], &[&[4.0, 0.0], &[3.0, 4.0]]);
 
     // A function that is not symmetric keeps the order, and sees what stands around it: f(a, b) = a s + b with s = 2.
     let ordered = |dims: &str, result: &str| {

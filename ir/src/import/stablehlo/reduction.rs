@@ -1,6 +1,6 @@
 //! Reductions of whole dimensions.
 //!
-//! The reducers of the graph are recognised; any other function is applied to halves of the tensor, again and again, so
+//! The reducers of the graph are recognised, and so is the search for the greatest element and its place; any other function is applied to halves of the tensor, again and again, so
 //! that a reduction of `n` elements is a tree of depth `log n` of ordinary ops.
 
 use super::control::regions;
@@ -10,7 +10,9 @@ use super::report::{ProblemKind, Reject};
 use super::syntax::{Attribute, Operation, Region};
 use crate::dtype::DType;
 use crate::graph::ValueId;
-use crate::op::{Binary, Concatenate, Op, Reduce, Reducer};
+use crate::literal::Literal;
+use crate::op::{Binary, Compare, Concatenate, Direction, Op, Reduce, Reducer, Select};
+use crate::types::TensorType;
 
 impl<'t, 'a> Converter<'t, 'a> {
     pub fn reduce(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
@@ -55,6 +57,15 @@ impl<'t, 'a> Converter<'t, 'a> {
         if dims.iter().any(|&d| shape[d] == 0) {
             return inits.iter().map(|&init| self.broadcast(init, kept.clone(), Vec::new())).collect();
         }
+        if let (&[x, places], &[init, first], &[dim]) = (&values[..], inits, &dims[..]) {
+            let counts = self.counts_along(places, dim);
+            for (reducer, direction) in [(Reducer::Max, Direction::Gt), (Reducer::Min, Direction::Lt)] {
+                let starts = self.is_neutral(reducer, init) && self.splat(first) == Some(0.0);
+                if counts && starts && self.keeps_better(operation, region, [x, places], direction, scope)? {
+                    return self.best_and_place(reducer, x, places, dim);
+                }
+            }
+        }
         for &dim in &dims {
             values = self.reduce_dim(operation, region, values, dim, scope)?;
         }
@@ -62,6 +73,75 @@ impl<'t, 'a> Converter<'t, 'a> {
             *value = self.reshaped(*value, kept.clone())?;
         }
         self.apply_inits(operation, region, inits, values, scope)
+    }
+
+    /// Whether each element is its own position in `dim`.
+    fn counts_along(&self, value: ValueId, dim: usize) -> bool {
+        let node = self.graph.node(value);
+        match &node.op {
+            Op::Iota(iota) => iota.dim == dim,
+            Op::BroadcastInDim(b) => {
+                let of = self.graph.node(node.operands[0]);
+                matches!(&of.op, Op::Iota(iota) if b.dims[iota.dim] == dim && of.ty.shape[iota.dim] == node.ty.shape[dim])
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether a function of two elements and their places keeps the one that is greater (or less), the first of equal ones,
+    /// and NaN before any number: tried on pairs that tell.
+    fn keeps_better(
+        &mut self,
+        operation: &'t Operation<'a>,
+        region: &'t Region<'a>,
+        [x, places]: [ValueId; 2],
+        better: Direction,
+        scope: &Scope<'_, 't>,
+    ) -> Result<bool, Reject> {
+        let (float, int) = (self.graph.ty(x).dtype, self.graph.ty(places).dtype);
+        if !float.is_float() || float.bytes() < DType::BF16.bytes() || int.is_float() || int == DType::Bool {
+            return Ok(false);
+        }
+        let numbers = [f64::NEG_INFINITY, -2.5, -1.0, 0.0, 1.5, 3.0, f64::INFINITY, f64::NAN];
+        let pairs: Vec<(f64, f64)> = numbers.iter().flat_map(|&a| numbers.iter().map(move |&b| (a, b))).collect();
+        let count = pairs.len() as u64;
+        // The first operand stands before the second.
+        let columns = [
+            (float, pairs.iter().map(|p| p.0).collect::<Vec<f64>>()),
+            (int, vec![3.0; pairs.len()]),
+            (float, pairs.iter().map(|p| p.1).collect()),
+            (int, vec![5.0; pairs.len()]),
+        ];
+        let mut arguments = Vec::with_capacity(columns.len());
+        for (dtype, data) in columns {
+            let literal = Literal::dense(TensorType::new(dtype, [count]), data);
+            arguments.push(self.push(Op::Constant(literal), &[])?);
+        }
+        let kept = self.apply(operation, region, arguments, 2, scope)?;
+        let (Some(value), Some(place)) = (self.known(kept[0]), self.known(kept[1])) else { return Ok(false) };
+        let same = |a: f64, b: f64| a == b || a.is_nan() && b.is_nan();
+        let is_right = |(i, &(a, b)): (usize, &(f64, f64))| {
+            let second_is_better = if better == Direction::Gt { b > a } else { b < a };
+            let (best, at) = if !a.is_nan() && (second_is_better || b.is_nan()) { (b, 5.0) } else { (a, 3.0) };
+            same(value.data[i], best) && place.data[i] == at
+        };
+        Ok(pairs.iter().enumerate().all(is_right))
+    }
+
+    /// The greatest (or least) element along `dim`, and the place of the first that is it.
+    fn best_and_place(&mut self, reducer: Reducer, x: ValueId, places: ValueId, dim: usize) -> Lowered {
+        let shape = self.graph.shape(x).to_vec();
+        let best = self.push(Op::Reduce(Reduce { reducer, dims: vec![dim] }), &[x])?;
+        let others = (0..shape.len()).filter(|&d| d != dim).collect();
+        let everywhere = self.broadcast(best, shape.clone(), others)?;
+        let is_best = self.push(Op::Compare(Compare { direction: Direction::Eq }), &[x, everywhere])?;
+        let is_nan = self.push(Op::Compare(Compare { direction: Direction::Ne }), &[x, x])?;
+        let is_best = self.binary(Binary::Or, is_best, is_nan)?;
+        let beyond = Literal::splat(self.graph.ty(places).clone(), shape[dim] as f64);
+        let beyond = self.push(Op::Constant(beyond), &[])?;
+        let standing = self.push(Op::Select(Select {}), &[is_best, places, beyond])?;
+        let first = self.push(Op::Reduce(Reduce { reducer: Reducer::Min, dims: vec![dim] }), &[standing])?;
+        Ok(vec![best, first])
     }
 
     /// Combines halves along `dim` by an op of no order until one element is left.

@@ -548,6 +548,8 @@ fn scatters() -> Vec<Case> {
 fn composites() -> Vec<Case> {
     let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal };
     let (half, eps) = (Real(0.5), Real(0.1));
+    // More than any variance that is drawn is below zero.
+    let wide = Real(4.0);
     vec![
         case(Function::Softmax { dim: 1 }, "f32[4,6]", "f32[4,6]"),
         case(Function::Softmax { dim: 0 }, "f32[6,1,5]", "f32[6,1,5]"),
@@ -561,6 +563,13 @@ fn composites() -> Vec<Case> {
         case(Function::LayerNorm { eps }, "f32[2,4,6] f32[6] f32[6]", "f32[2,4,6]"),
         case(Function::LayerNorm { eps: half }, "f32[4,2,6] f32[2,6] f32[2,6]", "f32[4,2,6]"),
         case(Function::RmsNorm { eps }, "f32[2,4,6] f32[6]", "f32[2,4,6]"),
+        case(Function::BatchNorm { dim: 1, eps }, "f32[4,3,2,6] f32[3] f32[3]", "f32[4,3,2,6]"),
+        case(Function::BatchNorm { dim: 2, eps: half }, "f32[2,6,4] f32[4] f32[4]", "f32[2,6,4]"),
+        case(Function::BatchNorm { dim: 1, eps }, "bf16[4,6,2] f32[6] f32[6]", "bf16[4,6,2]"),
+        case(Function::BatchNorm { dim: 1, eps: wide }, "f32[4,6,2] f32[6] f32[6] f32[6] f32[6]", "f32[4,6,2]"),
+        case(Function::BatchNorm { dim: 2, eps: wide }, "f32[4,2,6] f32[6] f32[6] f32[6] f32[6]", "f32[4,2,6]"),
+        case(Function::Gates { chosen: 2, normalised: true }, "f32[4,6]", "f32[4,6]"),
+        case(Function::Gates { chosen: 1, normalised: false }, "f32[2,4,3]", "f32[2,4,3]"),
         case(attention(0.5, false), "f32[2,4,2,3] f32[2,6,2,3] f32[2,6,2,4]", "f32[2,4,2,4]"),
         case(attention(1.0, true), "f32[2,6,4,2] f32[2,6,2,2] f32[2,6,2,2]", "f32[2,6,4,2]"),
         case(attention(0.5, true), "f32[1,4,6,2] f32[1,4,1,2] f32[1,4,1,2]", "f32[1,4,6,2]"),

@@ -3,6 +3,8 @@
 mod activation;
 mod attention;
 mod normalisation;
+mod parallel;
+mod routing;
 mod softmax;
 mod structure;
 
@@ -32,6 +34,7 @@ pub const RULES: &[Rule] = &[
     Rule { name: "convert of convert", apply: structure::convert_of_convert },
     Rule { name: "matmul of transpose", apply: structure::dot_of_transpose },
     Rule { name: "matmul of scaled value", apply: structure::dot_of_scaled },
+    Rule { name: "parallel matmuls", apply: parallel::parallel_matmuls },
     Rule { name: "scale of scale", apply: structure::scale_of_scale },
     Rule { name: "lookup in order", apply: structure::lookup_in_order },
     Rule { name: "negation", apply: structure::negation },
@@ -42,9 +45,14 @@ pub const RULES: &[Rule] = &[
     Rule { name: "mean", apply: normalisation::mean },
     Rule { name: "layer norm", apply: normalisation::layer_norm },
     Rule { name: "rms norm", apply: normalisation::rms_norm },
+    Rule { name: "batch norm", apply: normalisation::batch_norm },
     Rule { name: "softmax", apply: softmax::softmax },
     Rule { name: "log softmax", apply: softmax::log_softmax },
     Rule { name: "guarded softmax", apply: softmax::guarded },
+    Rule { name: "order of softmax", apply: routing::order_of_softmax },
+    Rule { name: "gates", apply: routing::gates },
+    Rule { name: "normalised gates", apply: routing::normalised },
+    Rule { name: "gates that are looked up", apply: routing::looked_up },
     Rule { name: "cross entropy", apply: softmax::cross_entropy },
     Rule { name: "rotary positions", apply: attention::rotary },
     Rule { name: "rotary positions by halves", apply: attention::rotary_of_halves },

@@ -1,4 +1,4 @@
-//! Means, layer norm and RMS norm.
+//! Means, layer norm, RMS norm and batch norm.
 
 use super::super::egraph::Builder;
 use super::super::facts::Fact;
@@ -23,12 +23,16 @@ pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (sum, counted) in quotients.chain(products).collect::<Vec<_>>() {
         let Some((n, power)) = counted else { continue };
-        for (x, dims) in b.reduced(sum, Reducer::Sum) {
+        // What was summed may stay as dimensions of one element.
+        let sums: Vec<(Id, Vec<usize>)> =
+            b.unsqueezed(sum).into_iter().flat_map(|s| b.reduced(s, Reducer::Sum)).collect();
+        for (x, dims) in sums {
             let shape = b.shape(x);
             let terms: u64 = dims.iter().map(|&d| shape[d]).product();
             let scaling = dims.iter().filter(|&&d| b.data(x).batch_dims >> d & 1 == 1).count();
             if near(n, terms as f64, 1e-6) && power as usize == scaling {
-                found.extend(b.add(Function::Mean { dims: dims.clone() }, &[x]));
+                let (mean, shape) = (b.add(Function::Mean { dims: dims.clone() }, &[x]), b.shape(id));
+                found.extend(mean.and_then(|mean| b.reshape(mean, &shape)));
             }
         }
     }
@@ -204,4 +208,156 @@ pub fn rms_norm(b: &mut Builder, id: Id) -> Vec<Id> {
         }
     }
     found
+}
+
+/// Values of which the class repeats one element along all but `dim`, rounded or not, with dimensions of one element or without.
+fn features(b: &Builder, id: Id, others: &[usize]) -> Vec<Id> {
+    let mut all: Vec<Id> = Vec::new();
+    for v in b.unrounded(id).into_iter().flat_map(|x| b.statistics(x, others)) {
+        let v = b.egraph.find(v);
+        if !all.contains(&v) {
+            all.push(v);
+        }
+    }
+    all
+}
+
+/// `(v, eps)` where the class is `1 / sqrt(v + eps)`.
+fn roots(b: &Builder, id: Id) -> Vec<(Id, f64)> {
+    let inner = b.unrounded(id).into_iter().flat_map(|x| b.unary(x, Unary::Rsqrt));
+    let sums = inner.flat_map(|u| b.commuted(u, Binary::Add)).collect::<Vec<_>>();
+    sums.into_iter().filter_map(|(v, eps)| b.number(eps).map(|eps| (v, eps))).collect()
+}
+
+/// What a batch norm multiplies by: the class itself, `1 / sqrt(v + eps)`, and the weight, where there is one.
+struct Factor {
+    variance: Id,
+    eps: f64,
+    weight: Option<Id>,
+    /// Of root and weight, where it is one value.
+    whole: Option<Id>,
+}
+
+/// The factors that one or two values, each the same along `others`, multiply by.
+fn feature_factors(b: &Builder, values: &[Id], others: &[usize]) -> Vec<Factor> {
+    let of = |root: Id, weight: Option<Id>, whole: Option<Id>| {
+        let roots = roots(b, root).into_iter();
+        roots.map(move |(variance, eps)| Factor { variance, eps, weight, whole })
+    };
+    let each: Vec<Vec<Id>> = values.iter().map(|&v| features(b, v, others)).collect();
+    let mut all = Vec::new();
+    match each.as_slice() {
+        [both] => {
+            for &s in both {
+                all.extend(of(s, None, Some(s)));
+                for (root, weight) in b.commuted(s, Binary::Multiply) {
+                    all.extend(of(root, Some(weight), Some(s)));
+                }
+            }
+        }
+        [one, other] => {
+            for (&x, &y) in one.iter().flat_map(|x| other.iter().map(move |y| (x, y))) {
+                all.extend(of(x, Some(y), None));
+                all.extend(of(y, Some(x), None));
+            }
+        }
+        _ => {}
+    }
+    all
+}
+
+/// `(x - mean) / sqrt(variance + eps) weight + bias` for each feature, and `x scale + shift` with what these are made of. Mean
+/// and variance are those of `x`, or any others.
+pub fn batch_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+    let shape = b.shape(id);
+    if !b.ty(id).dtype.is_float() || shape.len() < 2 {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for dim in (0..shape.len()).filter(|&d| shape[d] != 1) {
+        let others: Vec<usize> = (0..shape.len()).filter(|&d| d != dim).collect();
+        let mut sums: Vec<(Id, Option<Id>)> = vec![(id, None)];
+        for whole in b.unrounded(id) {
+            for (y, bias) in b.commuted(whole, Binary::Add) {
+                sums.extend(features(b, bias, &others).into_iter().map(|bias| (y, Some(bias))));
+            }
+        }
+        for (y, shift) in sums {
+            for factors in factors(b, y) {
+                for i in 0..factors.len() {
+                    let rest: Vec<Id> = (0..factors.len()).filter(|&j| j != i).map(|j| factors[j]).collect();
+                    for factor in feature_factors(b, &rest, &others) {
+                        found.extend(centred(b, id, factors[i], dim, &factor, shift));
+                        found.extend(moved(b, id, factors[i], dim, &factor, shift));
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The composite where `x` is what is left of a mean.
+fn centred(b: &mut Builder, id: Id, x: Id, dim: usize, factor: &Factor, bias: Option<Id>) -> Vec<Id> {
+    let others: Vec<usize> = (0..b.shape(id).len()).filter(|&d| d != dim).collect();
+    let mut found = Vec::new();
+    for centred in b.unrounded(x) {
+        for (x, mean) in b.binary(centred, Binary::Subtract) {
+            for mean in features(b, mean, &others) {
+                let own = is_mean(b, mean, x, &others) && is_variance(b, factor.variance, x, centred, &others);
+                let given = if own { None } else { Some(mean) };
+                found.extend(normed(b, id, x, dim, factor, bias, given));
+            }
+        }
+    }
+    found
+}
+
+/// The composite where the mean is taken off after the product: `shift` is `bias - mean scale`.
+fn moved(b: &mut Builder, id: Id, x: Id, dim: usize, factor: &Factor, shift: Option<Id>) -> Vec<Id> {
+    let (Some(shift), Some(scale)) = (shift, factor.whole) else { return Vec::new() };
+    let scales = b.unsqueezed(scale);
+    let mut moves: Vec<(Id, Option<Id>)> = Vec::new();
+    for shift in b.unsqueezed(shift) {
+        moves.extend(b.unary(shift, Unary::Negate).into_iter().map(|m| (m, None)));
+        moves.extend(b.binary(shift, Binary::Subtract).into_iter().map(|(bias, m)| (m, Some(bias))));
+    }
+    let mut found = Vec::new();
+    for (product, bias) in moves {
+        for (mean, s) in b.commuted(product, Binary::Multiply) {
+            if b.unsqueezed(s).iter().any(|&s| scales.iter().any(|&t| b.same(s, t))) {
+                found.extend(normed(b, id, x, dim, factor, bias, Some(mean)));
+            }
+        }
+    }
+    found
+}
+
+fn normed(
+    b: &mut Builder,
+    id: Id,
+    x: Id,
+    dim: usize,
+    factor: &Factor,
+    bias: Option<Id>,
+    given: Option<Id>,
+) -> Option<Id> {
+    let x = in_type_of(b, x, id)?;
+    if b.shape(x) != b.shape(id) {
+        return None;
+    }
+    let size = [b.shape(id)[dim]];
+    let variance = b.reshape(factor.variance, &size)?;
+    let mut operands = vec![x];
+    for (value, none) in [(factor.weight, 1.0), (bias, 0.0)] {
+        operands.push(match value {
+            Some(value) => b.reshape(value, &size)?,
+            None => b.filled(variance, b.ty(variance).dtype, none),
+        });
+    }
+    if let Some(mean) = given {
+        operands.extend([b.reshape(mean, &size)?, variance]);
+    }
+    let result = b.add(Function::BatchNorm { dim, eps: Real(factor.eps) }, &operands)?;
+    (b.ty(result) == b.ty(id)).then_some(result)
 }

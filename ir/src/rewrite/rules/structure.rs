@@ -164,12 +164,12 @@ pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Dimensions of one element go anywhere without moving anything.
+/// Dimensions of one element go anywhere without moving anything; that of a batch of one sample has more elsewhere.
 pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
-        let shape = b.shape(x);
-        if permutation.iter().filter(|&&d| shape[d] != 1).is_sorted() {
+        let (shape, marks) = (b.shape(x), b.data(x).batch_dims);
+        if permutation.iter().filter(|&&d| shape[d] != 1 || marks >> d & 1 == 1).is_sorted() {
             let to = b.shape(id);
             found.extend(b.reshape(x, &to));
         }

@@ -225,7 +225,7 @@ fn instance_norm(c: &mut Call<'_>) -> Lowered {
     let (weight, bias, eps) = (c.maybe_tensor("weight")?, c.maybe_tensor("bias")?, c.float("eps", 1e-5)?);
     if !c.bool("use_input_stats", true)? {
         let (mean, variance) = (c.tensor("running_mean")?, c.tensor("running_var")?);
-        return value(a::batch_norm(c.g(), x, weight, bias, mean, variance, eps)?);
+        return value(a::batch_norm(c.g(), x, 1, weight, bias, mean, variance, eps)?);
     }
     value(a::instance_norm(c.g(), x, weight, bias, eps)?)
 }
@@ -239,10 +239,10 @@ fn batch_norm(c: &mut Call<'_>) -> Lowered {
     let eps = if c.has("eps") { c.float("eps", 1e-5)? } else { c.float("epsilon", 1e-5)? };
     let (weight, bias) = (c.maybe_tensor("weight")?, c.maybe_tensor("bias")?);
     let y = if training {
-        a::batch_norm_training(c.g(), x, weight, bias, eps)?
+        a::batch_norm_training(c.g(), x, 1, weight, bias, eps)?
     } else {
         let (mean, variance) = (c.tensor("running_mean")?, c.tensor("running_var")?);
-        a::batch_norm(c.g(), x, weight, bias, mean, variance, eps)?
+        a::batch_norm(c.g(), x, 1, weight, bias, mean, variance, eps)?
     };
     with_unread_statistics(c, y)
 }
