@@ -3,7 +3,7 @@
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
-use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
+use altiplano_ir::cluster::{Cluster, Device, DeviceKind, Group, InterNode, IntraNode};
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -113,6 +113,8 @@ struct GroupToml {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceToml {
+    #[serde(default)]
+    kind: DeviceKind,
     memory_bytes: Spanned<f64>,
     memory_bytes_per_s: Spanned<f64>,
     peak_flops: BTreeMap<DType, Spanned<f64>>,
@@ -266,6 +268,7 @@ impl Reader<'_> {
         let launch_s = figures.launch_s.as_ref().map(|s| self.not_negative("launch_s", s)).transpose()?;
         Ok(Device {
             name: name.to_string(),
+            kind: figures.kind,
             memory_bytes: self.positive("memory_bytes", &figures.memory_bytes)?.ceil() as u64,
             memory_bytes_per_s: self.positive("memory_bytes_per_s", &figures.memory_bytes_per_s)?,
             peak_flops,
@@ -325,6 +328,9 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
             continue;
         }
         writeln!(out, "\n[device.{}]", quoted(&device.name))?;
+        if device.kind == DeviceKind::Cpu {
+            writeln!(out, "kind = \"cpu\"")?;
+        }
         writeln!(out, "memory_bytes = {}", float(device.memory_bytes as f64))?;
         writeln!(out, "memory_bytes_per_s = {}", float(device.memory_bytes_per_s))?;
         let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();
