@@ -1,7 +1,7 @@
 //! The cluster that `--cluster` names: a preset with a count, or a TOML file.
 
 use crate::error::Error;
-use altiplano_cost_models::{ClusterFile, parse_file, preset};
+use altiplano_cost_models::{ClusterFile, Devices, parse_devices, parse_file, preset};
 use altiplano_ir::cluster::Cluster;
 use std::path::Path;
 
@@ -37,4 +37,10 @@ pub fn load_cluster_file(file: &Path) -> Result<ClusterFile, Error> {
 /// [`load_cluster_file`] of a file that was read already, which a pipe can be only once.
 pub fn cluster_of(file: &Path, text: &str) -> Result<ClusterFile, Error> {
     parse_file(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
+}
+
+/// Devices in a TOML file, which take the place of the catalogue's of the same names.
+pub fn load_devices(file: &Path) -> Result<Devices, Error> {
+    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    parse_devices(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

@@ -2,7 +2,7 @@
 //! reader knows what to change.
 
 use crate::arguments::ArgumentError;
-use crate::fidelity::TableError;
+use crate::fidelity::{TableError, TraceError};
 use crate::units::plural;
 use altiplano_cost_models::ClusterError;
 use altiplano_ir::batch::SettleError;
@@ -80,6 +80,8 @@ pub enum Error {
         "--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them"
     )]
     UnknownValue { name: String },
+    #[error("{}: {error}", file.display())]
+    Trace { file: PathBuf, error: Box<TraceError> },
     #[error("{}:{line}: {error}", file.display())]
     Row { file: PathBuf, line: u64, error: Box<TableError> },
     #[error(

@@ -122,7 +122,9 @@ impl Simulation {
 
     /// Where the figures of the device come from.
     fn source(&self) -> &'static str {
-        if catalogue::is_fitted(&self.cost.device().name) {
+        if self.cost.device().constants.is_some() {
+            "calibrated, with the constants that the plan's device has"
+        } else if catalogue::is_fitted(&self.cost.device().name) {
             "calibrated on published steps of this device (cost_models/src/fitted.rs)"
         } else {
             "roofline of its datasheet"
@@ -216,7 +218,10 @@ impl Simulation {
             KernelKind::Attention { flop, share, .. } => {
                 format!("fused attention: {share} of {flop:.3e} FLOP at {:.3} of the peak", c.attention_efficiency)
             }
-            KernelKind::Fused { operations } => format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops),
+            KernelKind::Fused { operations } if c.vector_flops > 0.0 => {
+                format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops)
+            }
+            KernelKind::Fused { operations } => format!("{operations:.3e} operations"),
             KernelKind::Indexed => "lookups".into(),
             KernelKind::Sort { passes } => format!("{passes} passes"),
             KernelKind::Collective => String::new(),

@@ -127,6 +127,21 @@ struct Outcome {
     weights: Tensors,
 }
 
+impl Outcome {
+    /// What this has more than the other, value by value.
+    fn apart_from(&self, other: &Outcome) -> Outcome {
+        let tensors = |ours: &Tensors, other: &Tensors| -> Tensors {
+            let both = ours.iter().filter_map(|(name, x)| Some((name, x, other.get(name)?)));
+            both.map(|(name, x, y)| (name.clone(), x.iter().zip(y).map(|(x, y)| x - y).collect())).collect()
+        };
+        Outcome {
+            loss: self.loss - other.loss,
+            gradients: tensors(&self.gradients, &other.gradients),
+            weights: tensors(&self.weights, &other.weights),
+        }
+    }
+}
+
 /// The comparisons of a plan: with one device, and with the file where there is one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verified {
@@ -152,9 +167,9 @@ impl Verified {
 /// gradients as `grad/NAME`, or of a model that is run only its results as `result/0` and so on; without it weights and batch are as for training. `given` is the step that the model was, where
 /// it was one, and the plan's batch is the traced one.
 ///
-/// Where the plan and one device differ by more than an order of additions should, it is looked at what rounding does: how much
+/// Where the plan and a reference differ by more than an order of additions should, it is looked at what rounding does: how much
 /// one device's numbers change when the last bits of the weights do. Gradients that are zero but for rounding (of a bias whose
-/// mean is subtracted again), and values at the edge of a rectifier, are not known any better than that.
+/// mean is subtracted again), and values at the edge of a rectifier, are not known any better than that, by nobody.
 pub fn verify(
     plan: &Plan,
     training: &Training,
@@ -190,29 +205,29 @@ pub fn verify(
     progress.step("one device", 1, 2);
     let one = single_device(plan)?;
     let single = outcome(&one, &weights, &batch, training.learning_rate)?;
-    let expected = match &recorded {
-        None => Vec::new(),
-        Some((file, tensors)) => {
-            let (loss, gradients) = recorded_values(plan, file, tensors)?;
-            vec![tolerance.loss(ours.loss, loss), tolerance.tensors(Quantity::Gradient, &ours.gradients, &gradients)]
-        }
-    };
-    let mut one_device = tolerance.outcomes(&ours, &single, &[]);
-    if one_device.iter().any(Comparison::fails) {
-        let nudge = |seed: u64| outcome(&one, &nudged(&weights, seed), &batch, training.learning_rate);
-        let rounded = (0..NUDGES).map(nudge).collect::<Result<Vec<_>, _>>()?;
-        one_device = tolerance.outcomes(&ours, &single, &rounded);
-    }
-    let given = match given.filter(|g| !g.parameters.is_empty() && is_traced_batch(g, &batch)) {
-        None => Vec::new(),
-        Some(given) => {
-            let (loss, gradients) = given_values(given, &weights, &batch)?;
-            vec![tolerance.loss(ours.loss, loss), tolerance.tensors(Quantity::Gradient, &ours.gradients, &gradients)]
-        }
-    };
+    let expected = recorded.as_ref().map(|(file, tensors)| recorded_values(plan, file, tensors)).transpose()?;
+    let given = given.filter(|g| !g.parameters.is_empty() && is_traced_batch(g, &batch));
+    let given = given.map(|given| given_values(given, &weights, &batch)).transpose()?;
     let zero = |o: &Outcome| o.gradients.values().flatten().all(|&g| g == 0.0);
     let no_gradient = zero(&ours) && zero(&single);
-    Ok(Verified { loss: Some(ours.loss), one_device, expected, given, no_gradient })
+    let compare = |rounding: &[Outcome]| {
+        let with = |values: &Option<(f64, Tensors)>| {
+            values
+                .as_ref()
+                .map_or(Vec::new(), |(loss, gradients)| tolerance.values(&ours, (*loss, gradients), rounding))
+        };
+        let (one_device, expected, given) =
+            (tolerance.outcomes(&ours, &single, rounding), with(&expected), with(&given));
+        Verified { loss: Some(ours.loss), one_device, expected, given, no_gradient }
+    };
+    let verified = compare(&[]);
+    if verified.failure().is_none() {
+        return Ok(verified);
+    }
+    let nudge = |seed: u64| {
+        outcome(&one, &nudged(&weights, seed), &batch, training.learning_rate).map(|o| o.apart_from(&single))
+    };
+    Ok(compare(&(0..NUDGES).map(nudge).collect::<Result<Vec<_>, _>>()?))
 }
 
 /// The same training on one device with memory enough. A mean or a sum over samples takes the whole batch at once there,
@@ -411,39 +426,41 @@ impl Tolerance {
         Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
     }
 
-    /// A step against the same on one device, of which `rounded` are others that only rounding should tell apart.
-    fn outcomes(&self, ours: &Outcome, reference: &Outcome, rounded: &[Outcome]) -> Vec<Comparison> {
-        let near: Vec<Vec<f64>> = rounded.iter().map(|o| vec![o.loss]).collect();
-        let gradients: Vec<&Tensors> = rounded.iter().map(|o| &o.gradients).collect();
-        let worst = difference("loss", &[ours.loss], &[reference.loss], self.loss, &near);
-        vec![
-            Comparison { quantity: Quantity::Loss, tensors: 1, worst },
-            self.among(Quantity::Gradient, &ours.gradients, &reference.gradients, &gradients),
-            self.weights(ours, reference, rounded),
-        ]
+    /// A step against the same on one device. `rounding` is what rounding was seen to change, here and below.
+    fn outcomes(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Vec<Comparison> {
+        let mut all = self.values(ours, (reference.loss, &reference.gradients), rounding);
+        all.push(self.weights(ours, reference, rounding));
+        all
     }
 
-    fn loss(&self, ours: f64, reference: f64) -> Comparison {
-        let worst = difference("loss", &[ours], &[reference], self.loss, &[]);
-        Comparison { quantity: Quantity::Loss, tensors: 1, worst }
+    /// Loss and gradients of a step against recorded ones.
+    fn values(&self, ours: &Outcome, reference: (f64, &Tensors), rounding: &[Outcome]) -> Vec<Comparison> {
+        let (loss, gradients) = reference;
+        let changes: Vec<Vec<f64>> = rounding.iter().map(|o| vec![o.loss]).collect();
+        let worst = difference("loss", &[ours.loss], &[loss], self.loss, &changes);
+        let changes: Vec<&Tensors> = rounding.iter().map(|o| &o.gradients).collect();
+        vec![
+            Comparison { quantity: Quantity::Loss, tensors: 1, worst },
+            self.among(Quantity::Gradient, &ours.gradients, gradients, &changes),
+        ]
     }
 
     fn tensors(&self, quantity: Quantity, ours: &Tensors, reference: &Tensors) -> Comparison {
         self.among(quantity, ours, reference, &[])
     }
 
-    fn among(&self, quantity: Quantity, ours: &Tensors, reference: &Tensors, rounded: &[&Tensors]) -> Comparison {
+    fn among(&self, quantity: Quantity, ours: &Tensors, reference: &Tensors, rounding: &[&Tensors]) -> Comparison {
         let nothing: Vec<f64> = Vec::new();
         let all = reference.iter().filter(|(_, reference)| !reference.is_empty()).map(|(name, reference)| {
-            let near: Vec<Vec<f64>> = rounded.iter().filter_map(|r| r.get(name).cloned()).collect();
-            difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor, &near)
+            let changes: Vec<Vec<f64>> = rounding.iter().filter_map(|r| r.get(name).cloned()).collect();
+            difference(name, ours.get(name).unwrap_or(&nothing), reference, self.tensor, &changes)
         });
         self.worst_of(quantity, all)
     }
 
     /// Adam divides a gradient by its own size: where the gradient is mere rounding, its sign, and with it the whole
     /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
-    fn weights(&self, ours: &Outcome, reference: &Outcome, rounded: &[Outcome]) -> Comparison {
+    fn weights(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Comparison {
         let all = reference.weights.iter().filter_map(|(name, updated)| {
             let (Some(ours_updated), Some(gradient)) = (ours.weights.get(name), reference.gradients.get(name)) else {
                 return Some(difference(name, &[], updated, self.tensor, &[]));
@@ -456,8 +473,8 @@ impl Tolerance {
                 (0..updated.len()).filter(|&i| counts(gradient[i]) || !updated[i].is_finite()).collect();
             let pick =
                 |from: &[f64]| kept.iter().map(|&i| from.get(i).copied().unwrap_or(f64::NAN)).collect::<Vec<_>>();
-            let near: Vec<Vec<f64>> = rounded.iter().filter_map(|o| Some(pick(o.weights.get(name)?))).collect();
-            (!kept.is_empty()).then(|| difference(name, &pick(ours_updated), &pick(updated), self.tensor, &near))
+            let changes: Vec<Vec<f64>> = rounding.iter().filter_map(|o| Some(pick(o.weights.get(name)?))).collect();
+            (!kept.is_empty()).then(|| difference(name, &pick(ours_updated), &pick(updated), self.tensor, &changes))
         });
         self.worst_of(Quantity::Weights, all)
     }
@@ -487,8 +504,8 @@ fn norm(x: &[f64]) -> f64 {
     x.iter().fold(0.0, |sum, v| sum + v * v).sqrt()
 }
 
-/// `near` are other values that only rounding should tell from the reference.
-fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, near: &[Vec<f64>]) -> Difference {
+/// `changes` are what rounding was seen to change of the values.
+fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, changes: &[Vec<f64>]) -> Difference {
     let tensor = tensor.to_string();
     let size = norm(reference);
     let (unit, allowed, measure) = match tolerance * size < TINY_DIFFERENCE {
@@ -500,10 +517,10 @@ fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, nea
     }
     let mut pairs = ours.iter().zip(reference);
     let both_nan = reference.iter().any(|r| r.is_nan()) && pairs.all(|(a, b)| a.is_nan() == b.is_nan());
-    let apart = |x: &[f64]| norm(&x.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>()) / unit;
-    let rounding = near.iter().map(|x| apart(x)).filter(|x| x.is_finite()).fold(0.0, f64::max) * MARGIN;
+    let amount = norm(&ours.iter().zip(reference).map(|(a, b)| a - b).collect::<Vec<_>>()) / unit;
+    let rounding = changes.iter().map(|x| norm(x) / unit).filter(|x| x.is_finite()).fold(0.0, f64::max) * MARGIN;
     let rounded = rounding > allowed;
-    Difference { tensor, amount: apart(ours), allowed: allowed.max(rounding), measure, rounded, both_nan }
+    Difference { tensor, amount, allowed: allowed.max(rounding), measure, rounded, both_nan }
 }
 
 /// Weights of which the last bit of each is changed or not.
@@ -557,15 +574,18 @@ mod tests {
             gradients: BTreeMap::from([("a".to_string(), vec![gradient])]),
             weights: BTreeMap::from([("a".to_string(), vec![weight])]),
         };
-        let rounded = [of(1.0, 1.001, 1.0), of(1.0, f64::NAN, 1.0)];
-        let verdicts = |ours: Outcome, rounded: &[Outcome]| -> Vec<Verdict> {
-            tolerance.outcomes(&ours, &of(1.0, 1.0, 1.0), rounded).iter().map(Comparison::verdict).collect()
+        let rounding = [of(1.0, 1.001, 1.0), of(1.0, f64::NAN, 1.0)].map(|o| o.apart_from(&of(1.0, 1.0, 1.0)));
+        let verdicts = |ours: Outcome, rounding: &[Outcome]| -> Vec<Verdict> {
+            tolerance.outcomes(&ours, &of(1.0, 1.0, 1.0), rounding).iter().map(Comparison::verdict).collect()
         };
         let (agrees, differs) = (Verdict::Agrees, Verdict::Differs);
         assert_eq!(verdicts(of(1.0, 0.998, 1.0), &[]), [agrees, differs, agrees]);
-        assert_eq!(verdicts(of(1.0, 0.998, 1.0), &rounded), [agrees, agrees, agrees]);
-        assert_eq!(verdicts(of(1.0, 0.99, 1.1), &rounded), [agrees, differs, differs]);
-        assert_eq!(verdicts(of(1.1, f64::NAN, 1.0), &rounded), [differs, differs, agrees]);
+        assert_eq!(verdicts(of(1.0, 0.998, 1.0), &rounding), [agrees, agrees, agrees]);
+        // What is wrong on one device too is no rounding.
+        let recorded = BTreeMap::from([("a".to_string(), vec![1.1])]);
+        assert!(tolerance.values(&of(1.0, 1.0, 1.0), (1.0, &recorded), &rounding)[1].fails());
+        assert_eq!(verdicts(of(1.0, 0.99, 1.1), &rounding), [agrees, differs, differs]);
+        assert_eq!(verdicts(of(1.1, f64::NAN, 1.0), &rounding), [differs, differs, agrees]);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{DEMO, Scratch, altiplano, shared, succeeds};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const HEADER: &str = "group,model,layers,hidden,heads,kv_heads,ffn,seq,vocab,gpus,cluster,tp,pp,dp,cp,virtual_stages,micro_batch,global_batch,schedule,recompute,sharded_optimizer,dtype,measured_step_s,source";
 
@@ -15,7 +15,7 @@ fn table(scratch: &Scratch, rows: &[&str]) -> String {
     file.display().to_string()
 }
 
-fn json(arguments: &[&str]) -> Value {
+fn document(arguments: &[&str]) -> Value {
     serde_json::from_str(&succeeds(arguments)).expect("one JSON document")
 }
 
@@ -31,7 +31,7 @@ fn a_table_gets_a_prediction_for_each_row_and_its_figures() {
             "b,nemotron,4,256,8,2,,128,1000,4,dgx-h100/4,2,1,1,2,1,1,8,1f1b,,1,bf16,0.03,made up",
         ],
     );
-    let found = json(&["fidelity", &file, "--json"]);
+    let found = document(&["fidelity", &file, "--json"]);
     assert_eq!(found["rows"], 4);
     let judged = found["judged"].as_array().unwrap();
     let mut errors = 0.0;
@@ -52,6 +52,89 @@ fn a_table_gets_a_prediction_for_each_row_and_its_figures() {
     assert_eq!(found["spearman"], Value::Null);
     let text = succeeds(&["fidelity", &file]);
     assert!(text.contains("tp1 pp2x2 dp2, microbatches of any size"), "{text}");
+}
+
+/// Constants come back from steps that were made with others, and a file of devices carries them to whatever predicts.
+#[test]
+fn constants_are_fitted_and_used() {
+    let scratch = Scratch::new();
+    let made = scratch.path("made.toml").display().to_string();
+    let like = "[device.A100-SXM-80GB]\nlike = \"A100-SXM-80GB\"\n[device.A100-SXM-80GB.constants]\n";
+    std::fs::write(&made, format!("{like}dispatch_s = 20e-6\nmemory_efficiency = 0.8\n")).unwrap();
+    let row = |group: &str, hidden: u32, tp: u32, dp: u32, measured: f64| {
+        format!(
+            "{group},gpt,2,{hidden},8,,,128,1000,4,dgx-a100/4,{tp},1,{dp},,,8,32,1f1b,none,0,f16,{measured},made up"
+        )
+    };
+    let plans = [("a", 256, 1, 4), ("a", 256, 4, 1), ("b", 2048, 1, 4), ("b", 2048, 2, 2), ("b", 2048, 4, 1)];
+    let measured = |steps: &[f64]| -> Vec<String> {
+        plans.iter().zip(steps).map(|(&(group, hidden, tp, dp), &s)| row(group, hidden, tp, dp, s)).collect()
+    };
+    let rows = measured(&[1.0; 5]);
+    let file = table(&scratch, &rows.iter().map(String::as_str).collect::<Vec<_>>());
+    let predicted = |arguments: &[&str]| -> Vec<f64> {
+        let found = document(&[&["fidelity", &file, "--json"], arguments].concat());
+        found["judged"].as_array().unwrap().iter().map(|r| r["predicted_step_s"].as_f64().unwrap()).collect()
+    };
+    let (steps, before) = (predicted(&["--devices", &made]), predicted(&[]));
+    let rows = measured(&steps);
+    table(&scratch, &rows.iter().map(String::as_str).collect::<Vec<_>>());
+    let fitted = scratch.path("fitted.toml").display().to_string();
+    let said = succeeds(&["calibrate", &file, "-o", &fitted]);
+    let error = |found: Vec<f64>| found.iter().zip(&steps).map(|(p, m)| (p / m - 1.0).abs()).sum::<f64>() / 5.0;
+    let (before, after) = (error(before), error(predicted(&["--devices", &fitted])));
+    assert!(before > 0.1 && after < 0.01, "{before} {after}\n{said}");
+    let text = std::fs::read_to_string(&fitted).unwrap();
+    assert!(text.contains("rows = 5") && text.contains("residuals_percent = ["), "{text}");
+
+    let plan = scratch.path("plan.json").display().to_string();
+    let planned = |devices: &[&str]| {
+        let fixed = ["plan", DEMO, "--cluster", "dgx-a100:1", "--dp", "8", "-o", &plan];
+        succeeds(&[&fixed[..], devices].concat());
+        let saved: Value = serde_json::from_str(&std::fs::read_to_string(&plan).unwrap()).unwrap();
+        saved["predicted"]["step_time_s"].as_f64().unwrap()
+    };
+    assert!(planned(&["--devices", &fitted]) < planned(&[]), "a faster host makes faster steps");
+    planned(&["--devices", &fitted]);
+    assert!(succeeds(&["simulate", &plan]).contains("constants that the plan's device has"));
+
+    std::fs::write(&made, "[device.x]\nlike = \"H200\"\nspeed = 1\n").unwrap();
+    let output = altiplano(&["plan", DEMO, "--devices", &made]);
+    assert!(output.code == Some(2) && output.stderr.contains("made.toml:3:1"), "{}", output.stderr);
+}
+
+/// Kernels that a profiler timed: elementwise ones that reach 0.7 of the bandwidth, and products at half of the peak.
+#[test]
+fn constants_are_fitted_on_a_profilers_trace() {
+    let scratch = Scratch::new();
+    let mut events = Vec::new();
+    let mut ran = |name: &str, shapes: Value, seconds: f64| {
+        let types = vec!["c10::BFloat16"; shapes.as_array().unwrap().len()];
+        let id = events.len();
+        let of_op = json!({"External id": id, "Input Dims": shapes, "Input type": types});
+        events.push(json!({"ph": "X", "cat": "cpu_op", "name": name, "ts": 0, "dur": 9, "args": of_op}));
+        events.push(json!({"ph": "X", "cat": "kernel", "ts": 0, "dur": 1e6 * seconds, "args": {"External id": id}}));
+    };
+    for rows in [1024u64, 4096, 16384] {
+        let bytes = 2.0 * 3.0 * (rows * 4096) as f64;
+        ran("aten::add", json!([[rows, 4096], [rows, 4096], []]), 3e-6 + bytes / (0.7 * 2039e9));
+        ran("aten::mm", json!([[rows, 4096], [4096, 8192]]), 2.0 * (rows * 4096 * 8192) as f64 / (0.5 * 312e12));
+    }
+    let file = scratch.path("trace.json").display().to_string();
+    let device = json!([{"name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 85e9 as u64}]);
+    let trace = json!({"deviceProperties": device, "traceEvents": events});
+    std::fs::write(&file, trace.to_string()).unwrap();
+    let said = succeeds(&["calibrate", &file]);
+    let constant = |name: &str| -> f64 {
+        let line = said.lines().find(|l| l.starts_with(name)).unwrap_or_else(|| panic!("no {name} in {said}"));
+        line.split(" = ").nth(1).unwrap().parse().unwrap()
+    };
+    assert!((constant("memory_efficiency") - 0.7).abs() < 0.01, "{said}");
+    assert!((0.45..0.65).contains(&constant("matmul_efficiency")), "{said}");
+    assert!(said.contains("6 rows") && said.contains("aten::mm bf16[1024, 4096] bf16[4096, 8192]"), "{said}");
+    std::fs::write(&file, "{}").unwrap();
+    let output = altiplano(&["calibrate", &file]);
+    assert!(output.code == Some(2) && output.stderr.contains("trace.json: line 1, column 2"), "{}", output.stderr);
 }
 
 #[test]
@@ -86,7 +169,7 @@ fn what_is_wrong_with_a_table_is_said_with_its_line() {
 fn published_steps_are_predicted() {
     for (name, most, rows) in [("megatron-sc21.csv", 8.0, 10), ("alpa/gpt-throughput.csv", 15.0, 20)] {
         let Some(file) = shared(&format!("reference/{name}")) else { continue };
-        let found = json(&["fidelity", &file.display().to_string(), "--json"]);
+        let found = document(&["fidelity", &file.display().to_string(), "--json"]);
         assert_eq!(found["rows"], rows);
         let error = found["mape_percent"].as_f64().unwrap();
         assert!(error <= most, "{name}: {error} %");

@@ -158,7 +158,7 @@ fn the_timeline_adds_up_to_the_peak() {
         "p3.16xlarge:1 dp2 tp2 pp2 micro8",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 recompute",
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
-        "local:2 dp1 tp1 pp2 inference micro2",
+        "local:2 dp1 tp1 pp2 recompute",
     ];
     for words in plans {
         let plan = plan(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");

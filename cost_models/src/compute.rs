@@ -8,53 +8,9 @@
 use crate::catalogue;
 use crate::kernels::{Kernel, KernelKind, Matmul};
 use crate::roofline::peak_flops;
+pub use altiplano_ir::cluster::Constants;
 use altiplano_ir::cluster::Device;
 use serde::{Deserialize, Serialize};
-
-/// What no datasheet states: fractions of the peaks that kernels reach, and how long it takes to start one. They belong to a
-/// kind of device and the software that drives it, and are fitted on measured steps.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Constants {
-    /// Part of the peak rate that a full wave of the largest tiles reaches.
-    pub matmul_efficiency: f64,
-    /// Part of the peak rate that fused attention reaches.
-    pub attention_efficiency: f64,
-    /// Part of the memory's bandwidth that streaming kernels reach.
-    pub memory_efficiency: f64,
-    /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
-    pub misaligned_loss: f64,
-    /// Seconds of the host for each kernel that it issues.
-    pub dispatch_s: f64,
-    /// Seconds of the host for each collective that it issues, beyond a kernel's.
-    pub collective_dispatch_s: f64,
-    /// Seconds by which devices that work alike are apart when they meet in a collective, each by itself: the last of `n`
-    /// comes `1 + 1/2 + ... + 1/n` times as late, as if waits were exponential.
-    pub skew_s: f64,
-    /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
-    pub multiprocessors: f64,
-    /// Part of a last wave of tiles that is lost where they do not fill it.
-    pub tail_loss: f64,
-    /// Scalar operations a second outside matmul units, in f32.
-    pub vector_flops: f64,
-}
-
-impl Default for Constants {
-    fn default() -> Self {
-        Constants {
-            matmul_efficiency: catalogue::MATMUL_EFFICIENCY,
-            attention_efficiency: 0.5,
-            memory_efficiency: crate::roofline::MEMORY_EFFICIENCY,
-            misaligned_loss: 0.3,
-            dispatch_s: 0.0,
-            collective_dispatch_s: 0.0,
-            skew_s: 0.0,
-            multiprocessors: 0.0,
-            tail_loss: 1.0,
-            vector_flops: f64::INFINITY,
-        }
-    }
-}
 
 /// A tile of a matmul's result, and what part of the best rate it reaches: smaller tiles load more for each multiplication.
 /// The sizes are those of CUTLASS's default kernels; the fractions are the ratio of multiplications to loads,
@@ -91,7 +47,7 @@ pub struct Compute {
 
 impl Compute {
     pub fn new(device: Device) -> Self {
-        let constants = catalogue::constants(&device.name);
+        let constants = device.constants.unwrap_or_else(|| catalogue::constants(&device.name));
         Compute { device, constants }
     }
 
@@ -106,6 +62,7 @@ impl Compute {
             KernelKind::Attention { flop, share, dtype } => {
                 flop * share / (peak_flops(&self.device, dtype) * self.constants.attention_efficiency)
             }
+            KernelKind::Fused { .. } if self.constants.vector_flops == 0.0 => 0.0,
             KernelKind::Fused { operations } => operations / self.constants.vector_flops,
             KernelKind::Indexed => 0.0,
             KernelKind::Sort { passes } => (passes as f64 - 1.0) * (memory_s + self.device.launch_s),

@@ -3,9 +3,8 @@
 //! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
 //! Where a datasheet gives a machine's total, it is divided by the number of devices.
 
-use crate::compute::Constants;
 use crate::fitted::{FITTED, FUSE_ATTENTION};
-use altiplano_ir::cluster::{Device, DeviceKind};
+use altiplano_ir::cluster::{Constants, Device, DeviceKind};
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
 /// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
@@ -30,8 +29,7 @@ struct DeviceFigures {
     nvlink: Option<u32>,
 }
 
-/// Part of the peak rate that matmuls of training sizes reach, for devices without published measurements.
-pub const MATMUL_EFFICIENCY: f64 = 0.7;
+pub use altiplano_ir::cluster::MATMUL_EFFICIENCY;
 
 // Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for the B200
 // its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm documentation).
@@ -257,6 +255,7 @@ impl DeviceFigures {
             peak_flops: self.tflops.iter().map(|&(dtype, tflops)| (dtype, tflops * 1e12)).collect(),
             launch_s: self.launch_s,
             l2_bytes: Some(self.l2_mib << 20),
+            constants: None,
             multiprocessors: Some(self.multiprocessors),
         }
     }

@@ -60,6 +60,14 @@ pub enum ClusterError {
     TooManyDevices { place: Place, most: u64 },
     #[error("{place}: device `{name}` needs `f32` among its peak_flops")]
     NoF32Peak { place: Place, name: String },
+    #[error("{place}: device `{name}` needs `{key}`, or `like` with a device that it takes the rest from")]
+    NoFigure { place: Place, name: String, key: &'static str },
+    #[error("{place}: there is no device `{name}` to be like; {}", choose(nearest, known))]
+    UnknownLike { place: Place, name: String, nearest: Option<String>, known: Vec<String> },
+    #[error("{place}: there is no constant `{name}`; known: {}", known.join(", "))]
+    UnknownConstant { place: Place, name: String, known: Vec<String> },
+    #[error("a file of devices needs at least one [device] table")]
+    NoDevice,
     #[error("{place}: a group of several {of} needs `{key}`")]
     NoLink { place: Place, of: &'static str, key: &'static str },
     #[error("a cluster needs at least one [[group]]")]
@@ -108,9 +116,13 @@ fn choose(nearest: &Option<String>, known: &[String]) -> String {
     }
 }
 
-/// The known name nearest to `name` by edit distance, if it is near enough to be a slip of the hand.
+/// The first known name that `name` is the beginning of, else the nearest by edit distance, if it is near enough to be a slip
+/// of the hand.
 pub(crate) fn nearest(name: &str, known: &[String]) -> Option<String> {
     let wanted: Vec<char> = name.to_lowercase().chars().take(64).collect();
+    if let Some(begun) = known.iter().find(|k| wanted.len() > 1 && k.to_lowercase().starts_with(&name.to_lowercase())) {
+        return Some(begun.clone());
+    }
     let near = known.iter().map(|k| (edit_distance(&wanted, &k.to_lowercase().chars().collect::<Vec<_>>()), k));
     let (distance, best) = near.min()?;
     (distance * 2 <= best.chars().count()).then(|| best.clone())
@@ -152,7 +164,9 @@ mod tests {
     #[test]
     fn nearest_names() {
         let known: Vec<String> = ["dgx-a100", "dgx-h100", "local"].map(String::from).to_vec();
-        for (name, expect) in [("dgx_a100", Some("dgx-a100")), ("DGX-H100", Some("dgx-h100")), ("tpu", None)] {
+        for (name, expect) in
+            [("dgx_a100", Some("dgx-a100")), ("DGX-H100", Some("dgx-h100")), ("dgx", Some("dgx-a100")), ("tpu", None)]
+        {
             assert_eq!(nearest(name, &known).as_deref(), expect, "{name}");
         }
     }

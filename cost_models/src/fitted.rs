@@ -4,7 +4,7 @@
 //! Megatron-LM and Megatron-DeepSpeed in 2021 to 2023 (eager PyTorch, dropout, attention in parts), an H100's of NeMo in 2025
 //! (fused attention, overlapped communication). Tile counts are multiprocessors of the datasheet, vector rates its f32 peak.
 
-use crate::compute::Constants;
+use altiplano_ir::cluster::Constants;
 
 /// Fitted on Narayanan et al. 2021, table 1 (10 rows), and on the steps published with vTrain (Bang et al. 2024): every tenth of 841 on
 /// one node, all 68 on 64 to 512 devices. Left on all rows: 3 %, 7 % and 7 % mean absolute error.

@@ -24,7 +24,9 @@ pub use compute::Compute;
 pub use error::ClusterError;
 pub use link::{AxisLink, TransferPath, axis_link, transfer_path};
 pub use roofline::{Roofline, fallback};
-pub use toml_file::{BetweenGroups, ClusterFile, parse, parse_file, single_group};
+pub use toml_file::{
+    BetweenGroups, ClusterFile, Devices, parse, parse_devices, parse_file, quoted, single_group, write_constants,
+};
 
 use crate::kernels::Kernel;
 use crate::timeline::Price;

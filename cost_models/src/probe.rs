@@ -238,6 +238,11 @@ fn operation(text: &str, n: f64, ratio: f64) -> Operation {
     nearest.1
 }
 
+/// The device of the catalogue that a GPU is.
+pub fn catalogue_device(gpu: &Gpu) -> Option<Device> {
+    catalogue_name(gpu).and_then(catalogue::device)
+}
+
 /// The name in the catalogue of a GPU as its driver calls it.
 fn catalogue_name(gpu: &Gpu) -> Option<&'static str> {
     // Parts of the driver's names, the particular before the general.
@@ -283,7 +288,7 @@ pub fn gpu_group(
     if let Some(matrix) = connections.filter(|c| c.len() != gpus.len()) {
         return Err(ClusterError::GpuCount { matrix: matrix.len(), listed: gpus.len() });
     }
-    let known = catalogue_name(first).and_then(catalogue::device);
+    let known = catalogue_device(first);
     let mut device =
         known.ok_or_else(|| ClusterError::UnknownGpu { name: first.name.clone(), known: catalogue::device_names() })?;
     let intra_node = intra_node(&device, gpus.len(), connections);

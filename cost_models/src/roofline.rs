@@ -8,14 +8,11 @@ use crate::kernels::{Kernel, KernelKind};
 use crate::timeline::Price;
 use crate::{AxisLink, CostModel, TransferPath};
 use altiplano_ir::cluster::Device;
+pub use altiplano_ir::cluster::MEMORY_EFFICIENCY;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
-
-/// Part of the memory bandwidth of a datasheet that streaming kernels reach: fused GELU and softmax on a V100 move 0.8 to
-/// 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
-pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 /// Elementwise ops that one fused kernel holds on average.
 ///

@@ -3,7 +3,7 @@
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
-use altiplano_ir::cluster::{Cluster, Device, DeviceKind, Group, InterNode, IntraNode};
+use altiplano_ir::cluster::{Cluster, Constants, Device, DeviceKind, Group, InterNode, IntraNode};
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -113,14 +113,20 @@ struct GroupToml {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceToml {
-    #[serde(default)]
-    kind: DeviceKind,
-    memory_bytes: Spanned<f64>,
-    memory_bytes_per_s: Spanned<f64>,
-    peak_flops: BTreeMap<DType, Spanned<f64>>,
+    /// A device of the catalogue, whose figures count where the table has none.
+    like: Option<Spanned<String>>,
+    kind: Option<DeviceKind>,
+    memory_bytes: Option<Spanned<f64>>,
+    memory_bytes_per_s: Option<Spanned<f64>>,
+    peak_flops: Option<BTreeMap<DType, Spanned<f64>>>,
     launch_s: Option<Spanned<f64>>,
     l2_bytes: Option<Spanned<f64>>,
     multiprocessors: Option<Spanned<u64>>,
+    #[serde(default)]
+    constants: BTreeMap<String, Spanned<f64>>,
+    /// What the constants were fitted on, for people.
+    #[serde(default, rename = "fit")]
+    _fit: Vec<toml::Table>,
 }
 
 #[derive(Deserialize)]
@@ -257,31 +263,108 @@ impl Reader<'_> {
 
     fn device_table(&self, name: &str, at: &Spanned<DeviceToml>) -> Result<Device, ClusterError> {
         let figures = at.get_ref();
-        let mut peak_flops = BTreeMap::new();
-        for (&dtype, peak) in &figures.peak_flops {
-            peak_flops.insert(dtype, self.positive("peak_flops", peak)?);
-        }
+        let like = figures.like.as_ref().map(|like| self.catalogued(like)).transpose()?;
+        let missing = |key| ClusterError::NoFigure { place: self.place(at), name: name.to_string(), key };
+        let figure = |key, stated: &Option<Spanned<f64>>, of: fn(&Device) -> f64| match (stated, &like) {
+            (Some(stated), _) => self.positive(key, stated),
+            (None, Some(like)) => Ok(of(like)),
+            (None, None) => Err(missing(key)),
+        };
+        let peak_flops = match (&figures.peak_flops, &like) {
+            (Some(stated), _) => {
+                let peaks = stated.iter().map(|(&dtype, peak)| Ok((dtype, self.positive("peak_flops", peak)?)));
+                peaks.collect::<Result<BTreeMap<_, _>, _>>()?
+            }
+            (None, Some(like)) => like.peak_flops.clone(),
+            (None, None) => return Err(missing("peak_flops")),
+        };
         // Every other type can be priced as f32; f32 itself as nothing else.
         if !peak_flops.contains_key(&DType::F32) {
             return Err(ClusterError::NoF32Peak { place: self.place(at), name: name.to_string() });
         }
         let launch_s = figures.launch_s.as_ref().map(|s| self.not_negative("launch_s", s)).transpose()?;
+        let l2_bytes = figures.l2_bytes.as_ref().map(|b| self.positive("l2_bytes", b)).transpose()?;
+        let multiprocessors = figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?;
+        let known = like.as_ref();
         Ok(Device {
             name: name.to_string(),
-            kind: figures.kind,
-            memory_bytes: self.positive("memory_bytes", &figures.memory_bytes)?.ceil() as u64,
-            memory_bytes_per_s: self.positive("memory_bytes_per_s", &figures.memory_bytes_per_s)?,
+            kind: figures.kind.or(known.map(|d| d.kind)).unwrap_or_default(),
+            memory_bytes: figure("memory_bytes", &figures.memory_bytes, |d| d.memory_bytes as f64)?.ceil() as u64,
+            memory_bytes_per_s: figure("memory_bytes_per_s", &figures.memory_bytes_per_s, |d| d.memory_bytes_per_s)?,
             peak_flops,
-            launch_s: launch_s.unwrap_or(GPU_LAUNCH_S),
-            l2_bytes: figures
-                .l2_bytes
-                .as_ref()
-                .map(|b| self.positive("l2_bytes", b))
-                .transpose()?
-                .map(|b| b.ceil() as u64),
-            multiprocessors: figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?,
+            launch_s: launch_s.or(known.map(|d| d.launch_s)).unwrap_or(GPU_LAUNCH_S),
+            l2_bytes: l2_bytes.map(|b| b.ceil() as u64).or(known.and_then(|d| d.l2_bytes)),
+            multiprocessors: multiprocessors.or(known.and_then(|d| d.multiprocessors)),
+            constants: self.constants(figures, known.map_or(name, |d| &d.name))?,
         })
     }
+
+    /// A device of the catalogue that another is like.
+    fn catalogued(&self, at: &Spanned<String>) -> Result<Device, ClusterError> {
+        let name = at.get_ref();
+        catalogue::device(name).ok_or_else(|| {
+            let known = catalogue::device_names();
+            let nearest = nearest(name, &known);
+            ClusterError::UnknownLike { place: self.place(at), name: name.clone(), nearest, known }
+        })
+    }
+
+    /// The constants of a table, where it has any or its device has others' figures under a name of its own; those that it
+    /// does not state are the catalogue's of `like`.
+    fn constants(&self, figures: &DeviceToml, like: &str) -> Result<Option<Constants>, ClusterError> {
+        if figures.constants.is_empty() && figures.like.is_none() {
+            return Ok(None);
+        }
+        let mut constants = catalogue::constants(like);
+        for (name, stated) in &figures.constants {
+            let (Some(constant), Some(&key)) =
+                (constants.by_name(name), Constants::NAMES.iter().find(|known| *known == name))
+            else {
+                let known = Constants::NAMES.map(String::from).to_vec();
+                return Err(ClusterError::UnknownConstant { place: self.place(stated), name: name.clone(), known });
+            };
+            // Of a peak some part is reached; all else may be nothing.
+            *constant = match key.ends_with("_efficiency") {
+                true => self.positive(key, stated)?,
+                false => self.not_negative(key, stated)?,
+            };
+        }
+        Ok(Some(constants))
+    }
+}
+
+/// Devices that take the place of the catalogue's of the same names.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Devices(BTreeMap<String, Device>);
+
+impl Devices {
+    pub fn apply(&self, cluster: &mut Cluster) {
+        for group in &mut cluster.groups {
+            if let Some(device) = self.0.get(&group.device.name) {
+                group.device = device.clone();
+            }
+        }
+    }
+}
+
+/// The devices of a TOML file that has nothing else, as `altiplano calibrate` writes it.
+pub fn parse_devices(text: &str) -> Result<Devices, ClusterError> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct DevicesToml {
+        #[serde(default)]
+        device: BTreeMap<String, Spanned<DeviceToml>>,
+    }
+    let file: DevicesToml = toml::from_str(text).map_err(|e| ClusterError::Toml {
+        place: Place::of(text, e.span().map_or(text.len(), |s| s.start)),
+        message: e.message().to_string(),
+    })?;
+    if file.device.is_empty() {
+        return Err(ClusterError::NoDevice);
+    }
+    let reader = Reader { text, devices: &file.device };
+    let devices = file.device.iter().map(|(name, at)| Ok((name.clone(), reader.device_table(name, at)?)));
+    Ok(Devices(devices.collect::<Result<_, _>>()?))
 }
 
 /// The TOML text of a cluster; [`parse_file`] reads the same back. Devices that are not the catalogue's get a table.
@@ -342,12 +425,26 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
         if let Some(count) = device.multiprocessors {
             writeln!(out, "multiprocessors = {count}")?;
         }
+        if let Some(constants) = device.constants {
+            write_constants(out, &device.name, constants)?;
+        }
+    }
+    Ok(())
+}
+
+/// The table of a device's constants.
+pub fn write_constants(out: &mut String, device: &str, mut constants: Constants) -> std::fmt::Result {
+    writeln!(out, "[device.{}.constants]", quoted(device))?;
+    for name in Constants::NAMES {
+        if let Some(value) = constants.by_name(name) {
+            writeln!(out, "{name} = {}", float(*value))?;
+        }
     }
     Ok(())
 }
 
 /// A TOML basic string, which may be a value or a key.
-fn quoted(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     let mut out = String::from("\"");
     for c in text.chars() {
         match c {
@@ -361,7 +458,7 @@ fn quoted(text: &str) -> String {
 }
 
 /// A number that reads back as the same: in scientific form, which TOML takes as a float.
-fn float(value: f64) -> String {
+pub fn float(value: f64) -> String {
     format!("{value:e}")
 }
 

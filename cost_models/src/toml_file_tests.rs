@@ -190,6 +190,37 @@ fn a_table_of_the_file_comes_before_the_catalogue() {
     assert_eq!(parse_file(&print(&file)), Ok(file));
 }
 
+/// A device may be like one of the catalogue but for what it states, under that name or another.
+#[test]
+fn a_device_is_like_another() {
+    let text = "[device.A100-SXM-80GB]\nlike = \"A100-SXM-80GB\"\nmemory_bytes = 64e9\n[device.A100-SXM-80GB.constants]\nskew_s = 0\n\
+                [[device.A100-SXM-80GB.fit]]\ntable = \"x.csv\"\n[device.other]\nlike = \"H200\"\n";
+    let devices = parse_devices(text).unwrap();
+    let mut cluster = preset("dgx-a100:1").unwrap();
+    let catalogued = cluster.groups[0].device.clone();
+    devices.apply(&mut cluster);
+    let constants = Constants { skew_s: 0.0, ..catalogue::constants("A100-SXM-80GB") };
+    let expect = Device { memory_bytes: 64_000_000_000, constants: Some(constants), ..catalogued };
+    assert_eq!(cluster.groups[0].device, expect);
+    let mut other = preset("dgx-h200:1").unwrap();
+    devices.apply(&mut other);
+    assert_eq!(other, preset("dgx-h200:1").unwrap(), "a device of another name changes nothing");
+
+    let wrong = |text: &str, says: &str| {
+        let error = parse_devices(text).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    };
+    wrong("", "at least one [device] table");
+    wrong("[device.x]\nlike = \"A100\"", "line 2, column 8: there is no device `A100` to be like; did you mean `A100-");
+    wrong("[device.x]\nmemory_bytes = 1", "device `x` needs `peak_flops`, or `like`");
+    wrong(
+        "[device.x]\nlike = \"H200\"\nconstants = { speed = 1 }",
+        "there is no constant `speed`; known: matmul_efficiency",
+    );
+    wrong("[device.x]\nlike = \"H200\"\nconstants = { memory_efficiency = 0 }", "`memory_efficiency` is 0");
+    wrong("[device.x]\nlike = \"H200\"\nconstants = { skew_s = nan }", "`skew_s` is NaN");
+}
+
 #[test]
 fn what_is_printed_reads_back_the_same() {
     let two = parse_file(TWO_GROUPS).unwrap();
@@ -224,7 +255,9 @@ proptest! {
         l2_bytes in prop::option::of(1u64..1 << 53),
         multiprocessors in prop::option::of(1u32..1000),
         kind in prop_oneof![Just(DeviceKind::Gpu), Just(DeviceKind::Cpu)],
+        constants in prop::option::of(0.01f64..1.0),
     ) {
+        let constants = constants.map(|part| Constants { memory_efficiency: part, skew_s: part, ..Constants::default() });
         let device = Device {
             name: device,
             kind,
@@ -234,6 +267,7 @@ proptest! {
             launch_s: latency_s,
             l2_bytes,
             multiprocessors,
+            constants,
         };
         let group = Group {
             nodes,

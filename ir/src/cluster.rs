@@ -43,6 +43,93 @@ pub struct Device {
     /// Units that blocks of threads are distributed over: NVIDIA's streaming multiprocessors, AMD's compute units, cores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multiprocessors: Option<u32>,
+    /// What was fitted for this device; the catalogue's where nothing was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub constants: Option<Constants>,
+}
+
+/// What no datasheet states: fractions of the peaks that kernels reach, and how long it takes to start one. They belong to a
+/// kind of device and the software that drives it, and are fitted on measured steps.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Constants {
+    /// Part of the peak rate that a full wave of the largest tiles reaches.
+    pub matmul_efficiency: f64,
+    /// Part of the peak rate that fused attention reaches.
+    pub attention_efficiency: f64,
+    /// Part of the memory's bandwidth that streaming kernels reach.
+    pub memory_efficiency: f64,
+    /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
+    pub misaligned_loss: f64,
+    /// Seconds of the host for each kernel that it issues.
+    pub dispatch_s: f64,
+    /// Seconds of the host for each collective that it issues, beyond a kernel's.
+    pub collective_dispatch_s: f64,
+    /// Seconds by which devices that work alike are apart when they meet in a collective, each by itself: the last of `n`
+    /// comes `1 + 1/2 + ... + 1/n` times as late, as if waits were exponential.
+    pub skew_s: f64,
+    /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
+    pub multiprocessors: f64,
+    /// Part of a last wave of tiles that is lost where they do not fill it.
+    pub tail_loss: f64,
+    /// Scalar operations a second outside matmul units, in f32; 0 where it is not known.
+    pub vector_flops: f64,
+}
+
+impl Default for Constants {
+    fn default() -> Self {
+        Constants {
+            matmul_efficiency: MATMUL_EFFICIENCY,
+            attention_efficiency: 0.5,
+            memory_efficiency: MEMORY_EFFICIENCY,
+            misaligned_loss: 0.3,
+            dispatch_s: 0.0,
+            collective_dispatch_s: 0.0,
+            skew_s: 0.0,
+            multiprocessors: 0.0,
+            tail_loss: 1.0,
+            vector_flops: 0.0,
+        }
+    }
+}
+
+/// Part of the peak rate that matmuls of training sizes reach, for devices without published measurements.
+pub const MATMUL_EFFICIENCY: f64 = 0.7;
+
+/// Part of the memory's bandwidth that streaming kernels reach, for such devices: fused GELU and softmax on a V100 move 0.8 to
+/// 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
+pub const MEMORY_EFFICIENCY: f64 = 0.85;
+
+impl Constants {
+    pub const NAMES: [&str; 10] = [
+        "matmul_efficiency",
+        "attention_efficiency",
+        "memory_efficiency",
+        "misaligned_loss",
+        "dispatch_s",
+        "collective_dispatch_s",
+        "skew_s",
+        "multiprocessors",
+        "tail_loss",
+        "vector_flops",
+    ];
+
+    /// A constant by its name in files, one of [`Constants::NAMES`].
+    pub fn by_name(&mut self, name: &str) -> Option<&mut f64> {
+        Some(match name {
+            "matmul_efficiency" => &mut self.matmul_efficiency,
+            "attention_efficiency" => &mut self.attention_efficiency,
+            "memory_efficiency" => &mut self.memory_efficiency,
+            "misaligned_loss" => &mut self.misaligned_loss,
+            "dispatch_s" => &mut self.dispatch_s,
+            "collective_dispatch_s" => &mut self.collective_dispatch_s,
+            "skew_s" => &mut self.skew_s,
+            "multiprocessors" => &mut self.multiprocessors,
+            "tail_loss" => &mut self.tail_loss,
+            "vector_flops" => &mut self.vector_flops,
+            _ => return None,
+        })
+    }
 }
 
 /// The link from one device to the others of its node, per device and direction.

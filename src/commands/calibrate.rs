@@ -1,28 +1,37 @@
 //! `altiplano calibrate`: constants of devices fitted on measured steps.
 
 use crate::commands::say;
-use altiplano::Error;
-use altiplano::fidelity::calibrate;
+use altiplano::fidelity::{calibrate, device_file};
+use altiplano::{Error, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Fit the constants of a device on tables of measured steps
+/// Fit the constants of a device on tables of measured steps, and on kernels that PyTorch's profiler has timed
 #[derive(Args)]
 pub struct Calibrate {
-    /// Tables as `altiplano fidelity` reads them
+    /// Tables as `altiplano fidelity` reads them, and Chrome traces of `torch.profiler` recorded with `record_shapes=True`
     #[arg(required = true)]
     tables: Vec<PathBuf>,
+    /// Write a file of the devices, with their constants and what is left of each row, for --devices
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
 }
 
 impl Calibrate {
     pub fn run(self) -> Result<(), Error> {
-        for fitted in calibrate(&self.tables)? {
-            say(format!(
-                "{}: {} rows, error {:.4} -> {:.4}",
-                fitted.device, fitted.rows, fitted.error_before, fitted.error_after
-            ))?;
-            say(format!("{:#?}", fitted.after))?;
+        let fitted = calibrate(&self.tables)?;
+        for device in &fitted {
+            let (before, after) = (device.error_before, device.error_after);
+            say(format!("{}: error {before:.4} -> {after:.4}", device.device))?;
+            for fit in &device.fits {
+                let (rows, mape, bias) = (fit.residuals.len(), fit.mape_percent(), fit.bias_percent());
+                say(format!("  {}: {rows} rows, {mape:.1} % off, bias {bias:+.1} %", fit.table.display()))?;
+            }
         }
-        Ok(())
+        let text = device_file(&fitted);
+        match &self.output {
+            Some(file) => write_file(file, &text),
+            None => say(text),
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! `altiplano fidelity`: predictions against a table of measured steps.
 
 use crate::commands::say;
-use altiplano::Error;
 use altiplano::fidelity::{Fidelity as Found, Recomputation, fidelity};
+use altiplano::{Error, load_devices};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
@@ -17,6 +17,9 @@ pub struct Fidelity {
     /// How the column `recompute` is taken: as the steps of a campaign say (rows of one source and kind of node), or as stated
     #[arg(long, value_enum, default_value = "inferred")]
     recompute: Recompute,
+    /// A file of devices, as `altiplano calibrate` writes it, that take the place of the catalogue's of the same names
+    #[arg(long, value_name = "FILE")]
+    devices: Option<PathBuf>,
     /// Print the figures alone
     #[arg(long)]
     summary: bool,
@@ -34,7 +37,8 @@ impl Fidelity {
             Recompute::Inferred => Recomputation::Inferred,
             Recompute::Stated => Recomputation::Stated,
         };
-        let found = fidelity(&self.table, recomputation)?;
+        let devices = self.devices.as_deref().map(load_devices).transpose()?.unwrap_or_default();
+        let found = fidelity(&self.table, recomputation, devices)?;
         if self.json {
             let text = serde_json::to_string_pretty(&found).map_err(|e| Error::Output(e.into()))?;
             return say(text);

@@ -8,7 +8,9 @@ use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::ir::reduce::Goal;
 use altiplano::planner::Request;
 use altiplano::training::Training;
-use altiplano::{Error, Format, GivenStep, ImportOptions, Warning, load_cluster, model_of, plan_of, read_bytes};
+use altiplano::{
+    Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
+};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -125,6 +127,9 @@ pub struct PlanOptions {
     /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
     #[arg(long, value_name = "CLUSTER")]
     cluster: Option<String>,
+    /// A file of devices, as `altiplano calibrate` writes it, that take the place of the catalogue's of the same names
+    #[arg(long, value_name = "FILE")]
+    devices: Option<PathBuf>,
     /// Samples per optimizer step [default: the traced batch]
     #[arg(long, value_name = "N")]
     global_batch: Option<u64>,
@@ -193,7 +198,10 @@ impl PlanOptions {
         bytes: &[u8],
         options: &ModelOptions,
     ) -> Result<(Request, Option<GivenStep>), Error> {
-        let cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
+        let mut cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
+        if let Some(file) = &self.devices {
+            load_devices(file)?.apply(&mut cluster);
+        }
         // A config's model has the batch that is asked for.
         let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);
         let import = ImportOptions { batch: asked, ..options.import() };

@@ -1,19 +1,25 @@
-//! Fits the constants of a device on tables of measured steps: one set for all rows of a device, so that rows which were kept
-//! back agree as well.
+//! Fits the constants of a device on tables of measured steps, and on kernels that a profiler has timed: one set for all rows
+//! of a device, so that rows which were kept back agree as well.
 //!
-//! Each constant in turn is moved up and down by a factor, and the move is kept where the mean of the absolute logarithms
-//! of predicted over measured falls; the factors shrink until nothing is gained. Tables count alike, however many rows they have,
-//! and by the squares of their errors, so that none is bought with another.
+//! Each constant in turn is moved up and down by a factor, and the move is kept where the error falls; the factors shrink until
+//! nothing is gained. The error of a table is the mean of the absolute logarithms of predicted over measured, and the mean
+//! regret of its groups, since predictions are there to choose by. Tables count alike, however many rows they have, and by the
+//! squares of their errors, so that none is bought with another.
 
+use super::kineto::{Timed, read_trace};
 use super::predict::{Judge, Prepared};
 use super::reading::{self, Recomputation};
-use super::table::read_table;
-use crate::Error;
-use altiplano_cost_models::Roofline;
-use altiplano_cost_models::compute::Constants;
+use super::statistics::group_statistics;
+use super::table::{Row, read_table};
+use crate::{Error, read_bytes};
+use altiplano_cost_models::compute::Compute;
+use altiplano_cost_models::kernels::Kernel;
+use altiplano_cost_models::{Roofline, catalogue, quoted, write_constants};
+use altiplano_ir::cluster::{Constants, Device};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
 
 /// What was fitted for a device.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,77 +27,173 @@ pub struct Calibrated {
     pub device: String,
     pub before: Constants,
     pub after: Constants,
-    /// Rows, and the mean of the absolute logarithms of predicted over measured before and after.
-    pub rows: usize,
+    /// The error of all tables before and after.
     pub error_before: f64,
     pub error_after: f64,
+    /// What is left, by table.
+    pub fits: Vec<Fit>,
 }
 
-/// A constant by name: how it is read and set, and its bounds.
-pub type Constant = (&'static str, fn(&mut Constants) -> &mut f64, f64, f64);
+/// What is left between a table's rows of a device and the constants fitted on them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fit {
+    pub table: PathBuf,
+    /// Line of each row, or shape of each kernel, and predicted over measured less one.
+    pub residuals: Vec<(String, f64)>,
+}
+
+impl Fit {
+    pub fn mape_percent(&self) -> f64 {
+        100.0 * self.residuals.iter().map(|r| r.1.abs()).sum::<f64>() / self.residuals.len().max(1) as f64
+    }
+
+    pub fn bias_percent(&self) -> f64 {
+        100.0 * self.residuals.iter().map(|r| r.1).sum::<f64>() / self.residuals.len().max(1) as f64
+    }
+}
+
+/// The file of devices with these constants, which `--devices` takes.
+pub fn device_file(fitted: &[Calibrated]) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = fitted.iter().try_for_each(|f| write_device(&mut out, f));
+    out
+}
+
+fn write_device(out: &mut String, fitted: &Calibrated) -> std::fmt::Result {
+    let name = quoted(&fitted.device);
+    writeln!(out, "[device.{name}]\nlike = {name}\n")?;
+    write_constants(out, &fitted.device, fitted.after)?;
+    for fit in &fitted.fits {
+        writeln!(out, "\n[[device.{name}.fit]]")?;
+        writeln!(out, "table = {}", quoted(&fit.table.display().to_string()))?;
+        writeln!(out, "rows = {}", fit.residuals.len())?;
+        writeln!(out, "mape_percent = {:.2}\nbias_percent = {:.2}", fit.mape_percent(), fit.bias_percent())?;
+        let list =
+            |each: &dyn Fn(&(String, f64)) -> String| fit.residuals.iter().map(each).collect::<Vec<_>>().join(", ");
+        writeln!(out, "measured = [{}]", list(&|r| quoted(&r.0)))?;
+        writeln!(out, "residuals_percent = [{}]", list(&|r| format!("{:.1}", 100.0 * r.1)))?;
+    }
+    writeln!(out)
+}
 
 /// The constants that are free, with their bounds.
-pub const FREE: &[Constant] = &[
-    ("matmul_efficiency", |c| &mut c.matmul_efficiency, 0.2, 0.9),
-    ("memory_efficiency", |c| &mut c.memory_efficiency, 0.2, 0.95),
-    ("attention_efficiency", |c| &mut c.attention_efficiency, 0.1, 0.8),
-    ("misaligned_loss", |c| &mut c.misaligned_loss, 0.01, 0.6),
-    ("tail_loss", |c| &mut c.tail_loss, 0.01, 1.0),
-    ("skew_s", |c| &mut c.skew_s, 1e-7, 2e-4),
-    ("dispatch_s", |c| &mut c.dispatch_s, 1e-7, 1e-4),
-    ("collective_dispatch_s", |c| &mut c.collective_dispatch_s, 1e-7, 1e-3),
+const FREE: &[(&str, f64, f64)] = &[
+    ("matmul_efficiency", 0.2, 0.9),
+    ("memory_efficiency", 0.2, 0.95),
+    ("attention_efficiency", 0.1, 0.8),
+    ("misaligned_loss", 0.01, 0.6),
+    ("tail_loss", 0.01, 1.0),
+    ("skew_s", 1e-7, 1e-3),
+    ("dispatch_s", 1e-7, 1e-4),
+    ("collective_dispatch_s", 1e-7, 1e-3),
 ];
 
-/// Reads tables and fits the constants of each device in them.
-pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
-    let judge = Judge::default();
-    let mut of_device: BTreeMap<String, Vec<Vec<(f64, Prepared)>>> = BTreeMap::new();
-    for file in files {
-        let rows = read_table(file)?;
-        let reading::Read { recompute, .. } = reading::read(file, &rows, &judge, Recomputation::Inferred)?;
-        let prepared: Vec<Prepared> = rows
-            .par_iter()
-            .zip(recompute)
-            .map(|(row, recompute)| {
-                Prepared::new(row, &judge, recompute).map_err(|error| Error::Row {
-                    file: file.clone(),
-                    line: row.line,
-                    error: Box::new(error),
-                })
-            })
-            .collect::<Result<_, _>>()?;
-        let mut here: BTreeMap<String, Vec<(f64, Prepared)>> = BTreeMap::new();
-        for (row, prepared) in rows.iter().zip(prepared) {
-            here.entry(prepared.device().name.clone()).or_default().push((row.measured_step_s, prepared));
-        }
-        here.into_iter().for_each(|(device, rows)| of_device.entry(device).or_default().push(rows));
-    }
-    Ok(of_device.into_iter().map(|(device, rows)| fit(device, &rows)).collect())
+/// Something that was measured: a step, with its group, or a kernel.
+struct Measured {
+    name: String,
+    seconds: f64,
+    what: What,
 }
 
-fn fit(device: String, tables: &[Vec<(f64, Prepared)>]) -> Calibrated {
-    let error = |constants: &Constants| -> f64 {
-        let each = |(measured, prepared): &(f64, Prepared)| {
-            let cost = Roofline::with_constants(prepared.device().clone(), *constants);
-            (prepared.step_s(&cost) / measured).ln().abs()
-        };
-        let of_table = |rows: &Vec<(f64, Prepared)>| {
-            // In order, so that the sum does not depend on threads.
-            let errors: Vec<f64> = rows.par_iter().map(each).collect();
-            (errors.into_iter().sum::<f64>() / rows.len() as f64).powi(2)
-        };
-        (tables.iter().map(of_table).sum::<f64>() / tables.len() as f64).sqrt()
+enum What {
+    Step { group: String, prepared: Box<Prepared> },
+    Kernel(Box<Kernel>),
+}
+
+impl Measured {
+    fn predicted_s(&self, device: &Device, constants: Constants) -> f64 {
+        match &self.what {
+            What::Step { prepared, .. } => prepared.step_s(&Roofline::with_constants(device.clone(), constants)),
+            What::Kernel(kernel) => Compute { device: device.clone(), constants }.kernel(kernel).seconds,
+        }
+    }
+}
+
+/// What one file has of a device.
+struct Table<'a> {
+    file: &'a Path,
+    rows: Vec<Measured>,
+}
+
+impl Table<'_> {
+    /// Seconds of each row under these constants, in their order, so that sums over them do not depend on threads.
+    fn predicted(&self, device: &Device, constants: Constants) -> Vec<f64> {
+        self.rows.par_iter().map(|row| row.predicted_s(device, constants)).collect()
+    }
+
+    fn error(&self, device: &Device, constants: Constants) -> f64 {
+        let predicted = self.predicted(device, constants);
+        let pairs = || self.rows.iter().zip(&predicted);
+        let errors: f64 = pairs().map(|(row, p)| (p / row.seconds).ln().abs()).sum();
+        let steps = pairs().filter_map(|(row, &p)| match &row.what {
+            What::Step { group, .. } => Some((group.as_str(), row.seconds, p)),
+            What::Kernel(_) => None,
+        });
+        let groups = group_statistics(steps);
+        let regret: f64 = groups.iter().map(|g| g.regret_percent / 100.0).sum();
+        errors / self.rows.len() as f64 + regret / groups.len().max(1) as f64
+    }
+}
+
+/// Reads tables of steps and traces of kernels, and fits the constants of each device in them.
+pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
+    let judge = Judge::default();
+    let mut of_device: BTreeMap<String, (Device, Vec<Table<'_>>)> = BTreeMap::new();
+    for file in files {
+        let bytes = read_bytes(file)?;
+        // A table begins with the names of its columns, a trace is a JSON document.
+        let is_trace = bytes.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'{');
+        let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &judge)? };
+        let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
+        for (device, row) in measured {
+            here.entry(device.name.clone()).or_insert_with(|| (device, Vec::new())).1.push(row);
+        }
+        for (name, (device, rows)) in here {
+            of_device.entry(name).or_insert_with(|| (device, Vec::new())).1.push(Table { file, rows });
+        }
+    }
+    Ok(of_device.into_values().map(|(device, tables)| fit(&device, &tables)).collect())
+}
+
+fn steps(file: &Path, judge: &Judge) -> Result<Vec<(Device, Measured)>, Error> {
+    let rows = read_table(file)?;
+    let reading::Read { recompute, .. } = reading::read(file, &rows, judge, Recomputation::Inferred)?;
+    let measured = |(row, recompute): (Row, bool)| {
+        let wrong = |error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) };
+        let prepared = Box::new(Prepared::new(&row, judge, recompute).map_err(wrong)?);
+        let device = prepared.device().clone();
+        let what = What::Step { group: row.group, prepared };
+        Ok((device, Measured { name: row.line.to_string(), seconds: row.measured_step_s, what }))
     };
-    let before = altiplano_cost_models::catalogue::constants(&device);
+    rows.into_par_iter().zip(recompute).map(measured).collect()
+}
+
+fn kernels(file: &Path, bytes: &[u8]) -> Result<Vec<(Device, Measured)>, Error> {
+    let wrong = |error| Error::Trace { file: file.to_path_buf(), error: Box::new(error) };
+    let trace = read_trace(bytes).map_err(wrong)?;
+    let measured = |timed: Timed| {
+        let what = What::Kernel(Box::new(timed.kernel));
+        (trace.device.clone(), Measured { name: timed.name, seconds: timed.seconds, what })
+    };
+    Ok(trace.kernels.into_iter().map(measured).collect())
+}
+
+fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
+    let error = |constants: &Constants| -> f64 {
+        let squares = tables.iter().map(|table| table.error(device, *constants).powi(2));
+        (squares.sum::<f64>() / tables.len() as f64).sqrt()
+    };
+    let before = catalogue::constants(&device.name);
     let error_before = error(&before);
     let (mut best, mut least) = (before, error_before);
     let mut factor: f64 = 1.4;
-    while factor > 1.01 {
-        let mut gained = false;
-        for (_, of, low, high) in FREE {
+    while factor > 1.005 {
+        let (mut gained, mut start) = (false, best);
+        for (name, low, high) in FREE {
             for step in [factor, 1.0 / factor] {
                 let mut tried = best;
-                let value = of(&mut tried);
+                let Some(value) = tried.by_name(name) else { continue };
                 *value = (*value * step).clamp(*low, *high);
                 let e = error(&tried);
                 if e < least * (1.0 - 1e-4) {
@@ -102,14 +204,29 @@ fn fit(device: String, tables: &[Vec<(f64, Prepared)>]) -> Calibrated {
         }
         if !gained {
             factor = factor.sqrt();
+            continue;
+        }
+        // What a round of moves did together is done again while it helps (Hooke and Jeeves 1961).
+        loop {
+            let mut tried = best;
+            for (name, low, high) in FREE {
+                let (Some(from), Some(value)) = (start.by_name(name).copied(), tried.by_name(name)) else { continue };
+                if from > 0.0 {
+                    *value = (*value * *value / from).clamp(*low, *high);
+                }
+            }
+            let e = error(&tried);
+            if e >= least * (1.0 - 1e-4) {
+                break;
+            }
+            (start, best, least) = (best, tried, e);
         }
     }
-    Calibrated {
-        device,
-        before,
-        after: best,
-        rows: tables.iter().map(Vec::len).sum(),
-        error_before,
-        error_after: least,
-    }
+    let left = |table: &Table<'_>| {
+        let pairs = table.rows.iter().zip(table.predicted(device, best));
+        let residuals = pairs.map(|(row, p)| (row.name.clone(), p / row.seconds - 1.0)).collect();
+        Fit { table: table.file.to_path_buf(), residuals }
+    };
+    let fits = tables.iter().map(left).collect();
+    Calibrated { device: device.name.clone(), before, after: best, error_before, error_after: least, fits }
 }

@@ -6,18 +6,21 @@
 //! judge ranks plans rightly: what matters is how much slower its favourite is than the fastest one measured.
 
 mod calibrate;
+mod kineto;
 mod predict;
 mod reading;
 mod statistics;
 mod table;
 
-pub use calibrate::{Calibrated, calibrate};
+pub use calibrate::{Calibrated, Fit, calibrate, device_file};
+pub use kineto::{Timed, Trace, TraceError, read_trace};
 pub use predict::{Judge, Prepared};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};
 pub use table::{MicroBatch, Row, TableError, read_table};
 
 use crate::Error;
+use altiplano_cost_models::Devices;
 use serde::Serialize;
 use std::path::Path;
 
@@ -47,9 +50,9 @@ pub struct Fidelity {
 }
 
 /// Reads a table and predicts each of its rows. Rows that state no plan are an error, since there is nothing to predict.
-pub fn fidelity(file: &Path, recomputation: Recomputation) -> Result<Fidelity, Error> {
+pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> Result<Fidelity, Error> {
     let rows = read_table(file)?;
-    let reading::Read { predicted_s, readings, .. } = reading::read(file, &rows, &Judge::default(), recomputation)?;
+    let reading::Read { predicted_s, readings, .. } = reading::read(file, &rows, &Judge::new(devices), recomputation)?;
     let judged: Vec<Judged> = rows
         .iter()
         .zip(predicted_s)

@@ -3,7 +3,7 @@
 use super::table::{MicroBatch, Row, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
-use altiplano_cost_models::{CostModel, Roofline, catalogue};
+use altiplano_cost_models::{CostModel, Devices, Roofline, catalogue};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
@@ -24,13 +24,18 @@ use std::sync::{Arc, Mutex};
 /// (`--make-vocab-size-divisible-by`).
 const VOCABULARY_BLOCK: u64 = 128;
 
-/// Models that were built, by their config.
+/// Models that were built, by their config, and devices that are not the catalogue's.
 #[derive(Default)]
 pub struct Judge {
     models: Mutex<HashMap<String, Arc<Model>>>,
+    devices: Devices,
 }
 
 impl Judge {
+    pub fn new(devices: Devices) -> Judge {
+        Judge { devices, ..Judge::default() }
+    }
+
     fn model(&self, row: &Row) -> Result<Arc<Model>, Error> {
         let config = config(row).to_string();
         let key = format!("{config} {}", row.seq);
@@ -131,8 +136,10 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
     let failed = |failure: PlanFailure| boxed(failure.into());
     let model = judge.model(row).map_err(boxed)?;
     let together = micro_batch * u64::from(row.dp);
-    let cluster = load_cluster(&row.cluster).map_err(boxed)?;
-    let cost = Roofline::new(cluster.groups[0].device.clone());
+    let mut cluster = load_cluster(&row.cluster).map_err(boxed)?;
+    judge.devices.apply(&mut cluster);
+    // What a framework did does not depend on the constants that it is judged by.
+    let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
     pin_layers(&mut graph, row);

@@ -41,12 +41,8 @@ pub const RANKED: usize = 5;
 
 /// What can be said of predictions, over all and by group.
 pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
-    let mut of_group: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
-    for row in judged {
-        of_group.entry(&row.group).or_default().push((row.measured_step_s, row.predicted_step_s));
-    }
-    let groups: Vec<GroupStatistics> =
-        of_group.into_iter().filter(|(_, rows)| rows.len() > 1).map(|(group, rows)| of(group, &rows)).collect();
+    let rows = judged.iter().map(|row| (row.group.as_str(), row.measured_step_s, row.predicted_step_s));
+    let groups = group_statistics(rows);
     let mean = |values: &[f64]| (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64);
     let errors: Vec<f64> = judged.iter().map(|r| r.error_percent).collect();
     let absolute: Vec<f64> = errors.iter().map(|e| e.abs()).collect();
@@ -65,6 +61,15 @@ pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
         compared_groups: groups.len(),
     };
     (statistics, groups)
+}
+
+/// Of the groups of at least two rows, each a group, and its measured and predicted seconds.
+pub fn group_statistics<'a>(rows: impl Iterator<Item = (&'a str, f64, f64)>) -> Vec<GroupStatistics> {
+    let mut of_group: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    for (group, measured_s, predicted_s) in rows {
+        of_group.entry(group).or_default().push((measured_s, predicted_s));
+    }
+    of_group.into_iter().filter(|(_, rows)| rows.len() > 1).map(|(group, rows)| of(group, &rows)).collect()
 }
 
 fn median(sorted: &[f64]) -> Option<f64> {
