@@ -1,6 +1,10 @@
 //! One step of a plan as the simulator plays it: what every stage does when, why each kernel takes as long as it does, and
 //! the same as a trace that a browser draws.
 
+mod memory;
+
+pub use memory::{HeldTensor, MemoryTimeline};
+
 use crate::Error;
 use crate::units::{bytes, plural, seconds};
 use altiplano_cost_models::collective::{self, Operation};
@@ -13,7 +17,8 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_planner::lower::Prices;
-use altiplano_planner::predict::timings_of;
+use altiplano_planner::memory::StageMemory;
+use altiplano_planner::predict::{stage_memories, timings_of};
 use altiplano_planner::timing::{BodyWork, StageTiming, work};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -25,6 +30,7 @@ pub struct Simulation {
     cost: Roofline,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
+    memories: Vec<StageMemory>,
 }
 
 impl Simulation {
@@ -33,7 +39,12 @@ impl Simulation {
         let cost = Roofline::new(plan.cluster.groups[0].device.clone());
         let work: Vec<Vec<BodyWork>> = programs.programs.iter().map(|p| work(p, &plan.execution)).collect();
         let timings = timings_of(&plan, &programs, &work, &cost);
-        Ok(Simulation { plan, programs, cost, work, timings })
+        let memories = stage_memories(&plan, &programs, &work);
+        Ok(Simulation { plan, programs, cost, work, timings, memories })
+    }
+
+    pub fn num_stages(&self) -> usize {
+        self.timings.len()
     }
 
     fn order(&self) -> Order {
@@ -224,7 +235,7 @@ impl Simulation {
     }
 
     /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each stage with a track of its calls,
-    /// and the kernels of the first microbatch.
+    /// the kernels of the first microbatch, and a counter of what each of its devices holds.
     pub fn trace(&self) -> Value {
         let mut events: Vec<Value> = Vec::new();
         let micros = |s: f64| s * 1e6;
@@ -266,6 +277,7 @@ impl Simulation {
                 events.push(event(title(body, kernel), stage, track, start + from, start + to));
             }
         }
+        events.extend(self.memory_events());
         json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
     }
 }

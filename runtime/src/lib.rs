@@ -19,14 +19,13 @@ pub mod host;
 pub mod init;
 pub mod kernel;
 pub mod layout;
-mod liveness;
 pub mod mailbox;
 pub mod math;
 pub mod random;
 pub mod session;
 pub mod step;
-pub mod view;
 
+pub use altiplano_ir::storage::view;
 pub use compile::body_transient_bytes;
 pub use error::RuntimeError;
 pub use evaluate::evaluate;

@@ -15,6 +15,15 @@ pub struct Simulate {
     /// op (all_reduce)
     #[arg(long, value_name = "NAME")]
     explain: Option<String>,
+    /// Say what the devices of each stage hold when they hold most
+    #[arg(long)]
+    memory: bool,
+    /// Only this stage, with --memory
+    #[arg(long, value_name = "N", requires = "memory")]
+    stage: Option<usize>,
+    /// Write everything as one JSON document (docs/simulation.md)
+    #[arg(long, conflicts_with_all = ["explain", "memory"])]
+    json: bool,
     /// Write the step as a Chrome trace, which Perfetto opens
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -25,6 +34,19 @@ impl Simulate {
         let simulation = Simulation::new(load_plan(&self.plan)?)?;
         if let Some(file) = &self.trace {
             write_file(file, &simulation.trace().to_string())?;
+        }
+        if self.json {
+            return say(simulation.json());
+        }
+        if self.memory {
+            let stages = simulation.num_stages();
+            if self.stage.is_some_and(|s| s >= stages) {
+                return Err(Error::Option {
+                    option: "--stage",
+                    problem: "is not a stage of the plan; they count from 0",
+                });
+            }
+            return say(simulation.memory_text(self.stage));
         }
         match self.explain {
             Some(name) => {
