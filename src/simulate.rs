@@ -1,6 +1,10 @@
 //! One step of a plan as the simulator plays it: what every stage does when, why each kernel takes as long as it does, and
 //! the same as a trace that a browser draws.
 
+mod memory;
+
+pub use memory::{HeldTensor, MemoryTimeline};
+
 use crate::Error;
 use crate::profiled::Profiled;
 use crate::units::{bytes, digits, plural, seconds};
@@ -16,7 +20,8 @@ use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
 use altiplano_planner::lower::Prices;
-use altiplano_planner::predict::{played, timings_of, work_of};
+use altiplano_planner::memory::StageMemory;
+use altiplano_planner::predict::{played, stage_memories, timings_of, work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -30,6 +35,7 @@ pub struct Simulation {
     profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
+    memories: Vec<StageMemory>,
 }
 
 impl Simulation {
@@ -43,7 +49,12 @@ impl Simulation {
         };
         let work = work_of(&plan, &programs, &*cost);
         let timings = timings_of(&plan, &programs, &work, &*cost);
-        Ok(Simulation { plan, programs, cost, profiled, work, timings })
+        let memories = stage_memories(&plan, &programs, &work);
+        Ok(Simulation { plan, programs, cost, profiled, work, timings, memories })
+    }
+
+    pub fn num_stages(&self) -> usize {
+        self.timings.len()
     }
 
     fn order(&self) -> Order {
@@ -240,7 +251,7 @@ impl Simulation {
     }
 
     /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each stage with a track of its calls,
-    /// and the kernels of the first microbatch.
+    /// the kernels of the first microbatch, and a counter of what each of its devices holds.
     pub fn trace(&self) -> Value {
         let mut events: Vec<Value> = Vec::new();
         let micros = |s: f64| s * 1e6;
@@ -285,6 +296,7 @@ impl Simulation {
                 events.push(event(title(body, kernel), stage, track, start + from, start + to));
             }
         }
+        events.extend(self.memory_events());
         json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
     }
 }

@@ -4,7 +4,7 @@
 //! Where a datasheet gives a machine's total, it is divided by the number of devices.
 
 use crate::fitted::{FITTED, FUSE_ATTENTION};
-use altiplano_ir::cluster::{Constants, Device};
+use altiplano_ir::cluster::{Constants, Device, DeviceKind};
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
 /// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
@@ -249,6 +249,7 @@ impl DeviceFigures {
     fn device(&self) -> Device {
         Device {
             name: self.name.to_string(),
+            kind: if self.nvlink.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu },
             memory_bytes: (self.gb * 1e9) as u64,
             memory_bytes_per_s: self.gb_per_s * 1e9,
             peak_flops: self.tflops.iter().map(|&(dtype, tflops)| (dtype, tflops * 1e12)).collect(),

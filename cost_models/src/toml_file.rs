@@ -3,7 +3,7 @@
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
-use altiplano_ir::cluster::{Cluster, Constants, Device, Group, InterNode, IntraNode};
+use altiplano_ir::cluster::{Cluster, Constants, Device, DeviceKind, Group, InterNode, IntraNode};
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -115,6 +115,7 @@ struct GroupToml {
 struct DeviceToml {
     /// A device of the catalogue, whose figures count where the table has none.
     like: Option<Spanned<String>>,
+    kind: Option<DeviceKind>,
     memory_bytes: Option<Spanned<f64>>,
     memory_bytes_per_s: Option<Spanned<f64>>,
     peak_flops: Option<BTreeMap<DType, Spanned<f64>>>,
@@ -287,6 +288,7 @@ impl Reader<'_> {
         let known = like.as_ref();
         Ok(Device {
             name: name.to_string(),
+            kind: figures.kind.or(known.map(|d| d.kind)).unwrap_or_default(),
             memory_bytes: figure("memory_bytes", &figures.memory_bytes, |d| d.memory_bytes as f64)?.ceil() as u64,
             memory_bytes_per_s: figure("memory_bytes_per_s", &figures.memory_bytes_per_s, |d| d.memory_bytes_per_s)?,
             peak_flops,
@@ -409,6 +411,9 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
             continue;
         }
         writeln!(out, "\n[device.{}]", quoted(&device.name))?;
+        if device.kind == DeviceKind::Cpu {
+            writeln!(out, "kind = \"cpu\"")?;
+        }
         writeln!(out, "memory_bytes = {}", float(device.memory_bytes as f64))?;
         writeln!(out, "memory_bytes_per_s = {}", float(device.memory_bytes_per_s))?;
         let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();

@@ -254,11 +254,13 @@ proptest! {
         oversubscription in prop_oneof![Just(1.0), 1.0f64..100.0],
         l2_bytes in prop::option::of(1u64..1 << 53),
         multiprocessors in prop::option::of(1u32..1000),
+        kind in prop_oneof![Just(DeviceKind::Gpu), Just(DeviceKind::Cpu)],
         constants in prop::option::of(0.01f64..1.0),
     ) {
         let constants = constants.map(|part| Constants { memory_efficiency: part, skew_s: part, ..Constants::default() });
         let device = Device {
             name: device,
+            kind,
             memory_bytes,
             memory_bytes_per_s: rates[0],
             peak_flops: [(DType::F32, rates[1]), (DType::F16, rates[2])].into(),

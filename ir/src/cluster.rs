@@ -5,11 +5,30 @@ use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
+/// What runs programs on a device, which decides what of them is kept in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceKind {
+    /// Kernels that a framework launches.
+    #[default]
+    Gpu,
+    /// The kernels of this project's runtime, on cores of a machine.
+    Cpu,
+}
+
+impl DeviceKind {
+    fn is_gpu(&self) -> bool {
+        *self == DeviceKind::Gpu
+    }
+}
+
 /// A kind of device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Device {
     pub name: String,
+    #[serde(default, skip_serializing_if = "DeviceKind::is_gpu")]
+    pub kind: DeviceKind,
     pub memory_bytes: u64,
     /// Bandwidth of that memory.
     pub memory_bytes_per_s: f64,

@@ -33,6 +33,7 @@ pub mod sharding;
 pub mod shift;
 pub mod simplify;
 pub mod step;
+pub mod storage;
 pub mod tensor;
 pub mod text;
 pub mod types;

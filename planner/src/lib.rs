@@ -10,6 +10,7 @@ pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
 pub mod lower;
+pub mod memory;
 pub mod model;
 pub mod predict;
 pub mod request;

@@ -1,113 +1,20 @@
 //! What a lowered plan will take: seconds and bytes of each stage, and of the step.
 //!
-//! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are the buffers that are held, times the microbatches in flight, plus the most that is alive at
-//! once inside a body when elementwise chains are fused.
+//! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are
+//! those of [`crate::memory`].
 
 use crate::lower::Prices;
+use crate::memory::{StageMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{CostModel, Runtime, transfer_path};
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Memory, Plan, Predicted, Stage, StagePredicted};
-use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Phase, Program, Programs};
+use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
+use altiplano_ir::program::{Call, Programs};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The most bytes alive at once while a body runs: its own values, the instances that it frees (each until its last
-/// use here) and those that it leaves. Values that stay in registers (elementwise with one elementwise user),
-/// constants and views take none; an elementwise result takes the place of an operand that dies with it, and what
-/// replaces a buffer that lives on (parameters, state, gradients) takes that buffer's place.
-pub fn transient_bytes(program: &Program, body: &Body) -> u64 {
-    let graph = &body.graph;
-    let users = graph.users();
-    let lives_on = |b: BufferId| !program.buffer(b).kind.is_of_step();
-    let kept: BTreeSet<ValueId> = body.reads.iter().filter(|(_, b)| !body.frees.contains(b)).map(|(v, _)| *v).collect();
-    let replaces: BTreeSet<ValueId> = body.writes.iter().filter(|(b, _)| lives_on(*b)).map(|(_, v)| *v).collect();
-    let written: BTreeSet<ValueId> = body.writes.iter().map(|(_, v)| *v).collect();
-    let fused: Vec<bool> = graph.values().map(|v| is_free(graph, &users, v, &written)).collect();
-    let bytes: Vec<u64> = graph
-        .values()
-        .map(|v| {
-            let none = kept.contains(&v) || replaces.contains(&v) || fused[v.index()];
-            if none { 0 } else { graph.ty(v).bytes() }
-        })
-        .collect();
-    // A value fused into its user is read when the user runs, so its operands live until then.
-    let mut last: Vec<usize> = (0..graph.len()).collect();
-    for v in graph.values().rev() {
-        let end = users[v.index()]
-            .iter()
-            .map(|u| if fused[u.index()] { last[u.index()].max(u.index()) } else { u.index() })
-            .max();
-        last[v.index()] = end.unwrap_or(v.index()).max(v.index());
-        if written.contains(&v) {
-            last[v.index()] = graph.len();
-        }
-    }
-    let is_read = |v: ValueId| matches!(graph.node(v).op, Op::Input(_) | Op::Parameter(_));
-    let mut ends: Vec<u64> = vec![0; graph.len() + 1];
-    let mut now = 0u64;
-    for v in graph.values().filter(|&v| is_read(v)) {
-        now += bytes[v.index()];
-        ends[last[v.index()]] += bytes[v.index()];
-    }
-    let mut peak = now;
-    for v in graph.values() {
-        if !is_read(v) && bytes[v.index()] > 0 {
-            let replaced = replaced(graph, &fused, v)
-                .into_iter()
-                .find(|s| last[s.index()] == v.index() && bytes[s.index()] == bytes[v.index()]);
-            now += bytes[v.index()];
-            ends[last[v.index()]] += bytes[v.index()];
-            if let Some(s) = replaced {
-                now -= bytes[s.index()];
-                ends[v.index()] -= bytes[s.index()];
-            }
-        }
-        peak = peak.max(now + workspace_bytes(graph, v));
-        now -= ends[v.index()];
-    }
-    peak
-}
-
-/// What an op needs while it runs, beyond its operands and its result: matrices in single precision.
-fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
-    let node = graph.node(v);
-    match &node.op {
-        Op::Convolution(op) if node.ty.dtype.is_float() => {
-            4 * op.workspace(graph.shape(node.operands[1]), &node.ty.shape).iter().sum::<u64>()
-        }
-        _ => 0,
-    }
-}
-
-/// Values that an elementwise node reads at its own positions, through what is fused into it.
-fn replaced(graph: &Graph, fused: &[bool], v: ValueId) -> Vec<ValueId> {
-    let mut sources = Vec::new();
-    let mut stack = vec![v];
-    while let Some(at) = stack.pop() {
-        if graph.node(at).op.is_elementwise() {
-            for &o in &graph.node(at).operands {
-                if fused[o.index()] { stack.push(o) } else { sources.push(o) }
-            }
-        }
-    }
-    sources
-}
-
-fn is_free(graph: &Graph, users: &[Vec<ValueId>], v: ValueId, written: &BTreeSet<ValueId>) -> bool {
-    let op = &graph.node(v).op;
-    let fusible = op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_));
-    let source = matches!(op, Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_));
-    let into = |u: &ValueId| {
-        let op = &graph.node(*u).op;
-        op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Reduce(_))
-    };
-    !written.contains(&v) && (source || fusible && users[v.index()].len() <= 1 && users[v.index()].iter().all(into))
-}
 
 /// Devices of all stages.
 fn num_devices(plan: &Plan) -> u32 {
@@ -275,16 +182,24 @@ fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f
     sends
 }
 
+/// What the devices of every stage hold over a step, on the devices that the plan is for.
+pub fn stage_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) -> Vec<StageMemory> {
+    let kind = plan.cluster.groups[0].device.kind;
+    let memory = |(i, program)| StageMemory::new(programs, i, &steps(program, kind, &work[i]), kind);
+    programs.programs.par_iter().enumerate().map(memory).collect()
+}
+
 /// Fills in all predictions of a plan from its programs.
 pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
-    let stages = plan.stages.len() as u32;
-    let timings = stage_timings(plan, programs, cost);
+    let work = work_of(plan, programs, cost);
+    let timings = timings_of(plan, programs, &work, cost);
+    let memories = stage_memories(plan, programs, &work);
     let order = Order::new(plan.schedule, plan.stages.len(), plan.num_microbatches);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let batches = plan.num_microbatches as f64;
     for (i, (times, timing)) in timings.iter().enumerate() {
         let StageTiming { forward, backward, .. } = timing;
-        let memory = memory(&programs.programs[i], plan.schedule.in_flight(plan.num_microbatches, stages, i as u32));
+        let memory = memories[i].memory();
         // What is sent while something is computed takes no time of its own.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
@@ -304,7 +219,7 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             compute_s,
             communication_s,
             bubble_s: (timeline.step_s - compute_s - communication_s).max(0.0),
-            peak_bytes: memory.total(),
+            peak_bytes: memories[i].peak_bytes,
             memory,
         };
     }
@@ -337,30 +252,4 @@ fn cluster_peak_flops(plan: &Plan) -> f64 {
     let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
     let group = &plan.cluster.groups[0];
     altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * group.num_devices() as f64
-}
-
-fn memory(program: &Program, in_flight: u32) -> Memory {
-    let mut memory = Memory::default();
-    let bodies = |phase: Phase| program.bodies.iter().filter(move |b| b.phase == phase);
-    let forward: BTreeSet<BufferId> = bodies(Phase::Forward)
-        .flat_map(|b| b.writes.iter().map(|(b, _)| *b).chain(b.reads.iter().map(|(_, b)| *b)))
-        .collect();
-    // What a microbatch holds between its forward and its backward.
-    let between: BTreeSet<BufferId> =
-        bodies(Phase::Backward).flat_map(|b| b.frees.iter().copied()).filter(|b| forward.contains(b)).collect();
-    let mut per_microbatch = 0;
-    for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
-        let bytes = buffer.sharding.local_bytes(&buffer.ty, &program.mesh);
-        match buffer.kind {
-            BufferKind::Parameter { .. } => memory.parameters_bytes += bytes,
-            BufferKind::State { .. } => memory.optimizer_bytes += bytes,
-            BufferKind::Accumulator { .. } => memory.gradients_bytes += bytes,
-            _ if between.contains(&id) => per_microbatch += bytes,
-            _ => {}
-        }
-    }
-    let most = |phase: Phase| bodies(phase).map(|b| transient_bytes(program, b)).max().unwrap_or(0);
-    let running = most(Phase::Forward).max(most(Phase::Backward)) + per_microbatch * (in_flight as u64 - 1);
-    memory.activations_bytes = running.max(most(Phase::Reduce)).max(most(Phase::Update));
-    memory
 }

@@ -12,22 +12,9 @@ use crate::view::row_major;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
+use altiplano_ir::storage::compile::chunk_elements;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// All-reduces below this many elements are computed by every member for itself.
-pub const SMALL: usize = 2048;
-
-/// Elements of a chunk that one member of an all-reduce over `n` computes.
-pub fn chunk_elements(elements: usize, n: usize) -> usize {
-    if n == 1 {
-        0
-    } else if elements < SMALL {
-        elements
-    } else {
-        elements.div_ceil(n)
-    }
-}
 
 /// A device's place in the group of a collective.
 pub struct Member<'a> {

@@ -6,59 +6,7 @@ use altiplano_ir::dtype::DType;
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-/// Storage format of an element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Class {
-    F32,
-    F16,
-    BF16,
-    I32,
-    I64,
-    Bool,
-}
-
-impl Class {
-    pub fn of(dtype: DType) -> Class {
-        match dtype {
-            DType::F64 | DType::F32 => Class::F32,
-            DType::F16 => Class::F16,
-            DType::Bool => Class::Bool,
-            DType::I64 | DType::U64 | DType::U32 => Class::I64,
-            _ if dtype.is_integer() => Class::I32,
-            _ => Class::BF16,
-        }
-    }
-
-    /// Bytes of one stored element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Class::I64 => 8,
-            Class::F32 | Class::I32 => 4,
-            Class::F16 | Class::BF16 => 2,
-            Class::Bool => 1,
-        }
-    }
-
-    pub fn is_integer(self) -> bool {
-        matches!(self, Class::I32 | Class::I64)
-    }
-
-    /// The element type that the format is named after.
-    pub fn dtype(self) -> DType {
-        match self {
-            Class::F32 => DType::F32,
-            Class::F16 => DType::F16,
-            Class::BF16 => DType::BF16,
-            Class::I32 => DType::I32,
-            Class::I64 => DType::I64,
-            Class::Bool => DType::Bool,
-        }
-    }
-
-    pub fn is_half(self) -> bool {
-        matches!(self, Class::F16 | Class::BF16)
-    }
-}
+pub use altiplano_ir::storage::Class;
 
 /// An element format, with conversions to and from the two formats that kernels compute in.
 pub trait Element: Pod + Send + Sync + PartialEq {

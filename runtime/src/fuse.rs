@@ -1,15 +1,14 @@
 //! Builds a [`Chain`] from a group of elementwise nodes: chooses instructions, reads what comes from outside, writes
 //! what is needed outside, and gives registers to values for as long as they live.
 
-use crate::compile::{Compiler, Group, Place};
 use crate::element::{Class, integer_from_f64};
 use crate::kernel::chain::{Chain, Load, RowReduction, Source, Store};
 use crate::kernel::instruction::{Code, Instruction, MAX_OPERANDS, float_reducer};
-use crate::step::Output;
-use crate::view::View;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::ValueId;
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op, Unary};
+use altiplano_ir::storage::view::View;
+use altiplano_ir::storage::{Group, Place, Step};
 use std::collections::BTreeMap;
 
 /// A value of the chain before registers are assigned.
@@ -24,57 +23,49 @@ enum Definition {
     Op(Code, [Virtual; MAX_OPERANDS]),
 }
 
-struct Builder<'a, 'g> {
-    compiler: &'a Compiler<'g>,
+struct Builder<'a> {
+    graph: &'a Graph,
+    group: &'a Group,
     values: Vec<Definition>,
-    inputs: Vec<ValueId>,
+    /// Stored values that the chain reads.
+    inputs: &'a [ValueId],
     /// Members of the group computed so far.
     members: BTreeMap<ValueId, Virtual>,
     loads: Vec<(View, Class, Virtual)>,
-    elements: usize,
 }
 
-/// The chain of a group, with the stored values that it reads and those that it leaves.
-pub(crate) fn build(compiler: &Compiler<'_>, group: &Group) -> (Chain, Vec<ValueId>, Vec<Output>) {
-    let graph = compiler.graph;
-    let mut builder = Builder {
-        compiler,
-        values: Vec::new(),
-        inputs: Vec::new(),
-        members: BTreeMap::new(),
-        loads: Vec::new(),
-        elements: group.elements,
-    };
+/// The chain of a step that computes a group.
+pub(crate) fn build<K>(graph: &Graph, group: &Group, step: &Step<K>) -> Chain {
+    let mut builder =
+        Builder { graph, group, values: Vec::new(), inputs: &step.inputs, members: BTreeMap::new(), loads: Vec::new() };
     for &v in &group.members {
         let value = builder.node(v);
         builder.members.insert(v, value);
     }
-    let mut outputs = Vec::new();
-    let mut stores = Vec::new();
-    for &v in &group.members {
-        if compiler.is_needed_outside(v, group) {
-            let dtype = graph.ty(v).dtype;
-            let class = Class::of(dtype);
-            stores.push((builder.members[&v], Store { output: outputs.len(), class, register: 0 }));
-            outputs.push(Output { value: v, dtype, elements: group.elements });
+    let (mut stores, mut reductions) = (Vec::new(), Vec::new());
+    for (output, stored) in step.outputs.iter().enumerate() {
+        let (v, dtype, class) = (stored.value, stored.dtype, stored.class());
+        match &graph.node(v).op {
+            Op::Reduce(reduce) => {
+                let value = builder.operand(graph.node(v).operands[0]);
+                let reducer = if class.is_integer() { reduce.reducer } else { float_reducer(reduce.reducer, dtype) };
+                reductions.push((value, RowReduction { output, class, dtype, reducer, register: 0 }));
+            }
+            _ => stores.push((builder.members[&v], Store { output, class, register: 0 })),
         }
     }
-    let mut reductions = Vec::new();
-    for &(v, _) in &group.reductions {
-        let Op::Reduce(reduce) = &graph.node(v).op else { continue };
-        let value = builder.operand(graph.node(v).operands[0]);
-        let dtype = graph.ty(v).dtype;
-        let class = Class::of(dtype);
-        let reducer = if class.is_integer() { reduce.reducer } else { float_reducer(reduce.reducer, dtype) };
-        reductions.push((value, RowReduction { output: outputs.len(), class, dtype, reducer, register: 0 }));
-        outputs.push(Output { value: v, dtype, elements: graph.ty(v).elements() as usize });
-    }
-    let inputs = std::mem::take(&mut builder.inputs);
     let row = group.reductions.first().map_or(1, |r| r.1);
-    (builder.assign(row, stores, reductions), inputs, outputs)
+    let mut chain = builder.assign(row, stores, reductions);
+    for &(output, v) in &step.in_place {
+        let input = step.inputs.iter().position(|&i| i == v);
+        for load in chain.loads.iter_mut().filter(|l| matches!(l.source, Source::Input(i) if Some(i) == input)) {
+            load.source = Source::InPlace(output);
+        }
+    }
+    chain
 }
 
-impl Builder<'_, '_> {
+impl Builder<'_> {
     fn push(&mut self, definition: Definition) -> Virtual {
         self.values.push(definition);
         self.values.len() - 1
@@ -88,9 +79,9 @@ impl Builder<'_, '_> {
 
     /// The value of an operand: a member's, a constant, or a load.
     fn operand(&mut self, o: ValueId) -> Virtual {
-        let dtype = self.compiler.graph.ty(o).dtype;
+        let dtype = self.graph.ty(o).dtype;
         let class = Class::of(dtype);
-        match self.compiler.place(o) {
+        match &self.group.places[&o] {
             Place::Splat(value) if class.is_integer() => {
                 self.push(Definition::Integer(integer_from_f64(*value, dtype)))
             }
@@ -102,13 +93,8 @@ impl Builder<'_, '_> {
                 if let Some(known) = self.loads.iter().find(|(v, c, _)| v == view && *c == class) {
                     return known.2;
                 }
-                let input = match self.inputs.iter().position(|&i| i == view.root) {
-                    Some(input) => input,
-                    None => {
-                        self.inputs.push(view.root);
-                        self.inputs.len() - 1
-                    }
-                };
+                let input = self.inputs.iter().position(|&i| i == view.root);
+                let input = input.unwrap_or_else(|| unreachable!("a chain's step reads what its group reads"));
                 let mut runs = view.runs();
                 if runs.iter().all(|r| r.1 == 0) {
                     runs.clear();
@@ -123,7 +109,7 @@ impl Builder<'_, '_> {
 
     /// Instructions of one node.
     fn node(&mut self, v: ValueId) -> Virtual {
-        let graph = self.compiler.graph;
+        let graph = self.graph;
         let node = graph.node(v);
         let to = node.ty.dtype;
         let from = graph.ty(node.operands[0]).dtype;
@@ -218,7 +204,7 @@ impl Builder<'_, '_> {
         for v in stores.iter().map(|s| s.0).chain(reductions.iter().map(|r| r.0)) {
             last_use[v] = usize::MAX;
         }
-        let mut chain = Chain { elements: self.elements, row, ..Default::default() };
+        let mut chain = Chain { elements: self.group.elements, row, ..Default::default() };
         let mut register = vec![0u16; n];
         // Constants and loads are there before the first instruction.
         for (i, value) in self.values.iter().enumerate() {

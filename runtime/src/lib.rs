@@ -19,16 +19,15 @@ pub mod host;
 pub mod init;
 pub mod kernel;
 pub mod layout;
-mod liveness;
 pub mod mailbox;
 pub mod math;
 pub mod measure;
 pub mod random;
 pub mod session;
 pub mod step;
-pub mod view;
 pub mod work;
 
+pub use altiplano_ir::storage::view;
 pub use compile::body_transient_bytes;
 pub use error::RuntimeError;
 pub use evaluate::evaluate;

@@ -12,10 +12,8 @@ use crate::kernel::reduce::Reduction;
 use crate::kernel::rows::{Reversal, RowOrder, RowScan};
 use crate::kernel::window::Pooling;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Combine, Extremum, Reducer};
-use altiplano_ir::program::BufferId;
 use altiplano_ir::reshard::Collective;
 use std::sync::Arc;
 
@@ -96,59 +94,8 @@ impl Kernel {
     }
 }
 
-/// A stored result of a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Output {
-    pub value: ValueId,
-    pub dtype: DType,
-    pub elements: usize,
-}
-
-impl Output {
-    pub fn class(&self) -> Class {
-        Class::of(self.dtype)
-    }
-
-    pub fn bytes(&self) -> u64 {
-        (self.elements * self.class().bytes()) as u64
-    }
-}
-
 /// One kernel call.
-#[derive(Clone, Debug)]
-pub struct Step {
-    /// The node it stands for (the last one of a chain), for messages.
-    pub node: ValueId,
-    /// All nodes of a chain, in order.
-    pub members: Vec<ValueId>,
-    pub kernel: Kernel,
-    pub inputs: Vec<ValueId>,
-    pub outputs: Vec<Output>,
-    /// Outputs that take over the storage of an input that dies here.
-    pub in_place: Vec<(usize, ValueId)>,
-    /// Stored values that nothing needs after this step.
-    pub dies: Vec<ValueId>,
-}
-
-/// A leaf, its buffer, and whether the body may consume the buffer's storage because it replaces or frees it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Leaf {
-    pub value: ValueId,
-    pub buffer: BufferId,
-    pub owned: bool,
-    pub bytes: u64,
-}
+pub type Step = altiplano_ir::storage::Step<Kernel>;
 
 /// A body ready to run.
-#[derive(Clone, Debug)]
-pub struct Compiled {
-    pub name: String,
-    pub steps: Vec<Step>,
-    pub leaves: Vec<Leaf>,
-    pub writes: Vec<(BufferId, ValueId)>,
-    pub frees: Vec<BufferId>,
-    /// Stored values are numbered below this; those of nodes come first.
-    pub num_values: usize,
-    /// The most bytes held during the body beyond those held at its start.
-    pub transient_bytes: u64,
-}
+pub type Compiled = altiplano_ir::storage::Steps<Kernel>;

@@ -22,13 +22,13 @@ pub fn body_work(body: &Body, threads: usize) -> Vec<Called> {
     let mut bytes: BTreeMap<ValueId, u64> = compiled.leaves.iter().map(|l| (l.value, l.bytes)).collect();
     let mut calls = Vec::with_capacity(compiled.steps.len());
     for step in &compiled.steps {
-        bytes.extend(step.outputs.iter().map(|o| (o.value, o.bytes())));
+        bytes.extend(step.outputs.iter().map(|o| (o.value, o.bytes)));
         let reads = step.inputs.iter().map(|v| (*v, bytes.get(v).copied().unwrap_or(0)));
         let nodes = if step.members.is_empty() { vec![step.node] } else { step.members.clone() };
         calls.push(Called {
             nodes,
             reads: reads.collect(),
-            writes: step.outputs.iter().map(|o| (o.value, o.bytes())).collect(),
+            writes: step.outputs.iter().map(|o| (o.value, o.bytes)).collect(),
             work: step_work(step, threads),
         });
     }
@@ -60,7 +60,7 @@ pub fn preparation(program: &Program, each_microbatch: bool) -> Work {
 fn step_work(step: &Step, threads: usize) -> Work {
     let output = step.outputs.first();
     let class = output.map_or(Class::F32, |o| o.class());
-    let (elements, bytes) = output.map_or((0.0, 0.0), |o| (o.elements as f64, o.bytes() as f64));
+    let (elements, bytes) = output.map_or((0.0, 0.0), |o| (o.elements as f64, o.bytes as f64));
     let mut work = Work::new(1);
     match &step.kernel {
         Kernel::Chain(chain) => work = chain.work(threads),

@@ -1,11 +1,11 @@
 //! `altiplano demo`: the whole way on a small GPT that comes with the project.
 
-use crate::commands::run::{line, memory};
+use crate::commands::run::line;
 use crate::commands::say;
 use altiplano::planner::Silent;
 use altiplano::training::{Step, Training, train};
 use altiplano::verify::single_device;
-use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, report, request};
+use altiplano::{Error, ImportOptions, held, load_cluster, load_model, plan, report, request};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -54,7 +54,7 @@ impl Demo {
             steps.push(*step);
             say(line(step))
         })?;
-        say(memory(plan, &peaks))?;
+        say(held(plan, &peaks)?)?;
         Ok(steps)
     }
 }

@@ -7,8 +7,8 @@ use altiplano::inference::{Pass, infer};
 use altiplano::planner::Progress;
 use altiplano::runtime::data::write_safetensors;
 use altiplano::training::{Step, train};
-use altiplano::units::{bytes, digits, seconds};
-use altiplano::{Error, ir::plan::Plan, one_line};
+use altiplano::units::{digits, seconds};
+use altiplano::{Error, held, one_line};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -51,7 +51,7 @@ impl Run {
             if let Some(file) = &self.output {
                 write_safetensors(file, &results)?;
             }
-            return say(memory(&plan, &peaks));
+            return say(held(&plan, &peaks)?);
         }
         let peaks = train(&plan, &training, |step| {
             let said = bar.suspend(|| say(line(step)));
@@ -59,7 +59,7 @@ impl Run {
             said
         })?;
         drop(bar);
-        say(memory(&plan, &peaks))
+        say(held(&plan, &peaks)?)
     }
 }
 
@@ -73,12 +73,4 @@ pub fn line(step: &Step) -> String {
 fn pass_line(pass: &Pass) -> String {
     let Pass { number, seconds: time_s, samples_per_s } = pass;
     format!("batch {number:>4}  {}/batch  {} samples/s", seconds(*time_s), digits(*samples_per_s))
-}
-
-/// The most bytes that any worker held, beside what was predicted of it.
-pub fn memory(plan: &Plan, peaks: &[u64]) -> String {
-    let devices = plan.stages.iter().flat_map(|s| s.devices.iter().map(|&d| (d, s.predicted.peak_bytes)));
-    let both = devices.map(|(d, predicted)| (peaks.get(d as usize).copied().unwrap_or(0), predicted));
-    let (measured, predicted) = both.max().unwrap_or((0, 0));
-    format!("peak memory of a worker: {} held, {} predicted", bytes(measured), bytes(predicted))
 }

@@ -19,6 +19,15 @@ pub struct Simulate {
     /// Play by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Say what the devices of each stage hold when they hold most
+    #[arg(long)]
+    memory: bool,
+    /// Only this stage, with --memory
+    #[arg(long, value_name = "N", requires = "memory")]
+    stage: Option<usize>,
+    /// Write everything as one JSON document (docs/simulation.md)
+    #[arg(long, conflicts_with_all = ["explain", "memory"])]
+    json: bool,
     /// Write the step as a Chrome trace, which Perfetto opens
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -39,6 +48,19 @@ impl Simulate {
         let simulation = Simulation::new(plan, profile.as_ref())?;
         if let Some(file) = &self.trace {
             write_file(file, &simulation.trace().to_string())?;
+        }
+        if self.json {
+            return say(simulation.json());
+        }
+        if self.memory {
+            let stages = simulation.num_stages();
+            if self.stage.is_some_and(|s| s >= stages) {
+                return Err(Error::Option {
+                    option: "--stage",
+                    problem: "is not a stage of the plan; they count from 0",
+                });
+            }
+            return say(simulation.memory_text(self.stage));
         }
         match self.explain {
             Some(name) => {

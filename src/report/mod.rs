@@ -1,8 +1,10 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod held;
 mod programs;
 mod words;
 
+pub use held::held;
 pub use programs::programs;
 
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
@@ -326,16 +328,16 @@ fn pattern(name: &str) -> String {
 }
 
 /// A table without lines, indented by two spaces.
-struct Grid(Table);
+pub(crate) struct Grid(Table);
 
 impl Grid {
-    fn new(header: &[&str]) -> Self {
+    pub(crate) fn new(header: &[&str]) -> Self {
         let mut table = Table::new();
         table.load_preset(presets::NOTHING).set_header(header);
         Grid(table)
     }
 
-    fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.0.add_row(cells.into_iter().collect::<Vec<_>>());
     }
 
@@ -344,12 +346,12 @@ impl Grid {
     }
 
     /// All columns but the first to the right.
-    fn right(mut self) -> String {
+    pub(crate) fn right(mut self) -> String {
         let columns = self.0.column_count();
         self.aligned(columns)
     }
 
-    fn right_but_last(mut self) -> String {
+    pub(crate) fn right_but_last(mut self) -> String {
         let columns = self.0.column_count();
         self.aligned(columns.saturating_sub(1))
     }

@@ -137,11 +137,6 @@ impl Lookup {
         }))
     }
 
-    /// Bytes of the single-precision sums that a half-precision scatter needs.
-    pub fn workspace_bytes(&self, class: Class) -> u64 {
-        if class.is_half() { 4 * self.table_elements as u64 } else { 0 }
-    }
-
     /// `table = 0; table[indices] += rows`, dropping slices that do not lie inside.
     pub fn scatter_add(
         &self,

@@ -12,20 +12,29 @@ use crate::kernel::reduce::Reduction;
 use crate::kernel::rows::{RowOrder, RowScan};
 use crate::kernel::window::Pooling;
 use crate::layout::Selection;
-use crate::step::{Kernel, Output, Step};
+use crate::step::{Kernel, Step};
 use crate::view::{View, row_major};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Convolution, DotGeneral, Extremum, GatherDims, ImageDims, KernelDims, Reducer, WindowDim};
+use altiplano_ir::storage::Output;
 use rayon::prelude::*;
 
 /// A run of a kernel whose inputs and output have these elements.
 fn run(kernel: Kernel, inputs: &[(Class, usize)], (class, elements): (Class, usize), threads: usize) -> Run {
     let arena = Arena::new(None);
-    let output = Output { value: ValueId(0), dtype: class.dtype(), elements };
-    let (in_place, dies, members) = (Vec::new(), Vec::new(), Vec::new());
-    let step = Step { node: ValueId(0), members, kernel, inputs: Vec::new(), outputs: vec![output], in_place, dies };
+    let step = Step {
+        node: ValueId(0),
+        members: Vec::new(),
+        kernel,
+        inputs: Vec::new(),
+        outputs: vec![Output::new(ValueId(0), class.dtype(), elements)],
+        workspace_bytes: 0,
+        replaceable: Vec::new(),
+        in_place: Vec::new(),
+        dies: Vec::new(),
+    };
     let bytes = inputs.iter().map(|(c, n)| c.bytes() * n).sum::<usize>() + class.bytes() * elements;
     let filled = |&(class, elements): &(Class, usize)| -> Option<Storage> {
         let mut storage = arena.allocate(class, elements).ok()?;
@@ -221,7 +230,7 @@ fn windows(harness: &mut Harness) {
     let window = WindowDim { size: 2, stride: 2, ..WindowDim::one() };
     let time = |harness: &mut Harness, side: usize, inner: usize, scatters: bool| {
         let of = |n: usize| vec![1, n, n, inner];
-        let windows = [WindowDim::one(), window.clone(), window.clone(), WindowDim::one()];
+        let windows = [WindowDim::one(), window, window, WindowDim::one()];
         let pooling = Pooling::new(DType::F32, &windows, &of(side), &of(side / 2));
         let (all, pooled) = ((Class::F32, side * side * inner), (Class::F32, side * side * inner / 4));
         match scatters {
@@ -259,7 +268,7 @@ fn convolution(images: usize, side: usize, features: usize, groups: usize) -> (C
         lhs: dims.clone(),
         rhs: KernelDims { input: 2, output: 3, spatial: vec![0, 1] },
         result: dims,
-        window: vec![window.clone(), window],
+        window: vec![window, window],
         feature_groups: groups as u64,
         batch_groups: 1,
     };

@@ -1,7 +1,7 @@
 //! Strided views: what broadcast, transpose, slice and most reshapes are, so that they cost nothing.
 //! A view names a stored tensor and says where in it the element at each index lies.
 
-use altiplano_ir::graph::ValueId;
+use crate::graph::ValueId;
 
 /// Element `[i0, i1, ..]` lies at `offset + sum(i * stride)` of the storage of `root`.
 #[derive(Clone, Debug, PartialEq)]
@@ -133,7 +133,7 @@ mod tests {
     fn elements(view: &View) -> Vec<usize> {
         let mut all = Vec::new();
         let shape: Vec<u64> = view.shape.iter().map(|&d| d as u64).collect();
-        altiplano_ir::tensor::for_each_index(&shape, |index| {
+        crate::tensor::for_each_index(&shape, |index| {
             all.push(view.offset + index.iter().zip(&view.strides).map(|(&i, s)| i as usize * s).sum::<usize>());
         });
         all

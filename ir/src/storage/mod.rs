@@ -1,0 +1,213 @@
+//! What a device keeps in memory while it runs a body: which values are stored at all, in which order they are made, when
+//! they die, and which results take over the storage of an operand that dies.
+//!
+//! The CPU runtime executes the steps that [`compile`] finds, and the planner predicts memory from the same steps, so that
+//! what is predicted and what is held have one source. Other devices store other values; their steps come from elsewhere
+//! and go through the same [`liveness`].
+
+pub mod compile;
+mod liveness;
+pub mod view;
+
+pub use compile::compile;
+pub use liveness::assign;
+
+use crate::dtype::DType;
+use crate::graph::ValueId;
+use crate::program::BufferId;
+use std::collections::BTreeMap;
+use view::View;
+
+/// How the CPU runtime stores elements. The types of the IR share six formats: `f64` is kept as `f32` (the runtime trains in
+/// at most single precision), eight-bit floats as `bf16`, which holds each of their numbers exactly, narrow integers as
+/// `i32`, wide and unsigned ones as `i64`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    F32,
+    F16,
+    BF16,
+    I32,
+    I64,
+    Bool,
+}
+
+impl Class {
+    pub fn of(dtype: DType) -> Class {
+        match dtype {
+            DType::F64 | DType::F32 => Class::F32,
+            DType::F16 => Class::F16,
+            DType::Bool => Class::Bool,
+            DType::I64 | DType::U64 | DType::U32 => Class::I64,
+            _ if dtype.is_integer() => Class::I32,
+            _ => Class::BF16,
+        }
+    }
+
+    /// Bytes of one stored element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Class::I64 => 8,
+            Class::F32 | Class::I32 => 4,
+            Class::F16 | Class::BF16 => 2,
+            Class::Bool => 1,
+        }
+    }
+
+    pub fn is_integer(self) -> bool {
+        matches!(self, Class::I32 | Class::I64)
+    }
+
+    /// The element type that the format is named after.
+    pub fn dtype(self) -> DType {
+        match self {
+            Class::F32 => DType::F32,
+            Class::F16 => DType::F16,
+            Class::BF16 => DType::BF16,
+            Class::I32 => DType::I32,
+            Class::I64 => DType::I64,
+            Class::Bool => DType::Bool,
+        }
+    }
+
+    pub fn is_half(self) -> bool {
+        matches!(self, Class::F16 | Class::BF16)
+    }
+}
+
+/// Where the elements of a node's value are.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// One value for all of them, known beforehand.
+    Splat(f64),
+    View(View),
+}
+
+/// Elementwise nodes computed in one pass, and reductions of their rows.
+#[derive(Clone, Debug, Default)]
+pub struct Group {
+    pub elements: usize,
+    pub members: Vec<ValueId>,
+    /// Reduction nodes with the length of a row.
+    pub reductions: Vec<(ValueId, usize)>,
+    /// Where the operands of members and reductions are when the group is computed.
+    pub places: BTreeMap<ValueId, Place>,
+}
+
+/// What a step of the CPU runtime does.
+#[derive(Clone, Debug)]
+pub enum Work {
+    Chain(Group),
+    /// A row-major copy.
+    Copy(View),
+    /// One value for all elements.
+    Fill(f64),
+    /// A product whose result is written with these strides; `accumulate`: it is added to the third input, whose storage the
+    /// result takes over.
+    Dot {
+        lhs: View,
+        rhs: View,
+        strides: Vec<usize>,
+        accumulate: bool,
+    },
+    Convolution {
+        lhs: View,
+        rhs: View,
+    },
+    Reduce(View),
+    /// Each operand's part of the result.
+    Concatenate(Vec<View>),
+    /// The second operand everywhere, then the first where it belongs.
+    Pad(View),
+    /// What the node's op says, on operands that are stored whole and in order.
+    Node,
+}
+
+/// A stored result of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Output {
+    pub value: ValueId,
+    pub dtype: DType,
+    pub elements: usize,
+    pub bytes: u64,
+}
+
+impl Output {
+    /// As the CPU runtime stores it.
+    pub fn new(value: ValueId, dtype: DType, elements: usize) -> Output {
+        Output { value, dtype, elements, bytes: (elements * Class::of(dtype).bytes()) as u64 }
+    }
+
+    pub fn class(&self) -> Class {
+        Class::of(self.dtype)
+    }
+}
+
+/// One call of a kernel, of which `kernel` says what it is.
+#[derive(Clone, Debug)]
+pub struct Step<K> {
+    /// The node it stands for (the last one of a chain), for messages.
+    pub node: ValueId,
+    /// All nodes of a chain, in order.
+    pub members: Vec<ValueId>,
+    pub kernel: K,
+    /// Stored values that it reads.
+    pub inputs: Vec<ValueId>,
+    pub outputs: Vec<Output>,
+    /// Bytes that it needs while it runs, beyond its inputs and outputs.
+    pub workspace_bytes: u64,
+    /// Outputs and inputs whose storage they could take over, the preferred first.
+    pub replaceable: Vec<(usize, ValueId)>,
+    /// Outputs that take over the storage of an input that dies here.
+    pub in_place: Vec<(usize, ValueId)>,
+    /// Stored values that nothing needs after this step.
+    pub dies: Vec<ValueId>,
+}
+
+/// A leaf, its buffer, and whether the body may consume the buffer's storage because it replaces or frees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Leaf {
+    pub value: ValueId,
+    pub buffer: BufferId,
+    pub owned: bool,
+    pub bytes: u64,
+}
+
+/// A body as steps in order.
+#[derive(Clone, Debug)]
+pub struct Steps<K> {
+    pub name: String,
+    pub steps: Vec<Step<K>>,
+    pub leaves: Vec<Leaf>,
+    pub writes: Vec<(BufferId, ValueId)>,
+    pub frees: Vec<BufferId>,
+    /// Stored values are numbered below this; those of nodes come first.
+    pub num_values: usize,
+    /// The most bytes held during the body beyond those held at its start.
+    pub transient_bytes: u64,
+}
+
+impl<K> Steps<K> {
+    /// The same steps with other kernels.
+    pub fn map<L>(self, mut kernel: impl FnMut(&Step<K>) -> L) -> Steps<L> {
+        let step = |step: Step<K>| Step {
+            kernel: kernel(&step),
+            node: step.node,
+            members: step.members,
+            inputs: step.inputs,
+            outputs: step.outputs,
+            workspace_bytes: step.workspace_bytes,
+            replaceable: step.replaceable,
+            in_place: step.in_place,
+            dies: step.dies,
+        };
+        Steps {
+            steps: self.steps.into_iter().map(step).collect(),
+            name: self.name,
+            leaves: self.leaves,
+            writes: self.writes,
+            frees: self.frees,
+            num_values: self.num_values,
+            transient_bytes: self.transient_bytes,
+        }
+    }
+}

@@ -1,0 +1,701 @@
+//! What the devices of a stage hold over a step: every tensor from the call that makes it to the one after which it is gone.
+//!
+//! Which values of a body are stored, and in whose place, is a property of what runs it: the steps of the CPU runtime
+//! ([`altiplano_ir::storage`]), or the kernels of a GPU. From there on there is one way: the calls of one microbatch are
+//! followed tensor by tensor, which gives every kind of call the bytes that it needs while it runs and those that it leaves,
+//! and the schedule says how many microbatches hold theirs at the same time. Microbatches are alike, so that a step of 512
+//! of them costs no more than additions.
+
+use crate::timing::BodyWork;
+use altiplano_cost_models::kernels::{Kernel, KernelKind};
+use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::Memory;
+use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, Transfer, TransferId};
+use altiplano_ir::storage::{self, Leaf, Output, Step, Steps};
+use altiplano_ir::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Blocks of device memory are multiples of this many bytes: PyTorch's caching allocator rounds to 512
+/// (c10/cuda/CUDACachingAllocator.h, `kMinBlockSize`), and the CUDA driver aligns to at least 256.
+const GPU_BLOCK_BYTES: u64 = 512;
+
+/// What a tensor is held for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Category {
+    Parameters,
+    Gradients,
+    OptimizerState,
+    Inputs,
+    /// Values that one body leaves for another.
+    Activations,
+    /// Values that come from other stages.
+    Received,
+    /// Values of one body.
+    Temporaries,
+    /// What ops need while they run.
+    Workspace,
+    /// Losses, results and scalars.
+    Other,
+}
+
+impl Category {
+    pub const ALL: [Category; 9] = [
+        Category::Parameters,
+        Category::Gradients,
+        Category::OptimizerState,
+        Category::Inputs,
+        Category::Activations,
+        Category::Received,
+        Category::Temporaries,
+        Category::Workspace,
+        Category::Other,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Category::Parameters => "parameters",
+            Category::Gradients => "gradients",
+            Category::OptimizerState => "optimizer state",
+            Category::Inputs => "inputs",
+            Category::Activations => "activations",
+            Category::Received => "received",
+            Category::Temporaries => "temporaries",
+            Category::Workspace => "workspace",
+            Category::Other => "other",
+        }
+    }
+}
+
+/// What a tensor is the value of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    Buffer(BufferId),
+    Value {
+        body: u32,
+        value: ValueId,
+    },
+    /// Of the op of a node.
+    Workspace {
+        body: u32,
+        value: ValueId,
+    },
+}
+
+/// A point within every call of one kind. Point 0 is its start, point `i` its `i`-th step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    pub kind: u32,
+    pub point: u32,
+}
+
+/// A tensor of every microbatch, or of the step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    pub origin: Origin,
+    pub category: Category,
+    pub bytes: u64,
+    /// `None`: it is there before the step.
+    pub born: Option<Moment>,
+    /// From here on it is gone; `None`: it stays to the end of the step.
+    pub gone: Option<Moment>,
+    /// Gone from a point of these calls to another, where a body makes it anew.
+    pub absent: Option<(Moment, u32)>,
+}
+
+/// Calls that do the same for some microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CallKind {
+    Run(u32),
+    Send(TransferId),
+    Receive(TransferId),
+}
+
+impl CallKind {
+    fn of(call: &Call) -> (CallKind, Option<u32>) {
+        match *call {
+            Call::Run { body, microbatch } => (CallKind::Run(body), microbatch),
+            Call::Send { transfer, microbatch, .. } => (CallKind::Send(transfer), microbatch),
+            Call::Receive { transfer, microbatch } => (CallKind::Receive(transfer), microbatch),
+        }
+    }
+}
+
+/// What a call of some kind does to what is held.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kind {
+    pub call: CallKind,
+    /// Its last point.
+    pub points: u32,
+    /// The most that is held during it, beyond what was held before.
+    pub most_bytes: i64,
+    pub most_at: u32,
+    /// What it leaves held, beyond that.
+    pub left_bytes: i64,
+}
+
+/// The memory of each device of one stage over a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StageMemory {
+    pub tensors: Vec<Tensor>,
+    pub kinds: Vec<Kind>,
+    /// The kind of each call of the schedule.
+    pub calls: Vec<u32>,
+    /// Held before the step.
+    pub lasting_bytes: u64,
+    pub peak_bytes: u64,
+    /// The call in which most is held, and the point in it.
+    pub peak_at: (usize, u32),
+}
+
+/// A tensor that is held at some time, once or for several microbatches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Held {
+    /// Index in [`StageMemory::tensors`].
+    pub tensor: usize,
+    pub count: u64,
+    /// Position in the schedule and point where the first of them is made, and where the last is gone; `None`: not within
+    /// the step.
+    pub from: Option<(usize, u32)>,
+    pub to: Option<(usize, u32)>,
+}
+
+/// The steps of each body of a program on devices of a kind. `work` is what the bodies launch there.
+pub fn steps(program: &Program, kind: DeviceKind, work: &[BodyWork]) -> Vec<Steps<()>> {
+    let of = |body: &Body| match kind {
+        DeviceKind::Cpu => storage::compile(body).map(|_| ()),
+        DeviceKind::Gpu => {
+            let kernels = work.iter().find(|w| w.phase == body.phase).map_or(&[][..], |w| &w.kernels);
+            launched(program, body, kernels)
+        }
+    };
+    program.bodies.iter().map(of).collect()
+}
+
+/// [`steps`] where the CPU runtime runs the program, whatever devices it was planned for.
+pub fn cpu_steps(program: &Program) -> Vec<Steps<()>> {
+    steps(program, DeviceKind::Cpu, &[])
+}
+
+/// The most that each device of each program holds where the CPU runtime runs them.
+pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
+    let peak = |(stage, program)| StageMemory::new(programs, stage, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
+    programs.programs.iter().enumerate().map(peak).collect()
+}
+
+fn block_bytes(bytes: u64) -> u64 {
+    bytes.next_multiple_of(GPU_BLOCK_BYTES)
+}
+
+/// Kernels as steps. What several kernels fuse is in no memory between them, and an elementwise kernel may write over what it
+/// reads for the last time. Buffers that last are allocated once: what replaces their value is written into them, and needs
+/// memory of its own only while the old value is still to be read.
+fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<()> {
+    let graph = &body.graph;
+    let step = |node, inputs, outputs, workspace_bytes, replaceable| Step {
+        node,
+        members: Vec::new(),
+        kernel: (),
+        inputs,
+        outputs,
+        workspace_bytes,
+        replaceable,
+        in_place: Vec::new(),
+        dies: Vec::new(),
+    };
+    let lasts = |b: BufferId| !program.buffer(b).kind.is_of_step();
+    // The kernel that reads a value last.
+    let mut last_read: BTreeMap<ValueId, usize> = BTreeMap::new();
+    for (i, kernel) in kernels.iter().enumerate() {
+        last_read.extend(kernel.reads.iter().map(|r| (r.0, i)));
+    }
+    let leaves: BTreeMap<BufferId, ValueId> = body.reads.iter().map(|&(v, b)| (b, v)).collect();
+    // Values that are written into buffers that last and nowhere else, and the kernel from which on that may be.
+    let mut into_buffer: BTreeMap<ValueId, usize> = BTreeMap::new();
+    for &(b, v) in body.writes.iter().filter(|w| lasts(w.0)) {
+        let from = leaves.get(&b).and_then(|leaf| last_read.get(leaf)).copied().unwrap_or(0);
+        let known = into_buffer.entry(v).or_insert(from);
+        *known = from.max(*known);
+    }
+    for (_, v) in body.writes.iter().filter(|w| !lasts(w.0)) {
+        into_buffer.remove(v);
+    }
+    let output = |i: usize, v: ValueId| {
+        let ty = graph.ty(v);
+        let bytes = if into_buffer.get(&v).is_some_and(|&from| from <= i) { 0 } else { block_bytes(ty.bytes()) };
+        Output { value: v, dtype: ty.dtype, elements: ty.elements() as usize, bytes }
+    };
+    let made: BTreeSet<ValueId> = kernels.iter().flat_map(|k| k.writes.iter().copied()).collect();
+    let mut steps = Vec::with_capacity(kernels.len() + 1);
+    // What is known beforehand is written where it is wanted in memory.
+    let known = |v: &ValueId| !made.contains(v) && !graph.node(*v).op.is_leaf();
+    let constants: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).filter(known).collect();
+    steps.extend(constants.into_iter().map(|v| step(v, Vec::new(), vec![output(0, v)], 0, Vec::new())));
+    for (i, kernel) in kernels.iter().enumerate() {
+        let inputs: Vec<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
+        let outputs: Vec<Output> = kernel.writes.iter().map(|&v| output(i, v)).collect();
+        let mut replaceable: Vec<(usize, ValueId)> = Vec::new();
+        if matches!(kernel.kind, KernelKind::Fused { .. }) {
+            for (i, v) in kernel.writes.iter().enumerate().filter(|(_, v)| !into_buffer.contains_key(v)) {
+                let whole = |(read, bytes): &&(ValueId, u64)| {
+                    graph.ty(*read).bytes() == *bytes && graph.ty(*v).bytes() == *bytes
+                };
+                replaceable.extend(kernel.reads.iter().filter(whole).map(|r| (i, r.0)));
+            }
+        }
+        let node = kernel.nodes.last().copied().unwrap_or(ValueId(0));
+        steps.push(step(node, inputs, outputs, workspace_bytes(graph, node), replaceable));
+    }
+    let freed: BTreeSet<BufferId> = body.frees.iter().copied().collect();
+    let replaced: BTreeSet<BufferId> = body.writes.iter().map(|w| w.0).collect();
+    let leaf = |&(value, buffer): &(ValueId, BufferId)| Leaf {
+        value,
+        buffer,
+        owned: !lasts(buffer) && (freed.contains(&buffer) || replaced.contains(&buffer)),
+        bytes: block_bytes(graph.ty(value).bytes()),
+    };
+    let mut steps = Steps {
+        name: body.name.clone(),
+        steps,
+        leaves: body.reads.iter().map(leaf).collect(),
+        writes: body.writes.clone(),
+        frees: body.frees.clone(),
+        num_values: graph.len(),
+        transient_bytes: 0,
+    };
+    storage::assign(&mut steps);
+    steps
+}
+
+/// What a convolution needs while it runs, beyond its operands and its result: matrices in single precision.
+fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
+    let node = graph.node(v);
+    match &node.op {
+        Op::Convolution(op) if node.ty.dtype.is_float() => {
+            block_bytes(4 * op.workspace(graph.shape(node.operands[1]), &node.ty.shape).iter().sum::<u64>())
+        }
+        _ => 0,
+    }
+}
+
+/// Follows the calls of one microbatch.
+struct Walk<'a> {
+    program: &'a Program,
+    transfers: &'a [Transfer],
+    device: DeviceKind,
+    tensors: Vec<Tensor>,
+    /// By whom each tensor is held: buffers and values.
+    holders: Vec<u32>,
+    buffers: BTreeMap<(BufferId, bool), usize>,
+    kind: u32,
+}
+
+impl StageMemory {
+    /// Plays the schedule of a stage's program, whose bodies run in these steps on devices of a kind.
+    pub fn new(programs: &Programs, stage: usize, steps: &[Steps<()>], device: DeviceKind) -> StageMemory {
+        let program = &programs.programs[stage];
+        let mut kinds: Vec<Kind> = Vec::new();
+        let mut number: BTreeMap<CallKind, u32> = BTreeMap::new();
+        let mut calls = Vec::with_capacity(program.schedule.len());
+        let mut walk = Walk {
+            program,
+            transfers: &programs.transfers,
+            device,
+            tensors: Vec::new(),
+            holders: Vec::new(),
+            buffers: BTreeMap::new(),
+            kind: 0,
+        };
+        walk.start();
+        for call in &program.schedule {
+            let (kind, microbatch) = CallKind::of(call);
+            let new = kinds.len() as u32;
+            let at = *number.entry(kind).or_insert(new);
+            calls.push(at);
+            if at != new {
+                continue;
+            }
+            walk.kind = at;
+            let of_microbatch = microbatch.is_some();
+            let points = match *call {
+                Call::Run { body, .. } => match steps.get(body as usize) {
+                    Some(steps) => walk.run(body, steps, of_microbatch),
+                    None => 0,
+                },
+                Call::Send { transfer, free, .. } => {
+                    walk.send(transfer, of_microbatch, free);
+                    0
+                }
+                Call::Receive { transfer, .. } => {
+                    walk.receive(transfer, of_microbatch);
+                    0
+                }
+            };
+            kinds.push(Kind { call: kind, points, most_bytes: 0, most_at: 0, left_bytes: 0 });
+        }
+        let tensors = walk.tensors;
+        sum_up(&mut kinds, &tensors);
+        let lasting_bytes = tensors.iter().filter(|t| t.born.is_none()).map(|t| t.bytes).sum();
+        let mut memory =
+            StageMemory { tensors, kinds, calls, lasting_bytes, peak_bytes: lasting_bytes, peak_at: (0, 0) };
+        let mut peak = None;
+        for (position, (held, kind)) in memory.before_calls().enumerate() {
+            let most = held + kind.most_bytes;
+            if peak.is_none_or(|(bytes, _)| most > bytes) {
+                peak = Some((most, (position, kind.most_at)));
+            }
+        }
+        if let Some((bytes, at)) = peak {
+            memory.peak_bytes = bytes.max(0) as u64;
+            memory.peak_at = at;
+        }
+        memory
+    }
+
+    /// What is held before each call, and the call's kind.
+    pub fn before_calls(&self) -> impl Iterator<Item = (i64, &Kind)> {
+        let mut held = self.lasting_bytes as i64;
+        self.calls.iter().map(move |&k| {
+            let kind = &self.kinds[k as usize];
+            let before = held;
+            held += kind.left_bytes;
+            (before, kind)
+        })
+    }
+
+    /// Bytes by what they are for. Activations are all that is held at the peak beyond what lasts.
+    pub fn memory(&self) -> Memory {
+        let of = |category: Category| {
+            let lasting = self.tensors.iter().filter(|t| t.born.is_none() && t.category == category);
+            lasting.map(|t| t.bytes).sum::<u64>()
+        };
+        let (parameters_bytes, gradients_bytes) = (of(Category::Parameters), of(Category::Gradients));
+        let optimizer_bytes = of(Category::OptimizerState);
+        let lasting = parameters_bytes + gradients_bytes + optimizer_bytes;
+        let activations_bytes = self.peak_bytes.saturating_sub(lasting);
+        Memory { parameters_bytes, gradients_bytes, optimizer_bytes, activations_bytes }
+    }
+
+    /// What is held at a point of the call at `position`.
+    pub fn held_at(&self, position: usize, point: u32) -> Vec<Held> {
+        // Positions of the calls of each kind.
+        let mut positions: Vec<Vec<usize>> = vec![Vec::new(); self.kinds.len()];
+        for (at, &kind) in self.calls.iter().enumerate() {
+            positions[kind as usize].push(at);
+        }
+        let here = self.calls.get(position).copied();
+        // How often a moment has come.
+        let times = |moment: Moment| {
+            let before = positions[moment.kind as usize].partition_point(|&at| at < position) as u64;
+            before + u64::from(here == Some(moment.kind) && moment.point <= point)
+        };
+        let mut held = Vec::new();
+        for (tensor, t) in self.tensors.iter().enumerate() {
+            let made = t.born.map_or(1, times);
+            let gone = t.gone.map_or(0, times);
+            let absent =
+                t.absent.is_some_and(|(from, to)| here == Some(from.kind) && (from.point..to).contains(&point));
+            let count = made.saturating_sub(gone + u64::from(absent));
+            if count == 0 || t.bytes == 0 {
+                continue;
+            }
+            let nth =
+                |moment: Moment, n: u64| positions[moment.kind as usize].get(n as usize).map(|&at| (at, moment.point));
+            let from = t.born.and_then(|moment| nth(moment, gone));
+            let to = t.gone.and_then(|moment| nth(moment, made - 1));
+            held.push(Held { tensor, count, from, to });
+        }
+        held
+    }
+}
+
+/// What a tensor of a stage is called: by the buffer that lasts, else by the model's name of the value, and its op.
+pub fn name(programs: &Programs, stage: usize, origin: Origin) -> String {
+    let program = &programs.programs[stage];
+    match origin {
+        Origin::Buffer(buffer) if program.buffer(buffer).kind == BufferKind::Value => {
+            let written = |(i, body): (usize, &Body)| {
+                let (_, value) = body.writes.iter().find(|w| w.0 == buffer)?;
+                Some((i as u32, *value))
+            };
+            if let Some((body, value)) = program.bodies.iter().enumerate().find_map(written) {
+                return name(programs, stage, Origin::Value { body, value });
+            }
+            // What is received is called as where it comes from.
+            match programs.transfers.iter().find(|t| t.target == (stage as u32, buffer)) {
+                Some(t) if t.source.0 != stage as u32 => {
+                    name(programs, t.source.0 as usize, Origin::Buffer(t.source.1))
+                }
+                _ => program.buffer(buffer).name.clone(),
+            }
+        }
+        Origin::Buffer(buffer) => program.buffer(buffer).name.clone(),
+        Origin::Value { body, value } => {
+            let body = &program.bodies[body as usize];
+            let graph = &body.graph;
+            if let Some((_, buffer)) = body.reads.iter().find(|r| r.0 == value) {
+                return program.buffer(*buffer).name.clone();
+            }
+            // What has no name is made of what has one.
+            let mut at = value;
+            while graph.node(at).name.is_empty()
+                && let Some(&operand) = graph.node(at).operands.first()
+            {
+                at = operand;
+            }
+            let op = graph.node(value).op.name();
+            match body.reads.iter().find(|r| r.0 == at) {
+                Some((_, buffer)) => format!("{op} of {}", program.buffer(*buffer).name),
+                None if graph.node(at).name.is_empty() => op.to_string(),
+                None => format!("{} ({op})", graph.node(at).name),
+            }
+        }
+        Origin::Workspace { body, value } => {
+            format!("workspace of {}", name(programs, stage, Origin::Value { body, value }))
+        }
+    }
+}
+
+/// Adds up what tensors do to each kind of call.
+fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
+    let mut changes: Vec<Vec<i64>> = kinds.iter().map(|k| vec![0; k.points as usize + 2]).collect();
+    for t in tensors {
+        let bytes = t.bytes as i64;
+        let mut change = |kind: u32, point: u32, bytes: i64| {
+            let of_kind = &mut changes[kind as usize];
+            let last = of_kind.len() - 1;
+            of_kind[(point as usize).min(last)] += bytes;
+        };
+        if let Some(born) = t.born {
+            change(born.kind, born.point, bytes);
+        }
+        if let Some(gone) = t.gone {
+            change(gone.kind, gone.point, -bytes);
+        }
+        if let Some((from, to)) = t.absent {
+            change(from.kind, from.point, -bytes);
+            change(from.kind, to, bytes);
+        }
+    }
+    for (kind, changes) in kinds.iter_mut().zip(changes) {
+        let mut held = 0;
+        let mut most = None;
+        for (point, change) in (0u32..).zip(changes) {
+            held += change;
+            if point <= kind.points && most.is_none_or(|(bytes, _)| held > bytes) {
+                most = Some((held, point));
+            }
+        }
+        (kind.most_bytes, kind.most_at) = most.unwrap_or((0, 0));
+        kind.left_bytes = held;
+    }
+}
+
+impl Walk<'_> {
+    fn local_bytes(&self, buffer: BufferId) -> u64 {
+        let description = self.program.buffer(buffer);
+        let ty: TensorType = description.sharding.local_type(&description.ty, &self.program.mesh);
+        match self.device {
+            DeviceKind::Cpu => ty.elements() * storage::Class::of(ty.dtype).bytes() as u64,
+            DeviceKind::Gpu => block_bytes(ty.bytes()),
+        }
+    }
+
+    /// A tensor that nobody holds yet.
+    fn tensor(&mut self, origin: Origin, category: Category, bytes: u64, born: Option<u32>) -> usize {
+        let born = born.map(|point| Moment { kind: self.kind, point });
+        self.tensors.push(Tensor { origin, category, bytes, born, gone: None, absent: None });
+        self.holders.push(0);
+        self.tensors.len() - 1
+    }
+
+    fn release(&mut self, tensor: usize, point: u32) {
+        self.holders[tensor] = self.holders[tensor].saturating_sub(1);
+        if self.holders[tensor] == 0 && self.tensors[tensor].gone.is_none() {
+            self.tensors[tensor].gone = Some(Moment { kind: self.kind, point });
+        }
+    }
+
+    /// Puts a tensor into a buffer; what was there is gone at `point`.
+    fn keep(&mut self, key: (BufferId, bool), tensor: usize, point: u32) {
+        self.holders[tensor] += 1;
+        if let Some(old) = self.buffers.insert(key, tensor) {
+            self.release(old, point);
+        }
+    }
+
+    /// Where the instance of a buffer that a call sees is kept: the microbatch's, or else the step's.
+    fn key(&self, buffer: BufferId, of_microbatch: bool) -> (BufferId, bool) {
+        let own = (buffer, of_microbatch);
+        if self.buffers.contains_key(&own) { own } else { (buffer, false) }
+    }
+
+    fn target_key(&self, buffer: BufferId, of_microbatch: bool) -> (BufferId, bool) {
+        (buffer, of_microbatch && self.program.buffer(buffer).kind.is_of_step())
+    }
+
+    /// What is there before the first call.
+    fn start(&mut self) {
+        for (id, buffer) in (0u32..).map(BufferId).zip(&self.program.buffers) {
+            let category = match buffer.kind {
+                BufferKind::Parameter { .. } => Category::Parameters,
+                BufferKind::State { .. } => Category::OptimizerState,
+                BufferKind::Accumulator { .. } => Category::Gradients,
+                BufferKind::Scalar { .. } => Category::Other,
+                _ => continue,
+            };
+            let bytes = self.local_bytes(id);
+            let tensor = self.tensor(Origin::Buffer(id), category, bytes, None);
+            self.keep((id, false), tensor, 0);
+        }
+    }
+
+    fn send(&mut self, transfer: TransferId, of_microbatch: bool, free: bool) {
+        let buffer = self.transfers[transfer.0 as usize].source.1;
+        if free && let Some(tensor) = self.buffers.remove(&self.key(buffer, of_microbatch)) {
+            self.release(tensor, 1);
+        }
+    }
+
+    fn receive(&mut self, transfer: TransferId, of_microbatch: bool) {
+        let buffer = self.transfers[transfer.0 as usize].target.1;
+        let bytes = self.local_bytes(buffer);
+        let tensor = self.tensor(Origin::Buffer(buffer), Category::Received, bytes, Some(0));
+        self.keep(self.target_key(buffer, of_microbatch), tensor, 1);
+    }
+
+    /// Follows a body; returns its last point.
+    fn run(&mut self, body: u32, steps: &Steps<()>, of_microbatch: bool) -> u32 {
+        let end = steps.steps.len() as u32 + 1;
+        let mut values: Vec<Option<usize>> = vec![None; steps.num_values];
+        // What the body's values are called where they end up in a buffer.
+        let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
+        for leaf in &steps.leaves {
+            let key = self.key(leaf.buffer, of_microbatch);
+            let found = self.buffers.get(&key).copied().or_else(|| {
+                // The host brings inputs when they are first read.
+                let is_input = matches!(self.program.buffer(leaf.buffer).kind, BufferKind::Input { .. });
+                is_input.then(|| {
+                    let origin = Origin::Buffer(leaf.buffer);
+                    let tensor = self.tensor(origin, Category::Inputs, leaf.bytes, Some(0));
+                    self.keep((leaf.buffer, of_microbatch), tensor, 0);
+                    tensor
+                })
+            });
+            if let Some(tensor) = found {
+                self.holders[tensor] += 1;
+                values[leaf.value.index()] = Some(tensor);
+            }
+        }
+        let mut before: BTreeMap<BufferId, usize> = BTreeMap::new();
+        for leaf in steps.leaves.iter().filter(|l| l.owned) {
+            if let Some(tensor) = self.buffers.remove(&self.key(leaf.buffer, of_microbatch)) {
+                self.holders[tensor] -= 1;
+                before.insert(leaf.buffer, tensor);
+            }
+        }
+        for (point, step) in (1u32..).zip(&steps.steps) {
+            let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
+            for (i, output) in step.outputs.iter().enumerate() {
+                let replaced = in_place.get(&i).and_then(|v| values[v.index()].take());
+                let lasting = |t: &usize| self.tensors[*t].born.is_none() && self.holders[*t] == 1;
+                let tensor = match replaced.filter(lasting) {
+                    // The storage stays what it was.
+                    Some(tensor) => tensor,
+                    None => {
+                        if let Some(old) = replaced {
+                            // Taken over, or copied because somebody else has it too.
+                            let shared = self.holders[old] > 1;
+                            self.release(old, point + u32::from(shared));
+                        }
+                        let (origin, category) = match written.get(&output.value) {
+                            Some(&b) if self.is_fixed(b) => (Origin::Buffer(b), Category::Temporaries),
+                            Some(&b) => (Origin::Buffer(b), self.category(b)),
+                            None => (
+                                Origin::Value { body, value: self.named(body, step.node, output.value) },
+                                Category::Temporaries,
+                            ),
+                        };
+                        let tensor = self.tensor(origin, category, output.bytes, Some(point));
+                        self.holders[tensor] = 1;
+                        tensor
+                    }
+                };
+                values[output.value.index()] = Some(tensor);
+            }
+            if step.workspace_bytes > 0 {
+                let origin = Origin::Workspace { body, value: step.node };
+                let tensor = self.tensor(origin, Category::Workspace, step.workspace_bytes, Some(point));
+                self.release(tensor, point + 1);
+            }
+            for v in &step.dies {
+                if let Some(tensor) = values[v.index()].take() {
+                    self.release(tensor, point + 1);
+                }
+            }
+        }
+        for buffer in &steps.frees {
+            if let Some(tensor) = self.buffers.remove(&self.key(*buffer, of_microbatch)) {
+                self.release(tensor, end);
+            }
+        }
+        for &(buffer, v) in &steps.writes {
+            let Some(tensor) = values[v.index()] else { continue };
+            // The host takes results away.
+            if self.is_fixed(buffer) || matches!(self.program.buffer(buffer).kind, BufferKind::Output { .. }) {
+                continue;
+            }
+            let tensor = match before.get(&buffer) {
+                Some(&old) if old != tensor => self.renewed(old, tensor),
+                _ => tensor,
+            };
+            self.keep(self.target_key(buffer, of_microbatch), tensor, end);
+        }
+        for tensor in values.into_iter().flatten() {
+            self.release(tensor, end);
+        }
+        end - 1
+    }
+
+    /// A buffer that lasts and is made anew in other storage is still one tensor: absent between the end of the old storage
+    /// and the start of the new, or there twice between the start of the new and the end of the old.
+    fn renewed(&mut self, old: usize, new: usize) -> usize {
+        let kind = self.kind;
+        let gone = self.tensors[old].gone.filter(|m| m.kind == kind);
+        let born = self.tensors[new].born.filter(|m| m.kind == kind);
+        let alike = self.tensors[old].bytes == self.tensors[new].bytes && self.holders[new] == 1;
+        let (true, None, Some(gone), Some(born)) = (alike, self.tensors[old].born, gone, born) else { return new };
+        self.tensors[old].gone = None;
+        if born.point < gone.point {
+            self.tensors[new].gone = Some(gone);
+            self.tensors[new].category = Category::Temporaries;
+        } else {
+            self.tensors[old].absent = Some((gone, born.point));
+            self.tensors[new].bytes = 0;
+        }
+        old
+    }
+
+    /// The node that a stored value is called by: copies stand for none, and are called by what they are copies of.
+    fn named(&self, body: u32, node: ValueId, value: ValueId) -> ValueId {
+        let is_node = value.index() < self.program.bodies[body as usize].graph.len();
+        if is_node { value } else { node }
+    }
+
+    /// Whether a buffer keeps its storage whatever is written to it: on GPUs, all that last.
+    fn is_fixed(&self, buffer: BufferId) -> bool {
+        self.device == DeviceKind::Gpu && !self.program.buffer(buffer).kind.is_of_step()
+    }
+
+    fn category(&self, buffer: BufferId) -> Category {
+        match self.program.buffer(buffer).kind {
+            BufferKind::Parameter { .. } => Category::Parameters,
+            BufferKind::State { .. } => Category::OptimizerState,
+            BufferKind::Accumulator { .. } => Category::Gradients,
+            BufferKind::Input { .. } => Category::Inputs,
+            BufferKind::Value => Category::Activations,
+            BufferKind::Scalar { .. } | BufferKind::Loss | BufferKind::Output { .. } => Category::Other,
+        }
+    }
+}

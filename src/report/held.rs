@@ -1,0 +1,30 @@
+//! What workers held while they ran a plan, beside what is predicted of them.
+
+use super::Grid;
+use crate::error::Error;
+use crate::units::bytes;
+use altiplano_ir::plan::Plan;
+use altiplano_planner::memory::cpu_peaks;
+use altiplano_planner::programs;
+
+/// The most bytes that each worker held, by device, beside what is predicted of this machine's runtime, whatever devices the plan
+/// is for. Neighbours of one stage that held as much are one line.
+pub fn held(plan: &Plan, peaks: &[u64]) -> Result<String, Error> {
+    let predicted = cpu_peaks(&programs(plan)?);
+    let mut lines: Vec<(u32, u32, usize, u64)> = Vec::new();
+    for (i, stage) in plan.stages.iter().enumerate() {
+        for &device in &stage.devices {
+            let held = peaks.get(device as usize).copied().unwrap_or(0);
+            match lines.last_mut() {
+                Some((_, last, s, h)) if *last + 1 == device && (*s, *h) == (i, held) => *last = device,
+                _ => lines.push((device, device, i, held)),
+            }
+        }
+    }
+    let mut table = Grid::new(&["workers", "stage", "held", "predicted"]);
+    for (first, last, stage, held) in lines {
+        let workers = if first == last { first.to_string() } else { format!("{first}-{last}") };
+        table.row([workers, format!("stage{stage}"), bytes(held), bytes(predicted[stage])]);
+    }
+    Ok(format!("peak memory\n{}", table.right()))
+}

@@ -1,0 +1,259 @@
+//! What the devices of each stage hold while the simulator plays a step: what is alive at the peak and since when, sums by
+//! category that add up to it, and how much is held over time.
+
+use super::Simulation;
+use crate::report::Grid;
+use crate::units::{bytes, seconds};
+use altiplano_cost_models::pipeline::PipelineCall;
+use altiplano_ir::program::{Call, Phase};
+use altiplano_planner::memory::{Category, Held, StageMemory, name};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Tensors that are listed in words; the rest is one line.
+const LISTED: usize = 12;
+
+/// Something that is held at the peak.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeldTensor {
+    /// As the model calls it, with its op.
+    pub name: String,
+    pub category: Category,
+    /// Of one, and how many microbatches have one.
+    pub bytes: u64,
+    pub count: u64,
+    /// From when the first of them is held until when the last is; the step's ends for what lasts.
+    pub from_s: f64,
+    pub to_s: f64,
+}
+
+impl HeldTensor {
+    pub fn total_bytes(&self) -> u64 {
+        self.bytes * self.count
+    }
+}
+
+/// A stage's device over the step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryTimeline {
+    pub peak_bytes: u64,
+    pub peak_s: f64,
+    /// What is held at the peak, largest first.
+    pub held: Vec<HeldTensor>,
+    /// Seconds and bytes held from then on; of each call its start, its fullest point and its end.
+    pub points: Vec<(f64, u64)>,
+}
+
+impl MemoryTimeline {
+    /// Bytes at the peak by what they are for, which add up to it.
+    pub fn by_category(&self) -> BTreeMap<Category, u64> {
+        let mut sums = BTreeMap::new();
+        for tensor in &self.held {
+            *sums.entry(tensor.category).or_default() += tensor.total_bytes();
+        }
+        sums
+    }
+}
+
+impl Simulation {
+    /// Start and end of every call of each stage's schedule. Sends and receives take none of a stage's time; what follows the
+    /// last backward shares the time that it takes.
+    pub(super) fn call_times(&self) -> Vec<Vec<(f64, f64)>> {
+        let mut spans: Vec<BTreeMap<(Phase, u32), (f64, f64)>> = vec![BTreeMap::new(); self.timings.len()];
+        self.timeline(&mut |stage, call, start, end| {
+            let key = match call {
+                PipelineCall::Forward { microbatch } => (Phase::Forward, microbatch),
+                PipelineCall::Backward { microbatch } => (Phase::Backward, microbatch),
+            };
+            spans[stage].insert(key, (start, end));
+        });
+        let stages = self.programs.programs.iter().zip(&spans).zip(&self.timings);
+        let times = stages.map(|((program, spans), (times, _))| {
+            let is_once = |call: &&Call| matches!(call, Call::Run { microbatch: None, .. });
+            let once = program.schedule.iter().filter(is_once).count();
+            let last_s = spans.values().map(|s| s.1).fold(0.0, f64::max);
+            let share_s = times.step_s / once.max(1) as f64;
+            let mut done = 0;
+            let run = |call: &Call| match *call {
+                Call::Run { body, microbatch: Some(microbatch) } => {
+                    spans.get(&(program.bodies[body as usize].phase, microbatch)).copied()
+                }
+                Call::Run { microbatch: None, .. } => {
+                    let start_s = last_s + share_s * done as f64;
+                    done += 1;
+                    Some((start_s, start_s + share_s))
+                }
+                Call::Send { .. } | Call::Receive { .. } => None,
+            };
+            let mut found: Vec<Option<(f64, f64)>> = program.schedule.iter().map(run).collect();
+            // A send follows the call before it, a receive precedes the call after it.
+            let mut before_s = 0.0;
+            for (call, time) in program.schedule.iter().zip(&mut found) {
+                match (call, &time) {
+                    (Call::Send { .. }, _) => *time = Some((before_s, before_s)),
+                    (_, Some((_, end_s))) => before_s = *end_s,
+                    _ => {}
+                }
+            }
+            let mut after_s = before_s;
+            for time in found.iter_mut().rev() {
+                match time {
+                    Some((start_s, _)) => after_s = *start_s,
+                    None => *time = Some((after_s, after_s)),
+                }
+            }
+            found.into_iter().flatten().collect()
+        });
+        times.collect()
+    }
+
+    /// The memory of each stage's devices over the step.
+    pub fn memory(&self) -> Vec<MemoryTimeline> {
+        let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
+        let times = self.call_times();
+        (0..times.len()).map(|stage| self.memory_of(stage, &times[stage], step_s)).collect()
+    }
+
+    fn memory_of(&self, stage: usize, times: &[(f64, f64)], step_s: f64) -> MemoryTimeline {
+        let memory: &StageMemory = &self.memories[stage];
+        let at = |(position, point): (usize, u32)| {
+            let Some(&(start_s, end_s)) = times.get(position) else { return 0.0 };
+            let points = memory.kinds[memory.calls[position] as usize].points + 1;
+            start_s + (end_s - start_s) * f64::from(point.min(points)) / f64::from(points)
+        };
+        let held = |h: &Held| {
+            let tensor = &memory.tensors[h.tensor];
+            HeldTensor {
+                name: name(&self.programs, stage, tensor.origin),
+                category: tensor.category,
+                bytes: tensor.bytes,
+                count: h.count,
+                from_s: h.from.map_or(0.0, at),
+                to_s: h.to.map_or(step_s, at),
+            }
+        };
+        let (position, point) = memory.peak_at;
+        let mut held: Vec<HeldTensor> = memory.held_at(position, point).iter().map(held).collect();
+        held.sort_by(|a, b| b.total_bytes().cmp(&a.total_bytes()).then_with(|| a.name.cmp(&b.name)));
+        let mut points: Vec<(f64, u64)> = Vec::new();
+        for (position, (before, kind)) in memory.before_calls().enumerate() {
+            let after = before + kind.left_bytes;
+            let moments = [(0, before), (kind.most_at, before + kind.most_bytes), (kind.points + 1, after)];
+            points.extend(moments.map(|(point, bytes)| (at((position, point)), bytes.max(0) as u64)));
+        }
+        MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_at), held, points }
+    }
+
+    /// What is held at the peak of every stage, or of one of them, in words.
+    pub fn memory_text(&self, only: Option<usize>) -> String {
+        let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
+        let limit = self.plan.cluster.groups[0].device.memory_bytes;
+        let wanted = |(stage, _): &(usize, MemoryTimeline)| only.is_none_or(|o| o == *stage);
+        let stages = self.memory().into_iter().enumerate().filter(wanted);
+        let parts: Vec<String> =
+            stages.map(|(stage, memory)| self.memory_lines(stage, &memory, step_s, limit)).collect();
+        parts.join("\n\n")
+    }
+
+    fn memory_lines(&self, stage: usize, memory: &MemoryTimeline, step_s: f64, limit: u64) -> String {
+        let mut lines = vec![format!(
+            "stage{stage}: {} of {} on each device at the peak, {} into a step of {}",
+            bytes(memory.peak_bytes),
+            bytes(limit),
+            seconds(memory.peak_s),
+            seconds(step_s)
+        )];
+        let sums = memory.by_category();
+        let sums: Vec<String> =
+            sums.iter().map(|(category, sum)| format!("{} {}", category.name(), bytes(*sum))).collect();
+        lines.push(format!("  {}", sums.join(", ")));
+        let mut table = Grid::new(&["category", "held", "each", "microbatches", "from", "to", "what"]);
+        for tensor in memory.held.iter().take(LISTED) {
+            let lasts = tensor.from_s == 0.0 && tensor.to_s == step_s;
+            let time = |s: f64| if lasts { "always".to_string() } else { seconds(s) };
+            table.row([
+                tensor.category.name().to_string(),
+                bytes(tensor.total_bytes()),
+                bytes(tensor.bytes),
+                if lasts { String::new() } else { tensor.count.to_string() },
+                time(tensor.from_s),
+                time(tensor.to_s),
+                tensor.name.clone(),
+            ]);
+        }
+        lines.push(table.right_but_last());
+        let rest = &memory.held[memory.held.len().min(LISTED)..];
+        if !rest.is_empty() {
+            let sum: u64 = rest.iter().map(HeldTensor::total_bytes).sum();
+            lines.push(format!("  {} in {} more; --json lists all", bytes(sum), rest.len()));
+        }
+        lines.join("\n")
+    }
+
+    /// Counters of the memory of each stage's devices, for the trace.
+    pub(super) fn memory_events(&self) -> Vec<Value> {
+        let mut events = Vec::new();
+        for (stage, memory) in self.memory().into_iter().enumerate() {
+            for (at_s, held) in memory.points {
+                let counter = json!({"name": "memory of a device", "ph": "C", "pid": stage, "ts": at_s * 1e6, "args": {"bytes": held}});
+                events.push(counter);
+            }
+        }
+        events
+    }
+
+    /// Everything that is simulated, as JSON: see docs/simulation.md.
+    pub fn json(&self) -> Value {
+        let timeline = self.timeline(&mut |_, _, _, _| {});
+        let pass = |played: &altiplano_cost_models::timeline::Played| json!({"seconds": played.seconds, "issuing_s": played.host_s, "exposed_s": played.exposed_s});
+        let stage = |(i, memory): (usize, MemoryTimeline)| {
+            let (times, timing) = &self.timings[i];
+            let lane = &timeline.stages[i];
+            let held = memory.held.iter().map(|t| {
+                json!({
+                    "name": t.name,
+                    "category": t.category.name(),
+                    "bytes": t.bytes,
+                    "count": t.count,
+                    "from_s": t.from_s,
+                    "to_s": t.to_s,
+                })
+            });
+            let categories: BTreeMap<&str, u64> =
+                memory.by_category().iter().map(|(c, sum)| (c.name(), *sum)).collect();
+            json!({
+                "stage": i,
+                "devices": self.plan.stages[i].devices,
+                "forward": pass(&timing.forward),
+                "backward": pass(&timing.backward),
+                "transfer_forward_s": times.transfer_forward_s,
+                "transfer_backward_s": times.transfer_backward_s,
+                "after_backward_s": times.step_s,
+                "busy_s": lane.busy_s,
+                "bubble_s": lane.bubble_s,
+                "memory": {
+                    "peak_bytes": memory.peak_bytes,
+                    "peak_s": memory.peak_s,
+                    "categories": categories,
+                    "held": held.collect::<Vec<Value>>(),
+                    "timeline": memory.points.iter().map(|(at, bytes)| json!([at, bytes])).collect::<Vec<Value>>(),
+                },
+            })
+        };
+        let device = self.cost.device();
+        let device = json!({"name": device.name, "memory_bytes": device.memory_bytes});
+        json!({
+            "format": "altiplano.simulation",
+            "version": 1,
+            "model": self.plan.model,
+            "cluster": self.plan.cluster.name,
+            "device": device,
+            "schedule": self.plan.schedule.name(),
+            "global_batch": self.plan.global_batch,
+            "microbatch": self.plan.microbatch,
+            "num_microbatches": self.plan.num_microbatches,
+            "step_s": timeline.step_s,
+            "stages": self.memory().into_iter().enumerate().map(stage).collect::<Vec<Value>>(),
+        })
+    }
+}
