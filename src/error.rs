@@ -5,6 +5,7 @@ use crate::arguments::ArgumentError;
 use crate::fidelity::{TableError, TraceError};
 use crate::units::plural;
 use altiplano_cost_models::ClusterError;
+use altiplano_cost_models::profile::ProfileError;
 use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::import::huggingface::ConfigError;
@@ -90,6 +91,10 @@ pub enum Error {
     UnknownOp { name: String },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: Box<PlanError> },
+    #[error("{}", At(file, error))]
+    Profile { file: PathBuf, error: Box<ProfileError> },
+    #[error("--profile: {error}")]
+    ProfileOption { error: Box<ProfileError> },
     #[error("{}", cluster(.text, error))]
     Cluster { text: String, error: Box<ClusterError> },
     #[error(transparent)]
@@ -133,6 +138,10 @@ pub enum DataProblem {
 
 impl Error {
     /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
+    pub fn profile_option(error: ProfileError) -> Error {
+        Error::ProfileOption { error: Box::new(error) }
+    }
+
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),

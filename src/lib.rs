@@ -28,6 +28,7 @@ mod loss;
 mod model;
 mod plan_file;
 pub mod precision;
+pub mod profiled;
 mod report;
 pub mod simulate;
 pub mod training;

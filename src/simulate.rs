@@ -6,20 +6,23 @@ mod memory;
 pub use memory::{HeldTensor, MemoryTimeline};
 
 use crate::Error;
-use crate::units::{bytes, plural, seconds};
+use crate::profiled::Profiled;
+use crate::units::{bytes, digits, plural, seconds};
 use altiplano_cost_models::collective::{self, Operation};
 use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
-use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
+use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
+use altiplano_cost_models::profile::Profile;
 use altiplano_cost_models::timeline::{Stream, play, tasks};
 use altiplano_cost_models::{Compute, CostModel, Roofline, catalogue};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
+use altiplano_ir::work::Term;
 use altiplano_planner::lower::Prices;
 use altiplano_planner::memory::StageMemory;
-use altiplano_planner::predict::{stage_memories, timings_of};
-use altiplano_planner::timing::{BodyWork, StageTiming, work};
+use altiplano_planner::predict::{played, stage_memories, timings_of, work_of};
+use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -27,20 +30,27 @@ use std::fmt::Write;
 pub struct Simulation {
     plan: Plan,
     programs: Programs,
-    cost: Roofline,
+    cost: Box<dyn CostModel + Send>,
+    /// The same, where it is a measured profile.
+    profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
     memories: Vec<StageMemory>,
 }
 
 impl Simulation {
-    pub fn new(plan: Plan) -> Result<Simulation, Error> {
+    /// A plan's step by the figures of its cluster, or by a measured profile of this machine.
+    pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
         let programs = crate::programs(&plan)?;
-        let cost = Roofline::new(plan.cluster.groups[0].device.clone());
-        let work: Vec<Vec<BodyWork>> = programs.programs.iter().map(|p| work(p, &plan.execution)).collect();
-        let timings = timings_of(&plan, &programs, &work, &cost);
+        let profiled = profile.map(|p| Profiled::of_plan(p, &plan)).transpose()?;
+        let cost: Box<dyn CostModel + Send> = match &profiled {
+            Some(profiled) => Box::new(profiled.clone()),
+            None => Box::new(Roofline::new(plan.cluster.groups[0].device.clone())),
+        };
+        let work = work_of(&plan, &programs, &*cost);
+        let timings = timings_of(&plan, &programs, &work, &*cost);
         let memories = stage_memories(&plan, &programs, &work);
-        Ok(Simulation { plan, programs, cost, work, timings, memories })
+        Ok(Simulation { plan, programs, cost, profiled, work, timings, memories })
     }
 
     pub fn num_stages(&self) -> usize {
@@ -52,14 +62,13 @@ impl Simulation {
     }
 
     fn timeline(&self, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> Timeline {
-        let times: Vec<StageTimes> = self.timings.iter().map(|t| t.0).collect();
-        simulate_order(&times, &self.order(), watch)
+        played(&self.plan, &self.timings, &self.order(), watch)
     }
 
     /// Prices on a stage's mesh.
     fn prices(&self, stage: usize) -> Prices<'_> {
         let stage = &self.plan.stages[stage];
-        Prices::new(&self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh)
+        Prices::new(&*self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh)
     }
 
     /// What each stage does, in words. Equal neighbours are one line.
@@ -121,13 +130,16 @@ impl Simulation {
     }
 
     /// Where the figures of the device come from.
-    fn source(&self) -> &'static str {
+    fn source(&self) -> String {
+        if let Some(profiled) = &self.profiled {
+            return profiled.profile().label();
+        }
         if self.cost.device().constants.is_some() {
-            "calibrated, with the constants that the plan's device has"
+            "calibrated, with the constants that the plan's device has".into()
         } else if catalogue::is_fitted(&self.cost.device().name) {
-            "calibrated on published steps of this device (cost_models/src/fitted.rs)"
+            "calibrated on published steps of this device (cost_models/src/fitted.rs)".into()
         } else {
-            "roofline of its datasheet"
+            "roofline of its datasheet".into()
         }
     }
 
@@ -143,7 +155,9 @@ impl Simulation {
                     if !concerns(body, kernel, name) {
                         continue;
                     }
+                    let measured = self.profiled.as_ref().and_then(|p| measured(p, kernel));
                     let why = match sent {
+                        _ if measured.is_some() => measured.unwrap_or_default(),
                         Some((collective, operand, result)) => {
                             let link = prices.link(collective.axes());
                             let operation = match collective {
@@ -168,6 +182,8 @@ impl Simulation {
                                 seconds(self.cost.waiting_s(link.devices))
                             )
                         }
+                        // A profile that lacks the kernel leaves it to the roofline.
+                        None if self.profiled.is_some() => format!("source roofline: {}", self.why(kernel)),
                         None => self.why(kernel),
                     };
                     let _ = writeln!(
@@ -271,7 +287,10 @@ impl Simulation {
             let Some(body) = self.programs.programs[stage].bodies.iter().find(|b| b.phase == phase) else { continue };
             let prices = self.prices(stage);
             let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
-            let played = play(&list);
+            let played = match &self.profiled {
+                Some(_) => played_in_order(&work.kernels, &work.prices(&prices, &self.plan.execution)),
+                None => play(&list),
+            };
             for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
                 let track = if task.stream == Stream::Compute { 1 } else { 2 };
                 events.push(event(title(body, kernel), stage, track, start + from, start + to));
@@ -280,6 +299,30 @@ impl Simulation {
         events.extend(self.memory_events());
         json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
     }
+}
+
+/// A kernel by the terms of a profile: `source profile: 3 x multiply f32 [4096]: 1.2 us`. `None` where the profile lacks one.
+fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
+    let work = kernel.work.as_ref()?;
+    let term = |term: &Term| {
+        let priced = profiled.term(term, work)?;
+        let size: Vec<String> = term.size.iter().map(|&n| digits(n)).collect();
+        let threads = if term.threads > 1 { format!(" on {} threads", term.threads) } else { String::new() };
+        let outside = if priced.outside > 1.0 {
+            format!(" (roofline from the end of the profile, {} times outside)", digits(priced.outside))
+        } else {
+            String::new()
+        };
+        let (times, size) = (digits(term.times), size.join(", "));
+        Some(format!(
+            "{times} x {} {} [{size}]{threads}: {}{outside}",
+            term.family,
+            term.dtype,
+            seconds(priced.seconds)
+        ))
+    };
+    let terms: Vec<String> = work.terms.iter().map(term).collect::<Option<_>>()?;
+    Some(format!("source profile, interpolated log against log and added up: {}", terms.join("; ")))
 }
 
 fn phase(phase: Phase) -> &'static str {

@@ -164,7 +164,7 @@ fn the_timeline_adds_up_to_the_peak() {
         let plan = plan(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
         let predicted = plan.predicted.peak_bytes.clone();
         let step_s = plan.predicted.step_time_s;
-        for (memory, peak) in Simulation::new(plan).expect("programs").memory().iter().zip(predicted) {
+        for (memory, peak) in Simulation::new(plan, None).expect("programs").memory().iter().zip(predicted) {
             assert_eq!(memory.peak_bytes, peak, "{words}");
             assert_eq!(memory.by_category().values().sum::<u64>(), peak, "{words}");
             let most = memory.points.iter().map(|p| p.1).max();
@@ -183,7 +183,7 @@ fn the_timeline_adds_up_to_the_peak() {
 fn microbatches_in_flight_are_counted() {
     let check = |words: &str, expected: [u64; 2]| {
         let plan = plan(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
-        let memory = Simulation::new(plan).expect("programs").memory();
+        let memory = Simulation::new(plan, None).expect("programs").memory();
         for (memory, expected) in memory.iter().zip(expected) {
             let activations = memory.held.iter().filter(|t| t.category.name() == "activations");
             assert_eq!(activations.map(|t| t.count).max(), Some(expected), "{words}");

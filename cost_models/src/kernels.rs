@@ -16,6 +16,7 @@
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Op, Operator};
+use altiplano_ir::work::{Called, Work};
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
@@ -38,6 +39,8 @@ pub struct Kernel {
     pub writes: Vec<ValueId>,
     pub read_bytes: u64,
     pub written_bytes: u64,
+    /// What a runtime does for it, where one has said so.
+    pub work: Option<Work>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -128,6 +131,31 @@ pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool
     in_order(graph, made)
 }
 
+/// The kernel that a call of a runtime is, with what it would be to a device of which nothing is measured.
+pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
+    let named = call.nodes.last().copied().unwrap_or(ValueId(0));
+    let node = graph.node(named);
+    let contraction = call.nodes.iter().copied().find(|v| graph.node(*v).op.is_contraction());
+    let kind = match (&node.op, contraction) {
+        (_, Some(v)) => {
+            let dtype = graph.ty(graph.node(v).operands[0]).dtype;
+            KernelKind::Convolution { flop: graph.flop(v) as f64, dtype }
+        }
+        (Op::ArgSort(_), _) => {
+            KernelKind::Sort { passes: graph.operand_types(named).iter().map(|t| t.dtype.bytes()).sum() }
+        }
+        (Op::Collective(c), _) if c.collective.communicates() => KernelKind::Collective,
+        (op, _) if op.is_elementwise() || matches!(op, Op::Reduce(_)) => {
+            KernelKind::Fused { operations: call.nodes.iter().map(|&v| operations(graph, v)).sum() }
+        }
+        _ => KernelKind::Indexed,
+    };
+    let bytes = |values: &[(ValueId, u64)]| values.iter().map(|v| v.1).sum();
+    let (read_bytes, written_bytes) = (bytes(&call.reads), bytes(&call.writes));
+    let writes = call.writes.iter().map(|w| w.0).collect();
+    Kernel { kind, nodes: call.nodes, reads: call.reads, writes, read_bytes, written_bytes, work: Some(call.work) }
+}
+
 /// Joins kernels that are connected by products that grow ([`altiplano_ir::op::DotGeneral::grows`]), or by values of their
 /// size that are made of them element by element.
 fn with_products_fused(
@@ -207,7 +235,7 @@ fn with_products_fused(
         let read_bytes = reads.iter().map(|r| r.1).sum();
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
         let kind = KernelKind::Attention { flop, share, dtype };
-        Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes })
+        Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
     };
     parts.into_iter().filter_map(together).collect()
 }
@@ -429,7 +457,7 @@ fn kernel(
     let read_bytes = reads.iter().map(|r| r.1).sum();
     let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
     let kind = kind(graph, &nodes, source);
-    Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes })
+    Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
 }
 
 fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKind {

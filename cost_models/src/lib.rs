@@ -15,7 +15,9 @@ pub mod link;
 pub mod node_link;
 pub mod pipeline;
 pub mod probe;
+pub mod profile;
 pub mod roofline;
+pub mod sharing;
 pub mod timeline;
 pub mod toml_file;
 
@@ -32,6 +34,7 @@ use crate::kernels::Kernel;
 use crate::timeline::Price;
 use altiplano_ir::cluster::Device;
 use altiplano_ir::op::Op;
+use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 
@@ -59,4 +62,28 @@ pub trait CostModel: Sync {
     /// Seconds from the start of a transfer until the target submesh holds the value. `bytes` is what crosses between
     /// the submeshes in all: the tensor's global bytes where each element is sent once.
     fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64;
+
+    /// The runtime of the devices, where it is known what it does and measured how long that takes.
+    fn runtime(&self) -> Option<&dyn Runtime> {
+        None
+    }
+}
+
+/// What the devices of one machine do themselves, priced by what was measured of it. They run a body's kernels one after the
+/// other, wait for each other in collectives, and share the machine's cores.
+pub trait Runtime: CostModel {
+    /// The same where a plan has so many devices, `busy` of which compute at once.
+    fn at(&self, devices: u32, busy: u32) -> Box<dyn Runtime + '_>;
+
+    fn as_cost(&self) -> &dyn CostModel;
+
+    /// The kernels of a body, as the runtime fuses them, collectives among them. [`CostModel::kernel`] prices each in full.
+    fn kernels(&self, body: &Body) -> Vec<Kernel>;
+
+    /// Seconds that a device takes to send, or to receive, so many bytes.
+    fn send_s(&self, bytes: u64) -> f64;
+    fn receive_s(&self, bytes: u64) -> f64;
+
+    /// Seconds of a device outside of bodies: once a step, or before each microbatch's forward.
+    fn preparation_s(&self, program: &Program, each_microbatch: bool) -> f64;
 }

@@ -38,3 +38,4 @@ pub mod tensor;
 pub mod text;
 pub mod types;
 pub mod unstack;
+pub mod work;

@@ -219,6 +219,10 @@ pub struct Plan {
     /// Of a small twin, what it is smaller by than the model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduction: Option<Reduction>,
+    /// The measured profile by which the plan was judged, in words; absent where it was the figures of the cluster. What is
+    /// predicted follows from the plan and that profile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile: Option<String>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.

@@ -59,6 +59,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> R
         loss: request.loss,
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,
+        profile: None,
         predicted: Predicted::default(),
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),

@@ -33,7 +33,12 @@ use std::sync::Arc;
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let cost = cost_model(request)?;
+    plan_with(request, &cost_model(request)?, progress)
+}
+
+/// [`plan`] by the prices of another model of the cluster's device.
+pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    cost_model(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
     let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
@@ -49,7 +54,7 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let searched = best_that_fits(request, &freedom, &cost, &layered, progress).map_err(|failure| match failure {
+    let searched = best_that_fits(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
@@ -77,9 +82,9 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
             )
         };
         // The best that fits, else the best there is.
-        let mut result = best_that_fits(request, &freedom, &cost, &layered, &Silent);
+        let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
         if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = leanest(request, &freedom, &cost, &layered);
+            result = leanest(request, &freedom, cost, &layered);
         }
         alternatives.push(match result {
             Ok(plan) => {
@@ -235,7 +240,8 @@ fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn Cos
         stages: &found.stages,
     };
     let mut plan = assemble::assemble(request, &parts, cost)?;
-    let programs = lower(&plan, cost)?;
+    // What runs must follow from the plan alone, by whatever prices it was chosen.
+    let programs = programs(&plan)?;
     predict::predict(&mut plan, &programs, cost);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
     Ok(plan)

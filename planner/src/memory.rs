@@ -195,6 +195,7 @@ fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<()> {
     let graph = &body.graph;
     let step = |node, inputs, outputs, workspace_bytes, replaceable| Step {
         node,
+        members: Vec::new(),
         kernel: (),
         inputs,
         outputs,

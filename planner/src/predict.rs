@@ -6,18 +6,32 @@
 use crate::lower::Prices;
 use crate::memory::{StageMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
-use altiplano_cost_models::pipeline::{StageTimes, simulate};
-use altiplano_cost_models::{CostModel, transfer_path};
+use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
+use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
+use altiplano_cost_models::{CostModel, Runtime, transfer_path};
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::plan::{Plan, Predicted, StagePredicted};
+use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
 use altiplano_ir::program::{Call, Programs};
 use rayon::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Devices of all stages.
+fn num_devices(plan: &Plan) -> u32 {
+    plan.stages.iter().map(|s| s.devices.len() as u32).sum()
+}
+
+/// The work of a plan's programs, by stage.
+pub fn work_of(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<Vec<BodyWork>> {
+    let devices = num_devices(plan);
+    let at = cost.runtime().map(|r| r.at(devices, devices));
+    let cost = at.as_ref().map_or(cost, |r| r.as_cost());
+    programs.programs.par_iter().map(|p| work(p, &plan.execution, cost)).collect()
+}
 
 /// What every stage of a plan takes, from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<(StageTimes, StageTiming)> {
-    let work: Vec<Vec<BodyWork>> = programs.programs.par_iter().map(|p| work(p, &plan.execution)).collect();
-    timings_of(plan, programs, &work, cost)
+    timings_of(plan, programs, &work_of(plan, programs, cost), cost)
 }
 
 /// [`stage_timings`] of work that is known already.
@@ -27,6 +41,9 @@ pub fn timings_of(
     work: &[Vec<BodyWork>],
     cost: &dyn CostModel,
 ) -> Vec<(StageTimes, StageTiming)> {
+    if let Some(runtime) = cost.runtime() {
+        return shared_timings(plan, programs, work, runtime);
+    }
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
         let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
@@ -42,6 +59,101 @@ pub fn timings_of(
         (times, timing)
     });
     times.collect()
+}
+
+/// Numbers of devices at work at once for which stages on a shared machine are timed, at most.
+const MAX_LOADS: usize = 8;
+
+/// Timings on a machine that all devices share; the times of a stage are those with all devices at work. What is sent is copied by
+/// those who send and receive it.
+fn shared_timings(
+    plan: &Plan,
+    programs: &Programs,
+    work: &[Vec<BodyWork>],
+    runtime: &dyn Runtime,
+) -> Vec<(StageTimes, StageTiming)> {
+    let devices = num_devices(plan);
+    let mut sums: BTreeSet<u32> = BTreeSet::from([0]);
+    for stage in &plan.stages {
+        sums = sums.iter().flat_map(|&n| [n, n + stage.devices.len() as u32]).collect();
+    }
+    sums.remove(&0);
+    let loads: Vec<u32> = sums.iter().copied().collect();
+    let every = loads.len().div_ceil(MAX_LOADS);
+    // Counted from the last, which is all.
+    let loads: Vec<u32> = loads.into_iter().rev().step_by(every.max(1)).collect();
+    let copied: Vec<[u64; 6]> = (0..plan.stages.len()).map(|i| copied_bytes(programs, i)).collect();
+    let times = work.par_iter().enumerate().map(|(i, bodies)| {
+        let stage = &plan.stages[i];
+        let program = &programs.programs[i];
+        let at = |busy: u32| {
+            let cost = runtime.at(devices, busy);
+            let prices = Prices::new(cost.as_cost(), &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+            let timing = stage_timing(bodies, &prices, &plan.execution);
+            let [f, b, s, rf, rb, rs] = copied[i];
+            let copies = |sent: u64, received: u64| cost.send_s(sent) + cost.receive_s(received);
+            let times = StageTimes {
+                forward_s: timing.forward.seconds + copies(f, rf) + cost.preparation_s(program, true),
+                backward_s: timing.backward.seconds + copies(b, rb),
+                step_s: timing.finish_s + copies(s, rs) + cost.preparation_s(program, false),
+                ..StageTimes::default()
+            };
+            (times, timing)
+        };
+        let (times, mut timing) = at(devices);
+        timing.shared = loads.iter().rev().map(|&n| (n, if n == devices { times } else { at(n).0 })).collect();
+        (times, timing)
+    });
+    times.collect()
+}
+
+/// Bytes that the busiest device of a stage sends: with each microbatch forward and backward, and once a step; and that it
+/// receives.
+fn copied_bytes(programs: &Programs, i: usize) -> [u64; 6] {
+    let mut bytes = [0; 6];
+    for call in &programs.programs[i].schedule {
+        let (transfer, microbatch, sends) = match *call {
+            Call::Send { transfer, microbatch, .. } => (transfer, microbatch, true),
+            Call::Receive { transfer, microbatch } => (transfer, microbatch, false),
+            Call::Run { .. } => continue,
+        };
+        if microbatch.is_some_and(|m| m != 0) {
+            continue;
+        }
+        let t = &programs.transfers[transfer.0 as usize];
+        let width = programs.programs[t.source.0 as usize].buffer(t.source.1).ty.dtype.bytes();
+        let mut of_device: BTreeMap<u32, u64> = BTreeMap::new();
+        for message in programs.messages(transfer) {
+            let elements: u64 = message.source_indices.iter().map(|list| list.len() as u64).product();
+            *of_device.entry(if sends { message.source } else { message.target }).or_default() += elements * width;
+        }
+        let slot = match microbatch {
+            None => 2,
+            Some(_) if t.target.0 > t.source.0 => 0,
+            Some(_) => 1,
+        };
+        bytes[slot + if sends { 0 } else { 3 }] += of_device.into_values().max().unwrap_or(0);
+    }
+    bytes
+}
+
+/// Plays the calls of a step: on devices of their own, or on a machine that all share.
+pub fn played(
+    plan: &Plan,
+    timings: &[(StageTimes, StageTiming)],
+    order: &Order,
+    watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
+) -> Timeline {
+    if timings.iter().all(|(_, timing)| timing.shared.is_empty()) {
+        let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
+        return simulate_order(&times, order, watch);
+    }
+    let stage = |(stage, (_, timing)): (&Stage, &(StageTimes, StageTiming))| SharedStage {
+        devices: stage.devices.len() as u32,
+        times: timing.shared.clone(),
+    };
+    let stages: Vec<SharedStage> = plan.stages.iter().zip(timings).map(stage).collect();
+    simulate_shared(&stages, order, watch)
 }
 
 /// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
@@ -79,11 +191,11 @@ pub fn stage_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) 
 
 /// Fills in all predictions of a plan from its programs.
 pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
-    let work: Vec<Vec<BodyWork>> = programs.programs.par_iter().map(|p| work(p, &plan.execution)).collect();
+    let work = work_of(plan, programs, cost);
     let timings = timings_of(plan, programs, &work, cost);
     let memories = stage_memories(plan, programs, &work);
-    let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
-    let timeline = simulate(&times, plan.num_microbatches, plan.schedule);
+    let order = Order::new(plan.schedule, plan.stages.len(), plan.num_microbatches);
+    let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let batches = plan.num_microbatches as f64;
     for (i, (times, timing)) in timings.iter().enumerate() {
         let StageTiming { forward, backward, .. } = timing;
@@ -95,6 +207,11 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             batches * (forward.seconds - forward.exposed_s + backward.seconds - backward.exposed_s) + finish_compute_s;
         let communication_s =
             batches * (forward.exposed_s + backward.exposed_s) + sends_s + times.step_s - finish_compute_s;
+        // On a shared machine the stage was faster whenever others waited.
+        let whole_s = compute_s + communication_s;
+        let part =
+            if timing.shared.is_empty() { 1.0 } else { timeline.stages[i].busy_s / whole_s.max(f64::MIN_POSITIVE) };
+        let (compute_s, communication_s) = (part * compute_s, part * communication_s);
         plan.stages[i].predicted = StagePredicted {
             forward_s: times.forward_s,
             backward_s: times.backward_s,

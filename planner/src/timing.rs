@@ -3,10 +3,12 @@
 //! Forward and backward bodies are played as they stand. What follows the last backward of a step (gradients reduced, parameters
 //! updated) is played together with it, since reductions may start as soon as their gradient is complete.
 //! Reductions of many gradients are sent in buckets, and updates of many small parameters share launches, as they do in
-//! every framework.
+//! every framework. A runtime that says itself what its kernels are runs them one after the other ([`CostModel::runtime`]).
 
 use crate::lower::Prices;
+use altiplano_cost_models::CostModel;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
+use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Played, Price, Stream, Task, play, tasks};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
@@ -32,10 +34,13 @@ pub struct BodyWork {
 }
 
 impl BodyWork {
-    pub fn new(body: &Body, execution: &Execution) -> BodyWork {
+    pub fn new(body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-        let kernels = kernels(graph, &written, execution.fused_attention);
+        let kernels = match cost.runtime() {
+            Some(runtime) => runtime.kernels(body),
+            None => kernels(graph, &written, execution.fused_attention),
+        };
         let sent = |kernel: &Kernel| {
             let node = graph.node(kernel.nodes[0]);
             match (&kernel.kind, &node.op) {
@@ -62,6 +67,9 @@ impl BodyWork {
     /// Seconds of each kernel and collective.
     pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
         let mut costs: Vec<Price> = self.kernels.iter().map(|kernel| prices.cost.kernel(kernel)).collect();
+        if prices.cost.runtime().is_some() {
+            return costs;
+        }
         if self.is_once() {
             let launch_s = prices.cost.device().launch_s;
             for (kernel, cost) in self.kernels.iter().zip(&mut costs) {
@@ -129,17 +137,51 @@ pub struct StageTiming {
     pub finish_s: f64,
     pub finish_compute_s: f64,
     pub finish_communication_s: f64,
+    /// On a machine that all devices share, what the stage takes where so many of them compute at once.
+    pub shared: Vec<(u32, StageTimes)>,
 }
 
 /// The work of a program's bodies, in the order in which a step runs them.
-pub fn work(program: &Program, execution: &Execution) -> Vec<BodyWork> {
-    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(|b| BodyWork::new(b, execution)).collect();
+pub fn work(program: &Program, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
+    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(|b| BodyWork::new(b, execution, cost)).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }
 
+/// Kernels and collectives one after the other.
+pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
+    let mut played = Played::default();
+    for (kernel, price) in kernels.iter().zip(prices) {
+        let end_s = played.seconds + price.seconds;
+        played.spans.push((played.seconds, end_s));
+        match kernel.kind {
+            KernelKind::Collective => played.communication_s += price.seconds,
+            _ => played.compute_s += price.seconds,
+        }
+        played.seconds = end_s;
+    }
+    played.exposed_s = played.communication_s;
+    played
+}
+
 /// Times a stage's bodies.
 pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution) -> StageTiming {
+    if prices.cost.runtime().is_some() {
+        let mut timing = StageTiming::default();
+        for body in bodies {
+            let played = played_in_order(&body.kernels, &body.prices(prices, execution));
+            match body.phase {
+                Phase::Forward => timing.forward = played,
+                Phase::Backward => timing.backward = played,
+                Phase::Reduce | Phase::Update => {
+                    timing.finish_s += played.seconds;
+                    timing.finish_compute_s += played.compute_s;
+                    timing.finish_communication_s += played.communication_s;
+                }
+            }
+        }
+        return timing;
+    }
     let mut timing = StageTiming::default();
     let mut list: Vec<Task> = Vec::new();
     // The task after which each buffer holds its last value of the step.

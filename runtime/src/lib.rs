@@ -21,9 +21,11 @@ pub mod kernel;
 pub mod layout;
 pub mod mailbox;
 pub mod math;
+pub mod measure;
 pub mod random;
 pub mod session;
 pub mod step;
+pub mod work;
 
 pub use altiplano_ir::storage::view;
 pub use compile::body_transient_bytes;

@@ -10,6 +10,7 @@ use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, is_replica, summand_of};
 use crate::mailbox::Mailbox;
+use crate::work::threads_of_device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -78,7 +79,7 @@ impl Session {
         };
         let plans: Vec<Arc<Plan>> = programs.programs.iter().enumerate().map(plan).collect();
         let cores = options.cores.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get())).unwrap_or(1);
-        let threads_each = (cores / ranks.max(1)).max(1);
+        let threads_each = threads_of_device(cores, ranks);
         let (reply, replies) = channel();
         let mut session = Session {
             plans: plans.clone(),

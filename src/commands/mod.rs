@@ -9,6 +9,7 @@ pub mod inspect;
 pub mod options;
 pub mod plan;
 pub mod probe;
+pub mod profile;
 pub mod run;
 pub mod show;
 pub mod simulate;

@@ -2,11 +2,13 @@
 
 use crate::commands::warn;
 use crate::progress::Bar;
+use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::ir::reduce::Goal;
-use altiplano::planner::Request;
+use altiplano::planner::{Progress, Request};
+use altiplano::profiled::{load_profile, plan_by, repredict, uncovered};
 use altiplano::training::Training;
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
@@ -160,6 +162,9 @@ pub struct PlanOptions {
     /// [default: adamw]
     #[arg(long)]
     optimizer: Option<OptimizerName>,
+    /// Judge plans by what `altiplano profile` measured of this machine
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -186,6 +191,14 @@ enum OptimizerName {
 }
 
 impl PlanOptions {
+    /// The plan for a model, by the profile if there is one.
+    pub fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
+        let profile = self.profile.as_deref().map(load_profile).transpose()?;
+        let plan = plan_by(request, profile.as_ref(), progress)?;
+        say_uncovered(&plan, profile.as_ref())?;
+        Ok(plan)
+    }
+
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
         Ok(self.request_of(model, &read_bytes(model)?, options)?.0)
@@ -261,6 +274,22 @@ impl PlanOptions {
     }
 }
 
+/// Predicts a plan by the profile in a file.
+pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
+    let profile = load_profile(file)?;
+    repredict(plan, &profile)?;
+    say_uncovered(plan, Some(&profile))?;
+    Ok(profile)
+}
+
+/// Says on stderr what a profile does not cover of a plan.
+fn say_uncovered(plan: &Plan, profile: Option<&Profile>) -> Result<(), Error> {
+    if let Some(profile) = profile {
+        uncovered(plan, profile)?.iter().for_each(|line| eprintln!("warning: {line}"));
+    }
+    Ok(())
+}
+
 /// A plan file, or a model file and what to plan it for.
 #[derive(Args, Clone, Debug)]
 pub struct PlanOrModel {
@@ -279,19 +308,24 @@ impl PlanOrModel {
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
-            let fixed = self.model != ModelOptions::default() || self.plan != PlanOptions::default();
+            let of_plan = PlanOptions { profile: None, ..self.plan.clone() };
+            let fixed = self.model != ModelOptions::default() || of_plan != PlanOptions::default();
             if fixed {
                 return Err(Error::Option {
                     option: "PLAN",
                     problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
                 });
             }
-            return Ok((plan_of(&self.file, &bytes)?, None));
+            let mut plan = plan_of(&self.file, &bytes)?;
+            if let Some(file) = &self.plan.profile {
+                judge_by(&mut plan, file)?;
+            }
+            return Ok((plan, None));
         }
         let (mut request, given) = self.plan.request_of(&self.file, &bytes, &self.model)?;
         request.baselines = false;
         let bar = Bar::new();
-        Ok((altiplano::plan(&request, &bar)?, given))
+        Ok((self.plan.plan(&request, &bar)?, given))
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::say;
 use crate::progress::Bar;
-use altiplano::{Error, plan, report, write_file};
+use altiplano::{Error, report, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ impl Plan {
     pub fn run(self) -> Result<(), Error> {
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::new();
-        let plan = plan(&request, &bar)?;
+        let plan = self.plan.plan(&request, &bar)?;
         drop(bar);
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;

@@ -36,6 +36,10 @@ impl Run {
             return Err(Error::Option { option: "--output", problem });
         }
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        if let Some(profile) = &plan.profile {
+            let step = if plan.schedule.trains() { "step" } else { "batch" };
+            say(format!("predicted: {}/{step}, by the {profile}", seconds(plan.predicted.step_time_s)))?;
+        }
         let bar = Bar::new();
         if !plan.schedule.trains() {
             let (peaks, results) = infer(&plan, &training, |pass| {

@@ -1,5 +1,6 @@
 //! `altiplano simulate PLAN`: a step as the simulator plays it.
 
+use crate::commands::options::judge_by;
 use crate::commands::say;
 use altiplano::simulate::Simulation;
 use altiplano::{Error, load_plan, write_file};
@@ -15,6 +16,9 @@ pub struct Simulate {
     /// op (all_reduce)
     #[arg(long, value_name = "NAME")]
     explain: Option<String>,
+    /// Play by what `altiplano profile` measured of this machine
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
     /// Say what the devices of each stage hold when they hold most
     #[arg(long)]
     memory: bool,
@@ -31,7 +35,17 @@ pub struct Simulate {
 
 impl Simulate {
     pub fn run(self) -> Result<(), Error> {
-        let simulation = Simulation::new(load_plan(&self.plan)?)?;
+        let mut plan = load_plan(&self.plan)?;
+        let profile = match &self.profile {
+            Some(file) => Some(judge_by(&mut plan, file)?),
+            None => None,
+        };
+        if let (Some(measured), None) = (&plan.profile, &profile) {
+            eprintln!(
+                "note: the plan was judged by the {measured}; without --profile it is played by the cluster's figures"
+            );
+        }
+        let simulation = Simulation::new(plan, profile.as_ref())?;
         if let Some(file) = &self.trace {
             write_file(file, &simulation.trace().to_string())?;
         }

@@ -260,7 +260,7 @@ fn kernel_of(name: &str, arguments: &Arguments) -> Option<Kernel> {
 }
 
 fn kernel(kind: KernelKind, read_bytes: u64, written_bytes: u64) -> Kernel {
-    Kernel { kind, nodes: Vec::new(), reads: Vec::new(), writes: Vec::new(), read_bytes, written_bytes }
+    Kernel { kind, nodes: Vec::new(), reads: Vec::new(), writes: Vec::new(), read_bytes, written_bytes, work: None }
 }
 
 #[cfg(test)]

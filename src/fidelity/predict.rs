@@ -163,7 +163,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
-    let work = programs.programs.iter().map(|p| work(p, &plan.execution)).collect();
+    let work = programs.programs.iter().map(|p| work(p, &plan.execution, &cost)).collect();
     // Graphs have done their duty.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());

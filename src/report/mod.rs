@@ -90,6 +90,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         1 => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
         n => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,
     }
+    if let Some(profile) = &plan.profile {
+        writeln!(out, "  judged by       {profile}")?;
+    }
     let p = &plan.predicted;
     let step = if trains { "step " } else { "batch" };
     writeln!(

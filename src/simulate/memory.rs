@@ -4,7 +4,6 @@
 use super::Simulation;
 use crate::report::Grid;
 use crate::units::{bytes, seconds};
-use altiplano_cost_models::CostModel;
 use altiplano_cost_models::pipeline::PipelineCall;
 use altiplano_ir::program::{Call, Phase};
 use altiplano_planner::memory::{Category, Held, StageMemory, name};

@@ -184,8 +184,13 @@ impl Compiler<'_> {
         replaceable: Vec<(usize, ValueId)>,
     ) {
         let workspace_bytes = self.workspace_bytes(node, &kernel);
+        let mut members: Vec<ValueId> = match &kernel {
+            Work::Chain(group) => group.members.iter().copied().chain(group.reductions.iter().map(|r| r.0)).collect(),
+            _ => Vec::new(),
+        };
+        members.sort_unstable();
         let (in_place, dies) = (Vec::new(), Vec::new());
-        self.steps.push(Step { node, kernel, inputs, outputs, workspace_bytes, replaceable, in_place, dies });
+        self.steps.push(Step { node, members, kernel, inputs, outputs, workspace_bytes, replaceable, in_place, dies });
     }
 
     /// Makes a step whose result is all of `v` in row-major order.

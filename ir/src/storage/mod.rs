@@ -57,6 +57,18 @@ impl Class {
         matches!(self, Class::I32 | Class::I64)
     }
 
+    /// The element type that the format is named after.
+    pub fn dtype(self) -> DType {
+        match self {
+            Class::F32 => DType::F32,
+            Class::F16 => DType::F16,
+            Class::BF16 => DType::BF16,
+            Class::I32 => DType::I32,
+            Class::I64 => DType::I64,
+            Class::Bool => DType::Bool,
+        }
+    }
+
     pub fn is_half(self) -> bool {
         matches!(self, Class::F16 | Class::BF16)
     }
@@ -135,6 +147,8 @@ impl Output {
 pub struct Step<K> {
     /// The node it stands for (the last one of a chain), for messages.
     pub node: ValueId,
+    /// All nodes of a chain, in order.
+    pub members: Vec<ValueId>,
     pub kernel: K,
     /// Stored values that it reads.
     pub inputs: Vec<ValueId>,
@@ -178,6 +192,7 @@ impl<K> Steps<K> {
         let step = |step: Step<K>| Step {
             kernel: kernel(&step),
             node: step.node,
+            members: step.members,
             inputs: step.inputs,
             outputs: step.outputs,
             workspace_bytes: step.workspace_bytes,

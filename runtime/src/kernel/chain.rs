@@ -8,6 +8,7 @@ use crate::kernel::instruction::{
 };
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
+use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
 
 /// Elements of a register: 2 KiB of floats, so that a dozen registers fit in the first-level cache.
@@ -85,8 +86,7 @@ impl Chain {
         }
         let rows = self.elements / self.row;
         let mut rest: Vec<&mut [u8]> = outputs.iter_mut().map(|o| o.slice_mut::<u8>()).collect();
-        let work = self.elements.saturating_mul(self.instructions.len() + self.loads.len() + 1);
-        if threads == 1 || work < PARALLEL_WORK || rows < 2 {
+        if self.parts(threads) == 1 {
             self.run_part(inputs, Part { first: 0, rows, outputs: rest });
             return;
         }
@@ -107,6 +107,60 @@ impl Chain {
             first += count;
         }
         parts.into_par_iter().for_each(|part| self.run_part(inputs, part));
+    }
+
+    /// Threads that a run is spread over, of `threads` that it may use.
+    fn parts(&self, threads: usize) -> usize {
+        let rows = self.elements / self.row;
+        let work = self.elements.saturating_mul(self.instructions.len() + self.loads.len() + 1);
+        if threads == 1 || work < PARALLEL_WORK || rows < 2 { 1 } else { threads }
+    }
+
+    /// Elements of a register.
+    fn block(&self, rows: usize) -> usize {
+        if self.row <= BLOCK { (BLOCK / self.row * self.row).min(rows * self.row) } else { BLOCK }
+    }
+
+    /// What a run does.
+    pub fn work(&self, threads: usize) -> Work {
+        let parts = self.parts(threads);
+        let mut work = Work::new(parts);
+        let (n, rows) = (self.elements as f64, self.elements / self.row.max(1));
+        // Each thread has registers of its own.
+        let registers = (self.float_registers + 2 * self.integer_registers) * self.block(rows) * parts;
+        work.once("registers", DType::F32, 4.0 * registers as f64);
+        for instruction in &self.instructions {
+            let (family, dtype) = instruction.code.family();
+            work.once(family, dtype, n);
+        }
+        for store in &self.stores {
+            work.once("store", store.class.dtype(), n * store.class.bytes() as f64);
+        }
+        for reduction in &self.reductions {
+            work.once("reduce_row", reduction.class.dtype(), n);
+            work.once("row", reduction.class.dtype(), rows as f64);
+        }
+        for load in &self.loads {
+            let dtype = load.class.dtype();
+            let Some(&(inner, stride)) = load.runs.last() else {
+                work.once("load_repeated", dtype, n);
+                continue;
+            };
+            if load.runs.len() > 1 || stride != 1 {
+                work.once("run", dtype, n / inner as f64);
+            }
+            match stride {
+                0 => work.once("load_repeated", dtype, n),
+                1 => {
+                    // What is read again and again stays in the cache, at the price of a load of its size.
+                    let distinct: usize = load.runs.iter().filter(|r| r.1 != 0).map(|r| r.0).product();
+                    let times = n / distinct.max(1) as f64;
+                    work.add(Term { times, ..Term::once("load", dtype, [(distinct * load.class.bytes()) as f64]) });
+                }
+                _ => work.once("load_strided", dtype, n),
+            }
+        }
+        work
     }
 
     fn bytes_per_row(&self, output: usize) -> usize {
@@ -133,7 +187,7 @@ impl Chain {
 
     #[inline(always)]
     fn run_blocks<const FMA: bool>(&self, inputs: &[&Storage], mut part: Part<'_>) {
-        let block = if self.row <= BLOCK { (BLOCK / self.row * self.row).min(part.rows * self.row) } else { BLOCK };
+        let block = self.block(part.rows);
         let mut registers = Registers {
             floats: vec![vec![0.0; block]; self.float_registers],
             integers: vec![vec![0; block]; self.integer_registers],

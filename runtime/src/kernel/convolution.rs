@@ -4,12 +4,15 @@
 //! Where the operand is dilated, results fall into phases that see different window positions, and none of them meets the
 //! zeros in between: a transposed convolution costs what its terms cost.
 
+use super::dot::{Sides, product_term};
 use super::matrix::{Strides, multiply};
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
 use crate::view::View;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Convolution, GATHERED_ROWS, WindowDim};
+use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
 
 /// Rows of the gathered matrix, at most.
@@ -154,6 +157,57 @@ impl Conv {
             _ => self.lhs.end - self.lhs.offset + self.rhs.end - self.rhs.offset + self.result_elements,
         };
         4 * (self.workspace.iter().sum::<usize>() + copies) as u64
+    }
+
+    /// What a run does, of which `threads` may be used: for each tile of results the operand gathered, products, and results
+    /// put in their places.
+    pub fn work(&self, threads: usize) -> Work {
+        let mut work = Work::new(1);
+        let mut add = |term: Term, times: f64| work.add(Term { times, ..term });
+        let groups = self.groups as f64;
+        for phase in self.all_phases() {
+            let positions: usize = phase.iter().map(|p| p.positions.len()).product();
+            let results = phase.iter().map(|p| p.count).product::<usize>() * self.images;
+            if self.is_depthwise() {
+                let visited = (results * positions) as f64;
+                add(Term::once("conv_position", DType::F32, [visited]), 1.0);
+                add(Term::once("multiply_add", DType::F32, [visited * groups]), 1.0);
+                continue;
+            }
+            let kernel = positions * self.inputs * self.outputs;
+            add(Term::once("copy_strided", DType::F32, [kernel as f64]), groups);
+            for (rows, tiles) in parts_of(results, ROWS) {
+                let tiles = tiles as f64 * groups;
+                let out = rows * self.outputs;
+                match self.result_output {
+                    1 => add(Term::once("copy", DType::F32, [4.0 * out as f64]), tiles),
+                    _ => add(Term::once("copy_strided", DType::F32, [out as f64]), tiles),
+                }
+                for (block, blocks) in parts_of(positions, self.block()) {
+                    let times = tiles * blocks as f64;
+                    let terms = block * self.inputs;
+                    let (run, lhs) = match self.gathers_images() {
+                        true => (self.images.min(rows), (rows, 1)),
+                        false => (self.inputs, (1, terms)),
+                    };
+                    let sides = Sides { by_terms: lhs, by_columns: (1, self.outputs), result: (1, self.outputs) };
+                    let large = threads > 1 && rows * self.outputs * terms > 1 << 18;
+                    let sizes = [rows, self.outputs, terms];
+                    let product = product_term(sizes, sides, if large { threads } else { 1 });
+                    add(Term { dtype: self.class.dtype(), ..product }, times);
+                    let spread = threads > 1 && rows * terms > 1 << 15;
+                    let share = times / if spread { threads as f64 } else { 1.0 };
+                    let neighbours = if self.gathers_images() { self.lhs.major } else { self.lhs.input } == 1;
+                    let gathered = (rows * terms) as f64;
+                    add(Term::once("gather_run", DType::F32, [gathered / run.max(1) as f64]), share);
+                    match neighbours {
+                        true => add(Term::once("copy", DType::F32, [4.0 * gathered]), share),
+                        false => add(Term::once("copy_strided", DType::F32, [gathered]), share),
+                    }
+                }
+            }
+        }
+        work
     }
 
     pub fn run(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage, threads: usize) -> Result<(), KernelError> {
@@ -333,6 +387,18 @@ impl Conv {
         Strides { row: terms, column: 1 }
     }
 
+    /// Gathers what the first tile of results sees, as a run does with each of its tiles.
+    pub fn gather_tile(&self, lhs: &[f32], gathered: &mut [f32]) {
+        let Some(phase) = self.all_phases().into_iter().next() else { return };
+        let positions = all_positions(&phase);
+        let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
+        let rows = Rows { counts: &counts, images: self.images, by_image: self.gathers_images() };
+        let places: Vec<(usize, Vec<usize>)> = (0..ROWS.min(rows.len())).map(|m| rows.at(m)).collect();
+        if let Some(block) = positions.chunks(self.block()).next() {
+            self.gather(lhs, 0, &phase, block, &places, gathered, 1);
+        }
+    }
+
     /// One input and one output in each group: groups run innermost.
     fn depthwise(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32]) {
         result.fill(0.0);
@@ -386,6 +452,12 @@ impl Conv {
             }
         }
     }
+}
+
+/// The parts that a whole is cut into, the last one being what is left: their sizes, and how many there are of each.
+fn parts_of(whole: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
+    let last = (whole % part, 1);
+    [(part, whole / part), last].into_iter().filter(|&(size, count)| size > 0 && count > 0)
 }
 
 /// Combinations of the window positions of all dimensions.

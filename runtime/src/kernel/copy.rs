@@ -1,5 +1,7 @@
 //! Copies between strided layouts: transposes, slices, concatenation, padding, and the parts of collectives.
 
+use altiplano_ir::dtype::DType;
+use altiplano_ir::work::Work;
 use bytemuck::Pod;
 use rayon::prelude::*;
 
@@ -41,18 +43,49 @@ impl Copy {
         }
     }
 
+    /// What a run does with elements of so many bytes, of which `threads` may be used.
+    pub fn work(&self, bytes: usize, threads: usize) -> Work {
+        let mut work = Work::new(self.parts(threads));
+        let elements: usize = self.dims.iter().map(|d| d.0).product();
+        let dtype = match bytes {
+            1 => DType::Bool,
+            2 => DType::F16,
+            4 => DType::F32,
+            _ => DType::I64,
+        };
+        let (n, moved) = (elements as f64, (elements * bytes) as f64);
+        let Some((&(inner, source, target), outer)) = self.dims.split_last().filter(|_| !self.empty) else {
+            return work;
+        };
+        if target == 1 && source > 1 && outer.iter().any(|d| d.1 == 1) {
+            work.once("transpose", dtype, n);
+            return work;
+        }
+        if !outer.is_empty() {
+            work.once("copy_run", DType::F32, n / inner as f64);
+        }
+        match (source, target) {
+            (1, 1) => work.once("copy", DType::F32, moved),
+            (0, 1) => work.once("fill", DType::F32, moved),
+            _ => work.once("copy_strided", dtype, n),
+        }
+        work
+    }
+
+    /// Threads that a run is spread over: only where the major dimension covers disjoint runs of the target.
+    fn parts(&self, threads: usize) -> usize {
+        let elements: usize = self.dims.iter().map(|d| d.0).product();
+        let disjoint = |(&(size, _, t), rest): (&(usize, usize, usize), &[(usize, usize, usize)])| {
+            size > 1 && rest.iter().map(|d| (d.0 - 1) * d.2).sum::<usize>() < t
+        };
+        let large = threads > 1 && !self.empty && elements > 1 << 16;
+        if large && self.dims.split_first().is_some_and(disjoint) { threads } else { 1 }
+    }
+
     /// [`Copy::run`] with the major dimension spread over threads.
     pub fn run_parallel<T: Pod + Send + Sync>(&self, source: &[T], target: &mut [T], threads: usize) {
-        let elements: usize = self.dims.iter().map(|d| d.0).product();
         match self.dims.split_first() {
-            // Only where the major dimension covers disjoint runs of the target.
-            Some((&(size, s, t), rest))
-                if threads > 1
-                    && !self.empty
-                    && elements > 1 << 16
-                    && size > 1
-                    && rest.iter().map(|d| (d.0 - 1) * d.2).sum::<usize>() < t =>
-            {
+            Some((&(size, s, t), _)) if self.parts(threads) > 1 => {
                 let share = size.div_ceil(threads);
                 let source = &source[self.source_offset..];
                 target[self.target_offset..].par_chunks_mut(share * t).take(size.div_ceil(share)).enumerate().for_each(

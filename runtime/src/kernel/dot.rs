@@ -5,7 +5,9 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
 use crate::view::View;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::op::DotGeneral;
+use altiplano_ir::work::{Term, Work};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
@@ -97,6 +99,36 @@ impl Dot {
         4 * (self.lhs_end - self.lhs_offset + self.rhs_end - self.rhs_offset + self.result_elements) as u64
     }
 
+    /// Products that are spread over threads as wholes, rather than each in itself.
+    fn spreads_products(&self, threads: usize) -> bool {
+        self.is_large(threads) && self.products() >= threads
+    }
+
+    fn products(&self) -> usize {
+        self.loops.iter().map(|a| a.size).product()
+    }
+
+    fn is_large(&self, threads: usize) -> bool {
+        threads > 1 && self.products() * self.rows.size * self.columns.size * self.terms.size > 1 << 18
+    }
+
+    /// What a run does, of which `threads` may be used.
+    pub fn work(&self, threads: usize) -> Work {
+        let whole = self.spreads_products(threads);
+        let mut work = Work::new(if whole { threads } else { 1 });
+        let repeats: usize = self.term_loops.iter().map(|a| a.size).product();
+        let sides = Sides {
+            by_terms: (self.terms.lhs, self.rows.lhs),
+            by_columns: (self.columns.rhs, self.terms.rhs),
+            result: (self.columns.result, self.rows.result),
+        };
+        let sizes = [self.rows.size, self.columns.size, self.terms.size];
+        let within = if self.is_large(threads) && !whole { threads } else { 1 };
+        let term = product_term(sizes, sides, within);
+        work.add(Term { dtype: self.class.dtype(), times: (self.products() * repeats) as f64, ..term });
+        work
+    }
+
     pub fn run(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage, threads: usize) -> Result<(), KernelError> {
         match self.class {
             Class::F32 => {
@@ -136,7 +168,7 @@ impl Dot {
             }
             return;
         }
-        let count: usize = self.loops.iter().map(|a| a.size).product();
+        let count = self.products();
         if self.result_elements == 0 {
             return;
         }
@@ -146,8 +178,7 @@ impl Dot {
                 && self.result_elements <= result.len(),
             "the operands of a product are smaller than their views"
         );
-        let flop = count * self.rows.size * self.columns.size * self.terms.size;
-        let spread = threads > 1 && flop > 1 << 18;
+        let spread = self.is_large(threads);
         let result = Shared(result.as_mut_ptr());
         let one = |i: usize, parallelism: Parallelism| {
             let (mut l, mut r, mut d, mut rest) = (0, 0, 0, i);
@@ -195,7 +226,7 @@ impl Dot {
                 }
             }
         };
-        if spread && count >= threads {
+        if self.spreads_products(threads) {
             (0..count)
                 .into_par_iter()
                 .with_min_len(count.div_ceil(4 * threads))
@@ -222,6 +253,34 @@ impl Dot {
             result[d] = T::from_i64(sum);
         });
     }
+}
+
+/// Steps of a product's operands and result: along the inner dimension as written (terms, columns, columns), and the other.
+pub struct Sides {
+    pub by_terms: (usize, usize),
+    pub by_columns: (usize, usize),
+    pub result: (usize, usize),
+}
+
+/// A product of `[rows, columns, terms]` as a term. Its family says of either operand whether it is written as the product is (`n`)
+/// or transposed (`t`), since packing the one differs from packing the other.
+pub fn product_term([rows, columns, terms]: [usize; 3], sides: Sides, threads: usize) -> Term {
+    // What is not neighbours along either dimension counts as transposed; a dimension of one says nothing.
+    let written = |(inner, _): (usize, usize), size: usize| size == 1 || inner == 1;
+    let (mut lhs, mut rhs) = (written(sides.by_terms, terms), written(sides.by_columns, columns));
+    let mut size = [rows, columns, terms];
+    // A result that is written transposed is the product of the transposed operands.
+    if sides.result.0 > 1 && sides.result.1 == 1 {
+        (lhs, rhs) = (!rhs || terms == 1, !lhs || rows == 1);
+        size.swap(0, 1);
+    }
+    let family = match (lhs, rhs) {
+        (true, true) => "matmul_nn",
+        (true, false) => "matmul_nt",
+        (false, true) => "matmul_tn",
+        (false, false) => "matmul_tt",
+    };
+    Term { threads: threads as u32, ..Term::once(family, DType::F32, size.map(|n| n as f64)) }
 }
 
 /// Visits all positions of a loop nest.

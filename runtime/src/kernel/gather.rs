@@ -8,6 +8,7 @@ use crate::kernel::instruction::{combine as combined, integer_binary};
 use crate::view::row_major;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Combine, GatherDims, Reducer};
+use altiplano_ir::work::Work;
 
 /// What both kernels know of their dimensions. `table` is the gather's operand or the scatter's result, `rows` the
 /// gather's result or the scatter's updates.
@@ -53,6 +54,29 @@ impl Lookup {
             component_stride: index_strides.get(dims.index_vector_dim).copied().unwrap_or(0),
             window,
         }
+    }
+
+    /// What a lookup of elements of so many bytes does: the copy of each slice, found by its index.
+    pub fn gather_work(&self, class: Class) -> Work {
+        let mut work = Work::new(1);
+        let (count, width) = self.slices();
+        work.once("index", DType::I32, count as f64);
+        work.once("copy", DType::F32, (count * width * class.bytes()) as f64);
+        work
+    }
+
+    /// What adding or writing slices to a tensor does, beyond filling the tensor before.
+    pub fn scatter_work(&self, dtype: DType) -> Work {
+        let mut work = Work::new(1);
+        let (count, width) = self.slices();
+        work.once("index", DType::I32, count as f64);
+        work.once("scatter", Class::of(dtype).dtype(), (count * width) as f64);
+        work
+    }
+
+    /// Slices, and elements of each.
+    fn slices(&self) -> (usize, usize) {
+        (self.batches.iter().map(|b| b.0).product(), self.window.iter().map(|w| w.0).product())
     }
 
     /// Calls `visit(row offset, table offset or None where the slice does not lie inside)` for each index vector.

@@ -66,6 +66,29 @@ impl Code {
         }
     }
 
+    /// The instructions whose loops are alike, by the name under which a profile knows them, and the registers they work on.
+    pub fn family(self) -> (&'static str, DType) {
+        match self {
+            Code::FUnary(op) => (op.name(), DType::F32),
+            Code::FBinary(op) => (op.name(), DType::F32),
+            Code::FCompare(_) | Code::FToBool => ("compare", DType::F32),
+            Code::FSelect => ("select", DType::F32),
+            Code::FRound(dtype) => ("round", dtype),
+            Code::FReduce(..) => ("reduce_precision", DType::F32),
+            Code::IUnary(..) => ("integer_unary", DType::I64),
+            Code::IBinary(Binary::Add | Binary::Subtract | Binary::Multiply, _) => ("integer_add", DType::I64),
+            Code::IBinary(..) => ("integer_binary", DType::I64),
+            Code::ICompare(..) | Code::IToBool => ("compare", DType::I64),
+            Code::ISelect => ("select", DType::I64),
+            Code::IToF(_) => ("convert", DType::I64),
+            Code::FToI(_) => ("convert", DType::F32),
+            Code::IWrap(_) => ("wrap", DType::I64),
+            Code::FToFBits(..) | Code::FToIBits(..) => ("bits", DType::F32),
+            Code::IToFBits(..) => ("bits", DType::I64),
+            Code::IThreefry(_) => ("threefry", DType::I64),
+        }
+    }
+
     pub fn operands(self) -> usize {
         match self {
             Code::IThreefry(_) => 4,

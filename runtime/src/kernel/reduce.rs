@@ -8,6 +8,7 @@ use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
+use altiplano_ir::work::Work;
 use rayon::prelude::*;
 
 /// Result elements that are summed side by side.
@@ -37,6 +38,17 @@ impl Reduction {
             View { shape, strides, ..part }.runs()
         };
         Reduction { dtype, reducer, offset: view.offset, kept: runs(true), reduced: runs(false) }
+    }
+
+    /// What a run does, of which `threads` may be used.
+    pub fn work(&self, threads: usize) -> Work {
+        let size = |runs: &[(usize, usize)]| runs.iter().map(|r| r.0).product::<usize>();
+        let elements = size(&self.kept).saturating_mul(size(&self.reduced));
+        let mut work = Work::new(if threads > 1 && elements > 1 << 17 { threads } else { 1 });
+        let neighbours = self.kept.last().is_some_and(|k| k.1 == 1) && !self.reduced.is_empty();
+        let family = if neighbours { "reduce_columns" } else { "reduce_strided" };
+        work.once(family, Class::of(self.dtype).dtype(), elements as f64);
+        work
     }
 
     pub fn run(&self, input: &Storage, output: &mut Storage, threads: usize) {

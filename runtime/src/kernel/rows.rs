@@ -14,6 +14,11 @@ use std::ops::Range;
 /// Work below this many elements is not worth handing to another thread.
 const PARALLEL_WORK: usize = 1 << 14;
 
+/// Threads over which rows of so many elements in all are spread.
+pub fn parts(elements: usize, length: usize, threads: usize) -> usize {
+    if threads > 1 && elements >= PARALLEL_WORK && elements > length { threads } else { 1 }
+}
+
 /// Calls `work` with the number and the elements of each row.
 pub fn for_each_row<T: Send>(
     elements: &mut [T],
@@ -24,7 +29,7 @@ pub fn for_each_row<T: Send>(
     if length == 0 {
         return;
     }
-    if threads > 1 && elements.len() >= PARALLEL_WORK && elements.len() > length {
+    if parts(elements.len(), length, threads) > 1 {
         elements.par_chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));
     } else {
         elements.chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));

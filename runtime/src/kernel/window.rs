@@ -6,6 +6,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, with_class};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Extremum, Reducer, WindowDim};
+use altiplano_ir::work::Work;
 use rayon::prelude::*;
 
 /// Windows over a row-major tensor.
@@ -34,6 +35,16 @@ impl Pooling {
             inner: operand[last..].iter().product(),
             parts: operand[..first].iter().product(),
         }
+    }
+
+    /// What a run of either kind does, as elements of all windows.
+    pub fn work(&self, family: &'static str, threads: usize) -> Work {
+        let mut work = Work::new(threads.min(self.parts.max(1)));
+        let window: u64 = self.window.iter().map(|w| w.size).product();
+        let windows = self.result.iter().product::<usize>() * self.parts;
+        work.once("window", DType::F32, windows as f64 * window as f64);
+        work.once(family, Class::of(self.dtype).dtype(), (windows * self.inner) as f64 * window as f64);
+        work
     }
 
     /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.

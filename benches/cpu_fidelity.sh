@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# How well a measured profile predicts steps on the CPU workers of this machine: for each pair of a model and a plan, the predicted
+# seconds per step beside measured ones, in a table, with the machine's load at the time.
+#
+#   benches/cpu_fidelity.sh [TABLE.md]        STEPS=8 steps a pair; EVERY=5 pairs until the machine is profiled again, since other
+#                                             work on it comes and goes; ONLY=name alone
+#   CORE=0 benches/cpu_fidelity.sh            on that core alone, by processor time: for machines that others use too
+#
+# By the clock, the median of the steps after the first counts. With CORE, all devices share one core, which is never idle during a
+# step, so that a step takes the processor time that all of them use: that of a run, less that of a run of one step.
+#
+# Models are those of the tests and small ones by Hugging Face configs, which are written here.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+altiplano="${ALTIPLANO:-}"
+if [ -z "$altiplano" ]; then
+    cargo build --release --quiet
+    altiplano="${CARGO_TARGET_DIR:-target}/release/altiplano"
+fi
+steps="${STEPS:-8}" core="${CORE:-}" every="${EVERY:-5}" only="${ONLY:-}"
+table="${1:-/dev/stdout}"
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+
+config() { mkdir -p "$scratch/$1" && printf '%s\n' "$2" > "$scratch/$1/config.json"; }
+config gpt2 '{"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256, "vocab_size": 2048}'
+config llama '{"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "max_position_embeddings": 256}'
+config t5 '{"model_type": "t5", "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_model": 256, "d_kv": 64, "d_ff": 1024, "vocab_size": 2048}'
+config bert '{"model_type": "bert", "num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2048, "max_position_embeddings": 256}'
+config mixtral '{"model_type": "mixtral", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 192, "intermediate_size": 512, "vocab_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256}'
+config vit '{"model_type": "vit", "num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 192, "intermediate_size": 768, "image_size": 64, "patch_size": 8, "num_channels": 3}'
+
+one="--cluster local:1"
+dp2="--cluster local:2 --dp 2 --tp 1 --pp 1 --zero 0" tp2="--cluster local:2 --dp 1 --tp 2 --pp 1"
+pp2="--cluster local:2 --dp 1 --tp 1 --pp 2" fsdp2="--cluster local:2 --dp 2 --tp 1 --pp 1 --zero 3"
+four="--cluster local:4 --dp 2 --tp 1 --pp 2" again="--cluster local:2 --dp 2 --tp 1 --pp 1 --recompute full"
+demo="examples/models/gpt-small-demo.mlir"
+pairs=(
+    "gpt demo|$demo|$one" "gpt demo|$demo|$dp2" "gpt demo|$demo|$tp2" "gpt demo|$demo|$pp2" "gpt demo|$demo|$four"
+)
+for name in gpt2 llama bert t5 mixtral; do
+    model="$scratch/$name/config.json --seq 128 --global-batch 8"
+    for plan in "$one" "$dp2" "$tp2" "$pp2"; do pairs+=("$name|$model|$plan"); done
+done
+for name in gpt2 llama; do
+    model="$scratch/$name/config.json --seq 128 --global-batch 8"
+    for plan in "$four" "$fsdp2" "$again"; do pairs+=("$name|$model|$plan"); done
+done
+for plan in "$one" "$dp2"; do pairs+=("vit|$scratch/vit/config.json --global-batch 16|$plan"); done
+for model in resnet unet moe-sorted state-space; do
+    for plan in "$one" "$dp2"; do pairs+=("$model|tests/models/$model.mlir|$plan"); done
+done
+
+pinned=()
+[ -z "$core" ] || pinned=(taskset -c "$core")
+
+# Lines `80.5 ms/step` as milliseconds.
+in_ms() { awk '{ split($2, unit, "/"); u = unit[1]; print u == "us" ? $1 / 1000 : u == "ms" ? $1 : $1 * 1000 }'; }
+median() { sort -g | awk '{ all[NR] = $1 } END { print all[int((NR + 1) / 2)] }'; }
+# Processor seconds of a run of so many steps; what it says is in out.
+spent() {
+    local TIMEFORMAT='%U %S'
+    { time "${pinned[@]}" "$altiplano" run "$scratch/plan.json" --steps "$1" > "$scratch/out" 2> "$scratch/err"; } 2>&1 |
+        awk '{ print $1 + $2 }'
+}
+count=0
+{
+    echo "| model | plan | predicted ms | measured ms | error | load |"
+    echo "| --- | --- | ---: | ---: | ---: | ---: |"
+    for pair in "${pairs[@]}"; do
+        IFS='|' read -r name model plan <<< "$pair"
+        if [ -n "$only" ] && [ "$only" != "$name" ]; then continue; fi
+        if [ $((count % every)) = 0 ]; then
+            "${pinned[@]}" "$altiplano" profile -o "$scratch/profile.json" 2>&1 | sed "s/^/before pair $((count + 1)): /" >&2
+        fi
+        count=$((count + 1))
+        # shellcheck disable=SC2086
+        if ! "$altiplano" plan $model $plan --profile "$scratch/profile.json" -o "$scratch/plan.json" > "$scratch/out" 2> "$scratch/err"; then
+            echo "$name $plan: $(tail -1 "$scratch/err")" >&2
+            continue
+        fi
+        grep -h '^warning: .*profile' "$scratch/err" | sed "s/^/$name $plan: /" >&2 || true
+        predicted="$(awk '/^  predicted step/ { print $3, $4 }' "$scratch/out" | in_ms)"
+        first="$(spent 1)"
+        all="$(spent $((steps + 1)))"
+        load="$(cut -d' ' -f1 /proc/loadavg)"
+        if [ -n "$core" ]; then
+            measured="$(awk -v a="$first" -v b="$all" -v n="$steps" 'BEGIN { print 1000 * (b - a) / n }')"
+        else
+            measured="$(awk '$1 == "step" && $2 > 1 { print $5, $6 }' "$scratch/out" | in_ms | median)"
+        fi
+        awk -v n="$name" -v p="${plan#--cluster }" -v a="$predicted" -v b="$measured" -v l="$load" \
+            'BEGIN { printf "| %s | %s | %.1f | %.1f | %+.1f %% | %s |\n", n, p, a, b, 100 * (a / b - 1), l }'
+    done
+} | tee "$scratch/table" > "$table"
+awk -F'|' 'NR > 2 { e = $6 + 0; print e < 0 ? -e : e }' "$scratch/table" | sort -g | awk '
+    { all[NR] = $1; within += $1 <= 15 }
+    END { if (NR) printf "\n%d pairs: median error %.1f %%, worst %.1f %%, within 15 %%: %d\n", NR, all[int((NR + 1) / 2)], all[NR], within }' >> "$table"

@@ -1,0 +1,319 @@
+//! Measured profiles: how long the inner loops of a runtime take on one machine, as series of times over sizes.
+//!
+//! A profile prices the terms that a runtime says its kernel calls are made of (`altiplano_ir::work`). Within a series times are
+//! interpolated, log against log; beyond its ends the nearest end is scaled as a roofline would be, and said to be.
+//! The file is JSON, `altiplano.profile` version 1; whatever is wrong in it is refused with its line, or the path of the place.
+
+use altiplano_ir::dtype::DType;
+use altiplano_ir::work::Term;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The `format` of a profile.
+pub const FORMAT: &str = "altiplano.profile";
+/// The `version` of a profile.
+pub const VERSION: u32 = 1;
+
+/// A profile as its file has it.
+///
+/// **Invariants** (checked by `verify`): no two series of the same family, type, threads and load; times are positive and never
+/// fall along an axis; `slower_shared` rises in both columns from `cores` on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    pub format: String,
+    pub version: u32,
+    /// The device of a cluster that is priced by it.
+    pub device: String,
+    pub machine: Machine,
+    /// When it was measured, in UTC: `2026-11-22T01:20:00Z`.
+    pub measured_at: String,
+    /// The version of Altiplano whose kernels were measured.
+    pub altiplano: String,
+    /// Seconds that measuring took.
+    pub seconds: f64,
+    pub outliers: Outliers,
+    /// By how many threads compute at once, beyond the cores of the machine: how much longer each takes than where there are as
+    /// many threads as cores.
+    pub slower_shared: Vec<(u32, f64)>,
+    pub series: Vec<Series>,
+}
+
+/// The machine that was measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    pub processor: String,
+    pub cores: u32,
+}
+
+/// Samples that took more than twice the median of their point.
+#[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Outliers {
+    pub samples: u64,
+    pub outliers: u64,
+    /// The largest, in medians of its point.
+    pub largest: f64,
+}
+
+/// Times of one family over a grid of sizes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Series {
+    pub family: String,
+    pub dtype: DType,
+    /// Threads that share one run.
+    pub threads: u32,
+    /// Threads of all runs that were made at once.
+    pub load: u32,
+    /// The sizes along each axis, rising.
+    pub axes: Vec<Vec<f64>>,
+    /// Times of the grid, row major.
+    pub seconds: Vec<f64>,
+}
+
+/// What is wrong with a profile.
+#[derive(Debug, thiserror::Error, PartialEq)]
+pub enum ProfileError {
+    #[error("{line}:{column}: {error}")]
+    Json { line: usize, column: usize, error: String },
+    #[error("format: expected \"{FORMAT}\", found \"{found}\"")]
+    Format { found: String },
+    #[error("version: this build reads version {VERSION}, the file has {found}")]
+    Version { found: u32 },
+    #[error("{path}: {problem}")]
+    Invalid { path: String, problem: &'static str },
+    #[error("the profile is of {profile}, the cluster has {cluster}")]
+    OtherDevice { profile: String, cluster: String },
+}
+
+/// A time from a profile, and how far outside of what was measured it lies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Priced {
+    pub seconds: f64,
+    /// How many times larger or smaller the size is than the nearest that was measured, along the worst axis; 1 within the range.
+    pub outside: f64,
+}
+
+impl Profile {
+    /// Reads and verifies a profile.
+    pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
+        let json = |e: serde_json::Error| {
+            // The place leads the message, so that it need not end it.
+            let error = e.to_string().split(" at line ").next().unwrap_or_default().to_string();
+            ProfileError::Json { line: e.line(), column: e.column(), error }
+        };
+        #[derive(Deserialize)]
+        struct Header {
+            format: String,
+            version: u32,
+        }
+        let header: Header = serde_json::from_str(text).map_err(json)?;
+        if header.format != FORMAT {
+            return Err(ProfileError::Format { found: header.format });
+        }
+        if header.version != VERSION {
+            return Err(ProfileError::Version { found: header.version });
+        }
+        let profile: Profile = serde_json::from_str(text).map_err(json)?;
+        match profile.verify().into_iter().next() {
+            None => Ok(profile),
+            Some(error) => Err(error),
+        }
+    }
+
+    /// The file, a series a line.
+    pub fn to_json(&self) -> String {
+        // Quotes inside of strings are escaped, so that only the start of a series reads so.
+        serde_json::to_string(self).unwrap_or_default().replace("{\"family\"", "\n{\"family\"") + "\n"
+    }
+
+    /// Everything that is inconsistent.
+    pub fn verify(&self) -> Vec<ProfileError> {
+        let mut errors = Vec::new();
+        let mut fail = |path: String, problem: &'static str| errors.push(ProfileError::Invalid { path, problem });
+        if self.machine.cores == 0 {
+            fail("machine.cores".into(), "must be at least 1");
+        }
+        if !(self.seconds.is_finite() && self.seconds >= 0.0) {
+            fail("seconds".into(), "must be finite and not negative");
+        }
+        let rises = self.slower_shared.windows(2).all(|w| w[0].0 < w[1].0 && w[0].1 <= w[1].1);
+        let beyond = |s: &(u32, f64)| s.0 > self.machine.cores && s.1.is_finite() && s.1 >= 1.0;
+        if !rises || !self.slower_shared.iter().all(beyond) {
+            fail("slower_shared".into(), "must rise, from more threads than cores and a factor of at least 1");
+        }
+        if self.series.is_empty() {
+            fail("series".into(), "must hold at least one series");
+        }
+        let mut known = BTreeSet::new();
+        for (i, series) in self.series.iter().enumerate() {
+            if let Some((place, problem)) = series.problem() {
+                fail(format!("series[{i}].{place}"), problem);
+            }
+            if !known.insert((&series.family, series.dtype, series.threads, series.load)) {
+                fail(format!("series[{i}]"), "is of the same family, type, threads and load as one before it");
+            }
+        }
+        errors
+    }
+
+    /// The profile in words, as plans name it.
+    pub fn label(&self) -> String {
+        let day = self.measured_at.split('T').next().unwrap_or_default();
+        format!("measured profile of {}, {} cores, {day}", self.machine.processor, self.machine.cores)
+    }
+}
+
+impl Series {
+    fn problem(&self) -> Option<(String, &'static str)> {
+        let is_size = |x: &f64| x.is_finite() && *x > 0.0;
+        if self.threads == 0 || self.load < self.threads {
+            return Some(("load".into(), "must be at least `threads`, and that at least 1"));
+        }
+        if self.axes.is_empty() || self.axes.len() > 4 {
+            return Some(("axes".into(), "must be one to four"));
+        }
+        for (a, axis) in self.axes.iter().enumerate() {
+            if axis.is_empty() {
+                return Some((format!("axes[{a}]"), "must hold at least one size"));
+            }
+            if !axis.iter().all(is_size) || axis.windows(2).any(|w| w[0] >= w[1]) {
+                return Some((format!("axes[{a}]"), "must be positive sizes that rise"));
+            }
+        }
+        if self.axes.iter().map(Vec::len).product::<usize>() != self.seconds.len() {
+            return Some(("seconds".into(), "must hold a time for each point of the grid"));
+        }
+        if let Some(i) = self.seconds.iter().position(|s| !is_size(s)) {
+            return Some((format!("seconds[{i}]"), "must be finite and positive"));
+        }
+        let falls = |i: usize| self.below(i).any(|j| self.seconds[i] < self.seconds[j]);
+        let at = (0..self.seconds.len()).find(|&i| falls(i))?;
+        Some((format!("seconds[{at}]"), "is less than that of a smaller size"))
+    }
+
+    /// Points of the grid that are one step smaller along one axis.
+    fn below(&self, point: usize) -> impl Iterator<Item = usize> {
+        let mut stride = 1;
+        let mut smaller = Vec::with_capacity(self.axes.len());
+        for axis in self.axes.iter().rev() {
+            if point / stride % axis.len() > 0 {
+                smaller.push(point - stride);
+            }
+            stride *= axis.len();
+        }
+        smaller.into_iter()
+    }
+
+    /// Raises times that noise has made fall, so that more work never takes less.
+    pub fn make_monotone(&mut self) {
+        for i in 0..self.seconds.len() {
+            let least = self.below(i).map(|j| self.seconds[j]).fold(0.0, f64::max);
+            self.seconds[i] = self.seconds[i].max(least);
+        }
+    }
+
+    /// The time of a size. Between points it is multilinear in the logarithms, which is exact at the points, and monotone since they
+    /// are. Beyond the largest size of an axis time is proportional to it, as under a roofline; below the smallest it stays.
+    pub fn time(&self, size: &[f64]) -> Priced {
+        let mut outside = 1.0f64;
+        let mut beyond = 1.0;
+        // The cell's lower corner along each axis, and how far into the cell the size lies.
+        let mut cell: Vec<(usize, f64)> = Vec::with_capacity(self.axes.len());
+        for (d, axis) in self.axes.iter().enumerate() {
+            let x = size.get(d).copied().unwrap_or(axis[0]);
+            let (first, last) = (axis[0], axis[axis.len() - 1]);
+            if x > last {
+                beyond *= x / last;
+                outside = outside.max(x / last);
+            } else if x < first {
+                outside = outside.max(first / x.max(f64::MIN_POSITIVE));
+            }
+            let x = x.clamp(first, last);
+            let upper = axis.partition_point(|&a| a <= x).min(axis.len() - 1);
+            let lower = upper.saturating_sub(1);
+            let along = if upper == lower { 0.0 } else { (x / axis[lower]).ln() / (axis[upper] / axis[lower]).ln() };
+            cell.push((lower, along.clamp(0.0, 1.0)));
+        }
+        let mut logarithm = 0.0;
+        let mut exact = None;
+        for corner in 0..1usize << cell.len() {
+            let (mut weight, mut at) = (1.0, 0);
+            for (d, &(lower, along)) in cell.iter().enumerate() {
+                let up = corner >> d & 1;
+                weight *= if up == 1 { along } else { 1.0 - along };
+                at = at * self.axes[d].len() + (lower + up).min(self.axes[d].len() - 1);
+            }
+            if weight == 1.0 {
+                exact = Some(self.seconds[at]);
+            }
+            if weight > 0.0 {
+                logarithm += weight * self.seconds[at].ln();
+            }
+        }
+        Priced { seconds: beyond * exact.unwrap_or_else(|| logarithm.exp()), outside }
+    }
+}
+
+/// A profile that is ready to be asked.
+#[derive(Clone, Debug)]
+pub struct Lookup {
+    profile: Profile,
+    /// By family, type and threads: load and number of each series, by rising load.
+    found: BTreeMap<(String, DType, u32), Vec<(u32, usize)>>,
+}
+
+impl Lookup {
+    pub fn new(profile: Profile) -> Lookup {
+        let mut found: BTreeMap<(String, DType, u32), Vec<(u32, usize)>> = BTreeMap::new();
+        for (i, s) in profile.series.iter().enumerate() {
+            found.entry((s.family.clone(), s.dtype, s.threads)).or_default().push((s.load, i));
+        }
+        found.values_mut().for_each(|list| list.sort_unstable());
+        Lookup { profile, found }
+    }
+
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Seconds of a term where `load` threads of the machine compute at once, the term's own included. `None` where the profile
+    /// does not have its family in its type.
+    pub fn price(&self, term: &Term, load: u32) -> Option<Priced> {
+        if term.size.contains(&0.0) || term.times == 0.0 {
+            return Some(Priced { seconds: 0.0, outside: 1.0 });
+        }
+        let key = |threads: u32| (term.family.to_string(), term.dtype, threads);
+        // Where nothing was measured with as many threads, the next larger number, or else the largest.
+        let larger = || self.found.range(key(term.threads)..=key(u32::MAX)).next();
+        let (known, by_load) = larger().or_else(|| self.found.range(key(0)..key(term.threads)).next_back())?;
+        let threads = f64::from(known.2) / f64::from(term.threads.max(1));
+        let &(measured, at) = by_load.iter().find(|s| s.0 >= load).or(by_load.last())?;
+        let Priced { seconds, outside } = self.profile.series[at].time(&term.size);
+        let slower = (self.slower(load) / self.slower(measured)).max(1.0);
+        Some(Priced { seconds: seconds * term.times * slower, outside: outside.max(threads).max(1.0 / threads) })
+    }
+
+    /// How much longer everything takes with so many threads at once than with as many as there are cores.
+    pub fn slower(&self, load: u32) -> f64 {
+        let cores = self.profile.machine.cores;
+        if load <= cores {
+            return 1.0;
+        }
+        let all = std::iter::once((cores, 1.0)).chain(self.profile.slower_shared.iter().copied());
+        let points: Vec<(f64, f64)> = all.map(|(n, s)| (f64::from(n), s)).collect();
+        let n = f64::from(load);
+        let (last, slowest) = points[points.len() - 1];
+        match points.windows(2).find(|w| n <= w[1].0) {
+            Some(w) => w[0].1 + (w[1].1 - w[0].1) * (n - w[0].0) / (w[1].0 - w[0].0),
+            // Threads take turns.
+            None => slowest * n / last,
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "profile_tests.rs"]
+mod tests;

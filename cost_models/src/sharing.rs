@@ -1,0 +1,131 @@
+//! The time of a pipeline's step on one machine, whose cores all stages share: what a call takes depends on how many devices
+//! compute at the same time. Calls are played as fluids; whenever one starts or ends, all others go on at another speed.
+
+use crate::pipeline::{Order, PipelineCall, StageTimeline, StageTimes, Timeline};
+
+/// A stage on a shared machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SharedStage {
+    pub devices: u32,
+    /// What the stage takes where so many devices of all stages compute at once, by rising number.
+    pub times: Vec<(u32, StageTimes)>,
+}
+
+/// What a lane is doing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Doing {
+    Call(usize, PipelineCall),
+    /// The work of a stage after its last backward.
+    Finish(usize),
+}
+
+struct Lane {
+    position: u64,
+    doing: Option<Doing>,
+    /// Part of what it is doing that is still to be done.
+    left: f64,
+    started_s: f64,
+    busy_s: f64,
+    finished: Vec<usize>,
+}
+
+impl SharedStage {
+    /// Seconds of some work with `busy` devices computing: linear between the numbers that are known, proportional beyond.
+    fn seconds(&self, doing: Doing, busy: u32) -> f64 {
+        let of = |times: &StageTimes| match doing {
+            Doing::Call(_, PipelineCall::Forward { .. }) => times.forward_s,
+            Doing::Call(_, PipelineCall::Backward { .. }) => times.backward_s,
+            Doing::Finish(_) => times.step_s,
+        };
+        let known = &self.times;
+        let Some(upper) = known.iter().position(|k| k.0 >= busy) else {
+            return known.last().map_or(0.0, |(n, times)| of(times) * f64::from(busy) / f64::from(*n));
+        };
+        let (n, time) = (known[upper].0, of(&known[upper].1));
+        if n == busy || upper == 0 {
+            return time;
+        }
+        let (m, below) = (known[upper - 1].0, of(&known[upper - 1].1));
+        below + (time - below) * f64::from(busy - m) / f64::from(n - m)
+    }
+}
+
+/// Plays one step. As in [`crate::pipeline::simulate_order`] a call starts when its lane is free and its operand has arrived, here
+/// at once, since what is sent is copied by those who send and receive. With times that do not depend on the number of busy
+/// devices, and without transfers, both give the same.
+pub fn simulate_shared(
+    stages: &[SharedStage],
+    order: &Order,
+    watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
+) -> Timeline {
+    let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.num_microbatches as usize);
+    let mut forward_ready = vec![false; num_stages * width];
+    let mut backward_ready = vec![false; num_stages * width];
+    forward_ready[..width.min(num_stages * width)].fill(true);
+    let lane = |_| Lane { position: 0, doing: None, left: 0.0, started_s: 0.0, busy_s: 0.0, finished: Vec::new() };
+    let mut lanes: Vec<Lane> = (0..num_lanes).map(lane).collect();
+    let mut now_s = 0.0f64;
+    loop {
+        for (l, lane) in lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
+            let next = match order.call(l, lane.position) {
+                Some((s, call)) => {
+                    let (ready, microbatch) = match call {
+                        PipelineCall::Forward { microbatch } => (&forward_ready, microbatch),
+                        PipelineCall::Backward { microbatch } => (&backward_ready, microbatch),
+                    };
+                    ready[s * width + microbatch as usize].then_some(Doing::Call(s, call))
+                }
+                None => (l..num_stages).step_by(num_lanes).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
+            };
+            lane.doing = next;
+            (lane.left, lane.started_s) = (1.0, now_s);
+        }
+        let at_work = |lane: &Lane| match lane.doing {
+            Some(Doing::Call(s, _) | Doing::Finish(s)) => stages[s].devices,
+            None => 0,
+        };
+        let busy: u32 = lanes.iter().map(at_work).sum();
+        let rest_s = |lane: &Lane| match lane.doing {
+            Some(doing @ (Doing::Call(s, _) | Doing::Finish(s))) => lane.left * stages[s].seconds(doing, busy),
+            None => f64::INFINITY,
+        };
+        // The first to end, of equals the first lane; where nobody works, all is done.
+        let rests: Vec<f64> = lanes.iter().map(rest_s).collect();
+        let Some(first) =
+            (0..num_lanes).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]))
+        else {
+            break;
+        };
+        let step_s = rests[first];
+        now_s += step_s;
+        for (l, lane) in lanes.iter_mut().enumerate().filter(|(l, _)| rests[*l].is_finite()) {
+            lane.busy_s += step_s;
+            lane.left = if l == first || rests[l] <= 0.0 { 0.0 } else { lane.left * (1.0 - step_s / rests[l]) };
+        }
+        let lane = &mut lanes[first];
+        match lane.doing.take() {
+            Some(Doing::Call(s, call)) => {
+                lane.position += 1;
+                watch(s, call, lane.started_s, now_s);
+                match call {
+                    PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
+                        forward_ready[(s + 1) * width + microbatch as usize] = true;
+                    }
+                    PipelineCall::Forward { microbatch } => backward_ready[s * width + microbatch as usize] = true,
+                    PipelineCall::Backward { microbatch } if s > 0 => {
+                        backward_ready[(s - 1) * width + microbatch as usize] = true;
+                    }
+                    PipelineCall::Backward { .. } => {}
+                }
+            }
+            Some(Doing::Finish(s)) => lane.finished.push(s),
+            None => {}
+        }
+    }
+    let timeline = |lane: &Lane| StageTimeline { busy_s: lane.busy_s, bubble_s: (now_s - lane.busy_s).max(0.0) };
+    Timeline { step_s: now_s, stages: lanes.iter().map(timeline).collect() }
+}
+
+#[cfg(test)]
+#[path = "sharing_tests.rs"]
+mod tests;

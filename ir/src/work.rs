@@ -1,0 +1,67 @@
+//! What a runtime does for one kernel call, in countable terms: so many elements through an inner loop, so many matrix
+//! products of a size. A runtime says what it does; a measured profile knows what each term takes; neither needs the other.
+
+use crate::dtype::DType;
+use crate::graph::ValueId;
+
+/// Some work of one family: `times` runs of `size`.
+///
+/// `size` has one number for each axis of the family's series in a profile: elements, bytes, or the rows, columns and terms of a
+/// matrix product. Example: an exponential of 4096 floats is `exponential f32 [4096]`, once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Term {
+    pub family: &'static str,
+    pub dtype: DType,
+    pub size: Vec<f64>,
+    pub times: f64,
+    /// Threads that share each run.
+    pub threads: u32,
+}
+
+impl Term {
+    /// Work that one thread does once.
+    pub fn once(family: &'static str, dtype: DType, size: impl Into<Vec<f64>>) -> Term {
+        Term { family, dtype, size: size.into(), times: 1.0, threads: 1 }
+    }
+}
+
+/// What one kernel call does.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Work {
+    pub terms: Vec<Term>,
+    /// Threads over which the terms are spread evenly.
+    pub parts: u32,
+}
+
+impl Work {
+    pub fn new(parts: usize) -> Work {
+        Work { terms: Vec::new(), parts: parts as u32 }
+    }
+
+    /// More of a term that is there already, or another one.
+    pub fn add(&mut self, term: Term) {
+        let alike = |t: &&mut Term| {
+            t.family == term.family && t.dtype == term.dtype && t.size == term.size && t.threads == term.threads
+        };
+        match self.terms.iter_mut().find(alike) {
+            Some(known) => known.times += term.times,
+            None => self.terms.push(term),
+        }
+    }
+
+    /// A term of one axis that one thread does once.
+    pub fn once(&mut self, family: &'static str, dtype: DType, size: f64) {
+        self.add(Term::once(family, dtype, [size]));
+    }
+}
+
+/// A kernel call of a compiled body.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Called {
+    /// The nodes that it computes, in order of the graph; the last one names it.
+    pub nodes: Vec<ValueId>,
+    /// What it reads and leaves, with the stored bytes of each.
+    pub reads: Vec<(ValueId, u64)>,
+    pub writes: Vec<(ValueId, u64)>,
+    pub work: Work,
+}

@@ -1,0 +1,216 @@
+//! Measures what the inner loops of this runtime take on this machine: the families of terms that [`crate::work`] says bodies are
+//! made of, each over a grid of sizes.
+//!
+//! Every point is warmed up and run several times in batches. Time in which a thread was ready and another program had its core is
+//! taken off where the system tells it; of what remains the median counts, and samples far above it are counted as outliers. Operands are taken in turn from several copies, so that those of a middling size are not always in the nearest
+//! cache, as they are not in a step. What a family adds to a larger loop (an instruction to a chain) is a difference of two.
+
+mod chains;
+mod kernels;
+mod network;
+
+use altiplano_ir::dtype::DType;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Options {
+    /// Cores of the machine, which devices share.
+    pub cores: usize,
+    /// Fewer and smaller sizes: seconds instead of a minute, and less to go by.
+    pub quick: bool,
+}
+
+/// Times of one family over a grid of sizes, row major.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    pub family: &'static str,
+    pub dtype: DType,
+    /// Threads that share each run, and threads of all runs that were made at once.
+    pub threads: usize,
+    pub load: usize,
+    pub axes: Vec<Vec<f64>>,
+    pub seconds: Vec<f64>,
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Measurements {
+    pub measured: Vec<Measured>,
+    /// Threads beyond the cores, and by how much each is slower than with as many threads as cores.
+    pub slower_shared: Vec<(u32, f64)>,
+    pub samples: u64,
+    /// Samples of more than twice the median of their point, and the largest, in medians.
+    pub outliers: u64,
+    pub largest: f64,
+}
+
+/// Something that is run again and again.
+type Run = Box<dyn FnMut()>;
+
+/// Least time of what is taken for a difference of two measurements: noise may make it negative.
+const LEAST_S: f64 = 1e-10;
+
+/// Measures with one thread, with as many as there are cores, and with more; `tell` hears what is being measured, and how far it
+/// is.
+pub fn measure(options: &Options, tell: &mut dyn FnMut(&str, usize, usize)) -> Measurements {
+    let cores = options.cores.max(1);
+    let mut loads = vec![1, cores];
+    loads.dedup();
+    let mut harness = Harness { quick: options.quick, load: 1, found: Measurements::default() };
+    let total = 4 * loads.len() + 2;
+    let mut done = 0;
+    let mut next = |what: &str| {
+        tell(what, done, total);
+        done += 1;
+    };
+    for load in loads {
+        harness.load = load;
+        next("elementwise loops");
+        chains::measure(&mut harness);
+        next("copies, reductions, lookups and windows");
+        kernels::measure(&mut harness, cores);
+        next("matrix products");
+        kernels::products(&mut harness, 1);
+        if load == 1 && cores > 1 {
+            next("matrix products of all cores");
+            kernels::products(&mut harness, cores);
+        }
+    }
+    next("collectives");
+    network::measure(&mut harness, cores);
+    next("more threads than cores");
+    harness.found.slower_shared = network::slower_shared(&harness, cores);
+    harness.found
+}
+
+struct Harness {
+    quick: bool,
+    /// Threads that run each point at once.
+    load: usize,
+    found: Measurements,
+}
+
+impl Harness {
+    fn add(&mut self, family: &'static str, dtype: DType, sizes: &[f64], seconds: Vec<f64>) {
+        self.grid(family, dtype, 1, vec![sizes.to_vec()], seconds);
+    }
+
+    fn grid(&mut self, family: &'static str, dtype: DType, threads: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
+        let load = self.load.max(threads);
+        let seconds = seconds.into_iter().map(|s| s.max(LEAST_S)).collect();
+        self.found.measured.push(Measured { family, dtype, threads, load, axes, seconds });
+    }
+
+    /// The sizes of a series, fewer where it is to be quick.
+    fn sizes(&self, all: &[usize]) -> Vec<usize> {
+        if self.quick { all.iter().copied().filter(|&n| n <= 1 << 16).take(3).collect() } else { all.to_vec() }
+    }
+
+    /// Seconds of a run that `make` prepares, each thread its own.
+    fn time(&mut self, make: &(dyn Fn() -> Run + Sync)) -> f64 {
+        let (batch_s, samples) = if self.quick { (5e-5, 3) } else { (2e-4, 7) };
+        let (stop, ready) = (AtomicBool::new(false), Barrier::new(self.load));
+        let mut taken: Vec<f64> = Vec::new();
+        std::thread::scope(|scope| {
+            for _ in 1..self.load {
+                scope.spawn(|| {
+                    let mut run = make();
+                    run();
+                    ready.wait();
+                    while !stop.load(Ordering::Relaxed) {
+                        run();
+                    }
+                });
+            }
+            let mut run = make();
+            run();
+            ready.wait();
+            let once = Watch::start();
+            run();
+            let once_s = once.seconds();
+            // Long runs are samples by themselves, and few are enough.
+            let batch = (batch_s / once_s.max(1e-9)).clamp(1.0, 1e5) as u32;
+            let samples = if once_s > 0.05 {
+                2
+            } else if once_s > 0.005 {
+                3
+            } else {
+                samples
+            };
+            if batch == 1 {
+                taken.push(once_s);
+            }
+            while taken.len() < samples {
+                let watch = Watch::start();
+                (0..batch).for_each(|_| run());
+                taken.push(watch.seconds() / f64::from(batch));
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        self.median(taken)
+    }
+
+    /// The median of a point's samples, of which the outliers are counted.
+    fn median(&mut self, mut taken: Vec<f64>) -> f64 {
+        taken.sort_by(f64::total_cmp);
+        let median = taken[(taken.len() - 1) / 2];
+        self.found.samples += taken.len() as u64;
+        for ratio in taken.iter().map(|t| t / median).filter(|r| *r > 2.0) {
+            self.found.outliers += 1;
+            self.found.largest = self.found.largest.max(ratio);
+        }
+        median
+    }
+}
+
+/// The clock, less the time for which this thread was kept from its core.
+struct Watch {
+    start: Instant,
+    kept_s: f64,
+}
+
+impl Watch {
+    fn start() -> Watch {
+        let kept_s = of_this_thread().map_or(0.0, |t| t.1);
+        Watch { start: Instant::now(), kept_s }
+    }
+
+    fn seconds(&self) -> f64 {
+        let elapsed_s = self.start.elapsed().as_secs_f64();
+        let kept_s = of_this_thread().map_or(0.0, |t| t.1) - self.kept_s;
+        // Both clocks are read at slightly different times.
+        (elapsed_s - kept_s).max(elapsed_s / 100.0)
+    }
+}
+
+/// Seconds for which this thread has run, and was ready but did not run, where Linux tells them.
+fn of_this_thread() -> Option<(f64, f64)> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    let mut fields = text.split_whitespace().map(|f| f.parse::<u64>().ok());
+    Some((fields.next()?? as f64 * 1e-9, fields.next()?? as f64 * 1e-9))
+}
+
+/// Copies of something that are taken in turn.
+struct Ring<T> {
+    all: Vec<T>,
+    next: usize,
+}
+
+/// Bytes that a ring's copies have together, about: more than a core's own caches, less than those that all share.
+const RING_BYTES: usize = 8 << 20;
+
+impl<T> Ring<T> {
+    /// Copies that `make` makes, of so many bytes each.
+    fn new(bytes: usize, make: impl Fn() -> T) -> Ring<T> {
+        let count = (RING_BYTES / bytes.max(1)).clamp(1, 32);
+        Ring { all: (0..count).map(|_| make()).collect(), next: 0 }
+    }
+
+    fn next(&mut self) -> &mut T {
+        self.next = (self.next + 1) % self.all.len();
+        &mut self.all[self.next]
+    }
+}

@@ -1,0 +1,363 @@
+//! Plans and predictions by a measured profile: the kernels are those that the runtime says it runs, the times those of the profile.
+//! What the profile lacks is priced by the roofline, and counted.
+
+use crate::error::Error;
+use crate::model::read_bytes;
+use crate::units::{digits, plural};
+use altiplano_cost_models::kernels::{Kernel, of_runtime};
+use altiplano_cost_models::profile::{self, Lookup, Machine, Outliers, Priced, Profile, ProfileError, Series};
+use altiplano_cost_models::roofline::OPS_PER_FUSED_KERNEL;
+use altiplano_cost_models::timeline::Price;
+use altiplano_cost_models::{AxisLink, CostModel, Roofline, Runtime, TransferPath};
+use altiplano_ir::cluster::Device;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::optimizer::leaf;
+use altiplano_ir::plan::Plan;
+use altiplano_ir::program::{Body, BufferId, Phase, Program, Programs};
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::types::TensorType;
+use altiplano_ir::work::{Term, Work};
+use altiplano_planner::predict::{predict, work_of};
+use altiplano_planner::{Progress, Request, plan, plan_with, programs};
+use altiplano_runtime::measure::{Options, measure};
+use altiplano_runtime::work::{body_work, preparation, threads_of_device};
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// Families of terms whose threads are the devices of a group.
+const COLLECTIVES: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo"];
+
+/// Families of terms that a pass over memory has once, however many elementwise ops are fused into it.
+const OF_THE_PASS: [&str; 7] = ["dispatch", "registers", "load", "load_repeated", "load_strided", "run", "store"];
+
+/// Prices of a device whose runtime was measured.
+#[derive(Clone)]
+pub struct Profiled {
+    lookup: Arc<Lookup>,
+    /// For what the profile lacks.
+    roofline: Roofline,
+    /// Devices of the plan, and those of them that compute at once.
+    devices: u32,
+    busy: u32,
+    /// Seconds of single ops, for the search.
+    ops: Arc<Mutex<HashMap<String, f64>>>,
+}
+
+/// What a profile does not cover of a plan.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Uncovered {
+    /// Kernels of a step's bodies that were priced.
+    pub kernels: usize,
+    /// By family and type: kernels outside of the measured sizes, and how many times the worst is larger or smaller.
+    pub outside: BTreeMap<(String, DType), (usize, f64)>,
+    /// Kernels of a family or type that was not measured.
+    pub missing: BTreeMap<(String, DType), usize>,
+}
+
+/// Reads a profile.
+pub fn load_profile(file: &Path) -> Result<Profile, Error> {
+    let text = String::from_utf8_lossy(&read_bytes(file)?).into_owned();
+    Profile::from_json(&text).map_err(|error| Error::Profile { file: file.to_path_buf(), error: Box::new(error) })
+}
+
+/// Plans by a profile, if there is one, and says which in the plan.
+pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
+    let Some(profile) = profile else { return Ok(plan(request, progress)?) };
+    let device = &request.cluster.groups[0].device;
+    let devices = request.cluster.num_devices();
+    let cost = Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)?;
+    let mut found = plan_with(request, &cost, progress)?;
+    found.profile = Some(profile.label());
+    Ok(found)
+}
+
+/// Predicts a plan anew by a profile.
+pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
+    let cost = Profiled::of_plan(profile, plan)?;
+    let programs = programs(plan)?;
+    predict(plan, &programs, &cost);
+    plan.profile = Some(profile.label());
+    Ok(())
+}
+
+impl Profiled {
+    /// Prices of a plan with so many devices, all of which compute at once.
+    pub fn new(profile: Profile, device: &Device, devices: u32) -> Result<Profiled, ProfileError> {
+        if profile.device != device.name {
+            return Err(ProfileError::OtherDevice { profile: profile.device, cluster: device.name.clone() });
+        }
+        let (lookup, roofline) = (Arc::new(Lookup::new(profile)), Roofline::new(device.clone()));
+        Ok(Profiled { lookup, roofline, devices, busy: devices, ops: Arc::default() })
+    }
+
+    /// Prices of a plan's devices.
+    pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
+        let devices = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+        let device = &plan.cluster.groups[0].device;
+        Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)
+    }
+
+    pub fn profile(&self) -> &Profile {
+        self.lookup.profile()
+    }
+
+    fn threads(&self) -> usize {
+        threads_of_device(self.profile().machine.cores as usize, self.devices as usize)
+    }
+
+    /// What a term takes as part of some work.
+    pub fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
+        // The threads of a collective are devices themselves; those of any other kernel belong to each device.
+        let is_collective = COLLECTIVES.contains(&term.family);
+        let of_each = if is_collective { 1 } else { work.parts.max(term.threads) };
+        self.lookup.price(term, self.busy.max(1) * of_each)
+    }
+
+    /// Seconds of some work; `None` where the profile lacks something of it.
+    fn work_s(&self, work: &Work) -> Option<f64> {
+        work.terms.iter().map(|term| self.term(term, work).map(|p| p.seconds)).sum()
+    }
+
+    fn once_s(&self, family: &'static str, bytes: u64) -> f64 {
+        let mut work = Work::new(1);
+        if bytes > 0 {
+            work.once(family, DType::F32, bytes as f64);
+        }
+        self.work_s(&work).unwrap_or_else(|| self.roofline_bytes_s(bytes))
+    }
+
+    /// Seconds to read and write so many bytes where nothing is measured.
+    fn roofline_bytes_s(&self, bytes: u64) -> f64 {
+        2.0 * bytes as f64 / self.roofline.device().memory_bytes_per_s
+    }
+
+    /// What of a plan the profile does not cover.
+    pub fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
+        let mut found = Uncovered::default();
+        for kernel in work_of(plan, programs, self).iter().flatten().flat_map(|body| &body.kernels) {
+            found.kernels += 1;
+            let Some(work) = &kernel.work else { continue };
+            let mut worst: Option<(&Term, f64)> = None;
+            for term in &work.terms {
+                match self.term(term, work) {
+                    None => *found.missing.entry((term.family.to_string(), term.dtype)).or_default() += 1,
+                    Some(p) if p.outside > worst.map_or(1.0, |w| w.1) => worst = Some((term, p.outside)),
+                    Some(_) => {}
+                }
+            }
+            if let Some((term, outside)) = worst {
+                let entry = found.outside.entry((term.family.to_string(), term.dtype)).or_default();
+                *entry = (entry.0 + 1, entry.1.max(outside));
+            }
+        }
+        found
+    }
+
+    /// Seconds of one op by itself, as far as it has a kernel of its own; what fused neighbours share is shared out.
+    fn op_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> Option<f64> {
+        let key = format!("{op:?} {operands:?}");
+        let known =
+            |ops: &Mutex<HashMap<String, f64>>| ops.lock().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
+        if let Some(seconds) = known(&self.ops) {
+            return Some(seconds);
+        }
+        let mut graph = Graph::new("op");
+        let leaves: Vec<ValueId> = operands.iter().map(|&ty| leaf(&mut graph, String::new(), ty.clone())).collect();
+        let reads = (0..).map(BufferId).zip(&leaves).map(|(b, &v)| (v, b)).collect();
+        let v = graph.push(op.clone(), &leaves).ok()?;
+        if graph.ty(v) != result {
+            return None;
+        }
+        let writes = vec![(BufferId(u32::MAX), v)];
+        let body = Body { name: String::new(), phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
+        let mut seconds = 0.0;
+        for call in body_work(&body, self.threads()) {
+            for term in &call.work.terms {
+                let fused = op.is_elementwise() && OF_THE_PASS.contains(&term.family);
+                let part = if fused { 1.0 / OPS_PER_FUSED_KERNEL } else { 1.0 };
+                seconds += part * self.term(term, &call.work)?.seconds;
+            }
+        }
+        self.ops.lock().unwrap_or_else(PoisonError::into_inner).insert(key, seconds);
+        Some(seconds)
+    }
+}
+
+impl CostModel for Profiled {
+    fn device(&self) -> &Device {
+        self.roofline.device()
+    }
+
+    fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
+        match op {
+            // Nothing runs for these: they are there, folded or read through.
+            op if op.is_leaf() => 0.0,
+            Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) => 0.0,
+            Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) => 0.0,
+            Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
+                let graph = &body.graph;
+                let inside = graph.values().filter(|&v| !body.is_constant(v));
+                inside.map(|v| self.compute_s(&graph.node(v).op, &graph.operand_types(v), graph.ty(v))).sum()
+            }),
+            _ => {
+                let seconds = self.op_s(op, operands, result);
+                seconds.unwrap_or_else(|| self.roofline.compute_s(op, operands, result))
+            }
+        }
+    }
+
+    fn kernel(&self, kernel: &Kernel) -> Price {
+        let measured = kernel.work.as_ref().and_then(|work| self.work_s(work));
+        Price { seconds: measured.unwrap_or_else(|| self.roofline.kernel(kernel).seconds), issue_s: 0.0 }
+    }
+
+    /// Measured with the collective itself.
+    fn waiting_s(&self, _: u64) -> f64 {
+        0.0
+    }
+
+    fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64 {
+        if !collective.communicates() {
+            return self.once_s("copy", result_bytes);
+        }
+        if link.devices < 2 {
+            return 0.0;
+        }
+        let term = Term::once(collective.name(), DType::F32, [operand_bytes.max(result_bytes) as f64]);
+        let priced = self.lookup.price(&Term { threads: link.devices as u32, ..term }, self.busy);
+        let roofline = || self.roofline.collective_s(collective, operand_bytes, result_bytes, link);
+        priced.map_or_else(roofline, |p| p.seconds)
+    }
+
+    fn transfer_s(&self, bytes: u64, _: &TransferPath) -> f64 {
+        self.send_s(bytes) + self.receive_s(bytes)
+    }
+
+    fn runtime(&self) -> Option<&dyn Runtime> {
+        Some(self)
+    }
+}
+
+impl Runtime for Profiled {
+    fn at(&self, devices: u32, busy: u32) -> Box<dyn Runtime + '_> {
+        let ops = if devices == self.devices && busy == self.busy { self.ops.clone() } else { Arc::default() };
+        Box::new(Profiled { devices, busy, ops, ..self.clone() })
+    }
+
+    fn as_cost(&self) -> &dyn CostModel {
+        self
+    }
+
+    fn kernels(&self, body: &Body) -> Vec<Kernel> {
+        body_work(body, self.threads()).into_iter().map(|call| of_runtime(&body.graph, call)).collect()
+    }
+
+    fn send_s(&self, bytes: u64) -> f64 {
+        self.once_s("send", bytes)
+    }
+
+    fn receive_s(&self, bytes: u64) -> f64 {
+        self.once_s("receive", bytes)
+    }
+
+    fn preparation_s(&self, program: &Program, each_microbatch: bool) -> f64 {
+        self.work_s(&preparation(program, each_microbatch)).unwrap_or(0.0)
+    }
+}
+
+impl Uncovered {
+    /// A line for each family that is not covered, to be warned of.
+    pub fn lines(&self) -> Vec<String> {
+        let kernels = |n: usize| plural(n as u64, "kernel");
+        let outside = self.outside.iter().map(|((family, dtype), (n, most))| {
+            format!(
+                "{} of {} lie outside of what the profile measured of {family} {dtype}, by up to {} times: the nearest end is scaled by the roofline",
+                kernels(*n),
+                self.kernels,
+                digits(*most)
+            )
+        });
+        let missing = self.missing.iter().map(|((family, dtype), n)| {
+            format!(
+                "{} of {} do {family} of {dtype}, which the profile has not: they are priced by the roofline",
+                kernels(*n),
+                self.kernels
+            )
+        });
+        outside.chain(missing).collect()
+    }
+}
+
+/// What of a plan a profile does not cover, in words.
+pub fn uncovered(plan: &Plan, profile: &Profile) -> Result<Vec<String>, Error> {
+    Ok(Profiled::of_plan(profile, plan)?.uncovered(plan, &programs(plan)?).lines())
+}
+
+/// Measures this machine with the runtime's kernels; `tell` hears what is measured and how far it is.
+pub fn measured_profile(quick: bool, tell: &mut dyn FnMut(&str, usize, usize)) -> Profile {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let start = Instant::now();
+    let found = measure(&Options { cores, quick }, tell);
+    let series = found.measured.into_iter().map(|m| {
+        let (threads, load) = (m.threads as u32, m.load as u32);
+        let family = m.family.to_string();
+        let mut series = Series { family, dtype: m.dtype, threads, load, axes: m.axes, seconds: m.seconds };
+        series.make_monotone();
+        series
+    });
+    Profile {
+        format: profile::FORMAT.into(),
+        version: profile::VERSION,
+        device: "cpu-worker".into(),
+        machine: Machine { processor: processor(), cores: cores as u32 },
+        measured_at: utc(SystemTime::now()),
+        altiplano: env!("CARGO_PKG_VERSION").into(),
+        series: series.collect(),
+        seconds: start.elapsed().as_secs_f64(),
+        outliers: Outliers { samples: found.samples, outliers: found.outliers, largest: found.largest },
+        slower_shared: found.slower_shared,
+    }
+}
+
+/// The processor's name, as Linux tells it.
+fn processor() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let named = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    named.map_or(std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}
+
+/// `2026-11-22T01:20:00Z`, by the proleptic Gregorian calendar, counted in eras of 400 years that begin in March.
+fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let (days, of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let of_year = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let (date, month) = (of_year - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let year = 400 * era + year + u64::from(month <= 2);
+    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn days_have_their_dates() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_795_311_000, "2026-11-22T01:30:00Z"),
+        ] {
+            assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), text);
+        }
+    }
+}

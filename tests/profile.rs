@@ -1,0 +1,63 @@
+//! `altiplano profile`, and the commands that take its file, end to end.
+
+mod common;
+
+use common::{DEMO, Scratch, altiplano, succeeds};
+
+#[test]
+fn a_measured_profile_judges_plans() {
+    let scratch = Scratch::new();
+    let profile = scratch.path("profile.json").display().to_string();
+    let measured = altiplano(&["profile", "--device", "cpu", "--quick", "-o", &profile]);
+    assert_eq!(measured.code, Some(0), "{}", measured.stderr);
+    assert!(measured.stderr.contains("more than twice the median"), "{}", measured.stderr);
+
+    let plan = scratch.path("plan.json").display().to_string();
+    let fixed = ["--cluster", "local:4", "--dp", "2", "--pp", "2", "--tp", "1"];
+    let planned = altiplano(&[&["plan", DEMO, "--profile", &profile, "-o", &plan][..], &fixed].concat());
+    assert_eq!(planned.code, Some(0), "{}", planned.stderr);
+    assert!(planned.stdout.contains("judged by       measured profile of"), "{}", planned.stdout);
+    // The quick profile is of small sizes, and says so.
+    assert!(planned.stderr.contains("outside of what the profile measured of matmul"), "{}", planned.stderr);
+
+    // The file names the profile, and is read without it.
+    let inspected = succeeds(&["inspect", &plan]);
+    assert!(inspected.contains("judged by       measured profile of"), "{inspected}");
+    let played = succeeds(&["simulate", &plan, "--profile", &profile]);
+    assert!(played.contains("figures of cpu-worker: measured profile of"), "{played}");
+    let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
+    assert!(explained.contains("source profile") && explained.contains("matmul_nn f32 ["), "{explained}");
+    let without = altiplano(&["simulate", &plan]);
+    assert!(without.stderr.contains("without --profile it is played by the cluster's figures"), "{}", without.stderr);
+    assert!(without.stdout.contains("roofline of its datasheet"), "{}", without.stdout);
+
+    let ran = succeeds(&["run", &plan, "--steps", "1", "--profile", &profile]);
+    assert!(ran.contains("/step, by the measured profile of"), "{ran}");
+}
+
+#[test]
+fn profiles_that_do_not_fit_are_refused() {
+    let scratch = Scratch::new();
+    let series = r#"{"family":"load","dtype":"f32","threads":1,"load":1,"axes":[[1.0]],"seconds":[1e-6]}"#;
+    let text = |series: &str| {
+        format!(
+            r#"{{"format":"altiplano.profile","version":1,"device":"cpu-worker","machine":{{"processor":"p","cores":2}},"measured_at":"2026-11-22T01:30:00Z","altiplano":"0.1.0","seconds":1.0,"outliers":{{"samples":1,"outliers":0,"largest":0.0}},"slower_shared":[],"series":[{series}]}}"#
+        )
+    };
+    let check = |name: &str, text: &str, more: &[&str], expected: &str| {
+        let file = scratch.file(name, text);
+        let output = altiplano(&[&["plan", DEMO, "--profile", &file][..], more].concat());
+        assert_eq!(output.code, Some(2), "{name}: {}{}", output.stdout, output.stderr);
+        assert!(output.stderr.contains(expected), "{name}: {}", output.stderr);
+    };
+    check("negative", &text(&series.replace("1e-6", "-1e-6")), &[], "negative: series[0].seconds[0]: must be finite");
+    check("empty", &text(""), &[], "empty: series: must hold at least one series");
+    check("unknown", &text(&series.replace("load\":1", "loud\":1")), &[], "unknown:1:");
+    check(
+        "other",
+        &text(series),
+        &["--cluster", "dgx-a100:1"],
+        "--profile: the profile is of cpu-worker, the cluster has A100",
+    );
+    check("plan", "{}", &[], "plan:1:2: missing field `format`");
+}
