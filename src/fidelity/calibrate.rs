@@ -16,10 +16,14 @@ use altiplano_cost_models::compute::Compute;
 use altiplano_cost_models::kernels::Kernel;
 use altiplano_cost_models::{Roofline, catalogue, quoted, write_constants};
 use altiplano_ir::cluster::{Constants, Device};
+use altiplano_runtime::random::Stream;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+
+/// Moves of several constants at once that a round tries.
+const DRAWS: u64 = 8;
 
 /// What was fitted for a device.
 #[derive(Clone, Debug, PartialEq)]
@@ -187,20 +191,33 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
     let before = catalogue::constants(&device.name);
     let error_before = error(&before);
     let (mut best, mut least) = (before, error_before);
+    let (directions, mut draws) = (Stream::new(1, "directions"), 0);
     let mut factor: f64 = 1.4;
     while factor > 1.005 {
         let (mut gained, mut start) = (false, best);
-        for (name, low, high) in FREE {
-            for step in [factor, 1.0 / factor] {
-                let mut tried = best;
-                let Some(value) = tried.by_name(name) else { continue };
-                *value = (*value * step).clamp(*low, *high);
-                let e = error(&tried);
-                if e < least * (1.0 - 1e-4) {
-                    (best, least, gained) = (tried, e, true);
-                    break;
+        let mut attempt = |exponents: &dyn Fn(usize) -> f64| {
+            let mut tried = best;
+            for (i, (name, low, high)) in FREE.iter().enumerate() {
+                if let Some(value) = tried.by_name(name) {
+                    *value = (*value * factor.powf(exponents(i))).clamp(*low, *high);
                 }
             }
+            let e = error(&tried);
+            let better = e < least * (1.0 - 1e-4);
+            if better {
+                (best, least, gained) = (tried, e, true);
+            }
+            better
+        };
+        for i in 0..FREE.len() {
+            let one = |up: f64| move |j: usize| if i == j { up } else { 0.0 };
+            let _ = attempt(&one(1.0)) || attempt(&one(-1.0));
+        }
+        // Constants may have to move together, which the kinks of an absolute error hide from moves of one.
+        for _ in 0..DRAWS {
+            let drawn = |i: usize| directions.below(draws * FREE.len() as u64 + i as u64, 3) as f64 - 1.0;
+            let _ = attempt(&drawn) || attempt(&|i| -drawn(i));
+            draws += 1;
         }
         if !gained {
             factor = factor.sqrt();

@@ -17,6 +17,7 @@ mod spellings;
 #[cfg(test)]
 mod tests;
 
+use crate::batch::rebatch;
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::Op;
 use crate::simplify::{simplify, without_dead_nodes};
@@ -28,6 +29,11 @@ pub use rules::{RULES, Rule};
 
 /// The graph in the fewest and cheapest ops that the rules find. Pinned values and those of `keep` stay as they are.
 pub fn rewrite(graph: &Graph, keep: &[ValueId]) -> Graph {
+    if graph.batch == 1 {
+        // A batch of one sample could not be told from other dimensions of one.
+        let two = rebatch(graph, 2).map(|two| rewrite(&two, keep));
+        return two.and_then(|two| rebatch(&two, 1)).unwrap_or_else(|_| graph.clone());
+    }
     let pinned: Vec<ValueId> = graph.pins.iter().map(|pin| pin.value).collect();
     let kept = |v: ValueId| keep.contains(&v) || pinned.contains(&v);
     let facts = Facts::new(graph);
@@ -51,7 +57,7 @@ pub fn rewrite(graph: &Graph, keep: &[ValueId]) -> Graph {
     to.take_pins(graph, |v| map[v.index()]);
     let to = simplify(&without_dead_nodes(&to));
     // What no longer scales with the batch as before is not taken.
-    let scales = graph.batch == 0 || crate::batch::rebatch(&to, 2 * graph.batch).is_ok();
+    let scales = graph.batch == 0 || rebatch(&to, 2 * graph.batch).is_ok();
     if scales && to.verify().is_empty() { to } else { graph.clone() }
 }
 

@@ -4,6 +4,8 @@ use super::{ConfigOptions, Imported, Note, import};
 use crate::autodiff::differentiate;
 use crate::batch::{LossKind, find_batch, rebatch};
 use crate::graph::Graph;
+use crate::op::Op;
+use crate::rewrite::rewrite;
 
 fn built(config: &str, sequence: Option<u64>) -> Imported {
     let options = ConfigOptions { batch: 2, sequence, ..Default::default() };
@@ -141,6 +143,23 @@ fn losses_are_means_over_samples_that_can_be_cut_and_differentiated() {
         assert!(names.iter().all(|name| !name.is_empty()), "{config}");
         let gradients = differentiate(&batched.graph, &[]);
         assert!(gradients.is_ok(), "{config}");
+    }
+}
+
+/// Rewriting finds the same ops at a batch of one sample as at any other.
+#[test]
+fn one_sample_is_rewritten_as_many_are() {
+    for config in SMALL {
+        let sequence = (!config.contains("vit")).then_some(8);
+        let graph = built(config, sequence).graph;
+        let dims: Vec<_> = graph.inputs().map(|(v, _)| (graph.node(v).batch_dims != 0).then_some(0)).collect();
+        let batched = find_batch(&graph, &dims).graph;
+        let composites = |batch: u64| -> Vec<String> {
+            let graph = rewrite(&rebatch(&batched, batch).unwrap(), &[]);
+            graph.nodes.iter().filter(|n| matches!(n.op, Op::Composite(_))).map(|n| n.op.name().to_string()).collect()
+        };
+        let (one, six) = (composites(1), composites(6));
+        assert!(!one.is_empty() && one == six, "{config}: {one:?}, {six:?}");
     }
 }
 
