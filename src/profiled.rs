@@ -270,26 +270,41 @@ impl Runtime for Profiled {
 }
 
 impl Uncovered {
-    /// A line for each family that is not covered, to be warned of.
+    /// What is to be warned of: a line on sizes that were not measured, and one on kernels that were not.
     pub fn lines(&self) -> Vec<String> {
-        let kernels = |n: usize| plural(n as u64, "kernel");
-        let outside = self.outside.iter().map(|((family, dtype), (n, most))| {
-            format!(
-                "{} of {} lie outside of what the profile measured of {family} {dtype}, by up to {} times: the nearest end is scaled by the roofline",
-                kernels(*n),
-                self.kernels,
-                digits(*most)
-            )
-        });
-        let missing = self.missing.iter().map(|((family, dtype), n)| {
-            format!(
-                "{} of {} do {family} of {dtype}, which the profile has not: they are priced by the roofline",
-                kernels(*n),
-                self.kernels
-            )
-        });
-        outside.chain(missing).collect()
+        let mut lines = Vec::new();
+        let mut outside: Vec<_> = self.outside.iter().collect();
+        outside.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
+        if let Some((_, (_, most))) = outside.first() {
+            let list: Vec<String> = outside
+                .iter()
+                .map(|((family, dtype), (n, most))| format!("{n} of {family} {dtype} by up to {} times", digits(*most)))
+                .collect();
+            lines.push(format!(
+                "sizes among {} are up to {} times outside of what the profile measured, where the nearest end is scaled by the roofline ({})",
+                plural(self.kernels as u64, "kernel"),
+                digits(*most),
+                shortened(&list)
+            ));
+        }
+        if !self.missing.is_empty() {
+            let list: Vec<String> =
+                self.missing.iter().map(|((family, dtype), n)| format!("{n} of {family} {dtype}")).collect();
+            lines.push(format!(
+                "of {}, the profile lacks some, which are priced by the roofline ({})",
+                plural(self.kernels as u64, "kernel"),
+                shortened(&list)
+            ));
+        }
+        lines
     }
+}
+
+/// The first few of a list, and how many more there are.
+fn shortened(list: &[String]) -> String {
+    const FEW: usize = 4;
+    let more = if list.len() > FEW { format!(", and {} kinds more", list.len() - FEW) } else { String::new() };
+    format!("{}{more}", list[..list.len().min(FEW)].join(", "))
 }
 
 /// What of a plan a profile does not cover, in words.

@@ -52,6 +52,8 @@ pub enum ClusterError {
     NotPositive { place: Place, key: &'static str, value: f64 },
     #[error("{place}: `{key}` is {value}, but must be a finite number, 0 or more")]
     Negative { place: Place, key: &'static str, value: f64 },
+    #[error("{place}: `{key}` is {value}, but must be at most {most}")]
+    TooLarge { place: Place, key: &'static str, value: f64, most: f64 },
     #[error("{place}: `inter_node.oversubscription` is {value}, but must be a finite number, 1 or more")]
     Oversubscription { place: Place, value: f64 },
     #[error("{place}: `{key}` must be at least 1")]

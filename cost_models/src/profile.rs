@@ -73,6 +73,9 @@ pub struct Series {
     pub seconds: Vec<f64>,
 }
 
+/// No run of a kernel takes longer, which would take a week to measure.
+const LONGEST_S: f64 = 1e6;
+
 /// What is wrong with a profile.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum ProfileError {
@@ -140,7 +143,7 @@ impl Profile {
             fail("seconds".into(), "must be finite and not negative");
         }
         let rises = self.slower_shared.windows(2).all(|w| w[0].0 < w[1].0 && w[0].1 <= w[1].1);
-        let beyond = |s: &(u32, f64)| s.0 > self.machine.cores && s.1.is_finite() && s.1 >= 1.0;
+        let beyond = |s: &(u32, f64)| s.0 > self.machine.cores && (1.0..=1e6).contains(&s.1);
         if !rises || !self.slower_shared.iter().all(beyond) {
             fail("slower_shared".into(), "must rise, from more threads than cores and a factor of at least 1");
         }
@@ -168,7 +171,8 @@ impl Profile {
 
 impl Series {
     fn problem(&self) -> Option<(String, &'static str)> {
-        let is_size = |x: &f64| x.is_finite() && *x > 0.0;
+        let is_size = |x: &f64| (1e-18..=1e18).contains(x);
+        let is_time = |x: &f64| (1e-15..=LONGEST_S).contains(x);
         if self.threads == 0 || self.load < self.threads {
             return Some(("load".into(), "must be at least `threads`, and that at least 1"));
         }
@@ -180,14 +184,14 @@ impl Series {
                 return Some((format!("axes[{a}]"), "must hold at least one size"));
             }
             if !axis.iter().all(is_size) || axis.windows(2).any(|w| w[0] >= w[1]) {
-                return Some((format!("axes[{a}]"), "must be positive sizes that rise"));
+                return Some((format!("axes[{a}]"), "must be positive sizes of at most 1e18 that rise"));
             }
         }
         if self.axes.iter().map(Vec::len).product::<usize>() != self.seconds.len() {
             return Some(("seconds".into(), "must hold a time for each point of the grid"));
         }
-        if let Some(i) = self.seconds.iter().position(|s| !is_size(s)) {
-            return Some((format!("seconds[{i}]"), "must be finite and positive"));
+        if let Some(i) = self.seconds.iter().position(|s| !is_time(s)) {
+            return Some((format!("seconds[{i}]"), "must be positive and at most 1e6"));
         }
         let falls = |i: usize| self.below(i).any(|j| self.seconds[i] < self.seconds[j]);
         let at = (0..self.seconds.len()).find(|&i| falls(i))?;
@@ -291,6 +295,9 @@ impl Lookup {
         let (known, by_load) = larger().or_else(|| self.found.range(key(0)..key(term.threads)).next_back())?;
         let threads = f64::from(known.2) / f64::from(term.threads.max(1));
         let &(measured, at) = by_load.iter().find(|s| s.0 >= load).or(by_load.last())?;
+        if self.profile.series[at].axes.len() != term.size.len() {
+            return None;
+        }
         let Priced { seconds, outside } = self.profile.series[at].time(&term.size);
         let slower = (self.slower(load) / self.slower(measured)).max(1.0);
         Some(Priced { seconds: seconds * term.times * slower, outside: outside.max(threads).max(1.0 / threads) })

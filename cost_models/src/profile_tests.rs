@@ -129,13 +129,13 @@ fn wrong_files_are_refused_with_the_place() {
     check("\"version\":1", "\"version\":7", "version: this build reads version 1, the file has 7");
     check("\"device\":", "\"color\":1,\"device\":", "1:");
     check("\"threads\":1", "\"thread\":1", "unknown field `thread`");
-    check("2e-6", "-2e-6", "series[0].seconds[1]: must be finite and positive");
-    check("2e-6", "0.0", "series[0].seconds[1]: must be finite and positive");
+    check("2e-6", "-2e-6", "series[0].seconds[1]: must be positive and at most 1e6");
+    check("2e-6", "0.0", "series[0].seconds[1]: must be positive and at most 1e6");
     check("2e-6", "\"fast\"", "invalid type: string \"fast\"");
     check("2e-6", "NaN", "2:");
     check("2e-6", "5e-7", "series[0].seconds[1]: is less than that of a smaller size");
-    check("[1.0,2.0]", "[2.0,1.0]", "series[0].axes[0]: must be positive sizes that rise");
-    check("[1.0,2.0]", "[-1.0,2.0]", "series[0].axes[0]: must be positive sizes that rise");
+    check("[1.0,2.0]", "[2.0,1.0]", "series[0].axes[0]: must be positive sizes of at most 1e18 that rise");
+    check("[1.0,2.0]", "[-1.0,2.0]", "series[0].axes[0]: must be positive sizes of at most 1e18 that rise");
     check("[1.0,2.0]", "[]", "series[0].axes[0]: must hold at least one size");
     check("[1.0,2.0]", "[1.0,2.0,3.0]", "series[0].seconds: must hold a time for each point");
     check("\"threads\":1", "\"threads\":2", "series[0].load: must be at least `threads`");

@@ -324,10 +324,20 @@ impl Reader<'_> {
                 return Err(ClusterError::UnknownConstant { place: self.place(stated), name: name.clone(), known });
             };
             // Of a peak some part is reached; all else may be nothing.
-            *constant = match key.ends_with("_efficiency") {
+            let most = match key {
+                _ if key.ends_with("_efficiency") || key.ends_with("_loss") => 1.0,
+                _ if key.ends_with("_s") => 1.0,
+                "multiprocessors" => MAX_DEVICES as f64,
+                _ => 1e18,
+            };
+            let value = match key.ends_with("_efficiency") {
                 true => self.positive(key, stated)?,
                 false => self.not_negative(key, stated)?,
             };
+            if value > most {
+                return Err(ClusterError::TooLarge { place: self.place(stated), key, value, most });
+            }
+            *constant = value;
         }
         Ok(Some(constants))
     }
@@ -338,12 +348,20 @@ impl Reader<'_> {
 pub struct Devices(BTreeMap<String, Device>);
 
 impl Devices {
-    pub fn apply(&self, cluster: &mut Cluster) {
+    /// Whether the cluster has any of them.
+    pub fn apply(&self, cluster: &mut Cluster) -> bool {
+        let mut applies = false;
         for group in &mut cluster.groups {
             if let Some(device) = self.0.get(&group.device.name) {
                 group.device = device.clone();
+                applies = true;
             }
         }
+        applies
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
     }
 }
 

@@ -198,12 +198,12 @@ fn a_device_is_like_another() {
     let devices = parse_devices(text).unwrap();
     let mut cluster = preset("dgx-a100:1").unwrap();
     let catalogued = cluster.groups[0].device.clone();
-    devices.apply(&mut cluster);
+    assert!(devices.apply(&mut cluster));
     let constants = Constants { skew_s: 0.0, ..catalogue::constants("A100-SXM-80GB") };
     let expect = Device { memory_bytes: 64_000_000_000, constants: Some(constants), ..catalogued };
     assert_eq!(cluster.groups[0].device, expect);
     let mut other = preset("dgx-h200:1").unwrap();
-    devices.apply(&mut other);
+    assert!(!devices.apply(&mut other));
     assert_eq!(other, preset("dgx-h200:1").unwrap(), "a device of another name changes nothing");
 
     let wrong = |text: &str, says: &str| {
@@ -219,6 +219,8 @@ fn a_device_is_like_another() {
     );
     wrong("[device.x]\nlike = \"H200\"\nconstants = { memory_efficiency = 0 }", "`memory_efficiency` is 0");
     wrong("[device.x]\nlike = \"H200\"\nconstants = { skew_s = nan }", "`skew_s` is NaN");
+    wrong("[device.x]\nlike = \"H200\"\nconstants = { memory_efficiency = 3 }", "is 3, but must be at most 1");
+    wrong("[device.x]\nlike = \"H200\"\nconstants = { dispatch_s = 1e300 }", "must be at most 1");
 }
 
 #[test]

@@ -213,7 +213,12 @@ impl PlanOptions {
     ) -> Result<(Request, Option<GivenStep>), Error> {
         let mut cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         if let Some(file) = &self.devices {
-            load_devices(file)?.apply(&mut cluster);
+            let devices = load_devices(file)?;
+            if !devices.apply(&mut cluster) {
+                let (file, names) = (file.display(), devices.names().collect::<Vec<_>>().join(", "));
+                let found: Vec<&str> = cluster.groups.iter().map(|g| g.device.name.as_str()).collect();
+                eprintln!("warning: {file}: has {names}, and the cluster has {}; it changes nothing", found.join(", "));
+            }
         }
         // A config's model has the batch that is asked for.
         let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);

@@ -20,7 +20,7 @@ pub struct Simulate {
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     /// Say what the devices of each stage hold when they hold most
-    #[arg(long)]
+    #[arg(long, conflicts_with = "explain")]
     memory: bool,
     /// Only this stage, with --memory
     #[arg(long, value_name = "N", requires = "memory")]

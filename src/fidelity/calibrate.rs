@@ -46,6 +46,17 @@ pub struct Fit {
     pub residuals: Vec<(String, f64)>,
 }
 
+impl Calibrated {
+    /// Constants that were fitted to an end of what is tried, which says that what was measured does not determine them.
+    pub fn at_bounds(&self) -> Vec<(&'static str, f64)> {
+        let value = |mut constants: Constants, name: &str| constants.by_name(name).copied().unwrap_or(0.0);
+        let all = FREE.iter().map(|&(name, low, high)| (name, low, high, value(self.after, name)));
+        let found =
+            all.filter(|&(name, low, high, now)| (now <= low || now >= high) && value(self.before, name) != now);
+        found.map(|(name, _, _, now)| (name, now)).collect()
+    }
+}
+
 impl Fit {
     pub fn mape_percent(&self) -> f64 {
         100.0 * self.residuals.iter().map(|r| r.1.abs()).sum::<f64>() / self.residuals.len().max(1) as f64
@@ -147,7 +158,7 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     for file in files {
         let bytes = read_bytes(file)?;
         // A table begins with the names of its columns, a trace is a JSON document.
-        let is_trace = bytes.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'{');
+        let is_trace = matches!(bytes.iter().find(|b| !b.is_ascii_whitespace()), Some(b'{' | b'['));
         let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &judge)? };
         let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
         for (device, row) in measured {

@@ -16,14 +16,18 @@ use thiserror::Error;
 /// What is wrong with a trace.
 #[derive(Debug, Error)]
 pub enum TraceError {
-    #[error("line {}, column {}: {error}", error.line(), error.column())]
-    Json { error: serde_json::Error },
+    #[error("{line}:{column}: {error}")]
+    Json { line: usize, column: usize, error: String },
     #[error("the trace names no device (`deviceProperties`); it is of no GPU, or of another profiler")]
     NoDevice,
     #[error("the trace is of `{name}`, which is not in the catalogue of devices")]
     UnknownDevice { name: String },
     #[error("no kernel of the trace belongs to an op with shapes; record with `record_shapes=True`")]
     NoKernels,
+    #[error("none of the trace's {ops} ops with kernels is a matmul or goes over memory once")]
+    NothingUsed { ops: usize },
+    #[error("a kernel of {name} took {seconds:e} s, which cannot be")]
+    Duration { name: String, seconds: f64 },
 }
 
 /// A kernel of some shape, and the median of what it took.
@@ -165,9 +169,17 @@ const STREAMING: &[(&str, Writes)] = &[
     ("zero", Writes::First),
 ];
 
+/// No kernel takes an hour.
+const LONGEST_S: f64 = 3600.0;
+
 /// Reads a trace.
 pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
-    let file: File = serde_json::from_slice(text).map_err(|error| TraceError::Json { error })?;
+    let json = |e: serde_json::Error| {
+        // The place leads the message, so that it need not end it.
+        let error = e.to_string().split(" at line ").next().unwrap_or_default().to_string();
+        TraceError::Json { line: e.line(), column: e.column(), error }
+    };
+    let file: File = serde_json::from_slice(text).map_err(json)?;
     let Properties { name, total_global_mem } =
         file.device_properties.into_iter().next().ok_or(TraceError::NoDevice)?;
     let gpu = Gpu { name, memory_bytes: total_global_mem };
@@ -183,6 +195,9 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     let (mut left_out, mut left_out_s) = (0, 0.0);
     for event in file.trace_events.iter().filter(|e| e.cat == "cpu_op") {
         let Some(seconds) = event.args.external_id.is().and_then(|id| of_op.remove(id)) else { continue };
+        if seconds > LONGEST_S {
+            return Err(TraceError::Duration { name: event.name.clone(), seconds });
+        }
         match kernel_of(&event.name, &event.args) {
             Some(kernel) => {
                 let shapes: Vec<String> = tensors(&event.args).iter().map(|(s, d)| format!("{d}{s:?}")).collect();
@@ -193,7 +208,7 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
         }
     }
     if groups.is_empty() {
-        return Err(TraceError::NoKernels);
+        return Err(if left_out > 0 { TraceError::NothingUsed { ops: left_out } } else { TraceError::NoKernels });
     }
     let timed = |(name, (kernel, mut times)): (String, (Kernel, Vec<f64>))| {
         times.sort_by(f64::total_cmp);
@@ -323,13 +338,18 @@ mod tests {
             let error = read_trace(text).unwrap_err().to_string();
             assert!(error.contains(expect), "{error}");
         };
-        says(b"{", "line 1, column 1");
+        says(b"{", "1:1: EOF");
+        says(b"[]", "1:2: invalid length");
         says(b"{\"traceEvents\": []}", "names no device");
         says(&trace(vec![]), "record_shapes=True");
-        says(&trace(vec![op(1, "aten::mm", json!([]), "float"), ran(1, 3.0)]), "record_shapes=True");
+        says(&trace(vec![op(1, "aten::mm", json!([]), "float"), ran(1, 3.0)]), "none of the trace's 1 ops");
+        says(
+            &trace(vec![op(1, "aten::add", json!([[3]]), "float"), ran(1, 1e300)]),
+            "a kernel of aten::add took 1e294 s",
+        );
         let other = String::from_utf8(trace(vec![])).unwrap().replace("A100-SXM4-80GB", "Q1");
         says(other.as_bytes(), "`NVIDIA Q1`, which is not in the catalogue");
         let huge = op(1, "aten::mm", json!([[u64::MAX, u64::MAX], [u64::MAX, 3]]), "float");
-        says(&trace(vec![huge, ran(1, 3.0)]), "record_shapes=True");
+        says(&trace(vec![huge, ran(1, 3.0)]), "none of the trace's 1 ops");
     }
 }

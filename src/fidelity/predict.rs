@@ -137,7 +137,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
     let model = judge.model(row).map_err(boxed)?;
     let together = micro_batch * u64::from(row.dp);
     let mut cluster = load_cluster(&row.cluster).map_err(boxed)?;
-    judge.devices.apply(&mut cluster);
+    let _ = judge.devices.apply(&mut cluster);
     // What a framework did does not depend on the constants that it is judged by.
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =

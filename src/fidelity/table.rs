@@ -66,6 +66,8 @@ impl Row {
 pub enum TableError {
     #[error("{0}")]
     Csv(#[from] csv::Error),
+    #[error("{column}: {problem}")]
+    Cell { column: String, problem: String },
     #[error("{column}: expected {expected}, found '{found}'")]
     Value { column: &'static str, expected: &'static str, found: String },
     #[error("tp {tp} x pp {pp} x dp {dp} x cp {cp} is not gpus {gpus}")]
@@ -125,13 +127,21 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
     for record in reader.records() {
         let record = record.map_err(|e| at(e.position().map_or(1, |p| line_of(&bytes, p.byte())), e.into()))?;
         let line = record.position().map_or(0, |p| line_of(&bytes, p.byte()));
-        let raw: Raw = record.deserialize(Some(&headers)).map_err(|e| at(line, e.into()))?;
+        let raw: Raw = record.deserialize(Some(&headers)).map_err(|e| at(line, cell(e, &record, &headers)))?;
         rows.push(row(raw, line).map_err(|e| at(line, e))?);
     }
     if rows.is_empty() {
         return Err(at(1, TableError::Empty));
     }
     Ok(rows)
+}
+
+/// What is wrong with a cell, by the name of its column.
+fn cell(error: csv::Error, record: &csv::StringRecord, headers: &csv::StringRecord) -> TableError {
+    let csv::ErrorKind::Deserialize { err, .. } = error.kind() else { return error.into() };
+    let Some(column) = err.field().and_then(|i| headers.get(i as usize)) else { return error.into() };
+    let found = err.field().and_then(|i| record.get(i as usize)).unwrap_or_default();
+    TableError::Cell { column: column.to_string(), problem: format!("{} '{found}'", err.kind()) }
 }
 
 /// The line, from 1, of the first character at or after a byte that is no line end: a record begins with what ended the one
@@ -144,6 +154,9 @@ fn line_of(bytes: &[u8], byte: u64) -> u64 {
 
 /// The largest size of anything in a table, so that products of a few do not overflow.
 const MOST: u64 = 1 << 24;
+
+/// Microbatches of a step, each of which is played.
+const MOST_MICROBATCHES: u64 = 1 << 16;
 
 fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
     let positive = |column: &'static str, value: u64| match value {
@@ -225,6 +238,14 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
         && row.global_batch % (micro_batch * u64::from(row.dp)) != 0
     {
         return Err(TableError::Batch { global_batch: row.global_batch, micro_batch, dp: row.dp });
+    }
+    let smallest = if let MicroBatch::Of(micro_batch) = row.micro_batch { micro_batch } else { 1 };
+    if row.global_batch / (smallest * u64::from(row.dp)) > MOST_MICROBATCHES {
+        return Err(TableError::Value {
+            column: "global_batch",
+            expected: "at most 65536 microbatches on each replica",
+            found: row.global_batch.to_string(),
+        });
     }
     Ok(row)
 }
