@@ -1,4 +1,5 @@
-//! Constants of devices fitted on measured steps: `altiplano calibrate TABLES...` finds them again, within what its steps gain.
+//! Constants of devices fitted on measured steps. `altiplano calibrate TABLES...` starts from them and gains little
+//! (benches/results/fidelity.md).
 //!
 //! They are as much of the software of their time as of the device: a V100's are those of XLA in 2021, an A100's of
 //! Megatron-LM and Megatron-DeepSpeed in 2021 to 2023 (eager PyTorch, dropout, attention in parts), an H100's of NeMo in 2025
