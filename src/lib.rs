@@ -43,7 +43,7 @@ pub use altiplano_runtime as runtime;
 pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
 pub use error::{DataProblem, Error, Names};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
-pub use plan_file::{load_plan, plan_of, write_file};
+pub use plan_file::{expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{held, one_line, programs as programs_text, report};
 

@@ -7,6 +7,7 @@ use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::predict::predict;
 use altiplano_planner::programs;
 use std::fs::Permissions;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Reads and verifies a plan file. What is predicted of the plan is computed again, since it must follow from the rest.
@@ -62,6 +63,18 @@ pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
         found => replace(&target, text, found.map(|f| f.permissions())),
     };
     written.map_err(|error| Error::Write { file: file.to_path_buf(), error })
+}
+
+/// Whether a file could be written as far as its folder says, to be asked before long work whose result goes there.
+pub fn expect_writable(file: &Path) -> Result<(), Error> {
+    let folder = file.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let error = match () {
+        _ if file.is_dir() => ErrorKind::IsADirectory,
+        _ if !folder.exists() => ErrorKind::NotFound,
+        _ if !folder.is_dir() => ErrorKind::NotADirectory,
+        _ => return Ok(()),
+    };
+    Err(Error::Write { file: file.to_path_buf(), error: error.into() })
 }
 
 /// Writes beside a file and renames over it.

@@ -35,6 +35,20 @@ fn a_measured_profile_judges_plans() {
     assert!(ran.contains("/step, by the measured profile of"), "{ran}");
 }
 
+/// Before anything is measured or fitted.
+#[test]
+fn a_place_that_cannot_be_written_is_refused_at_once() {
+    let scratch = Scratch::new();
+    let folder = scratch.path(".").display().to_string();
+    for file in [format!("{folder}/none/p.json"), folder.clone()] {
+        for arguments in [&["profile", "--quick"][..], &["calibrate", "/no/table.csv"]] {
+            let output = altiplano(&[arguments, &["-o", &file]].concat());
+            assert!(output.code != Some(0) && output.stderr.contains(&file), "{arguments:?} {}", output.stderr);
+            assert!(!output.stderr.contains("measured") && !output.stderr.contains("table.csv"), "{}", output.stderr);
+        }
+    }
+}
+
 #[test]
 fn profiles_that_do_not_fit_are_refused() {
     let scratch = Scratch::new();

@@ -2,7 +2,7 @@
 
 use crate::commands::say;
 use altiplano::fidelity::{calibrate, device_file};
-use altiplano::{Error, write_file};
+use altiplano::{Error, expect_writable, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -19,6 +19,7 @@ pub struct Calibrate {
 
 impl Calibrate {
     pub fn run(self) -> Result<(), Error> {
+        self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let fitted = calibrate(&self.tables)?;
         for device in &fitted {
             let (before, after) = (device.error_before, device.error_after);

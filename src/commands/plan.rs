@@ -3,7 +3,7 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::say;
 use crate::progress::Bar;
-use altiplano::{Error, report, write_file};
+use altiplano::{Error, expect_writable, report, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -26,6 +26,7 @@ pub struct Plan {
 
 impl Plan {
     pub fn run(self) -> Result<(), Error> {
+        self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::new();
         let plan = self.plan.plan(&request, &bar)?;

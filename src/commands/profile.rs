@@ -5,7 +5,7 @@ use crate::progress::Bar;
 use altiplano::planner::Progress;
 use altiplano::profiled::measured_profile;
 use altiplano::units::seconds;
-use altiplano::{Error, write_file};
+use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
@@ -31,6 +31,7 @@ enum Device {
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
         let Device::Cpu = self.device;
+        self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let bar = Bar::new();
         let profile = measured_profile(self.quick, &mut |what, done, total| bar.step(what, done, total));
         drop(bar);
