@@ -98,9 +98,13 @@ impl<'t, 'a> Converter<'t, 'a> {
         // A result that does not depend on the arguments is still a scalar.
         let values: Result<Vec<ValueId>, Reject> = values?
             .into_iter()
-            .map(|value| match self.graph.ty(value).rank() {
-                0 => self.broadcast(value, shape.clone(), Vec::new()),
-                _ => Ok(value),
+            .map(|value| match self.graph.ty(value) {
+                ty if ty.shape == shape => Ok(value),
+                ty if ty.rank() == 0 => self.broadcast(value, shape.clone(), Vec::new()),
+                // From outside of the region, and no smaller however often it is applied.
+                ty => {
+                    Err(Reject::Invalid(ProblemKind::ResultType { declared: "a scalar".into(), inferred: ty.clone() }))
+                }
             })
             .collect();
         values

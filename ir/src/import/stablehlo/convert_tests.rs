@@ -425,6 +425,14 @@ fn refusals_name_the_place() {
             "2:1: stablehlo.tanh: operand 0 is declared as tensor<f64>, but is f32[]\n\
              2:1: stablehlo.tanh: is declared to give tensor<f64>, but gives f32[]",
         ),
+        // A function of scalars that gives a tensor from outside, which is never reduced.
+        (
+            "%r = stablehlo.reduce(%v init: %s) across dimensions = [0] : (tensor<3xf32>, tensor<f32>) -> tensor<f32>\n\
+             reducer(%x: tensor<f32>, %y: tensor<f32>) {\n%0 = stablehlo.add %y, %x : tensor<f32>\n\
+             stablehlo.return %v : tensor<f32>\n}\nreturn %r : tensor<f32>",
+            f32,
+            "2:1: stablehlo.reduce: is declared to give a scalar, but gives f32[3]",
+        ),
         (
             "%r = stablehlo.reshape %a : (tensor<2x3xf32>) -> tensor<7xf32>\nreturn %s : tensor<f32>",
             f32,
