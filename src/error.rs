@@ -9,7 +9,7 @@ use altiplano_cost_models::profile::ProfileError;
 use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::import::huggingface::ConfigError;
-use altiplano_ir::import::json::JsonError;
+use altiplano_ir::import::json::{self, JsonError};
 use altiplano_ir::import::onnx::OnnxError;
 use altiplano_ir::import::stablehlo::ImportError;
 use altiplano_ir::import::torch_export;
@@ -253,9 +253,7 @@ fn config(file: &Path, error: &ConfigError) -> String {
 }
 
 fn not_json(file: &Path, syntax: &serde_json::Error) -> String {
-    let message = syntax.to_string();
-    let message = message.split(" at line ").next().unwrap_or_default();
-    format!("{}:{}:{}: not JSON: {message}", file.display(), syntax.line(), syntax.column())
+    format!("{}:{}:{}: not JSON: {}", file.display(), syntax.line(), syntax.column(), json::message(syntax))
 }
 
 /// The place of a cluster error is `line 3, column 5`; the file's name makes it complete. A preset has no file.

@@ -5,6 +5,7 @@
 //! The file is JSON, `altiplano.profile` version 1; whatever is wrong in it is refused with its line, or the path of the place.
 
 use altiplano_ir::dtype::DType;
+use altiplano_ir::import::json;
 use altiplano_ir::work::Term;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -102,11 +103,8 @@ pub struct Priced {
 impl Profile {
     /// Reads and verifies a profile.
     pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
-        let json = |e: serde_json::Error| {
-            // The place leads the message, so that it need not end it.
-            let error = e.to_string().split(" at line ").next().unwrap_or_default().to_string();
-            ProfileError::Json { line: e.line(), column: e.column(), error }
-        };
+        let json =
+            |e: serde_json::Error| ProfileError::Json { line: e.line(), column: e.column(), error: json::message(&e) };
         #[derive(Deserialize)]
         struct Header {
             format: String,

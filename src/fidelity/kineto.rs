@@ -8,6 +8,7 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind, Matmul};
 use altiplano_cost_models::probe::{Gpu, catalogue_device};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::import::json;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::collections::{BTreeMap, HashMap};
@@ -174,12 +175,11 @@ const LONGEST_S: f64 = 3600.0;
 
 /// Reads a trace.
 pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
-    let json = |e: serde_json::Error| {
-        // The place leads the message, so that it need not end it.
-        let error = e.to_string().split(" at line ").next().unwrap_or_default().to_string();
-        TraceError::Json { line: e.line(), column: e.column(), error }
-    };
-    let file: File = serde_json::from_slice(text).map_err(json)?;
+    let file: File = serde_json::from_slice(text).map_err(|e| TraceError::Json {
+        line: e.line(),
+        column: e.column(),
+        error: json::message(&e),
+    })?;
     let Properties { name, total_global_mem } =
         file.device_properties.into_iter().next().ok_or(TraceError::NoDevice)?;
     let gpu = Gpu { name, memory_bytes: total_global_mem };

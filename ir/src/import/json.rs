@@ -18,6 +18,11 @@
 //! are `"inf"`, `"-inf"` and `"nan"`. Unknown keys are errors. The ops and their attributes are those of
 //! `docs/ops.md`; `docs/graph.schema.json` is a JSON Schema of all this.
 
+/// What a JSON error says without its place, for messages that the place leads.
+pub fn message(error: &serde_json::Error) -> String {
+    error.to_string().split(" at line ").next().unwrap_or_default().to_string()
+}
+
 #[cfg(test)]
 mod schema;
 #[cfg(test)]

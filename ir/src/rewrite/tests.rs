@@ -27,6 +27,23 @@ struct Writer {
 }
 
 impl Writer {
+    /// A norm over `dims` of three whose variance is a difference of means and whose factor is folded beforehand.
+    fn norm_by_moments(&mut self, dims: &[usize]) -> Built {
+        let shape = [self.size() + 1, self.size() + 1, self.size() + 1];
+        let (x, weight) = (self.leaf(&shape), self.leaf(&shape[2..]));
+        let centre = array::mean(&mut self.g, x, dims, true)?;
+        let square = self.binary(Binary::Multiply, x, x)?;
+        let squares = array::mean(&mut self.g, square, dims, true)?;
+        let centre_square = self.binary(Binary::Multiply, centre, centre)?;
+        let spread = self.binary(Binary::Subtract, squares, centre_square)?;
+        let spread = array::relu(&mut self.g, spread)?;
+        let safe = array::with_number(&mut self.g, Binary::Add, spread, 0.1)?;
+        let root = self.unary(Unary::Rsqrt, safe)?;
+        let scale = self.binary(Binary::Multiply, root, weight)?;
+        let centred = self.binary(Binary::Subtract, x, centre)?;
+        self.binary(Binary::Multiply, centred, scale)
+    }
+
     fn size(&mut self) -> u64 {
         1 + self.sizes.below(4)
     }
@@ -200,37 +217,9 @@ const EXAMPLES: &[Example] = &[
         array::with_number(&mut w.g, Binary::Multiply, product, 0.5)
     },
     // Means, and norms with the variance as a difference of means.
-    |w| {
-        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
-        let (x, weight) = (w.leaf(&shape), w.leaf(&shape[2..]));
-        let centre = array::mean(&mut w.g, x, &[2], true)?;
-        let square = w.binary(Binary::Multiply, x, x)?;
-        let squares = array::mean(&mut w.g, square, &[2], true)?;
-        let centre_square = w.binary(Binary::Multiply, centre, centre)?;
-        let spread = w.binary(Binary::Subtract, squares, centre_square)?;
-        let spread = array::relu(&mut w.g, spread)?;
-        let safe = array::with_number(&mut w.g, Binary::Add, spread, 0.1)?;
-        let root = w.unary(Unary::Rsqrt, safe)?;
-        let scale = w.binary(Binary::Multiply, root, weight)?;
-        let centred = w.binary(Binary::Subtract, x, centre)?;
-        w.binary(Binary::Multiply, centred, scale)
-    },
+    |w| w.norm_by_moments(&[2]),
     // Batch norms: the factor of each feature folded beforehand, with the batch's statistics or given ones, and without bias.
-    |w| {
-        let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
-        let (x, weight) = (w.leaf(&shape), w.leaf(&shape[2..]));
-        let centre = array::mean(&mut w.g, x, &[0, 1], true)?;
-        let square = w.binary(Binary::Multiply, x, x)?;
-        let squares = array::mean(&mut w.g, square, &[0, 1], true)?;
-        let centre_square = w.binary(Binary::Multiply, centre, centre)?;
-        let spread = w.binary(Binary::Subtract, squares, centre_square)?;
-        let spread = array::relu(&mut w.g, spread)?;
-        let safe = array::with_number(&mut w.g, Binary::Add, spread, 0.1)?;
-        let root = w.unary(Unary::Rsqrt, safe)?;
-        let scale = w.binary(Binary::Multiply, root, weight)?;
-        let centred = w.binary(Binary::Subtract, x, centre)?;
-        w.binary(Binary::Multiply, centred, scale)
-    },
+    |w| w.norm_by_moments(&[0, 1]),
     |w| {
         let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
         let [weight, bias, mean, variance] = [0; 4].map(|_| w.leaf(&[shape[1], 1]));
