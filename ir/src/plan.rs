@@ -7,6 +7,7 @@ use crate::batch::LossKind;
 use crate::cluster::Cluster;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
+use crate::import::json;
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
@@ -277,20 +278,21 @@ impl Plan {
 
     /// Reads and verifies a plan file.
     pub fn from_json(text: &str) -> Result<Plan, PlanError> {
-        let json = |e: serde_json::Error| PlanError::Json { line: e.line(), column: e.column(), error: e.to_string() };
+        let not_json =
+            |e: serde_json::Error| PlanError::Json { line: e.line(), column: e.column(), error: json::message(&e) };
         #[derive(Deserialize)]
         struct Header {
             format: String,
             version: u32,
         }
-        let header: Header = serde_json::from_str(text).map_err(json)?;
+        let header: Header = serde_json::from_str(text).map_err(not_json)?;
         if header.format != FORMAT {
             return Err(PlanError::Format { found: header.format });
         }
         if header.version != VERSION {
             return Err(PlanError::Version { found: header.version });
         }
-        let plan: Plan = serde_json::from_str(text).map_err(json)?;
+        let plan: Plan = serde_json::from_str(text).map_err(not_json)?;
         match plan.verify().into_iter().next() {
             None => Ok(plan),
             Some(error) => Err(error),

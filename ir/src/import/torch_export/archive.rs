@@ -2,6 +2,7 @@
 //! that its use allows.
 
 use super::schema::{Payload, Payloads, Program, Size, TensorMeta, dtype};
+use crate::import::json;
 use crate::types::TensorType;
 use serde::de::DeserializeOwned;
 use std::io::{Cursor, Read};
@@ -111,16 +112,11 @@ impl<'b> Archive<'b> {
 
     fn json<T: DeserializeOwned>(&mut self, entry: &str) -> Result<T, ArchiveError> {
         let bytes = self.read(entry, MAX_JSON)?;
-        serde_json::from_slice(&bytes).map_err(|error| {
-            // serde_json says the place at the end of its message, which stands in front here.
-            let problem = error.to_string();
-            let problem = problem.rsplit_once(" at line ").map_or(problem.as_str(), |(text, _)| text);
-            ArchiveError::Json {
-                entry: entry.into(),
-                line: error.line(),
-                column: error.column(),
-                problem: problem.into(),
-            }
+        serde_json::from_slice(&bytes).map_err(|error| ArchiveError::Json {
+            entry: entry.into(),
+            line: error.line(),
+            column: error.column(),
+            problem: json::message(&error).into(),
         })
     }
 
