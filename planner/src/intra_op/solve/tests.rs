@@ -180,7 +180,7 @@ fn check_reduction(problem: &Problem, what: Reductions, best: f64) {
     };
     let of = Compact::new(&network);
     let sizes: Vec<usize> = (0..of.len()).map(|u| of.width(u)).collect();
-    let mut found = Incumbent::none();
+    let mut found = Incumbent::none(1e-9);
     for x in assignments(&sizes) {
         found.offer(&network, &of, &Assignment::new(&of, x));
     }
@@ -236,7 +236,7 @@ proptest! {
         });
         match network {
             Ok(network) => {
-                let mut found = Incumbent::none();
+                let mut found = Incumbent::none(1e-9);
                 let bound = program::solve(&network, &mut found, 60.0);
                 assert_close(found.cost, best);
                 assert_eq!(bound, f64::INFINITY);
