@@ -147,6 +147,36 @@ fn stacking_is_linear() {
     assert_eq!(sizes[2] - sizes[1], 2 * (sizes[1] - sizes[0]));
 }
 
+/// A row that is written once and read in every turn is found without going through all turns between: a few seconds, where
+/// it was the square of the turns.
+#[test]
+fn reading_far_back_is_no_search_through_all_turns() {
+    let turns = 60_000;
+    let text = format!(
+        "func.func @main(%x: tensor<2xf32>) -> (tensor<3x2xf32>, tensor<2xf32>) {{
+         %zero = stablehlo.constant dense<0> : tensor<i32>
+         %one = stablehlo.constant dense<1> : tensor<i32>
+         %limit = stablehlo.constant dense<{turns}> : tensor<i32>
+         %s = stablehlo.constant dense<0.0> : tensor<3x2xf32>
+         %0:3 = stablehlo.while(%i = %zero, %y = %x, %ys = %s) : tensor<i32>, tensor<2xf32>, tensor<3x2xf32>
+         cond {{
+           %1 = stablehlo.compare LT, %i, %limit : (tensor<i32>, tensor<i32>) -> tensor<i1>
+           stablehlo.return %1 : tensor<i1>
+         }} do {{
+           %1 = stablehlo.add %i, %one : tensor<i32>
+           %3 = stablehlo.dynamic_slice %ys, %zero, %zero, sizes = [1, 2] : (tensor<3x2xf32>, tensor<i32>, tensor<i32>) -> tensor<1x2xf32>
+           %4 = stablehlo.reshape %3 : (tensor<1x2xf32>) -> tensor<2xf32>
+           %5 = stablehlo.add %4, %x : tensor<2xf32>
+           %6 = stablehlo.reshape %5 : (tensor<2xf32>) -> tensor<1x2xf32>
+           %7 = stablehlo.dynamic_update_slice %ys, %6, %i, %zero : (tensor<3x2xf32>, tensor<1x2xf32>, tensor<i32>, tensor<i32>) -> tensor<3x2xf32>
+           stablehlo.return %1, %5, %7 : tensor<i32>, tensor<2xf32>, tensor<3x2xf32>
+         }}
+         return %0#2, %0#1 : tensor<3x2xf32>, tensor<2xf32>
+         }}"
+    );
+    computes(&text, &[&[1.0, -2.0]], &[&[1.0, -2.0, 2.0, -4.0, 2.0, -4.0], &[2.0, -4.0]]);
+}
+
 #[test]
 fn branches_are_chosen_or_selected() {
     let branches = "({

@@ -59,12 +59,14 @@ impl Updates {
         Some(self.updates.get(&value)?.dim)
     }
 
-    /// The pieces of `range` of an updated tensor, in order; `None` where more than `steps` updates must be looked at.
+    /// The pieces of `range` of an updated tensor, in order; `None` where more than `steps` updates must be looked at, or with
+    /// `known` more since one whose pieces are known.
     fn pieces(
         &self,
         value: ValueId,
         range: (u64, u64),
         steps: usize,
+        known: bool,
         is_whole: impl Fn(ValueId) -> bool,
     ) -> Option<Vec<Piece>> {
         let dim = self.dim(value)?;
@@ -78,6 +80,11 @@ impl Updates {
                 pieces.extend(open.drain(..).map(|(a, b)| Piece { at: a, source: at, from: a, size: b - a }));
                 break;
             };
+            // What is known of a tensor before some of the updates need not be found again.
+            if let Some(table) = self.tables.get(&at).filter(|_| known) {
+                pieces.extend(open.drain(..).flat_map(|range| within(table, range)));
+                break;
+            }
             if step == steps {
                 return None;
             }
@@ -181,13 +188,13 @@ impl Converter<'_, '_> {
             let range = (start[dim], limit[dim]);
             let pieces = match self.updates.tables.get(&x) {
                 Some(table) => Some(within(table, range)),
-                None => self.updates.pieces(x, range, SHORT_CHAIN, |_| false),
+                None => self.updates.pieces(x, range, SHORT_CHAIN, true, |_| false),
             };
             let pieces = match pieces {
                 Some(pieces) => pieces,
                 None => {
                     let all = (0, self.graph.shape(x)[dim]);
-                    let table = self.updates.pieces(x, all, usize::MAX, |_| false).unwrap_or_default();
+                    let table = self.updates.pieces(x, all, usize::MAX, true, |_| false).unwrap_or_default();
                     if self.updates.table_pieces + table.len() > MOST_TABLE_PIECES {
                         self.updates.tables.clear();
                         self.updates.table_pieces = 0;
@@ -239,7 +246,7 @@ impl Converter<'_, '_> {
                 continue;
             };
             let all = (0, self.graph.shape(v)[dim]);
-            let pieces = self.updates.pieces(v, all, usize::MAX, |at| whole.contains(&at)).unwrap_or_default();
+            let pieces = self.updates.pieces(v, all, usize::MAX, false, |at| whole.contains(&at)).unwrap_or_default();
             pieces.iter().for_each(|piece| live[piece.source.index()] = true);
             self.updates.resolved.insert(v, Pieces { dim, pieces });
         }
