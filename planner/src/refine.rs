@@ -25,6 +25,8 @@ use rayon::prelude::*;
 const TRIES: usize = 3;
 /// Relative difference below which two costs are equal.
 const EQUAL: f64 = 1e-9;
+/// Most problems of stages need a small part of this work. Where memory is tight, what more of it gives is a smaller gap.
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0 };
 
 /// What became of one stage.
 struct Again {
@@ -137,7 +139,7 @@ fn solved_again(
     let before = as_given(&program, &plan.graph, stage, &mut spaces);
     // What the shardings that the plan has really need, beside what is estimated of them, says what the estimate misses.
     let scale = before.as_ref().map_or(1.0, |b| b.most_bytes as f64 / stage.predicted.peak_bytes.max(1) as f64);
-    let found = program.solve(Some((limit_bytes * scale) as u64), &Options::default()).ok()?;
+    let found = program.solve(Some((limit_bytes * scale) as u64), &OPTIONS).ok()?;
     let bound = found.lower_bound_s;
     let before = before.map(|b| Solved { cost_s: b.cost_s, lower_bound_s: bound.min(b.cost_s) });
     let solved = Solved { cost_s: found.cost_s, lower_bound_s: bound };
@@ -164,7 +166,7 @@ pub fn as_given(
     };
     let allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
     let strategy = |v: ValueId| stage.shardings.get(&v).map(|s| s.strategy.clone());
-    program.solve_given(strategy, |p, kept| allowed.contains(&(p, kept)), &Options::default()).ok()
+    program.solve_given(strategy, |p, kept| allowed.contains(&(p, kept)), &OPTIONS).ok()
 }
 
 /// A stage with the shardings of a solution.

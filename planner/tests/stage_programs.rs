@@ -14,7 +14,7 @@ use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};
-use altiplano_planner::intra_op::solve::{Options, SolveError};
+use altiplano_planner::intra_op::solve::{Node, Options, SolveError};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use altiplano_planner::lower::Prices;
@@ -83,11 +83,10 @@ fn all_choices(program: &StageProgram) -> Option<Vec<(f64, u64)>> {
 
 fn most_bytes(program: &StageProgram, choice: &[usize]) -> u64 {
     let held = |point: u32| -> u64 {
-        let of = |(holds, &c): (&Vec<_>, &usize)| -> u64 {
-            let live = holds.iter().filter(|h: &&altiplano_planner::intra_op::stage::Holding| h.live.contains(&point));
-            live.map(|h| h.bytes[c]).sum()
+        let of = |(node, &c): (&Node, &usize)| -> u64 {
+            node.holds.iter().filter(|h| h.live.contains(&point)).map(|h| h.bytes[c]).sum()
         };
-        program.holds.iter().zip(choice).map(of).sum()
+        program.problem.nodes.iter().zip(choice).map(of).sum()
     };
     (0..program.num_points).map(held).max().unwrap_or(0)
 }

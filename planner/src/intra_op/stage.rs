@@ -9,7 +9,7 @@
 //! many microbatches as are in flight. It is an estimate: what runs is decided when a plan is lowered, and [`crate::predict`]
 //! has the last word.
 
-use super::solve::{self, MemoryRow, Options, Problem, Solution, SolveError};
+use super::solve::{self, Holding, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
 use crate::lower::repeat::Repeats;
@@ -34,20 +34,11 @@ pub struct Demand {
     pub execution: Execution,
 }
 
-/// Bytes held at every point in `live`, by the strategy of a node of the problem.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Holding {
-    pub live: Range<u32>,
-    pub bytes: Vec<u64>,
-}
-
 /// A stage's problem, stated but not solved.
 pub struct StageProgram {
     pub statement: Statement,
-    /// Without memory.
+    /// With what is held when, and no limit to it.
     pub problem: Problem,
-    /// What each node of the problem holds when.
-    pub holds: Vec<Vec<Holding>>,
     /// Points of a step.
     pub num_points: u32,
 }
@@ -89,7 +80,7 @@ pub fn state_stage(
 ) -> StageProgram {
     let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
     let passes = if demand.recompute { 2.0 } else { 1.0 };
-    let problem = statement
+    let mut problem = statement
         .problem(|t: &Terms| passes * t.forward_s + t.backward_s + t.step_s / f64::from(demand.num_microbatches));
     let nodes = model.nodes(&range);
     let trains = model.optimizer.is_some();
@@ -109,14 +100,16 @@ pub fn state_stage(
         holds: vec![Vec::new(); statement.variables.len()],
     };
     lives.find(&nodes, readers);
-    let holds = lives.holds;
-    StageProgram { statement, problem, holds, num_points }
+    for (node, holds) in problem.nodes.iter_mut().zip(lives.holds) {
+        node.holds = holds;
+    }
+    StageProgram { statement, problem, num_points }
 }
 
 impl StageProgram {
     /// The best shardings that hold at most `limit_bytes` at every point.
     pub fn solve(&self, limit_bytes: Option<u64>, options: &Options) -> Result<StageSolution, SolveError> {
-        self.solve_problem(&self.problem, limit_bytes, options)
+        self.solution(&Problem { limit_bytes, ..self.problem.clone() }, options)
     }
 
     /// [`StageProgram::solve`] where the strategies of nodes and the storage of parameters are given, and only what serves them
@@ -141,25 +134,11 @@ impl StageProgram {
                 _ => {}
             }
         }
-        self.solve_problem(&problem, None, options)
+        self.solution(&problem, options)
     }
 
-    fn solve_problem(
-        &self,
-        problem: &Problem,
-        limit_bytes: Option<u64>,
-        options: &Options,
-    ) -> Result<StageSolution, SolveError> {
-        // What obeys the limit by itself is the best; only else does memory make the problem harder.
-        let mut solution = solve::solve(problem, options)?;
-        if let Some(limit) = limit_bytes
-            && self.most_bytes(&solution.choice).0 > limit
-        {
-            let Solution { choice, cost, lower_bound } =
-                solve::solve(&with_memory(problem, &self.holds, self.num_points, limit), options)?;
-            let choice = choice[..problem.nodes.len()].to_vec();
-            solution = Solution { choice, cost, lower_bound: lower_bound.max(solution.lower_bound) };
-        }
+    fn solution(&self, problem: &Problem, options: &Options) -> Result<StageSolution, SolveError> {
+        let solution = solve::solve(problem, options)?;
         let (strategies, parameters) = self.statement.chosen(&solution.choice);
         let entering =
             self.statement.variables.iter().zip(&solution.choice).filter_map(|(variable, &c)| match variable {
@@ -179,8 +158,8 @@ impl StageProgram {
     /// The most bytes that a choice holds, and the first point at which it does.
     pub fn most_bytes(&self, choice: &[usize]) -> (u64, u32) {
         let mut change = vec![0i128; self.num_points as usize + 1];
-        for (holds, &c) in self.holds.iter().zip(choice) {
-            for hold in holds {
+        for (node, &c) in self.problem.nodes.iter().zip(choice) {
+            for hold in &node.holds {
                 change[hold.live.start as usize] += i128::from(hold.bytes[c]);
                 change[hold.live.end as usize] -= i128::from(hold.bytes[c]);
             }
@@ -207,40 +186,6 @@ impl StageProgram {
     pub fn num_entries(&self) -> usize {
         self.problem.edges.iter().map(|e| e.cost.len()).sum()
     }
-}
-
-/// The problem with a row for every point at which something new is held. A node that holds different bytes at different
-/// points is stated once for each, all of which must choose alike.
-fn with_memory(problem: &Problem, holds: &[Vec<Holding>], num_points: u32, limit_bytes: u64) -> Problem {
-    let mut stated = problem.clone();
-    let mut members: Vec<(Range<u32>, usize)> = Vec::new();
-    for (v, holds) in holds.iter().enumerate() {
-        for (i, hold) in holds.iter().enumerate() {
-            if i == 0 {
-                stated.nodes[v].bytes = hold.bytes.clone();
-                members.push((hold.live.clone(), v));
-                continue;
-            }
-            let n = hold.bytes.len();
-            let twin = stated.nodes.len();
-            stated.nodes.push(solve::Node { cost: vec![0.0; n], bytes: hold.bytes.clone() });
-            let cost = (0..n * n).map(|at| if at / n == at % n { 0.0 } else { f64::INFINITY }).collect();
-            stated.edges.push(solve::Edge { from: v, to: twin, cost });
-            members.push((hold.live.clone(), twin));
-        }
-    }
-    let starts: BTreeSet<u32> = members.iter().map(|m| m.0.start).collect();
-    let ends: BTreeSet<u32> = members.iter().map(|m| m.0.end).collect();
-    // Between two ends the last start sees all that is held there.
-    let last_before_end = |&&start: &&u32| {
-        let next = starts.range(start + 1..).next().copied().unwrap_or(num_points);
-        ends.range(start + 1..=next).next().is_some()
-    };
-    for &point in starts.iter().filter(last_before_end) {
-        let live = members.iter().filter(|m| m.0.contains(&point)).map(|m| m.1).collect();
-        stated.memory.push(MemoryRow { limit_bytes, members: live });
-    }
-    stated
 }
 
 /// Finds out what is held when.

@@ -224,12 +224,9 @@ pub fn state(
 }
 
 impl Statement {
-    /// The problem that minimises the sum of an objective over what is chosen.
+    /// The problem that minimises the sum of an objective over what is chosen, memory left open.
     pub fn problem(&self, objective: impl Fn(&Terms) -> f64) -> Problem {
-        let nodes = self
-            .unary
-            .iter()
-            .map(|terms| solve::Node { cost: terms.iter().map(&objective).collect(), bytes: Vec::new() });
+        let node = |terms: &Vec<Terms>| solve::Node { cost: terms.iter().map(&objective).collect(), holds: Vec::new() };
         let mut small: FxHashMap<*const Table, Vec<Vec<f64>>> = FxHashMap::default();
         let mut edges = Vec::with_capacity(self.pairs.len());
         for p in &self.pairs {
@@ -242,7 +239,7 @@ impl Statement {
             }
             edges.push(solve::Edge { from: p.from, to: p.to, cost });
         }
-        Problem { nodes: nodes.collect(), edges, memory: Vec::new() }
+        Problem { nodes: self.unary.iter().map(node).collect(), edges, limit_bytes: None }
     }
 
     /// The sum of all terms of a choice.
