@@ -31,6 +31,9 @@ const CASES: [(&str, u32, u32, bool); 5] = [
     ("gpt2-small-train-step.mlir", 2, 8, true),
 ];
 
+/// A tenth of the gap that is asked of whole models.
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 10.0, gap: 1e-4 };
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
     let Some(folder) = arguments.first() else {
@@ -89,7 +92,7 @@ fn measure(name: &str, graph: Graph, nodes: u32, devices: u32, trains: bool) -> 
     let state_s = start.elapsed().as_secs_f64();
     for (limit, memory) in [(None, "any"), (Some(group.device.memory_bytes), "16 GB")] {
         let start = Instant::now();
-        let solved = program.solve(limit, &Options::default());
+        let solved = program.solve(limit, &OPTIONS);
         let solve_s = start.elapsed().as_secs_f64();
         let answer = match solved {
             Ok(s) => {

@@ -133,7 +133,7 @@ fn main() -> ExitCode {
     let read_s = start.elapsed().as_secs_f64();
     // Writing the answer and freeing what was used takes a moment.
     let left_s = (0.98 * arguments.time_limit - read_s - 0.2).max(0.0);
-    let options = Options { time_limit_s: left_s, effort: f64::MAX / 1e10 };
+    let options = Options { time_limit_s: left_s, effort: f64::MAX / 1e10, ..Options::default() };
     let mut phases: BTreeMap<&str, f64> = BTreeMap::new();
     let mut last_s = 0.0;
     let solved = solve_watched(&problem, &options, &mut |now| {

@@ -29,6 +29,7 @@ mod model;
 mod plan_file;
 pub mod precision;
 pub mod profiled;
+pub mod remedies;
 mod report;
 pub mod simulate;
 pub mod training;

@@ -25,8 +25,9 @@ use rayon::prelude::*;
 const TRIES: usize = 3;
 /// Relative difference below which two costs are equal.
 const EQUAL: f64 = 1e-9;
-/// Most problems of stages need a small part of this work. Where memory is tight, what more of it gives is a smaller gap.
-const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0 };
+/// Most problems of stages need a small part of this work. Where memory is tight, what more of it gives is a smaller gap; one this
+/// small is far below what prices are worth.
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap: 1e-4 };
 
 /// What became of one stage.
 struct Again {

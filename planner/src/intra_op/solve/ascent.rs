@@ -43,6 +43,11 @@ enum Inner {
 
 impl<'a> Ascent<'a> {
     pub fn new(of: &'a Compact, prices: &Prices) -> Ascent<'a> {
+        Ascent::after(of, prices, None)
+    }
+
+    /// Goes on where an ascent on the same network ended that had more strategies, with its messages.
+    pub fn after(of: &'a Compact, prices: &Prices, before: Option<(&Compact, &Messages)>) -> Ascent<'a> {
         let rows = of.capacity.len();
         let mut price = vec![0.0; rows];
         for &(point, p) in prices {
@@ -56,7 +61,13 @@ impl<'a> Ascent<'a> {
         let plan = if of.len() <= EXACT_NODES { Plan::new(of, &[], &caps) } else { None };
         let inner = match plan {
             Some(plan) => Inner::Exact { plan: Box::new(plan), decoded: vec![] },
-            None => Inner::Messages(Messages::new(of)),
+            None => {
+                let mut messages = Messages::new(of);
+                if let Some((old_of, old)) = before {
+                    messages.inherit(of, old, old_of);
+                }
+                Inner::Messages(messages)
+            }
         };
         let strategies = of.cost.len();
         let mut ascent = Ascent {
@@ -90,11 +101,19 @@ impl<'a> Ascent<'a> {
         matches!(self.inner, Inner::Exact { .. })
     }
 
+    /// The messages, for an ascent after this one.
+    pub fn into_messages(self) -> Option<Messages> {
+        match self.inner {
+            Inner::Messages(messages) => Some(messages),
+            Inner::Exact { .. } => None,
+        }
+    }
+
     /// Table entries that one step reads, about.
     pub fn work(&self) -> f64 {
         match &self.inner {
             Inner::Messages(_) => 2.0 * (self.of.entries + self.of.cost.len()) as f64,
-            Inner::Exact { plan, .. } => 4.0 * plan.work(),
+            Inner::Exact { plan, .. } => 8.0 * plan.work() + 50.0 * self.of.cost.len() as f64,
         }
     }
 

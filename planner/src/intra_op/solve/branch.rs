@@ -1,11 +1,11 @@
 //! Branch and bound. Each open problem is reduced again, bounded by its own ascent, loses the strategies that its bound
 //! rules out, and is split in two on one node; the one with the least bound is next.
 
+use super::Clock;
 use super::ascent::{Ascent, Prices};
 use super::compact::{Assignment, Compact};
 use super::network::Network;
 use super::reduce::Reductions;
-use super::{Clock, TOLERANCE};
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
@@ -13,17 +13,19 @@ use std::collections::BinaryHeap;
 #[derive(Clone, Debug)]
 pub(super) struct Incumbent {
     pub cost: f64,
+    /// Relative difference from it that counts as nothing.
+    pub gap: f64,
     pub choice: Option<Vec<usize>>,
 }
 
 impl Incumbent {
-    pub fn none() -> Incumbent {
-        Incumbent { cost: f64::INFINITY, choice: None }
+    pub fn none(gap: f64) -> Incumbent {
+        Incumbent { cost: f64::INFINITY, gap, choice: None }
     }
 
-    /// A bound from here on proves that there is nothing better, within rounding.
+    /// A bound from here on proves that there is nothing better that counts.
     pub fn cutoff(&self) -> f64 {
-        if self.cost == f64::INFINITY { f64::INFINITY } else { self.cost - TOLERANCE * self.cost.abs() }
+        if self.cost == f64::INFINITY { f64::INFINITY } else { self.cost - self.gap * self.cost.abs() }
     }
 
     /// Takes an assignment that fits, if it is better.
@@ -32,7 +34,7 @@ impl Incumbent {
         if better {
             let mut local = vec![0; network.nodes.len()];
             of.node.iter().zip(&assignment.x).for_each(|(&v, &s)| local[v] = s);
-            *self = Incumbent { cost: assignment.cost, choice: Some(network.lift(&local)) };
+            *self = Incumbent { cost: assignment.cost, gap: self.gap, choice: Some(network.lift(&local)) };
         }
         better
     }
@@ -119,7 +121,7 @@ impl Open {
             }
             self.network = self.network.compacted();
             let of = Compact::new(&self.network);
-            budget.work -= 4.0 * (of.entries + of.cost.len()) as f64;
+            budget.work -= STATING * (of.entries + of.cost.len() + 30 * of.len() + of.capacity.len()) as f64;
             if of.len() == 0 {
                 best.offer(&self.network, &of, &Assignment::new(&of, vec![]));
                 return vec![];
@@ -233,6 +235,8 @@ pub(super) fn propose(ascent: &Ascent<'_>, network: &Network, best: &mut Incumbe
     }
 }
 
+/// Work of reducing and laying out a problem, for each entry of its tables: about what it takes beside reading one.
+const STATING: f64 = 30.0;
 /// Steps of an ascent that starts without prices, and of one that has its parent's.
 const FIRST_STEPS: usize = 800;
 const STEPS: usize = 150;

@@ -10,6 +10,8 @@ pub(super) struct Compact {
     /// Where the strategies of each node begin in flat tables; one more than there are nodes.
     pub offset: Vec<usize>,
     pub cost: Vec<f64>,
+    /// The network's label of each strategy, flat.
+    pub label: Vec<u32>,
     pub profile: Vec<Vec<Run>>,
     pub edges: Vec<CompactEdge>,
     /// The edges of each node, and whether it is their first end.
@@ -49,7 +51,9 @@ impl Compact {
         node.iter().enumerate().for_each(|(i, &v)| place[v] = i as u32);
         let mut offset = vec![0];
         let mut cost = vec![];
+        let mut label = vec![];
         for &v in &node {
+            label.extend_from_slice(&network.nodes[v].label);
             cost.extend_from_slice(&network.nodes[v].cost);
             offset.push(cost.len());
         }
@@ -65,6 +69,7 @@ impl Compact {
         Compact {
             offset,
             cost,
+            label,
             profile: node.iter().map(|&v| network.nodes[v].profile.clone()).collect(),
             entries: edges.iter().map(|e| e.ab.len()).sum(),
             edges,
@@ -82,6 +87,10 @@ impl Compact {
 
     pub fn width(&self, u: usize) -> usize {
         self.offset[u + 1] - self.offset[u]
+    }
+
+    pub fn labels(&self, u: usize) -> &[u32] {
+        &self.label[self.offset[u]..self.offset[u + 1]]
     }
 
     pub fn cost_of(&self, x: &[usize]) -> f64 {

@@ -240,6 +240,7 @@ impl Plan {
         let mut outside: Vec<Vec<f64>> = vec![vec![]; self.buckets.len()];
         let mut marginals = vec![f64::INFINITY; unary.cost.len()];
         let mut local = vec![0; self.sizes.len()];
+        let mut offsets: Vec<usize> = vec![];
         for (b, bucket) in self.buckets.iter().enumerate().rev() {
             let mut beyond = std::mem::take(&mut outside[b]);
             if bucket.scope.is_empty() {
@@ -258,7 +259,8 @@ impl Plan {
                     local[v] = left % self.sizes[v];
                     left /= self.sizes[v];
                 }
-                let offsets: Vec<usize> = bucket.inputs.iter().map(|input| offset(input, &local)).collect();
+                offsets.clear();
+                offsets.extend(bucket.inputs.iter().map(|input| offset(input, &local)));
                 for (x, marginal) in marginals.iter_mut().enumerate() {
                     let mut sum = beyond + own[x];
                     for (input, at) in bucket.inputs.iter().zip(&offsets) {

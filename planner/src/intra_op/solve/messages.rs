@@ -2,6 +2,7 @@
 //! with every pass over the nodes, by moving costs between the nodes and edges of the local polytope's dual.
 
 use super::compact::Compact;
+use rustc_hash::FxHashMap;
 
 #[derive(Clone, Debug)]
 pub(super) struct Messages {
@@ -24,6 +25,27 @@ impl Messages {
             to_b: of.edges.iter().map(|e| vec![0.0; of.width(e.b as usize)]).collect(),
             gamma: of.incident.iter().map(gamma).collect(),
             scratch: vec![],
+        }
+    }
+
+    /// What was told before strategies and nodes of the same network went: where the sums are close, so is the bound.
+    pub fn inherit(&mut self, of: &Compact, old: &Messages, old_of: &Compact) {
+        let ends = |of: &Compact, e: usize| {
+            let edge = &of.edges[e];
+            (of.node[edge.a as usize], of.node[edge.b as usize])
+        };
+        let known: FxHashMap<(usize, usize), usize> = (0..old_of.edges.len()).map(|e| (ends(old_of, e), e)).collect();
+        let mapped = |new: &[u32], old: &[u32], told: &[f64], into: &mut Vec<f64>| {
+            let found: Option<Vec<f64>> = new.iter().map(|l| old.binary_search(l).ok().map(|at| told[at])).collect();
+            if let Some(found) = found {
+                *into = found;
+            }
+        };
+        for (e, edge) in of.edges.iter().enumerate() {
+            let Some(&o) = known.get(&ends(of, e)) else { continue };
+            let (a, b) = (old_of.edges[o].a as usize, old_of.edges[o].b as usize);
+            mapped(of.labels(edge.a as usize), old_of.labels(a), &old.to_a[o], &mut self.to_a[e]);
+            mapped(of.labels(edge.b as usize), old_of.labels(b), &old.to_b[o], &mut self.to_b[e]);
         }
     }
 

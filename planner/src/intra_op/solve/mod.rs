@@ -12,6 +12,7 @@ mod ascent;
 mod branch;
 mod compact;
 mod eliminate;
+mod explain;
 mod messages;
 mod neighbourhood;
 mod network;
@@ -20,6 +21,8 @@ mod reduce;
 mod search;
 #[cfg(test)]
 mod tests;
+
+pub use explain::{Alternative, alternatives, tight_points};
 
 use branch::{Budget, Incumbent};
 use compact::Compact;
@@ -89,11 +92,13 @@ pub struct Options {
     pub time_limit_s: f64,
     /// Table entries, in billions, that the search may read: about seconds of a core.
     pub effort: f64,
+    /// Relative gap at which the answer is good enough.
+    pub gap: f64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { time_limit_s: f64::INFINITY, effort: 10.0 }
+        Options { time_limit_s: f64::INFINITY, effort: 10.0, gap: 1e-9 }
     }
 }
 
@@ -152,7 +157,7 @@ pub enum Fault {
     Keep { node: usize },
     #[error("the kept nodes have more than {most} joint assignments")]
     KeepTooMany { most: usize },
-    #[error("the time limit or the effort is negative or not a number")]
+    #[error("the time limit, the effort or the gap is negative or not a number")]
     Limits,
 }
 
@@ -201,7 +206,7 @@ pub fn solve_watched(
         lower_bound: f64::NEG_INFINITY,
         nodes,
     });
-    let mut best = Incumbent::none();
+    let mut best = Incumbent::none(options.gap.max(ROUNDING));
     let mut budget = Budget { work: options.effort * 1e9, clock: &clock };
     let bound = search::search(&network, &mut best, &mut budget, &mut |phase, cost, lower_bound| {
         watch(Progress { phase, elapsed_s: elapsed(), cost, lower_bound: lower_bound.min(cost), nodes });
@@ -216,11 +221,10 @@ pub fn solve_watched(
     match best.choice {
         Some(choice) => {
             let cost = cost_of(problem, &choice);
-            // What was cut is within rounding of the incumbent.
-            let cutoff = cost - TOLERANCE * cost.abs();
-            let lower_bound = if bound >= cutoff { cutoff } else { bound };
+            // What was cut is within the gap of the incumbent.
+            let cutoff = cost - options.gap.max(ROUNDING) * cost.abs();
             let exact = network.live().next().is_none();
-            Ok(Solution { choice, cost, lower_bound: if exact { cost } else { lower_bound } })
+            Ok(Solution { choice, cost, lower_bound: if exact { cost } else { bound.min(cutoff) } })
         }
         None if bound == f64::INFINITY => Err(SolveError::Infeasible),
         None => Err(SolveError::NotFound),
@@ -363,8 +367,11 @@ pub fn boundary_table(problem: &Problem, keep: &[usize], options: &Options) -> R
                     *c = if s == kept[v] { *c } else { f64::INFINITY };
                 }
             }
-            let share =
-                Options { time_limit_s: clock.left_s() / (size - entry) as f64, effort: options.effort / size as f64 };
+            let share = Options {
+                time_limit_s: clock.left_s() / (size - entry) as f64,
+                effort: options.effort / size as f64,
+                ..*options
+            };
             match solve(&one, &share) {
                 Ok(solution) => {
                     cost.push(solution.cost);
@@ -394,7 +401,7 @@ fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize
 const PROGRAM_ENTRIES: usize = 4_000;
 
 /// Relative difference below which two costs count as equal: bounds are sums of many rounded numbers.
-const TOLERANCE: f64 = 1e-9;
+const ROUNDING: f64 = 1e-9;
 
 /// When the time limit is reached.
 #[derive(Clone, Copy, Debug)]
@@ -406,7 +413,7 @@ struct Clock {
 impl Clock {
     fn start(options: &Options) -> Result<Clock, SolveError> {
         let bad = |limit: f64| limit.is_nan() || limit < 0.0;
-        if bad(options.time_limit_s) || bad(options.effort) {
+        if bad(options.time_limit_s) || bad(options.effort) || bad(options.gap) {
             return Err(SolveError::Malformed { fault: Fault::Limits });
         }
         let start = Instant::now();

@@ -54,10 +54,10 @@ impl<'a> Neighbourhoods<'a> {
                 .par_iter()
                 .map(|(region, _)| {
                     let (network, cost) = self.freed(region);
-                    let mut best = Incumbent { cost, choice: None };
+                    let mut best = Incumbent { cost, gap: CLOSE, choice: None };
                     let mut own = Budget { work: REGION_WORK, clock };
                     Tree::new(network, prices.clone(), f64::NEG_INFINITY).search(&mut best, &mut own);
-                    (best.choice, REGION_WORK - own.work + self.of.capacity.len() as f64)
+                    (best.choice, REGION_WORK - own.work + (20 * self.of.capacity.len() + self.of.len()) as f64)
                 })
                 .collect();
             for ((region, size), (choice, work)) in jobs.iter().zip(solved) {
@@ -173,6 +173,8 @@ impl<'a> Neighbourhoods<'a> {
 const SIZES: [usize; 6] = [15, 30, 60, 120, 240, 480];
 /// Regions of a round.
 const ROUND: usize = 8;
+/// Gap at which a region is as good as solved.
+const CLOSE: f64 = 1e-7;
 /// Table entries that the solution of one region may read.
 const REGION_WORK: f64 = 3e7;
 /// Nodes looked at for one that holds bytes at a given time.

@@ -5,6 +5,7 @@
 use super::ascent::{Ascent, Prices};
 use super::branch::{Budget, Climbed, Incumbent, Tree, climb, restrict};
 use super::compact::{Assignment, Compact};
+use super::messages::Messages;
 use super::neighbourhood::Neighbourhoods;
 use super::network::Network;
 use super::reduce::Reductions;
@@ -25,14 +26,15 @@ pub(super) fn search(
     let mut network = base.clone();
     let mut prices = vec![];
     let mut bound = f64::NEG_INFINITY;
+    let mut before: Option<(Compact, Messages)> = None;
     // While the problem is large: one ascent, begun anew when enough is ruled out.
     loop {
         let of = Compact::new(&network);
         if of.entries <= TREE_ENTRIES {
             break;
         }
-        let mut ascent = Ascent::new(&of, &prices);
-        let mut stuck = 0;
+        let mut ascent = Ascent::after(&of, &prices, before.as_ref().map(|(of, messages)| (of, messages)));
+        let mut turns = std::collections::VecDeque::new();
         let kept = loop {
             let climbed = sides.turn(best, budget, &ascent.prices(), |best, budget| {
                 climb(&mut ascent, &network, best, budget, TURN_STEPS, false)
@@ -42,20 +44,24 @@ pub(super) fn search(
             match climbed {
                 Climbed::Closed => return f64::INFINITY,
                 Climbed::Fixed(keep) => break Some(keep),
-                Climbed::Stuck => stuck += 1,
+                Climbed::Stuck => turns.push_back(bound),
             }
             if budget.spent() {
                 return bound;
             }
-            if stuck > TURNS_STUCK {
+            // Risen by next to nothing for some turns: branching is what is left.
+            let before = if turns.len() > TURNS_STUCK { turns.pop_front() } else { None };
+            if before.is_some_and(|before| bound - before < SLOW * (best.cost - bound)) {
                 break None;
             }
         };
         prices = ascent.prices();
+        let messages = ascent.into_messages();
         let Some(keep) = kept else { break };
         if !restrict(&mut network, &of, &keep) || network.reduce(Reductions::ALL, &[]).is_err() {
             return f64::INFINITY;
         }
+        before = messages.map(|messages| (of, messages));
     }
     let mut tree = Tree::new(network, prices.clone(), bound);
     loop {
@@ -92,7 +98,7 @@ impl Sides<'_> {
             let result = dual(best, &mut of_dual);
             budget.work -= share - of_dual.work;
             // Small problems are done by now.
-            if let Some(choice) = &best.choice {
+            if let Some(choice) = best.choice.as_ref().filter(|_| self.whole.len() >= MANY) {
                 let start = self.base.lowered(choice).map(|x| Assignment::new(self.whole, x));
                 if let Some(start) = start.filter(Assignment::fits) {
                     self.local = Some(Neighbourhoods::new(self.base, self.whole, start));
@@ -116,5 +122,8 @@ const TREE_ENTRIES: usize = 150_000;
 const TURN_WORK: f64 = 3e8;
 /// Steps of an ascent in one turn.
 const TURN_STEPS: usize = 100;
-/// Turns in which an ascent rules nothing out before it is left.
-const TURNS_STUCK: usize = 200;
+/// Turns in which an ascent closes less than a part of the gap before it is left.
+const TURNS_STUCK: usize = 8;
+const SLOW: f64 = 0.003;
+/// Nodes from which neighbourhoods are searched; fewer are one neighbourhood.
+const MANY: usize = 200;
