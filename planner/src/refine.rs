@@ -107,7 +107,6 @@ pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool) -> Vec<u8> {
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 fn solved_again(
     request: &Request,
     freedom: &Freedom,
