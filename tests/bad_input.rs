@@ -249,6 +249,7 @@ fn plan_files() {
         ("layers", edited(&plan, "/layers/1", json!(100_000)), "layers"),
         ("stages", edited(&plan, "/stages", json!([])), "stages"),
         ("zero", edited(&plan, "/stages/0/zero", json!(9)), "stages[0].zero"),
+        ("solved", edited(&plan, "/stages/0/solved/cost_s", json!(-1.0)), "stages[0].solved"),
         ("faster", edited(&plan, "/predicted/step_time_s", json!(1e-3)), "predicted"),
         ("smaller", edited(&plan, "/stages/1/predicted/peak_bytes", json!(1)), "stages[1].predicted"),
         (

@@ -147,13 +147,33 @@ pub struct Stage {
     pub mesh: Mesh,
     /// Activations are recomputed from each layer's inputs in the backward pass.
     pub recompute: bool,
-    /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+    /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Where
+    /// parameters differ it is that of most of their bytes, and `parameters` says it of each.
     pub zero: u8,
     pub shardings: BTreeMap<ValueId, ValueSharding>,
     pub parameters: BTreeMap<String, Storage>,
     /// Layout in which each value from an earlier stage arrives.
     pub receives: BTreeMap<ValueId, Sharding>,
+    /// How near the shardings are to the best; absent where they were not compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub solved: Option<Solved>,
     pub predicted: StagePredicted,
+}
+
+/// How near a stage's shardings are to the best of the space that they were chosen from, by the prices of the search: seconds per
+/// microbatch, with a microbatch's share of what is done once per step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Solved {
+    pub cost_s: f64,
+    /// No shardings of these layers on this mesh within its memory cost less.
+    pub lower_bound_s: f64,
+}
+
+impl Solved {
+    /// How far above the best the shardings can be at most, relative to them; zero where they are proven best.
+    pub fn gap(&self) -> f64 {
+        if self.cost_s <= self.lower_bound_s { 0.0 } else { (self.cost_s - self.lower_bound_s) / self.cost_s }
+    }
 }
 
 /// One line of the table that ends every plan.
@@ -372,6 +392,10 @@ impl Plan {
             }
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
+            }
+            let seconds = |s: f64| s.is_finite() && s >= 0.0;
+            if stage.solved.is_some_and(|s| !seconds(s.cost_s) || !seconds(s.lower_bound_s)) {
+                fail(here("solved"), "must be seconds, not negative");
             }
             for (v, layer) in self.graph.values().zip(&layer_of) {
                 let inside = layer.is_some_and(|l| stage.layers.contains(&l));

@@ -3,13 +3,13 @@
 use crate::inter_op::compose::chains;
 use crate::inter_op::search::{ChosenStage, layer_tables};
 use crate::inter_op::submesh::place;
-use crate::intra_op::layer::LayerTable;
-use crate::intra_op::space::{Spaces, batch_factors, batch_layout};
+use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
+use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::CostModel;
-use altiplano_ir::graph::ValueId;
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{
@@ -18,7 +18,6 @@ use altiplano_ir::plan::{
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
 
 /// What a plan is made of.
 pub struct Parts<'a> {
@@ -68,6 +67,14 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> R
     })
 }
 
+/// The shardings of one stage.
+pub struct Shardings {
+    pub strategies: Vec<(ValueId, Choice)>,
+    pub parameters: Vec<(ValueId, Kept)>,
+    /// Layouts in which values from earlier stages arrive.
+    pub receives: BTreeMap<ValueId, Sharding>,
+}
+
 fn stage(
     request: &Request,
     layered: &Layered,
@@ -75,50 +82,52 @@ fn stage(
     chosen: &ChosenStage,
     devices: Vec<u32>,
 ) -> Option<Stage> {
-    let graph = &layered.graph;
-    let group = &request.cluster.groups[0];
     let way = &chosen.way;
     let submesh = (chosen.shape.nodes, chosen.shape.devices);
-    let prices = Prices::new(cost, group, submesh, &way.mesh);
+    let prices = Prices::new(cost, &request.cluster.groups[0], submesh, &way.mesh);
     let mut spaces = Spaces::new(&prices, way.roles);
+    let shardings = composed(request, layered, &mut spaces, chosen)?;
+    let stage = Stage {
+        layers: chosen.layers.start as u32..chosen.layers.end as u32,
+        submesh,
+        devices,
+        mesh: way.mesh.clone(),
+        recompute: way.recompute,
+        zero: way.variant.zero,
+        shardings: BTreeMap::new(),
+        parameters: BTreeMap::new(),
+        receives: BTreeMap::new(),
+        solved: None,
+        predicted: StagePredicted::default(),
+    };
+    Some(with_shardings(layered, &mut spaces, stage, shardings))
+}
+
+/// The shardings of a stage's layers, put together from the tables of its layers.
+fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chosen: &ChosenStage) -> Option<Shardings> {
+    let graph = &layered.graph;
+    let way = &chosen.way;
     // Solved again: the search keeps only what it cost. The same input gives the same answer.
-    let tables = layer_tables(layered, request, &mut spaces, way.variant)?;
+    let tables = layer_tables(layered, request, spaces, way.variant)?;
     let kinds = &layered.kinds[chosen.layers.clone()];
     let chain = chains(kinds, &tables).into_iter().next()?.into_iter().next_back()?;
     let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
     let path = chain.path(&of_layers);
 
-    let mesh = named(layered, &of_layers, &path, &way.mesh);
-    let mut shardings = BTreeMap::new();
-    let mut base: BTreeMap<ValueId, Sharding> = BTreeMap::new();
-    let mut partial: BTreeMap<ValueId, BTreeSet<AxisId>> = BTreeMap::new();
+    let mut strategies = Vec::new();
+    let mut parameters: BTreeMap<ValueId, Kept> = BTreeMap::new();
     let mut receives = BTreeMap::new();
     for ((l, table), &(i, o)) in chosen.layers.clone().zip(&of_layers).zip(&path) {
         let layer = &layered.layers[l];
         let model_layer = &layered.layers[layered.representatives[layered.kinds[l]]];
         let choice = table.choice(i, o);
         for (v, picked) in choice.strategies {
-            let at = model_layer.nodes.binary_search(&v).ok()?;
-            let value = layer.nodes[at];
-            let rule = graph.rule(value);
-            let result = rule.shardings(&picked.strategy, &way.mesh).result;
-            for (k, operand) in graph.node(value).operands.iter().enumerate() {
-                let axes = spaces.layout(picked.cotangents[k]).partial.iter().map(|p| p.0);
-                partial.entry(*operand).or_default().extend(axes);
-            }
-            shardings.insert(
-                value,
-                ValueSharding {
-                    name: graph.node(value).name.clone(),
-                    sharding: result.display(&mesh).to_string(),
-                    strategy: picked.strategy,
-                },
-            );
+            strategies.push((layer.nodes[model_layer.nodes.binary_search(&v).ok()?], picked));
         }
-        for (p, layout) in choice.parameters {
+        for (p, kept) in choice.parameters {
             let at = model_layer.parameters.iter().position(|q| *q == p)?;
             // Where several layers use a parameter, the first decides how it is kept.
-            base.entry(layer.parameters[at]).or_insert_with(|| spaces.layout(layout).clone());
+            parameters.entry(layer.parameters[at]).or_insert(kept);
         }
         for &v in layer.entering.iter().filter(|v| v.0 < layered.starts[chosen.layers.start]) {
             let main = layer.entering.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
@@ -128,6 +137,33 @@ fn stage(
             };
             receives.entry(v).or_insert(sharding);
         }
+    }
+    // A parameter that nothing uses is kept by the first stage, so that it is not lost.
+    if chosen.layers.start == 0 {
+        for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {
+            let layout = spaces.intern(Sharding::replicated(graph.shape(p)));
+            parameters.insert(p, Kept { layout, level: way.variant.zero });
+        }
+    }
+    Some(Shardings { strategies, parameters: parameters.into_iter().collect(), receives })
+}
+
+/// Writes shardings out into a stage, whose mesh they are for.
+pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, chosen: Shardings) -> Stage {
+    let graph = &layered.graph;
+    let Shardings { strategies, parameters: kept, receives } = chosen;
+    let mesh = named(graph, &strategies, &stage.mesh);
+    let mut shardings = BTreeMap::new();
+    let mut partial: BTreeMap<ValueId, BTreeSet<AxisId>> = BTreeMap::new();
+    for (value, picked) in strategies {
+        let result = graph.rule(value).shardings(&picked.strategy, &mesh).result;
+        for (k, operand) in graph.node(value).operands.iter().enumerate() {
+            let axes = spaces.layout(picked.cotangents[k]).partial.iter().map(|p| p.0);
+            partial.entry(*operand).or_default().extend(axes);
+        }
+        let name = graph.node(value).name.clone();
+        let sharding = result.display(&mesh).to_string();
+        shardings.insert(value, ValueSharding { name, sharding, strategy: picked.strategy });
     }
     // A sum that is left partial stays so through conversions and the like, on its way to the parameter that they read.
     for (&value, sharding) in shardings.iter().rev() {
@@ -140,62 +176,32 @@ fn stage(
         let idle = |a: &AxisId| sharding.strategy.0.get(a.0 as usize) == Some(&AxisUse::Replicated);
         partial.entry(operand).or_default().extend(passed.into_iter().filter(idle));
     }
-    // A parameter that nothing uses is kept by the first stage, so that it is not lost.
-    if chosen.layers.start == 0 {
-        for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {
-            base.insert(p, Sharding::replicated(graph.shape(p)));
-        }
-    }
     let mut parameters = BTreeMap::new();
-    for (p, layout) in base {
+    for (p, kept) in kept {
         let Op::Parameter(parameter) = &graph.node(p).op else { continue };
-        let id = spaces.intern(layout.clone());
-        let finest = spaces.storage_layout(id);
-        let finest = spaces.layout(finest).clone();
-        let zero = way.variant.zero;
-        let mut gradient = if zero >= 2 { finest.clone() } else { layout.clone() };
-        let split: Vec<AxisId> = gradient.split_axes().collect();
-        let axes = partial.get(&p).into_iter().flatten().filter(|a| !split.contains(a));
-        if zero < 2 {
+        let rests = kept.rests(spaces);
+        let mut gradient = spaces.layout(rests.gradient).clone();
+        if kept.level < 2 {
+            let split: Vec<AxisId> = gradient.split_axes().collect();
+            let axes = partial.get(&p).into_iter().flatten().filter(|a| !split.contains(a));
             gradient.partial = axes.map(|&a| (a, Reducer::Sum)).collect();
         }
-        let storage = Storage {
-            parameter: if zero == 3 { finest.clone() } else { layout.clone() },
-            gradient,
-            state: if zero >= 1 { finest } else { layout },
-        };
-        parameters.insert(parameter.name.clone(), storage);
+        let (at_rest, state) = (spaces.layout(rests.parameter).clone(), spaces.layout(rests.state).clone());
+        parameters.insert(parameter.name.clone(), Storage { parameter: at_rest, gradient, state });
     }
-    Some(Stage {
-        layers: chosen.layers.start as u32..chosen.layers.end as u32,
-        submesh,
-        devices,
-        mesh,
-        recompute: way.recompute,
-        zero: way.variant.zero,
-        shardings,
-        parameters,
-        receives,
-        predicted: StagePredicted::default(),
-    })
+    Stage { mesh, shardings, parameters, receives, ..stage }
 }
 
 /// The mesh with axes named for what they do: `data` where most matmul work on them splits the batch, else `tensor`.
-fn named(layered: &Layered, tables: &[Rc<LayerTable>], path: &[(usize, usize)], mesh: &Mesh) -> Mesh {
-    let graph = &layered.graph;
+fn named(graph: &Graph, strategies: &[(ValueId, Choice)], mesh: &Mesh) -> Mesh {
     let mut batch_flop = vec![0.0; mesh.axes.len()];
     let mut model_flop = vec![0.0; mesh.axes.len()];
-    for (table, &(i, o)) in tables.iter().zip(path) {
-        for (v, picked) in table.choice(i, o).strategies {
-            if !graph.node(v).op.is_contraction() {
-                continue;
-            }
-            let is_batch = batch_factors(graph, v, &graph.rule(v));
-            for (axis, use_) in picked.strategy.0.iter().enumerate() {
-                if let AxisUse::Factor { factor, .. } = use_ {
-                    let side = if is_batch[*factor as usize] { &mut batch_flop } else { &mut model_flop };
-                    side[axis] += graph.flop(v) as f64;
-                }
+    for (v, picked) in strategies.iter().filter(|(v, _)| graph.node(*v).op.is_contraction()) {
+        let is_batch = batch_factors(graph, *v, &graph.rule(*v));
+        for (axis, use_) in picked.strategy.0.iter().enumerate() {
+            if let AxisUse::Factor { factor, .. } = use_ {
+                let side = if is_batch[*factor as usize] { &mut batch_flop } else { &mut model_flop };
+                side[axis] += graph.flop(*v) as f64;
             }
         }
     }

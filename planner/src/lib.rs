@@ -2,7 +2,8 @@
 //!
 //! [`plan`] reads top to bottom: layers are cut, each layer's strategies are solved on each mesh
 //! ([`intra_op`]), layers are put together to stages and stages to a pipeline ([`inter_op`]), the result is written out
-//! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines.
+//! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines. The stages of the plan that is chosen
+//! are solved again as a whole ([`refine`]).
 
 pub mod assemble;
 pub mod fixed;
@@ -13,6 +14,7 @@ pub mod lower;
 pub mod memory;
 pub mod model;
 pub mod predict;
+pub mod refine;
 pub mod request;
 pub mod timing;
 
@@ -61,7 +63,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         failure => failure,
     });
     if !request.baselines {
-        return searched;
+        return refine::refined(request, &freedom, searched?, cost);
     }
     let mut alternatives = Vec::new();
     let best = searched;
@@ -113,6 +115,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
             leanest_of_the_fastest(candidates)
         }
     };
+    plan = refine::refined(request, &freedom, plan, cost)?;
     let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     let mut distinct = stages.clone();
     distinct.dedup();

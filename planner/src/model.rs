@@ -1,7 +1,7 @@
 //! The forward graph seen as layers: which values each has, and which layers are alike.
 
-use crate::intra_op::layer::Model;
 use crate::intra_op::space::block_counts;
+use crate::intra_op::statement::Model;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
@@ -112,7 +112,7 @@ impl Layered {
         let mut text = String::new();
         for &v in &layer.nodes {
             let node = self.graph.node(v);
-            let crosses = self.users[v.index()].iter().any(|u| u.0 >= end);
+            let crosses = self.users[v.index()].iter().any(|u| u.0 >= end) || self.graph.outputs.contains(&v);
             let _ =
                 write!(text, "{:?} {} {} {crosses} {:?}(", node.op, node.ty, node.batch_dims, self.blocks[v.index()]);
             for pin in self.graph.pins_of(v) {

@@ -13,7 +13,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted};
 use comfy_table::{CellAlignment, Table, presets};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// The report of a plan. Times and rates have three significant digits; equal lines of repeated layers are one line.
@@ -103,15 +103,37 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         percent(p.mfu)
     )?;
     let step = step.trim_end();
-    writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))
+    writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))?;
+    match proven(plan) {
+        Some(proven) => writeln!(out, "  shardings       {proven}, by the prices of the search"),
+        None => Ok(()),
+    }
 }
+
+/// How near to the best the shardings of the stages are, at the worst of them.
+fn proven(plan: &Plan) -> Option<String> {
+    let gaps: Option<Vec<f64>> = plan.stages.iter().map(|s| s.solved.map(|s| s.gap())).collect();
+    let gap = gaps?.into_iter().fold(0.0, f64::max);
+    let of = if plan.stages.len() > 1 { " of each stage" } else { "" };
+    Some(match gap {
+        gap if gap < PROVEN => format!("proven the best in this space{of}"),
+        gap => format!("proven within {} of the best in this space{of}", percent(gap)),
+    })
+}
+
+/// Gaps below this are rounding.
+const PROVEN: f64 = 1e-6;
 
 fn stages(plan: &Plan) -> String {
     let mut table = Grid::new(&["stage", "layers", "submesh", "devices", "mesh", "recompute", "storage"]);
+    let users = plan.graph.users();
     for (i, stage) in plan.stages.iter().enumerate() {
-        let zero = match stage.zero {
-            0 => "not sharded (ZeRO-0)".to_string(),
-            n => format!("ZeRO-{n}"),
+        let values = plan.graph.parameters().filter_map(|(v, name)| Some((v, stage.parameters.get(name)?)));
+        let levels: BTreeSet<u8> = values.filter_map(|(v, s)| words::level(plan, stage, v, s, &users)).collect();
+        let zero = match (levels.first(), levels.last()) {
+            (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
+            _ if stage.zero == 0 => "not sharded (ZeRO-0)".to_string(),
+            _ => format!("ZeRO-{}", stage.zero),
         };
         table.row([
             format!("stage{i}"),

@@ -5,6 +5,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage, Storage};
+use altiplano_ir::reshard::split_further;
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule};
 use altiplano_ir::sharding::Sharding;
 use std::collections::BTreeSet;
@@ -56,6 +57,27 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
         (true, true) => {}
     }
     said.join("; ")
+}
+
+/// The ZeRO level that a parameter is stored at; `None` where no axis is left to shard it over.
+pub fn level(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> Option<u8> {
+    let mesh = &stage.mesh;
+    let axes =
+        |sharding: &Sharding| -> BTreeSet<AxisId> { sharding.split_axes().filter(|a| mesh.size(*a) > 1).collect() };
+    let (parameter, gradient, state) = (axes(&storage.parameter), axes(&storage.gradient), axes(&storage.state));
+    let gathered = |&axis: &AxisId| role(plan, stage, value, axis, users) == Role::Whole;
+    if parameter.iter().any(gathered) {
+        return Some(3);
+    }
+    let free = |&axis: &AxisId| {
+        let dims = 0..storage.state.dims.len();
+        mesh.size(axis) > 1 && dims.into_iter().any(|d| split_further(&storage.state, d, axis, mesh).is_some())
+    };
+    match (gradient.is_subset(&parameter), state.is_subset(&parameter)) {
+        (false, _) => Some(2),
+        (true, false) => Some(1),
+        (true, true) => mesh.axis_ids().any(|axis| free(&axis)).then_some(0),
+    }
 }
 
 /// The most telling role among the uses of a parameter on this stage.

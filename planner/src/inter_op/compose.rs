@@ -4,7 +4,8 @@
 //! their tables. Runs of equal layers are equal, so a product is made once for each sequence of layer kinds, not for
 //! each pair of ends.
 
-use crate::intra_op::layer::{LayerTable, Terms};
+use crate::intra_op::layer::LayerTable;
+use crate::intra_op::statement::Terms;
 use std::collections::HashMap;
 use std::rc::Rc;
 

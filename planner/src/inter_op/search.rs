@@ -6,8 +6,9 @@
 use super::compose::chains;
 use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
 use super::submesh::{SubmeshShape, shapes};
-use crate::intra_op::layer::{LayerTable, Terms, Variant, solve_layer};
+use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
+use crate::intra_op::statement::Terms;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};

@@ -8,6 +8,7 @@
 
 mod body;
 mod choose;
+pub mod repeat;
 mod schedule;
 mod stage;
 

@@ -2,10 +2,11 @@
 
 use super::body::BodyBuilder;
 use super::choose::Available;
+use super::repeat::Repeats;
 use super::{StageContext, by_layout};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::{Binary, Op};
+use altiplano_ir::op::Op;
 use altiplano_ir::optimizer;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
@@ -578,43 +579,16 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
     cx.training.contributions[v.index()].iter().filter_map(|(user, _)| cx.stage_of[user.index()]).collect()
 }
 
-/// Forward values that the backward body computes again instead of keeping them.
-///
-/// With recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
-/// within a layer: they are cheap, and what they are made of is mostly kept anyway. An addition of two kept
-/// values is itself kept, since its operands would otherwise be kept for it alone.
+/// Forward values of this stage that the backward body computes again.
 fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
-    let graph = &cx.plan.graph;
-    let mut again = BTreeSet::new();
-    // Large kept values that a value is made of by ops that are computed again.
-    let mut sources: BTreeMap<ValueId, BTreeSet<ValueId>> = BTreeMap::new();
-    for v in graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
-        let node = graph.node(v);
-        let layer = cx.layer_of[v.index()];
-        let leaves_layer = cx.users[v.index()].iter().any(|u| cx.layer_of[u.index()] != layer);
-        let mut from: BTreeSet<ValueId> = BTreeSet::new();
-        for &o in node.operands.iter().filter(|o| !cx.is_constant(**o)) {
-            match sources.get(&o) {
-                Some(s) => from.extend(s),
-                None => {
-                    from.insert(o);
-                }
-            }
-        }
-        let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
-        let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
-        let cheap = node.op.is_elementwise() || matches!(node.op, Op::BroadcastInDim(_) | Op::Reshape(_));
-        let product = cx.plan.execution.fused_attention
-            && matches!(&node.op, Op::DotGeneral(dot) if dot.grows(graph.shape(node.operands[0]), graph.shape(node.operands[1]), &node.ty.shape));
-        let repeat = !leaves_layer && (cx.stage.recompute || product || cheap && !(sum && large > 1));
-        if repeat {
-            again.insert(v);
-            sources.insert(v, from);
-        } else {
-            sources.insert(v, BTreeSet::from([v]));
-        }
-    }
-    again
+    let repeats = Repeats {
+        graph: &cx.plan.graph,
+        layer_of: cx.layer_of,
+        users: cx.users,
+        recompute: cx.stage.recompute,
+        fused_attention: cx.plan.execution.fused_attention,
+    };
+    repeats.of(cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)))
 }
 
 /// Numbers the transfers between stages.

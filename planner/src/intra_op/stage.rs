@@ -1,0 +1,426 @@
+//! A run of layers on one mesh as one integer program: a whole stage, up to the whole model.
+//!
+//! The nodes are stated as for a layer ([`super::statement`]), but nothing is fixed at the borders of layers, every parameter
+//! chooses for itself how far its storage is sharded, and what is held at every point of a step is part of the problem. So a
+//! solution is a stage's shardings as a whole, and comes with a bound that says how far from the best they are at most.
+//!
+//! The points of a step are the nodes of the forward pass, the same nodes in the backward pass, last first, and the updates of the
+//! parameters. A value is held from the node that makes it to the last that needs it; where the backward pass reads it, by as
+//! many microbatches as are in flight. It is an estimate: what runs is decided when a plan is lowered, and [`crate::predict`]
+//! has the last word.
+
+use super::solve::{self, Holding, Options, Problem, SolveError};
+use super::space::{Choice, LayoutId, Space, Spaces};
+use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
+use crate::lower::repeat::Repeats;
+use altiplano_ir::autodiff::{AutodiffError, differentiate};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::plan::Execution;
+use altiplano_ir::rule::Strategy;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// How a stage is run, beside its shardings.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Demand {
+    /// ZeRO levels that a parameter may be stored at, lowest first.
+    pub levels: Vec<u8>,
+    /// Microbatches per step: what per-step costs are divided by.
+    pub num_microbatches: u32,
+    /// Microbatches whose activations are held at once.
+    pub in_flight: u32,
+    pub recompute: bool,
+    pub execution: Execution,
+}
+
+/// A stage's problem, stated but not solved.
+pub struct StageProgram {
+    pub statement: Statement,
+    /// With what is held when, and no limit to it.
+    pub problem: Problem,
+    /// Points of a step.
+    pub num_points: u32,
+}
+
+/// A solved stage.
+#[derive(Clone, Debug)]
+pub struct StageSolution {
+    pub strategies: Vec<(ValueId, Choice)>,
+    pub parameters: Vec<(ValueId, Kept)>,
+    /// Layouts in which values from earlier stages arrive.
+    pub receives: Vec<(ValueId, LayoutId)>,
+    /// Seconds per microbatch, with a microbatch's share of what is done once per step.
+    pub cost_s: f64,
+    /// No shardings cost less.
+    pub lower_bound_s: f64,
+    /// The most that is held at any point.
+    pub most_bytes: u64,
+}
+
+/// For each value of a forward graph the nodes whose gradients read it.
+pub fn gradient_readers(graph: &Graph, stops: &[ValueId]) -> Result<Vec<Vec<ValueId>>, AutodiffError> {
+    let training = differentiate(graph, stops)?;
+    let mut readers: Vec<BTreeSet<ValueId>> = vec![BTreeSet::new(); graph.len()];
+    for n in training.graph.values().skip(training.num_forward) {
+        for o in training.graph.node(n).operands.iter().filter(|o| o.index() < training.num_forward) {
+            readers[o.index()].insert(training.owner[n.index()]);
+        }
+    }
+    Ok(readers.into_iter().map(|set| set.into_iter().collect()).collect())
+}
+
+/// States the problem of the nodes `range`. `readers` are [`gradient_readers`] of the graph, empty where nothing is trained.
+pub fn state_stage(
+    model: &Model<'_>,
+    readers: &[Vec<ValueId>],
+    range: Range<u32>,
+    spaces: &mut Spaces<'_>,
+    demand: &Demand,
+) -> StageProgram {
+    let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
+    let passes = if demand.recompute { 2.0 } else { 1.0 };
+    let mut problem = statement
+        .problem(|t: &Terms| passes * t.forward_s + t.backward_s + t.step_s / f64::from(demand.num_microbatches));
+    let nodes = model.nodes(&range);
+    let trains = model.optimizer.is_some();
+    let num_nodes = nodes.len() as u32;
+    let updates = statement.variables.iter().filter(|v| matches!(v, Variable::Parameter(..))).count() as u32;
+    let num_points = if trains { 2 * num_nodes + updates } else { num_nodes };
+    let mut lives = Lives {
+        model,
+        spaces,
+        demand,
+        statement: &statement,
+        position: nodes.iter().copied().zip(0..).collect(),
+        num_nodes,
+        num_points,
+        num_updates: 0,
+        trains,
+        holds: vec![Vec::new(); statement.variables.len()],
+    };
+    lives.find(&nodes, readers);
+    for (node, holds) in problem.nodes.iter_mut().zip(lives.holds) {
+        node.holds = holds;
+    }
+    StageProgram { statement, problem, num_points }
+}
+
+impl StageProgram {
+    /// The best shardings that hold at most `limit_bytes` at every point.
+    pub fn solve(&self, limit_bytes: Option<u64>, options: &Options) -> Result<StageSolution, SolveError> {
+        self.solution(&Problem { limit_bytes, ..self.problem.clone() }, options)
+    }
+
+    /// [`StageProgram::solve`] where the strategies of nodes and the storage of parameters are given, and only what serves them
+    /// is chosen.
+    pub fn solve_given(
+        &self,
+        strategy: impl Fn(ValueId) -> Option<Strategy>,
+        kept: impl Fn(ValueId, Kept) -> bool,
+        options: &Options,
+    ) -> Result<StageSolution, SolveError> {
+        let mut problem = self.problem.clone();
+        for (node, variable) in problem.nodes.iter_mut().zip(&self.statement.variables) {
+            let mut keep = |allowed: &dyn Fn(usize) -> bool| {
+                node.cost.iter_mut().enumerate().filter(|(c, _)| !allowed(*c)).for_each(|(_, s)| *s = f64::INFINITY);
+            };
+            match variable {
+                Variable::Node(v, space) => {
+                    let wanted = strategy(*v);
+                    keep(&|c| wanted.as_ref() == Some(&space.choices[c].strategy));
+                }
+                Variable::Parameter(p, choices) => keep(&|c| kept(*p, choices[c])),
+                _ => {}
+            }
+        }
+        self.solution(&problem, options)
+    }
+
+    fn solution(&self, problem: &Problem, options: &Options) -> Result<StageSolution, SolveError> {
+        let solution = solve::solve(problem, options)?;
+        let (strategies, parameters) = self.statement.chosen(&solution.choice);
+        let entering =
+            self.statement.variables.iter().zip(&solution.choice).filter_map(|(variable, &c)| match variable {
+                Variable::In(v, layouts) => Some((*v, layouts[c])),
+                _ => None,
+            });
+        Ok(StageSolution {
+            strategies,
+            parameters,
+            receives: entering.collect(),
+            cost_s: solution.cost,
+            lower_bound_s: solution.lower_bound,
+            most_bytes: self.most_bytes(&solution.choice).0,
+        })
+    }
+
+    /// The most bytes that a choice holds, and the first point at which it does.
+    pub fn most_bytes(&self, choice: &[usize]) -> (u64, u32) {
+        let mut change = vec![0i128; self.num_points as usize + 1];
+        for (node, &c) in self.problem.nodes.iter().zip(choice) {
+            for hold in &node.holds {
+                change[hold.live.start as usize] += i128::from(hold.bytes[c]);
+                change[hold.live.end as usize] -= i128::from(hold.bytes[c]);
+            }
+        }
+        let (mut held, mut most) = (0i128, (0, 0));
+        for (point, change) in (0u32..).zip(change) {
+            held += change;
+            if held > most.0 {
+                most = (held, point);
+            }
+        }
+        (most.0 as u64, most.1)
+    }
+
+    /// Every way to keep each parameter.
+    pub fn kept(&self) -> impl Iterator<Item = (ValueId, Kept)> {
+        self.statement.variables.iter().flat_map(|variable| match variable {
+            Variable::Parameter(p, kept) => kept.iter().map(|&k| (*p, k)).collect(),
+            _ => Vec::new(),
+        })
+    }
+
+    /// Entries of all tables between two nodes.
+    pub fn num_entries(&self) -> usize {
+        self.problem.edges.iter().map(|e| e.cost.len()).sum()
+    }
+}
+
+/// Finds out what is held when.
+struct Lives<'a, 's, 'p> {
+    model: &'a Model<'a>,
+    spaces: &'s mut Spaces<'p>,
+    demand: &'a Demand,
+    statement: &'a Statement,
+    position: BTreeMap<ValueId, u32>,
+    num_nodes: u32,
+    num_points: u32,
+    /// Parameters whose update has been put in its place.
+    num_updates: u32,
+    trains: bool,
+    holds: Vec<Vec<Holding>>,
+}
+
+/// Positions of the last and the first node for whose gradient a value is needed: between them the backward pass holds it.
+#[derive(Clone, Copy)]
+struct Read {
+    last: u32,
+    first: u32,
+    /// A gradient reads the value itself, not only what is made of it.
+    by_gradient: bool,
+}
+
+impl Lives<'_, '_, '_> {
+    fn hold(&mut self, variable: usize, live: Range<u32>, bytes: Vec<u64>) {
+        if live.start < live.end && bytes.iter().any(|&b| b > 0) {
+            self.holds[variable].push(Holding { live, bytes });
+        }
+    }
+
+    /// The point at which the backward pass comes to the node at a position.
+    fn back(&self, position: u32) -> u32 {
+        2 * self.num_nodes - 1 - position
+    }
+
+    fn find(&mut self, nodes: &[ValueId], readers: &[Vec<ValueId>]) {
+        let repeats = Repeats {
+            graph: self.model.graph,
+            layer_of: self.model.layer_of,
+            users: self.model.users,
+            recompute: self.demand.recompute,
+            fused_attention: self.demand.execution.fused_attention,
+        };
+        let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
+        let read = if self.trains { self.read_back(nodes, &again, readers) } else { BTreeMap::new() };
+        for (id, variable) in self.statement.variables.iter().enumerate() {
+            match variable {
+                Variable::Node(v, space) => {
+                    self.node(*v, id, space, again.contains(v), read.get(v).copied());
+                    self.inside(*v, id, space, repeats.is_cheap(*v));
+                }
+                Variable::In(v, layouts) => self.entering(*v, id, layouts, read.get(v).copied()),
+                Variable::Parameter(p, kept) => self.parameter(*p, id, kept),
+                Variable::Relay(..) | Variable::Out(_) => {}
+            }
+        }
+    }
+
+    /// When the backward pass needs each value: where a gradient reads it, and where it is read to compute again what a
+    /// gradient reads.
+    fn read_back(
+        &self,
+        nodes: &[ValueId],
+        again: &BTreeSet<ValueId>,
+        readers: &[Vec<ValueId>],
+    ) -> BTreeMap<ValueId, Read> {
+        let mut read: BTreeMap<ValueId, Read> = BTreeMap::new();
+        let merge = |read: &mut BTreeMap<ValueId, Read>, v: ValueId, new: Read| {
+            let known = read.entry(v).or_insert(new);
+            *known = Read {
+                last: known.last.max(new.last),
+                first: known.first.min(new.first),
+                by_gradient: known.by_gradient || new.by_gradient,
+            };
+        };
+        for (v, readers) in self.model.graph.values().zip(readers) {
+            for at in readers.iter().filter_map(|r| self.position.get(r)) {
+                merge(&mut read, v, Read { last: *at, first: *at, by_gradient: true });
+            }
+        }
+        for v in nodes.iter().rev().filter(|v| again.contains(v)) {
+            let Some(&at) = read.get(v) else { continue };
+            for &o in &self.model.graph.node(*v).operands {
+                // It is made when it is first needed.
+                merge(&mut read, o, Read { last: at.last, first: at.last, by_gradient: false });
+            }
+        }
+        read
+    }
+
+    /// The values of a node: its result, the copies of that which its users read, and its cotangent.
+    fn node(&mut self, v: ValueId, id: usize, space: &Space, again: bool, read: Option<Read>) {
+        let graph = self.model.graph;
+        let ty = graph.ty(v);
+        let at = self.position[&v];
+        let own: Vec<u64> = space.choices.iter().map(|c| self.spaces.local_bytes(ty, c.resting)).collect();
+        let users: Vec<u32> =
+            self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().collect();
+        let last_user = users.iter().copied().max().unwrap_or(at);
+        let leaves =
+            self.model.users[v.index()].iter().any(|u| !self.position.contains_key(u)) || self.model.is_result(v);
+        let saved = read.filter(|_| !again);
+        // A chain of elementwise ops is one pass over memory: what one hands to the next is never stored.
+        let elementwise = |v: ValueId| graph.node(v).op.is_elementwise();
+        let flows = elementwise(v)
+            && !leaves
+            && saved.is_none()
+            && matches!(self.model.users[v.index()].as_slice(), [user] if elementwise(*user));
+
+        let uses = self.statement.uses.get(&v).map_or(&[][..], Vec::as_slice);
+        // Who reads it, in what layouts, and from when on that copy takes the place of the result.
+        let (holder, copies, from) = match (self.statement.relays.get(&v), uses) {
+            (Some(&relay), _) => match &self.statement.variables[relay] {
+                Variable::Relay(_, forms) => {
+                    (relay, forms.iter().map(|f| self.spaces.local_bytes(ty, f.0)).collect(), at + 1)
+                }
+                _ => (id, own.clone(), at + 1),
+            },
+            (None, &[User::Operand(user, k)]) => match &self.statement.variables[user] {
+                Variable::Node(u, space) => {
+                    let copies = space.choices.iter().map(|c| self.spaces.local_bytes(ty, c.operands[k])).collect();
+                    (user, copies, self.position[u] + 1)
+                }
+                _ => (id, own.clone(), at + 1),
+            },
+            _ => (id, own.clone(), at + 1),
+        };
+        if !flows {
+            // What later stages wait for is there until the forward pass has ended.
+            self.hold(id, at..if leaves { self.num_nodes.max(from) } else { from }, own.clone());
+            let until = match saved {
+                Some(read) => self.back(read.first) + 1,
+                None => last_user + 1,
+            };
+            let others = u64::from(self.demand.in_flight.saturating_sub(1));
+            if saved.is_some() && others > 0 {
+                let all = 0..2 * self.num_nodes;
+                self.hold(holder, all, copies.iter().map(|b| b.saturating_mul(others)).collect());
+            }
+            self.hold(holder, from..until, copies);
+            // What is made again on the way to something else is gone at once.
+            if let Some(read) = read.filter(|r| again && r.by_gradient) {
+                self.hold(id, self.back(read.last)..self.back(read.first) + 1, own.clone());
+            }
+        }
+        if self.trains && self.model.needs_gradient[v.index()] && !flows {
+            self.hold(id, self.back(last_user)..self.back(at) + 1, own);
+        }
+    }
+
+    /// What a composite holds while it runs, and keeps inside for its gradient. `cheap`: its result is none of the kept.
+    fn inside(&mut self, v: ValueId, id: usize, space: &Space, cheap: bool) {
+        let at = self.position[&v];
+        let ty = self.model.graph.ty(v);
+        let of = |bytes: &dyn Fn(&Choice, f64) -> f64, spaces: &Spaces<'_>| -> Vec<u64> {
+            let own = |c: &Choice| spaces.local_bytes(ty, c.resting) as f64;
+            space.choices.iter().map(|c| bytes(c, own(c)).max(0.0) as u64).collect()
+        };
+        let largest = of(&|c, _| c.inside.map_or(0.0, |inside| inside.largest_bytes), self.spaces);
+        self.hold(id, at..at + 1, largest.clone());
+        if !self.trains {
+            return;
+        }
+        self.hold(id, self.back(at)..self.back(at) + 1, largest.iter().map(|b| 2 * b).collect());
+        let kept =
+            of(&|c, own| c.inside.map_or(0.0, |inside| inside.kept_bytes - if cheap { 0.0 } else { own }), self.spaces);
+        if self.demand.recompute {
+            self.hold(id, self.back(at)..self.back(at) + 1, kept);
+        } else {
+            let others = u64::from(self.demand.in_flight.saturating_sub(1));
+            self.hold(id, 0..2 * self.num_nodes, kept.iter().map(|b| b.saturating_mul(others)).collect());
+            self.hold(id, at..self.back(at) + 1, kept);
+        }
+    }
+
+    fn entering(&mut self, v: ValueId, id: usize, layouts: &[LayoutId], read: Option<Read>) {
+        let ty = self.model.graph.ty(v);
+        let own: Vec<u64> = layouts.iter().map(|&l| self.spaces.local_bytes(ty, l)).collect();
+        let last_user = self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().max();
+        let last_user = last_user.unwrap_or(0);
+        if let Some(read) = read {
+            let others = u64::from(self.demand.in_flight.saturating_sub(1));
+            self.hold(id, 0..2 * self.num_nodes, own.iter().map(|b| b.saturating_mul(others)).collect());
+            self.hold(id, 0..self.back(read.first) + 1, own.clone());
+        } else {
+            self.hold(id, 0..last_user + 1, own.clone());
+        }
+        if self.trains && self.model.needs_gradient[v.index()] {
+            // Its cotangent goes back when the backward pass has ended.
+            self.hold(id, self.back(last_user)..2 * self.num_nodes, own);
+        }
+    }
+
+    /// What lasts of a parameter, its copies that are gathered for use, and what its update needs.
+    fn parameter(&mut self, p: ValueId, id: usize, kept: &[Kept]) {
+        let ty = self.model.graph.ty(p);
+        let gradient_ty = self.demand.execution.accumulator(ty);
+        let mut lasting = Vec::with_capacity(kept.len());
+        let mut gathered = Vec::with_capacity(kept.len());
+        let mut scattered = Vec::with_capacity(kept.len());
+        let mut updated = Vec::with_capacity(kept.len());
+        for &k in kept {
+            let rests = k.rests(self.spaces);
+            let whole = self.spaces.local_bytes(ty, k.layout);
+            let parameter = self.spaces.local_bytes(ty, rests.parameter);
+            gathered.push(if rests.parameter == k.layout { 0 } else { whole });
+            let Some(optimizer) = self.model.optimizer else {
+                lasting.push(parameter);
+                continue;
+            };
+            let gradient = self.spaces.local_bytes(&gradient_ty, rests.gradient);
+            let reduced = self.spaces.local_bytes(&gradient_ty, rests.state);
+            let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state);
+            lasting.push(parameter + gradient + elements * optimizer.state_bytes_per_element(ty.dtype));
+            scattered.push(if rests.gradient == k.layout { 0 } else { whole });
+            // A sum is reduced into a shard, and shards that are updated are gathered.
+            let scattered_now = if rests.gradient == rests.state { 0 } else { reduced };
+            let gathered_then = if rests.parameter == rests.state { 0 } else { parameter };
+            updated.push(scattered_now + gathered_then);
+        }
+        self.hold(id, 0..self.num_points, lasting);
+        let users: Vec<u32> =
+            self.model.users[p.index()].iter().filter_map(|u| self.position.get(u)).copied().collect();
+        let (Some(&first), Some(&last)) = (users.iter().min(), users.iter().max()) else { return };
+        self.hold(id, first..last + 1, gathered.clone());
+        if self.trains {
+            self.hold(id, self.back(last)..self.back(first) + 1, gathered);
+            // A gradient is there as a whole until it is scattered.
+            self.hold(id, self.back(last)..self.back(first) + 1, scattered);
+            let at = 2 * self.num_nodes + self.num_updates;
+            self.hold(id, at..at + 1, updated);
+            self.num_updates += 1;
+        }
+    }
+}

@@ -1,0 +1,608 @@
+//! A run of nodes on one mesh, stated as a pairwise problem.
+//!
+//! Variables are the strategies of the nodes, the layouts of parameters with how far their storage is sharded, the layouts of
+//! values that come from outside, and for each value with several users a relay: one materialised layout from which all users are
+//! served, so that a shared reshard is paid once. Prices are seconds per microbatch, forward and backward, and seconds per step.
+//! What a price depends on is little, so tables are made once for all pairs that look alike, and stating takes time in
+//! proportion to the nodes.
+
+use super::solve::{self, Problem};
+use super::space::{Choice, LayoutId, Space, Spaces, batch_layout, factor_blocks};
+use crate::lower::is_kept;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::Execution;
+use altiplano_ir::types::TensorType;
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::ops::{Add, AddAssign, Range};
+use std::rc::Rc;
+
+/// What is known of the whole forward graph before any layer is looked at.
+pub struct Model<'a> {
+    pub graph: &'a Graph,
+    /// Layer of each node; `None` for leaves and constants.
+    pub layer_of: &'a [Option<u32>],
+    pub users: &'a [Vec<ValueId>],
+    /// Values that have a cotangent.
+    pub needs_gradient: &'a [bool],
+    /// See [`super::space::block_counts`].
+    pub blocks: &'a [Vec<Vec<u64>>],
+    /// `None`: nothing is trained.
+    pub optimizer: Option<&'a Optimizer>,
+}
+
+impl Model<'_> {
+    /// The nodes of a range that some layer runs.
+    pub fn nodes(&self, range: &Range<u32>) -> Vec<ValueId> {
+        range.clone().map(ValueId).filter(|v| self.layer_of[v.index()].is_some()).collect()
+    }
+
+    /// Whether a value is what the step gives: the loss, or where nothing is trained any result.
+    pub fn is_result(&self, v: ValueId) -> bool {
+        let results = if self.optimizer.is_some() { &self.graph.outputs[..1] } else { &self.graph.outputs };
+        results.contains(&v)
+    }
+}
+
+/// Cost of a choice or a pair of choices, by kind. Bytes are local.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Terms {
+    pub forward_s: f64,
+    pub backward_s: f64,
+    /// Once per step.
+    pub step_s: f64,
+    /// Parameters, gradients and optimizer state.
+    pub static_bytes: f64,
+    /// Kept from forward to backward for each microbatch, if nothing is recomputed.
+    pub kept_bytes: f64,
+    /// Of those, what enters the run: kept even if everything is recomputed.
+    pub entering_bytes: f64,
+}
+
+impl Add for Terms {
+    type Output = Terms;
+    fn add(self, o: Terms) -> Terms {
+        Terms {
+            forward_s: self.forward_s + o.forward_s,
+            backward_s: self.backward_s + o.backward_s,
+            step_s: self.step_s + o.step_s,
+            static_bytes: self.static_bytes + o.static_bytes,
+            kept_bytes: self.kept_bytes + o.kept_bytes,
+            entering_bytes: self.entering_bytes + o.entering_bytes,
+        }
+    }
+}
+
+impl AddAssign for Terms {
+    fn add_assign(&mut self, o: Terms) {
+        *self = *self + o;
+    }
+}
+
+impl Terms {
+    const FORBIDDEN: Terms = Terms {
+        forward_s: f64::INFINITY,
+        backward_s: 0.0,
+        step_s: 0.0,
+        static_bytes: 0.0,
+        kept_bytes: 0.0,
+        entering_bytes: 0.0,
+    };
+
+    /// What is left where nothing is trained: no gradients, no updates, and nothing kept for them.
+    fn forward_only(&self) -> Terms {
+        Terms { forward_s: self.forward_s, static_bytes: self.static_bytes, ..Terms::default() }
+    }
+}
+
+/// How a parameter is kept: the layout that it is computed with, and what is sharded beyond that over the axes that this layout
+/// leaves free, counted as ZeRO does: 1 optimizer state, 2 gradients too, 3 the parameter too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Kept {
+    pub layout: LayoutId,
+    pub level: u8,
+}
+
+/// The layouts in which a parameter, its gradient (partial sums aside) and its optimizer state rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rests {
+    pub parameter: LayoutId,
+    pub gradient: LayoutId,
+    pub state: LayoutId,
+}
+
+impl Kept {
+    pub fn rests(self, spaces: &mut Spaces<'_>) -> Rests {
+        let finest = if self.level >= 1 { spaces.storage_layout(self.layout) } else { self.layout };
+        let from = |level: u8| if self.level >= level { finest } else { self.layout };
+        Rests { parameter: from(3), gradient: from(2), state: from(1) }
+    }
+}
+
+/// A layout in which a value is wanted, and the one in which its cotangent comes back.
+pub type Form = (LayoutId, LayoutId);
+
+/// What a variable of the problem stands for.
+#[derive(Clone, Debug)]
+pub enum Variable {
+    Node(ValueId, Rc<Space>),
+    Parameter(ValueId, Vec<Kept>),
+    /// Layouts in which a value enters, or the main one leaves.
+    In(ValueId, Vec<LayoutId>),
+    Out(Vec<LayoutId>),
+    /// A materialised layout of a value and the layout in which its cotangent is collected.
+    Relay(ValueId, Vec<Form>),
+}
+
+/// What becomes of values that cross the ends of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ends {
+    /// The widest that enters and the widest that leaves have variables, by which runs are put together; the others rest split
+    /// over the batch.
+    Joined,
+    /// All that enter may come in any layout, and all that leave go as they rest.
+    Open,
+}
+
+/// What one side of a pair offers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Source {
+    /// The layout that the value has, and the one in which its cotangent is needed.
+    Value(LayoutId, LayoutId),
+    Parameter(Kept),
+}
+
+/// A pairwise cost: a table over distinct keys of both sides.
+pub struct Pair {
+    pub from: usize,
+    pub to: usize,
+    from_key: Vec<usize>,
+    to_key: Vec<usize>,
+    terms: Rc<Table>,
+}
+
+/// Terms by key of either side.
+type Table = Vec<Vec<Terms>>;
+
+/// All that a table depends on: the value's type, whether it has a gradient, and the keys.
+type TableKey = (TensorType, bool, Vec<Source>, Vec<Form>);
+
+/// A user of a value: a node's operand, or the way out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum User {
+    Operand(usize, usize),
+    Out(usize),
+}
+
+/// The problem of a run of nodes, in terms of what is chosen.
+pub struct Statement {
+    pub variables: Vec<Variable>,
+    pub unary: Vec<Vec<Terms>>,
+    pub pairs: Vec<Pair>,
+    /// The variable of each value, its users within the run, and the relay that serves them where there is one.
+    pub variable_of: BTreeMap<ValueId, usize>,
+    pub uses: BTreeMap<ValueId, Vec<User>>,
+    pub relays: BTreeMap<ValueId, usize>,
+    /// Largest temporary, in bytes: a few of the largest local values.
+    pub transient_bytes: f64,
+}
+
+/// States the problem of the nodes `range`. A parameter may be sharded up to any of `levels`.
+pub fn state(
+    model: &Model<'_>,
+    range: Range<u32>,
+    spaces: &mut Spaces<'_>,
+    levels: &[u8],
+    execution: &Execution,
+    ends: Ends,
+) -> Statement {
+    let mut builder = Builder {
+        model,
+        spaces,
+        levels,
+        execution,
+        ends,
+        variables: Vec::new(),
+        unary: Vec::new(),
+        pairs: Vec::new(),
+        variable_of: BTreeMap::new(),
+        uses: BTreeMap::new(),
+        relays: BTreeMap::new(),
+        leaves: Vec::new(),
+        tables: FxHashMap::default(),
+    };
+    let transient_bytes = builder.state(range);
+    let Builder { variables, mut unary, pairs, variable_of, uses, relays, .. } = builder;
+    if model.optimizer.is_none() {
+        unary.iter_mut().flatten().for_each(|terms| *terms = terms.forward_only());
+    }
+    Statement { variables, unary, pairs, variable_of, uses, relays, transient_bytes }
+}
+
+impl Statement {
+    /// The problem that minimises the sum of an objective over what is chosen, memory left open.
+    pub fn problem(&self, objective: impl Fn(&Terms) -> f64) -> Problem {
+        let node = |terms: &Vec<Terms>| solve::Node { cost: terms.iter().map(&objective).collect(), holds: Vec::new() };
+        let mut small: FxHashMap<*const Table, Vec<Vec<f64>>> = FxHashMap::default();
+        let mut edges = Vec::with_capacity(self.pairs.len());
+        for p in &self.pairs {
+            let table = small
+                .entry(Rc::as_ptr(&p.terms))
+                .or_insert_with(|| p.terms.iter().map(|row| row.iter().map(&objective).collect()).collect());
+            let mut cost = Vec::with_capacity(p.from_key.len() * p.to_key.len());
+            for &f in &p.from_key {
+                cost.extend(p.to_key.iter().map(|&t| table[f][t]));
+            }
+            edges.push(solve::Edge { from: p.from, to: p.to, cost });
+        }
+        Problem { nodes: self.unary.iter().map(node).collect(), edges, limit_bytes: None }
+    }
+
+    /// The sum of all terms of a choice.
+    pub fn terms(&self, choice: &[usize]) -> Terms {
+        let mut terms = Terms::default();
+        self.unary.iter().zip(choice).for_each(|(t, &c)| terms += t[c]);
+        self.pairs.iter().for_each(|p| terms += p.terms[p.from_key[choice[p.from]]][p.to_key[choice[p.to]]]);
+        terms
+    }
+
+    /// The strategy of each node and how each parameter is kept.
+    pub fn chosen(&self, choice: &[usize]) -> (Vec<(ValueId, Choice)>, Vec<(ValueId, Kept)>) {
+        let (mut strategies, mut parameters) = (Vec::new(), Vec::new());
+        for (variable, &c) in self.variables.iter().zip(choice) {
+            match variable {
+                Variable::Node(v, space) => strategies.push((*v, space.choices[c].clone())),
+                Variable::Parameter(p, kept) => parameters.push((*p, kept[c])),
+                _ => {}
+            }
+        }
+        (strategies, parameters)
+    }
+}
+
+struct Builder<'m, 's, 'p> {
+    model: &'m Model<'m>,
+    spaces: &'s mut Spaces<'p>,
+    levels: &'m [u8],
+    execution: &'m Execution,
+    ends: Ends,
+    variables: Vec<Variable>,
+    unary: Vec<Vec<Terms>>,
+    pairs: Vec<Pair>,
+    variable_of: BTreeMap<ValueId, usize>,
+    uses: BTreeMap<ValueId, Vec<User>>,
+    relays: BTreeMap<ValueId, usize>,
+    /// Whether the value of a variable goes out as it rests, and is served from there.
+    leaves: Vec<bool>,
+    tables: FxHashMap<TableKey, Rc<Table>>,
+}
+
+impl Builder<'_, '_, '_> {
+    fn add(&mut self, variable: Variable, terms: Vec<Terms>) -> usize {
+        self.variables.push(variable);
+        self.unary.push(terms);
+        self.leaves.push(false);
+        self.variables.len() - 1
+    }
+
+    fn state(&mut self, range: Range<u32>) -> f64 {
+        let nodes = self.model.nodes(&range);
+        let leaving = self.state_ends(&range, &nodes);
+        let mut transient = 0.0f64;
+        for &v in &nodes {
+            transient = transient.max(self.state_node(v));
+        }
+        for &v in &nodes {
+            self.state_operands(v, range.start);
+        }
+        for v in leaving {
+            let id = self.variable_of[&v];
+            match self.ends {
+                Ends::Joined => self.fixed(v, User::Operand(id, 0), false),
+                Ends::Open => self.let_out(v, id),
+            }
+        }
+        for &v in nodes.iter().filter(|v| self.model.is_result(**v)) {
+            let id = self.variable_of[&v];
+            if !self.leaves[id] {
+                self.let_out(v, id);
+            }
+        }
+        for (v, users) in std::mem::take(&mut self.uses) {
+            let source = self.variable_of[&v];
+            match users.as_slice() {
+                [user] => self.connect(v, source, *user),
+                many => {
+                    let mut forms: Vec<Form> = many.iter().flat_map(|u| self.forms(*u)).collect();
+                    forms.sort_unstable();
+                    forms.dedup();
+                    let terms = vec![Terms::default(); forms.len()];
+                    let relay = self.add(Variable::Relay(v, forms), terms);
+                    self.relays.insert(v, relay);
+                    self.connect(v, source, User::Out(relay));
+                    many.iter().for_each(|u| self.connect(v, relay, *u));
+                }
+            }
+            self.uses.insert(v, users);
+        }
+        transient
+    }
+
+    /// States the variables of what crosses the ends, and returns what leaves beside them.
+    fn state_ends(&mut self, range: &Range<u32>, nodes: &[ValueId]) -> Vec<ValueId> {
+        let Model { graph, layer_of, users, .. } = *self.model;
+        let mut entering: Vec<ValueId> = nodes
+            .iter()
+            .flat_map(|&v| graph.node(v).operands.iter().copied())
+            .filter(|o| layer_of[o.index()].is_some() && o.0 < range.start)
+            .collect();
+        entering.sort();
+        entering.dedup();
+        // A value that passes by, made before this run and used after it, crosses both ends.
+        let passes = |v: &ValueId| users[v.index()].iter().any(|u| u.0 >= range.end && layer_of[u.index()].is_some());
+        if self.ends == Ends::Open {
+            for v in entering {
+                self.state_entering(v);
+            }
+            return nodes.iter().copied().filter(passes).collect();
+        }
+        let widest =
+            |values: &[ValueId]| values.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
+        let main_in = widest(&entering);
+        let leaving: Vec<ValueId> = nodes.iter().copied().filter(passes).collect();
+        let main_out = widest(&leaving).or_else(|| main_in.filter(passes));
+        if let Some(v) = main_in {
+            self.state_entering(v);
+        }
+        if let Some(v) = main_out {
+            let layouts = self.spaces.boundary_layouts(graph.ty(v), graph.node(v).batch_dims);
+            let terms = vec![Terms::default(); layouts.len()];
+            let id = self.add(Variable::Out(layouts), terms);
+            self.uses.entry(v).or_default().push(User::Out(id));
+        }
+        leaving.into_iter().filter(|v| Some(*v) != main_out).collect()
+    }
+
+    fn state_entering(&mut self, v: ValueId) {
+        let graph = self.model.graph;
+        let layouts = self.spaces.boundary_layouts(graph.ty(v), graph.node(v).batch_dims);
+        let terms = layouts
+            .iter()
+            .map(|&l| {
+                let bytes = self.spaces.local_bytes(graph.ty(v), l) as f64;
+                Terms { kept_bytes: bytes, entering_bytes: bytes, ..Terms::default() }
+            })
+            .collect();
+        let id = self.add(Variable::In(v, layouts), terms);
+        self.variable_of.insert(v, id);
+    }
+
+    /// States the variable of a node and returns the bytes that it needs at least while it runs.
+    fn state_node(&mut self, v: ValueId) -> f64 {
+        let Model { graph, needs_gradient, blocks, .. } = *self.model;
+        let outers = factor_blocks(graph, v, blocks);
+        let space = self.spaces.of(graph, v, &outers);
+        let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
+        let kept = is_kept(&graph.node(v).op);
+        let mut least = f64::INFINITY;
+        let terms = space
+            .choices
+            .iter()
+            .map(|c| {
+                let bytes = self.spaces.local_bytes(graph.ty(v), c.resting) as f64;
+                least = least.min(c.inside.map_or(bytes, |inside| inside.largest_bytes.max(bytes)));
+                let backward_s = c.inside.map_or(c.forward_s * wanted as f64, |inside| inside.backward_s);
+                let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
+                let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);
+                let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
+                Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
+            })
+            .collect();
+        let id = self.add(Variable::Node(v, space), terms);
+        self.variable_of.insert(v, id);
+        // A forward value, its cotangent where there is one, and one more of its size are alive at once.
+        if self.model.optimizer.is_some() { 3.0 * least } else { 2.0 * least }
+    }
+
+    fn state_operands(&mut self, v: ValueId, start: u32) {
+        let Model { graph, layer_of, .. } = *self.model;
+        let id = self.variable_of[&v];
+        for (k, &o) in graph.node(v).operands.iter().enumerate() {
+            match &graph.node(o).op {
+                Op::Parameter(_) => {
+                    if !self.variable_of.contains_key(&o) {
+                        self.state_parameter(o);
+                    }
+                    self.uses.entry(o).or_default().push(User::Operand(id, k));
+                }
+                _ if self.variable_of.contains_key(&o) => self.uses.entry(o).or_default().push(User::Operand(id, k)),
+                _ if layer_of[o.index()].is_some() => {
+                    debug_assert!(o.0 < start && self.ends == Ends::Joined, "{o} has no variable");
+                    self.fixed(o, User::Operand(id, k), true);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn state_parameter(&mut self, p: ValueId) {
+        let Model { graph, blocks, .. } = *self.model;
+        let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()]);
+        let mut kept: Vec<Kept> = Vec::with_capacity(layouts.len() * self.levels.len());
+        for &layout in &layouts {
+            let whole = self.spaces.storage_layout(layout) == layout;
+            // Where no axis is left to shard over, all levels are one.
+            let levels = if whole { &self.levels[..1] } else { self.levels };
+            kept.extend(levels.iter().map(|&level| Kept { layout, level }));
+        }
+        let terms = kept.iter().map(|&k| match self.honours_pins(p, k.layout) {
+            true => self.parameter_terms(graph.ty(p), k),
+            false => Terms::FORBIDDEN,
+        });
+        let terms = terms.collect();
+        let id = self.add(Variable::Parameter(p, kept), terms);
+        self.variable_of.insert(p, id);
+    }
+
+    /// Whether a value's layout is what the model's author asked for.
+    fn honours_pins(&self, v: ValueId, layout: LayoutId) -> bool {
+        self.model.graph.pins_of(v).iter().all(|pin| pin.allows(self.spaces.layout(layout), self.spaces.mesh()))
+    }
+
+    /// Once-per-step cost and bytes of a parameter that is kept so.
+    fn parameter_terms(&mut self, ty: &TensorType, kept: Kept) -> Terms {
+        let rests = kept.rests(self.spaces);
+        let gradient_ty = self.execution.accumulator(ty);
+        let parameter_bytes = self.spaces.local_bytes(ty, rests.parameter) as f64;
+        let Some(optimizer) = self.model.optimizer else {
+            return Terms { static_bytes: parameter_bytes, ..Terms::default() };
+        };
+        let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state) as f64;
+        let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
+        // The update reads gradient, parameter and state and writes parameter and state.
+        let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
+        let update_s = traffic / self.spaces.prices.cost.device().memory_bytes_per_s;
+        let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
+        Terms {
+            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter),
+            static_bytes: parameter_bytes + gradient_bytes + state_bytes,
+            ..Terms::default()
+        }
+    }
+
+    /// The forms of a user's choices.
+    fn forms(&self, user: User) -> Vec<Form> {
+        match user {
+            User::Operand(id, k) => match &self.variables[id] {
+                Variable::Node(_, space) => space.choices.iter().map(|c| (c.operands[k], c.cotangents[k])).collect(),
+                _ => Vec::new(),
+            },
+            User::Out(id) => match &self.variables[id] {
+                Variable::Out(layouts) => layouts.iter().map(|&l| (l, l)).collect(),
+                Variable::Relay(_, forms) => forms.clone(),
+                _ => Vec::new(),
+            },
+        }
+    }
+
+    /// What the choices of a source offer.
+    fn sources(&self, source: usize) -> Vec<Source> {
+        match &self.variables[source] {
+            Variable::Node(_, space) => {
+                let leaves = self.leaves[source];
+                let offered = |c: &Choice| Source::Value(if leaves { c.resting } else { c.result }, c.resting);
+                space.choices.iter().map(offered).collect()
+            }
+            Variable::Parameter(_, kept) => kept.iter().map(|&k| Source::Parameter(k)).collect(),
+            Variable::In(_, layouts) | Variable::Out(layouts) => layouts.iter().map(|&l| Source::Value(l, l)).collect(),
+            Variable::Relay(_, forms) => forms.iter().map(|&(layout, back)| Source::Value(layout, back)).collect(),
+        }
+    }
+
+    /// The cost between the source of `v`, or its relay, and one user.
+    fn connect(&mut self, v: ValueId, source: usize, user: User) {
+        let (User::Operand(target, _) | User::Out(target)) = user;
+        let (from_keys, from_key) = distinct(&self.sources(source));
+        let (to_keys, to_key) = distinct(&self.forms(user));
+        let ty = self.model.graph.ty(v).clone();
+        let gradient = self.model.needs_gradient[v.index()];
+        let key = (ty, gradient, from_keys, to_keys);
+        let terms = match self.tables.get(&key) {
+            Some(known) => known.clone(),
+            None => {
+                let (ty, _, from_keys, to_keys) = &key;
+                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(ty, gradient, f, t)).collect();
+                let table: Rc<Table> = Rc::new(from_keys.iter().map(row).collect());
+                self.tables.insert(key, table.clone());
+                table
+            }
+        };
+        self.pairs.push(Pair { from: source, to: target, from_key, to_key, terms });
+    }
+
+    fn price(&mut self, ty: &TensorType, gradient: bool, from: Source, (to, cotangent): Form) -> Terms {
+        let terms = match from {
+            Source::Parameter(kept) => self.parameter_use(ty, kept, to, cotangent),
+            Source::Value(layout, resting) => Terms {
+                forward_s: self.spaces.reshard_s(ty, layout, to),
+                backward_s: if gradient { self.spaces.reshard_s(ty, cotangent, resting) } else { 0.0 },
+                ..Terms::default()
+            },
+        };
+        if self.model.optimizer.is_some() { terms } else { terms.forward_only() }
+    }
+
+    /// A parameter that is kept so, used in layout `to` by an op that gives its gradient as `cotangent`.
+    fn parameter_use(&mut self, ty: &TensorType, kept: Kept, to: LayoutId, cotangent: LayoutId) -> Terms {
+        let rests = kept.rests(self.spaces);
+        let accumulator = match kept.level {
+            0 | 1 => self.spaces.with_partial_of(kept.layout, cotangent),
+            _ => rests.gradient,
+        };
+        let gather_s = self.spaces.reshard_s(ty, rests.parameter, to);
+        let gradient_ty = self.execution.accumulator(ty);
+        Terms {
+            forward_s: gather_s,
+            backward_s: gather_s + self.spaces.reshard_s(ty, cotangent, accumulator),
+            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state),
+            ..Terms::default()
+        }
+    }
+
+    /// A value that crosses the ends beside the main one: it rests split over the batch.
+    fn fixed(&mut self, v: ValueId, user: User, enters: bool) {
+        let graph = self.model.graph;
+        let ty = graph.ty(v);
+        let rest = batch_layout(ty, graph.node(v).batch_dims, self.spaces.mesh());
+        let rest = self.spaces.intern(rest);
+        let gradient = self.model.needs_gradient[v.index()];
+        let User::Operand(id, _) = user else { return };
+        let pairs: Vec<Form> = match &self.variables[id] {
+            _ if enters => self.forms(user),
+            Variable::Node(_, space) => space.choices.iter().map(|c| (c.result, c.resting)).collect(),
+            _ => Vec::new(),
+        };
+        for (c, (layout, other)) in pairs.into_iter().enumerate() {
+            let (forward, backward) = if enters {
+                (self.spaces.reshard_s(ty, rest, layout), self.spaces.reshard_s(ty, other, rest))
+            } else {
+                (self.spaces.reshard_s(ty, layout, rest), self.spaces.reshard_s(ty, rest, other))
+            };
+            self.unary[id][c].forward_s += forward;
+            self.unary[id][c].backward_s += if gradient { backward } else { 0.0 };
+        }
+    }
+
+    /// A value that leaves as it rests: partial sums are added up first, for users within the run as well.
+    fn let_out(&mut self, v: ValueId, id: usize) {
+        let Variable::Node(_, space) = &self.variables[id] else { return };
+        let space = space.clone();
+        let ty = self.model.graph.ty(v);
+        for (terms, c) in self.unary[id].iter_mut().zip(&space.choices) {
+            terms.forward_s += self.spaces.reshard_s(ty, c.result, c.resting);
+        }
+        self.leaves[id] = true;
+    }
+}
+
+/// The distinct items of a list in first-seen order, and the position of each item among them.
+fn distinct<T: Copy + Ord>(items: &[T]) -> (Vec<T>, Vec<usize>) {
+    let mut seen: BTreeMap<T, usize> = BTreeMap::new();
+    let mut keys = Vec::new();
+    let mut positions = Vec::with_capacity(items.len());
+    for &item in items {
+        let position = match seen.entry(item) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                keys.push(item);
+                *new.insert(keys.len() - 1)
+            }
+        };
+        positions.push(position);
+    }
+    (keys, positions)
+}

@@ -1,0 +1,70 @@
+//! Which forward values the backward pass computes again instead of keeping them, and which it therefore keeps. The lowering
+//! follows this for the graph without composites, the estimates of the search for the graph with them.
+
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Binary, Op};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What decides between keeping and computing again.
+pub struct Repeats<'a> {
+    pub graph: &'a Graph,
+    /// Layer of each node; `None` for leaves and constants.
+    pub layer_of: &'a [Option<u32>],
+    pub users: &'a [Vec<ValueId>],
+    /// Everything that does not leave its layer is computed again.
+    pub recompute: bool,
+    /// Products larger than their factors are.
+    pub fused_attention: bool,
+}
+
+impl Repeats<'_> {
+    /// The values among `nodes`, which are in order, that are computed again.
+    ///
+    /// With recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
+    /// within a layer: they are cheap, and what they are made of is mostly kept anyway. An addition of two kept
+    /// values is itself kept, since its operands would otherwise be kept for it alone.
+    pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
+        let Repeats { graph, layer_of, users, recompute, fused_attention } = *self;
+        let mut again = BTreeSet::new();
+        // Large kept values that a value is made of by ops that are computed again.
+        let mut sources: BTreeMap<ValueId, BTreeSet<ValueId>> = BTreeMap::new();
+        for v in nodes {
+            let node = graph.node(v);
+            let layer = layer_of[v.index()];
+            let leaves_layer = users[v.index()].iter().any(|u| layer_of[u.index()] != layer);
+            let mut from: BTreeSet<ValueId> = BTreeSet::new();
+            let is_constant = |o: ValueId| layer_of[o.index()].is_none() && !graph.node(o).op.is_leaf();
+            for &o in node.operands.iter().filter(|o| !is_constant(**o)) {
+                match sources.get(&o) {
+                    Some(s) => from.extend(s),
+                    None => {
+                        from.insert(o);
+                    }
+                }
+            }
+            let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
+            let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
+            let product = fused_attention
+                && matches!(&node.op, Op::DotGeneral(dot) if dot.grows(graph.shape(node.operands[0]), graph.shape(node.operands[1]), &node.ty.shape));
+            let repeat = !leaves_layer && (recompute || product || self.is_cheap(v) && !(sum && large > 1));
+            if repeat {
+                again.insert(v);
+                sources.insert(v, from);
+            } else {
+                sources.insert(v, BTreeSet::from([v]));
+            }
+        }
+        again
+    }
+
+    /// Whether a result is cheap to make: by its op, or by the last op of what a composite is made of.
+    pub fn is_cheap(&self, v: ValueId) -> bool {
+        let cheap = |op: &Op| op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_));
+        match &self.graph.node(v).op {
+            Op::Composite(op) => op
+                .body(&self.graph.operand_types(v))
+                .is_ok_and(|body| body.graph.outputs.iter().all(|&o| cheap(&body.graph.node(o).op))),
+            op => cheap(op),
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The shardings of a plan's stages, each solved again as one problem.
+//!
+//! The search puts stages together from layers that it solves one by one, with one level of storage for all parameters. Once it
+//! has settled on stages and meshes, every stage is stated as a whole ([`crate::intra_op::stage`]); what comes out replaces the
+//! shardings of the plan where the judge finds it no slower and within memory. Either way the plan says how near to the best
+//! its shardings are.
+
+use crate::assemble::{Shardings, with_shardings};
+use crate::inter_op::search::Freedom;
+use crate::intra_op::solve::Options;
+use crate::intra_op::space::{AxisRoles, Spaces};
+use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
+use crate::intra_op::statement::Kept;
+use crate::lower::Prices;
+use crate::model::Layered;
+use crate::request::{PlanFailure, Request};
+use crate::{fits, predict, programs};
+use altiplano_cost_models::CostModel;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Plan, Solved, Stage};
+use rayon::prelude::*;
+
+/// Times that a solution is looked for within less memory after the judge found that it needs too much.
+const TRIES: usize = 3;
+/// Relative difference below which two costs are equal.
+const EQUAL: f64 = 1e-9;
+/// Most problems of stages need a small part of this work. Where memory is tight, what more of it gives is a smaller gap; one this
+/// small is far below what prices are worth.
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap: 1e-4 };
+
+/// What became of one stage.
+struct Again {
+    stage: Stage,
+    /// Of the shardings in `stage`.
+    solved: Solved,
+    /// Of those that the plan has, where they can be told in the same terms.
+    before: Option<Solved>,
+    changed: bool,
+}
+
+/// Solves every stage of a judged plan again. The plan that comes back is the plan itself or a faster one, with
+/// [`Stage::solved`] filled in.
+pub fn refined(
+    request: &Request,
+    freedom: &Freedom,
+    mut plan: Plan,
+    cost: &dyn CostModel,
+) -> Result<Plan, PlanFailure> {
+    if !fits(&plan) {
+        return Ok(plan);
+    }
+    let trains = plan.schedule.trains();
+    let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
+    let readers = match trains {
+        true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
+        false => Vec::new(),
+    };
+    let device = freedom.memory_bytes as f64;
+    // Of its memory, the part that each stage may use by the estimate.
+    let mut shares = vec![1.0; plan.stages.len()];
+    let mut first = true;
+    for _ in 0..TRIES {
+        let again: Vec<Option<Again>> = (0..plan.stages.len())
+            .into_par_iter()
+            .map(|i| solved_again(request, freedom, &plan, &layered, &readers, cost, i, device * shares[i]))
+            .collect();
+        if std::mem::take(&mut first) {
+            for (stage, again) in plan.stages.iter_mut().zip(&again) {
+                stage.solved = again.as_ref().and_then(|a| a.before);
+            }
+        }
+        if !again.iter().flatten().any(|a| a.changed) {
+            break;
+        }
+        let mut other = plan.clone();
+        for (stage, again) in other.stages.iter_mut().zip(again) {
+            if let Some(Again { stage: new, solved, changed: true, .. }) = again {
+                *stage = Stage { solved: Some(solved), ..new };
+            }
+        }
+        let lowered = programs(&other)?;
+        predict::predict(&mut other, &lowered, cost);
+        debug_assert!(other.verify().is_empty(), "{:?}", other.verify());
+        if fits(&other) {
+            let no_slower = other.predicted.step_time_s <= plan.predicted.step_time_s;
+            return Ok(if no_slower { other } else { plan });
+        }
+        for (share, stage) in shares.iter_mut().zip(&other.stages) {
+            let peak = stage.predicted.peak_bytes as f64;
+            if peak > device {
+                *share *= (device / peak).min(0.97);
+            }
+        }
+    }
+    Ok(plan)
+}
+
+/// The levels of storage that a parameter may choose from.
+pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool) -> Vec<u8> {
+    match fixed {
+        Some(level) => vec![level],
+        None if num_devices == 1 => vec![0],
+        // Parameters are all there is to shard where nothing is trained.
+        None if !trains => vec![0, 3],
+        None => vec![0, 1, 2, 3],
+    }
+}
+
+fn solved_again(
+    request: &Request,
+    freedom: &Freedom,
+    plan: &Plan,
+    layered: &Layered,
+    readers: &[Vec<ValueId>],
+    cost: &dyn CostModel,
+    index: usize,
+    limit_bytes: f64,
+) -> Option<Again> {
+    let stage = &plan.stages[index];
+    let trains = plan.schedule.trains();
+    let roles = AxisRoles {
+        first_is_data: freedom.dp.is_some(),
+        second_is_model: freedom.tp.is_some(),
+        ..AxisRoles::default()
+    };
+    let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+    let mut spaces = Spaces::new(&prices, roles);
+    let demand = Demand {
+        levels: levels(freedom.zero, stage.mesh.num_devices(), trains),
+        num_microbatches: plan.num_microbatches,
+        in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, index as u32),
+        recompute: stage.recompute,
+        execution: plan.execution,
+    };
+    let model = layered.model(trains.then_some(&request.optimizer));
+    let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
+    let program = state_stage(&model, readers, range, &mut spaces, &demand);
+    let before = as_given(&program, &plan.graph, stage, &mut spaces);
+    // What the shardings that the plan has really need, beside what is estimated of them, says what the estimate misses.
+    let scale = before.as_ref().map_or(1.0, |b| b.most_bytes as f64 / stage.predicted.peak_bytes.max(1) as f64);
+    let found = program.solve(Some((limit_bytes * scale) as u64), &OPTIONS).ok()?;
+    let bound = found.lower_bound_s;
+    let before = before.map(|b| Solved { cost_s: b.cost_s, lower_bound_s: bound.min(b.cost_s) });
+    let solved = Solved { cost_s: found.cost_s, lower_bound_s: bound };
+    let changed = before.is_none_or(|b| found.cost_s < b.cost_s * (1.0 - EQUAL));
+    Some(Again { stage: written(layered, &mut spaces, stage, found), solved, before, changed })
+}
+
+/// What a stage's shardings are in the terms of its problem.
+pub fn as_given(
+    program: &StageProgram,
+    graph: &Graph,
+    stage: &Stage,
+    spaces: &mut Spaces<'_>,
+) -> Option<StageSolution> {
+    // Which ways of keeping a parameter are the plan's is known before the problem is solved.
+    let kept = |p: ValueId, kept: Kept, spaces: &mut Spaces<'_>| {
+        let Op::Parameter(parameter) = &graph.node(p).op else { return false };
+        let rests = kept.rests(spaces);
+        stage.parameters.get(&parameter.name).is_some_and(|storage| {
+            *spaces.layout(rests.parameter) == storage.parameter
+                && *spaces.layout(rests.state) == storage.state
+                && spaces.layout(rests.gradient).dims == storage.gradient.dims
+        })
+    };
+    let allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
+    let strategy = |v: ValueId| stage.shardings.get(&v).map(|s| s.strategy.clone());
+    program.solve_given(strategy, |p, kept| allowed.contains(&(p, kept)), &OPTIONS).ok()
+}
+
+/// A stage with the shardings of a solution.
+fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
+    let graph = &layered.graph;
+    let StageSolution { strategies, parameters, receives, .. } = found;
+    let mut bytes = [0u64; 4];
+    for (p, kept) in &parameters {
+        bytes[usize::from(kept.level)] += graph.ty(*p).bytes();
+    }
+    let zero = (0u8..).zip(bytes).max_by_key(|&(level, bytes)| (bytes, level)).map_or(stage.zero, |most| most.0);
+    let receives = receives.into_iter().map(|(v, layout)| (v, spaces.layout(layout).clone())).collect();
+    let shardings = Shardings { strategies, parameters, receives };
+    let old = &stage.parameters;
+    let stage = Stage { zero, predicted: Default::default(), solved: None, ..stage.clone() };
+    let mut stage = with_shardings(layered, spaces, stage, shardings);
+    // What no op of the stage uses stays as it is.
+    for (name, storage) in old {
+        stage.parameters.entry(name.clone()).or_insert_with(|| storage.clone());
+    }
+    stage
+}
