@@ -213,3 +213,21 @@ fn nothing_is_called_agreement_that_is_none() {
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
     assert!(output.stderr.contains("the weights or the data"), "{}{}", output.stdout, output.stderr);
 }
+
+#[test]
+fn what_is_pinned_is_laid_out_so() {
+    let fixed = ["plan", DEMO, "--dp", "2", "--tp", "2", "--pp", "1", "--json"];
+    let layouts = |pins: &[&str]| {
+        let pins = pins.iter().flat_map(|pin| ["--pin", pin]);
+        let arguments: Vec<&str> = fixed.into_iter().chain(pins).collect();
+        let plan: Value = serde_json::from_str(&succeeds(&arguments)).expect("JSON");
+        (0..4)
+            .map(|h| plan["stages"][0]["parameters"][format!("params['h{h}']['fc']['w']")]["parameter"].clone())
+            .collect::<Vec<_>>()
+    };
+    let [rows, columns] = ["params['h*']['fc']['w']=[{tensor}, {}]", "params['h*']['fc']['w']=[{}, {tensor}]"]
+        .map(|pin| layouts(&[pin, "params['h*']['out']['b']=[{}]"]));
+    assert!(rows.iter().all(|l| *l == rows[0]) && columns.iter().all(|l| *l == columns[0]), "{rows:?} {columns:?}");
+    assert_ne!(rows, columns);
+    assert!(!rows[0].is_null());
+}

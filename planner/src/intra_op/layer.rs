@@ -10,6 +10,8 @@
 use super::solve::{self, BoundaryTable, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout, factor_blocks};
 use crate::lower::is_kept;
+use crate::timing::update_s;
+use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -51,8 +53,15 @@ pub struct Variant {
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Terms {
+    /// Of the device, with what the next op waits for.
     pub forward_s: f64,
     pub backward_s: f64,
+    /// Of what is sent while the device computes: parameters on the way to their use, gradients on the way from it.
+    pub forward_sent_s: f64,
+    pub backward_sent_s: f64,
+    /// Of the host, which issues kernels ahead of the device.
+    pub forward_issue_s: f64,
+    pub backward_issue_s: f64,
     /// Once per step.
     pub step_s: f64,
     /// Parameters, gradients and optimizer state.
@@ -69,6 +78,10 @@ impl Add for Terms {
         Terms {
             forward_s: self.forward_s + o.forward_s,
             backward_s: self.backward_s + o.backward_s,
+            forward_sent_s: self.forward_sent_s + o.forward_sent_s,
+            backward_sent_s: self.backward_sent_s + o.backward_sent_s,
+            forward_issue_s: self.forward_issue_s + o.forward_issue_s,
+            backward_issue_s: self.backward_issue_s + o.backward_issue_s,
             step_s: self.step_s + o.step_s,
             static_bytes: self.static_bytes + o.static_bytes,
             kept_bytes: self.kept_bytes + o.kept_bytes,
@@ -80,7 +93,39 @@ impl Add for Terms {
 impl Terms {
     /// What is left where nothing is trained: no gradients, no updates, and nothing kept for them.
     fn forward_only(&self) -> Terms {
-        Terms { forward_s: self.forward_s, static_bytes: self.static_bytes, ..Terms::default() }
+        Terms {
+            forward_s: self.forward_s,
+            forward_sent_s: self.forward_sent_s,
+            forward_issue_s: self.forward_issue_s,
+            static_bytes: self.static_bytes,
+            ..Terms::default()
+        }
+    }
+
+    /// What a layer's program minimises, in seconds per microbatch: a sum, although the streams of a device run side by side
+    /// and the longest decides. What is sent meanwhile counts as if it were hidden as often as not, and the host not at all,
+    /// since it issues as many kernels for one layout as for another.
+    pub fn objective_s(&self, num_microbatches: u32) -> f64 {
+        self.forward_s
+            + self.backward_s
+            + 0.5 * (self.forward_sent_s + self.backward_sent_s)
+            + self.step_s / num_microbatches as f64
+    }
+
+    /// Seconds of a microbatch's forward, and of its backward with the forward repeated for it or not: those of the stream
+    /// that takes longest, or on a runtime that does one thing after the other, of all.
+    pub fn passes_s(&self, recompute: bool, in_order: bool) -> (f64, f64) {
+        let again = |seconds: f64| if recompute { seconds } else { 0.0 };
+        let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
+            true => device_s + sent_s,
+            false => device_s.max(sent_s).max(issue_s),
+        };
+        let backward_s = self.backward_s + again(self.forward_s);
+        let backward_issue_s = self.backward_issue_s + again(self.forward_issue_s);
+        (
+            whole(self.forward_s, self.forward_sent_s, self.forward_issue_s),
+            whole(backward_s, self.backward_sent_s, backward_issue_s),
+        )
     }
 }
 
@@ -159,12 +204,8 @@ pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>
 
     let lean_s_per_byte =
         if variant.lean { LEAN_FULL_MEMORY_S / spaces.prices.cost.device().memory_bytes.max(1) as f64 } else { 0.0 };
-    let objective = |t: &Terms| {
-        t.forward_s
-            + t.backward_s
-            + t.step_s / variant.num_microbatches as f64
-            + lean_s_per_byte * (t.kept_bytes + t.static_bytes)
-    };
+    let objective =
+        |t: &Terms| t.objective_s(variant.num_microbatches) + lean_s_per_byte * (t.kept_bytes + t.static_bytes);
     let problem = Problem {
         nodes: unary
             .iter()
@@ -342,7 +383,10 @@ impl Builder<'_, '_, '_> {
                     let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
                     let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);
                     let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
-                    Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
+                    let backward_issue_s = c.inside.map_or(c.issue_s * wanted as f64, |inside| inside.backward_issue_s);
+                    let backward_issue_s = if needs_gradient[v.index()] { backward_issue_s } else { 0.0 };
+                    let forward_issue_s = c.issue_s;
+                    Terms { forward_s, backward_s, forward_issue_s, backward_issue_s, kept_bytes, ..Terms::default() }
                 })
                 .collect();
             // A forward value, its cotangent where there is one, and one more of its size are alive at once.
@@ -413,9 +457,9 @@ impl Builder<'_, '_, '_> {
         let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
         // The update reads gradient, parameter and state and writes parameter and state.
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
-        let update_s = traffic / self.spaces.prices.cost.device().memory_bytes_per_s;
+        let bucket_bytes = self.variant.execution.bucket_bytes;
         Terms {
-            step_s: update_s + self.spaces.stored_s(ty, state, at_rest),
+            step_s: update_s(self.spaces.prices.cost, traffic) + self.spaces.stored_s(ty, state, at_rest, bucket_bytes),
             static_bytes: self.spaces.local_bytes(ty, at_rest) as f64
                 + self.spaces.local_bytes(&gradient_ty, gradient) as f64
                 + state_bytes,
@@ -459,11 +503,7 @@ impl Builder<'_, '_, '_> {
             if parameter {
                 return parameter_use(spaces, variant, &ty, from, to, cotangent);
             }
-            Terms {
-                forward_s: spaces.reshard_s(&ty, from, to),
-                backward_s: if gradient { spaces.reshard_s(&ty, cotangent, resting) } else { 0.0 },
-                ..Terms::default()
-            }
+            there_and_back(spaces, &ty, (from, to), gradient.then_some((cotangent, resting)))
         });
     }
 
@@ -472,10 +512,8 @@ impl Builder<'_, '_, '_> {
         let ty = self.model.graph.ty(v).clone();
         let gradient = self.model.needs_gradient[v.index()];
         let (from, to) = (self.sources(relay), self.forms(user));
-        self.pair(relay, user, from, to, |spaces, _, (layout, collected), (to, cotangent)| Terms {
-            forward_s: spaces.reshard_s(&ty, layout, to),
-            backward_s: if gradient { spaces.reshard_s(&ty, cotangent, collected) } else { 0.0 },
-            ..Terms::default()
+        self.pair(relay, user, from, to, |spaces, _, (layout, collected), (to, cotangent)| {
+            there_and_back(spaces, &ty, (layout, to), gradient.then_some((cotangent, collected)))
         });
     }
 
@@ -489,13 +527,8 @@ impl Builder<'_, '_, '_> {
         let User::Operand(id, _) = user else { return };
         let pairs = if enters { self.forms(user) } else { self.sources(id) };
         for (c, (layout, other)) in pairs.into_iter().enumerate() {
-            let (forward, backward) = if enters {
-                (self.spaces.reshard_s(&ty, rest, layout), self.spaces.reshard_s(&ty, other, rest))
-            } else {
-                (self.spaces.reshard_s(&ty, layout, rest), self.spaces.reshard_s(&ty, rest, other))
-            };
-            self.unary[id][c].forward_s += forward;
-            self.unary[id][c].backward_s += if gradient { backward } else { 0.0 };
+            let (there, back) = if enters { ((rest, layout), (other, rest)) } else { ((layout, rest), (rest, other)) };
+            self.unary[id][c] += there_and_back(self.spaces, &ty, there, gradient.then_some(back));
         }
     }
 
@@ -518,6 +551,24 @@ impl Builder<'_, '_, '_> {
     }
 }
 
+/// A value brought from one layout to another, and its cotangent, where it has one, back.
+fn there_and_back(
+    spaces: &mut Spaces<'_>,
+    ty: &TensorType,
+    there: (LayoutId, LayoutId),
+    back: Option<(LayoutId, LayoutId)>,
+) -> Terms {
+    let forward = spaces.reshard(ty, there.0, there.1);
+    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(ty, from, to));
+    Terms {
+        forward_s: forward.seconds,
+        backward_s: backward.seconds,
+        forward_issue_s: forward.issue_s,
+        backward_issue_s: backward.issue_s,
+        ..Terms::default()
+    }
+}
+
 /// A parameter of layout `layout` used in layout `to` by an op that gives its gradient as `cotangent`.
 fn parameter_use(
     spaces: &mut Spaces<'_>,
@@ -530,12 +581,19 @@ fn parameter_use(
     let state = if variant.zero >= 1 { spaces.storage_layout(layout) } else { layout };
     let at_rest = if variant.zero == 3 { state } else { layout };
     let accumulator = if variant.zero >= 2 { state } else { spaces.with_partial_of(layout, cotangent) };
-    let gather_s = spaces.reshard_s(ty, at_rest, to);
     let gradient_ty = variant.execution.accumulator(ty);
+    let (gathered, reduced) = (spaces.reshard(ty, at_rest, to), spaces.reshard(ty, cotangent, accumulator));
+    // Forward, parameters are gathered ahead of their use. Backward, each gather queues behind the reduction of the gradient
+    // before it, so that both are waited for.
+    let both_s = gathered.seconds + reduced.seconds;
+    let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
     Terms {
-        forward_s: gather_s,
-        backward_s: gather_s + spaces.reshard_s(ty, cotangent, accumulator),
-        step_s: spaces.stored_s(&gradient_ty, accumulator, state),
+        forward_sent_s: gathered.seconds,
+        forward_issue_s: gathered.issue_s,
+        backward_s: waited_s,
+        backward_sent_s: sent_s,
+        backward_issue_s: gathered.issue_s + reduced.issue_s,
+        step_s: spaces.stored_s(&gradient_ty, accumulator, state, variant.execution.bucket_bytes),
         ..Terms::default()
     }
 }
