@@ -209,7 +209,7 @@ pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>
     let problem = Problem {
         nodes: unary
             .iter()
-            .map(|terms| solve::Node { cost: terms.iter().map(objective).collect(), bytes: Vec::new() })
+            .map(|terms| solve::Node { cost: terms.iter().map(objective).collect(), holds: Vec::new() })
             .collect(),
         edges: pairs
             .iter()
@@ -223,7 +223,7 @@ pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>
                 solve::Edge { from: p.from, to: p.to, cost }
             })
             .collect(),
-        memory: Vec::new(),
+        limit_bytes: None,
     };
     LayerProgram { problem, variables, unary, pairs, has_in, has_out, transient_bytes }
 }

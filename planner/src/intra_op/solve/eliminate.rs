@@ -1,75 +1,57 @@
-//! Bucket elimination (Dechter 1999): nodes go one by one, each replaced by a table over its neighbours of the least it
-//! can add. Degrees 0, 1 and 2 are the classic PBQP reductions and any other degree is the same loop. Where a table would
-//! pass the cap, the node's tables are split in groups that are minimised apart, which gives a lower bound ("mini-buckets",
-//! Dechter & Rish, J. ACM 2003) and, read backwards, the guide of the search (Kask & Dechter, Artificial Intelligence 2001).
+//! Bucket elimination (Dechter, Artificial Intelligence 1999): nodes go one by one, each replaced by a table over its
+//! neighbours of the least it can add. Exact, and fast because the graphs of layers are nearly series-parallel; where a table would
+//! be too large there is no plan.
 
-use super::reduce::{Reduced, transposed};
+use super::compact::Compact;
+use super::messages::first_least;
 
-/// Entries of the largest table that is built, when time allows.
+/// Entries of the largest table that is built.
 pub(super) const TABLE_ENTRIES: usize = 4_000_000;
 
 /// What an elimination may use.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Caps {
-    /// Entries of one table when nothing is split.
-    pub exact_entries: f64,
-    /// Entries of one table when some bucket has to be split.
-    pub split_entries: f64,
+    /// Entries of one table.
+    pub entries: f64,
     /// Additions of one evaluation.
     pub work: f64,
-    /// Entries of all tables together.
-    pub total_entries: f64,
 }
 
-impl Caps {
-    /// An elimination is never interrupted, so a short time limit means less work; a core does about 1e9 additions per
-    /// second.
-    pub fn for_seconds(time_limit_s: f64) -> Caps {
-        let work = (2e8 * time_limit_s).clamp(2e7, 1e9);
-        Caps {
-            exact_entries: TABLE_ENTRIES as f64,
-            split_entries: (work / 1e3).min(2.5e5),
-            work,
-            total_entries: 8.0 * TABLE_ENTRIES as f64,
-        }
+/// Node costs, flat.
+pub(super) struct Unary<'a> {
+    pub offset: &'a [usize],
+    pub cost: &'a [f64],
+}
+
+impl Unary<'_> {
+    fn of(&self, v: usize) -> &[f64] {
+        &self.cost[self.offset[v]..self.offset[v + 1]]
     }
 }
 
-/// The order of an elimination and where each table goes; good for any node costs over the same pairs.
+/// The order of an elimination and where each table goes; good for any node costs over the same edges.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
-    /// Whether no bucket was split: the bound is then the minimum.
-    pub exact: bool,
     sizes: Vec<usize>,
+    offset: Vec<usize>,
     /// In order of elimination. The nodes to keep have none.
     buckets: Vec<Bucket>,
-    /// Tables of the pairs, the node that is eliminated first slowest.
+    /// Tables of the edges, the node that is eliminated first slowest.
     pairs: Vec<Vec<f64>>,
-    /// Where the tables over kept nodes alone (or over none) are.
+    /// Where the tables over kept nodes alone are.
     rest: Vec<Input>,
     keep: Vec<usize>,
-    messages: usize,
+    work: f64,
 }
 
+/// One elimination; its message has the bucket's number.
 #[derive(Clone, Debug)]
 struct Bucket {
     node: usize,
-    groups: Vec<Group>,
-}
-
-/// A table and the nodes it is over, in order of elimination.
-type Table = (Source, Vec<usize>);
-
-/// Tables that are added and minimised together.
-#[derive(Clone, Debug)]
-struct Group {
     inputs: Vec<Input>,
     /// The other nodes, in order of elimination.
     scope: Vec<usize>,
-    message: usize,
     entries: usize,
-    /// Whether the node's own cost is added here: true for the first group only.
-    with_unary: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,110 +60,79 @@ enum Source {
     Message(usize),
 }
 
-/// A table as a group reads it.
+/// A table as a bucket reads it.
 #[derive(Clone, Debug)]
 struct Input {
     source: Source,
     /// Entries between two strategies of the eliminated node; zero in `Plan::rest`.
     node_stride: usize,
-    /// The nodes of the table that are not eliminated here, with their strides, and their position in the group's scope.
+    /// The nodes of the table that are not eliminated here, with their strides, and their position in the scope.
     strides: Vec<(usize, usize, usize)>,
 }
 
 /// The tables that replaced the nodes, for one set of node costs.
 #[derive(Clone, Debug)]
-pub(super) struct Messages {
+pub(super) struct Tables {
     tables: Vec<Vec<f64>>,
-    /// The least cost (a lower bound of it when the plan is not exact). With kept nodes, what does not depend on them.
+    /// The least cost, without constants. With kept nodes, what does not depend on them.
     pub value: f64,
 }
 
 impl Plan {
-    /// Orders the elimination of all nodes but `keep`.
-    pub fn new(reduced: &Reduced, keep: &[usize], caps: &Caps) -> Plan {
-        let order = Order::new(reduced, keep);
-        let fits = order.largest <= caps.exact_entries && order.work <= caps.work && order.total <= caps.total_entries;
-        let cap = if fits { f64::INFINITY } else { caps.split_entries };
-        let n = reduced.cost.len();
-        let sizes: Vec<usize> = reduced.cost.iter().map(Vec::len).collect();
+    /// Orders the elimination of all nodes but `keep`; none if it would pass the caps.
+    pub fn new(of: &Compact, keep: &[usize], caps: &Caps) -> Option<Plan> {
+        let order = Order::new(of, keep, caps)?;
+        let n = of.len();
+        let sizes: Vec<usize> = (0..n).map(|u| of.width(u)).collect();
         let mut position = vec![0; n];
         for (at, &v) in order.nodes.iter().chain(keep).enumerate() {
             position[v] = at;
         }
         // Tables wait at the node of theirs that is eliminated first; those over kept nodes alone wait in `rest`.
-        let mut waiting: Vec<Vec<Table>> = vec![vec![]; n];
-        let mut rest: Vec<Table> = vec![];
-        let mut pairs = Vec::with_capacity(reduced.pairs.len());
+        let mut waiting: Vec<Vec<(Source, Vec<usize>)>> = vec![vec![]; n];
+        let mut rest: Vec<(Source, Vec<usize>)> = vec![];
+        let mut pairs = Vec::with_capacity(of.edges.len());
         let eliminated = order.nodes.len();
-        for (p, pair) in reduced.pairs.iter().enumerate() {
-            let swap = position[pair.a] > position[pair.b];
-            let (first, second) = if swap { (pair.b, pair.a) } else { (pair.a, pair.b) };
-            pairs.push(if swap { transposed(&pair.cost, sizes[pair.b]) } else { pair.cost.clone() });
+        for (p, edge) in of.edges.iter().enumerate() {
+            let (a, b) = (edge.a as usize, edge.b as usize);
+            let swap = position[a] > position[b];
+            let (first, second) = if swap { (b, a) } else { (a, b) };
+            pairs.push(if swap { edge.ba.clone() } else { edge.ab.clone() });
             let table = (Source::Pair(p), vec![first, second]);
             if position[first] < eliminated { waiting[first].push(table) } else { rest.push(table) }
         }
-        let mut plan =
-            Plan { exact: true, sizes, buckets: vec![], pairs, rest: vec![], keep: keep.to_vec(), messages: 0 };
+        let mut plan = Plan {
+            sizes,
+            offset: of.offset.clone(),
+            buckets: vec![],
+            pairs,
+            rest: vec![],
+            keep: keep.to_vec(),
+            work: order.work,
+        };
         for &node in &order.nodes {
             let tables = std::mem::take(&mut waiting[node]);
-            let groups = plan.groups(node, tables, &position, cap);
-            plan.exact &= groups.len() == 1;
-            for group in &groups {
-                let table = (Source::Message(group.message), group.scope.clone());
-                match group.scope.first() {
-                    Some(&next) if position[next] < eliminated => waiting[next].push(table),
-                    Some(_) => rest.push(table),
-                    // A message over nothing is a constant, which `evaluate` adds up.
-                    None => {}
-                }
+            let mut scope: Vec<usize> = tables.iter().flat_map(|(_, own)| &own[1..]).copied().collect();
+            scope.sort_by_key(|&v| position[v]);
+            scope.dedup();
+            let inputs = tables.iter().map(|(source, own)| plan.input(*source, own, Some(node), &scope)).collect();
+            let entries = scope.iter().map(|&v| plan.sizes[v]).product();
+            let table = (Source::Message(plan.buckets.len()), scope.clone());
+            match scope.first() {
+                Some(&next) if position[next] < eliminated => waiting[next].push(table),
+                Some(_) => rest.push(table),
+                // A message over nothing is a constant, which `evaluate` adds up.
+                None => {}
             }
-            plan.buckets.push(Bucket { node, groups });
+            plan.buckets.push(Bucket { node, inputs, scope, entries });
         }
         plan.rest = rest.into_iter().map(|(source, scope)| plan.input(source, &scope, None, &scope)).collect();
-        plan
+        Some(plan)
     }
 
-    /// Splits the tables that wait at a node in groups within the cap, widest first, each in the first group it fits.
-    fn groups(&mut self, node: usize, mut tables: Vec<Table>, position: &[usize], cap: f64) -> Vec<Group> {
-        let mut split: Vec<(Vec<usize>, Vec<Table>)> = vec![];
-        tables.sort_by_key(|(_, scope)| std::cmp::Reverse(scope.len()));
-        for (source, scope) in tables {
-            let joined = |with: &[usize]| {
-                let mut union: Vec<usize> = with.iter().chain(&scope[1..]).copied().collect();
-                union.sort_by_key(|&v| position[v]);
-                union.dedup();
-                union
-            };
-            let fitting = split.iter().position(|(with, _)| {
-                let union = joined(with);
-                union.len() == with.len() || self.entries(&union) * self.sizes[node] as f64 <= cap
-            });
-            match fitting {
-                Some(at) => {
-                    split[at].0 = joined(&split[at].0);
-                    split[at].1.push((source, scope));
-                }
-                None => split.push((joined(&[]), vec![(source, scope)])),
-            }
-        }
-        if split.is_empty() {
-            split.push((vec![], vec![]));
-        }
-        let groups = split.into_iter().enumerate().map(|(at, (scope, members))| {
-            self.messages += 1;
-            Group {
-                inputs: members.iter().map(|(source, own)| self.input(*source, own, Some(node), &scope)).collect(),
-                message: self.messages - 1,
-                entries: scope.iter().map(|&v| self.sizes[v]).product(),
-                with_unary: at == 0,
-                scope,
-            }
-        });
-        groups.collect()
-    }
-
-    fn entries(&self, scope: &[usize]) -> f64 {
-        scope.iter().map(|&v| self.sizes[v] as f64).product()
+    /// Additions of one evaluation.
+    pub fn work(&self) -> f64 {
+        self.work
     }
 
     /// How a table over `own` is read where the nodes of `scope` vary, after `node` where one is eliminated.
@@ -209,38 +160,34 @@ impl Plan {
     }
 
     /// Eliminates every node that is not kept, with these node costs.
-    pub fn evaluate(&self, unary: &[Vec<f64>]) -> Messages {
-        let mut tables: Vec<Vec<f64>> = vec![vec![]; self.messages];
+    pub fn evaluate(&self, unary: &Unary<'_>) -> Tables {
+        let mut tables: Vec<Vec<f64>> = Vec::with_capacity(self.buckets.len());
         let mut value = 0.0;
         for bucket in &self.buckets {
-            for group in &bucket.groups {
-                let out = self.minimised(bucket.node, group, &unary[bucket.node], &tables);
-                if group.scope.is_empty() {
-                    value += out[0];
-                }
-                tables[group.message] = out;
+            let out = self.minimised(bucket, unary.of(bucket.node), &tables);
+            if bucket.scope.is_empty() {
+                value += out[0];
             }
+            tables.push(out);
         }
-        Messages { tables, value }
+        Tables { tables, value }
     }
 
     /// `out[scope] = min over x of unary[x] + sum of inputs[x, scope]`. The last node of the scope is the inner loop: all
     /// tables that have it have it last too, so it runs over consecutive numbers and the compiler vectorises it.
-    fn minimised(&self, node: usize, group: &Group, unary: &[f64], messages: &[Vec<f64>]) -> Vec<f64> {
-        let count = self.sizes[node];
-        let own = |x: usize| if group.with_unary { unary[x] } else { 0.0 };
-        let Some((&last, outer)) = group.scope.split_last() else {
-            let total = |x: usize| {
-                let inputs = group.inputs.iter().map(|i| self.table(messages, i.source)[x * i.node_stride]);
-                own(x) + inputs.sum::<f64>()
+    fn minimised(&self, bucket: &Bucket, unary: &[f64], messages: &[Vec<f64>]) -> Vec<f64> {
+        let Some((&last, outer)) = bucket.scope.split_last() else {
+            let total = |(x, own): (usize, &f64)| {
+                let inputs = bucket.inputs.iter().map(|i| self.table(messages, i.source)[x * i.node_stride]);
+                own + inputs.sum::<f64>()
             };
-            return vec![(0..count).map(total).fold(f64::INFINITY, f64::min)];
+            return vec![unary.iter().enumerate().map(total).fold(f64::INFINITY, f64::min)];
         };
         let width = self.sizes[last];
-        let mut out = vec![f64::INFINITY; group.entries];
+        let mut out = vec![f64::INFINITY; bucket.entries];
         let mut inner: Vec<Cursor> = vec![];
         let mut fixed: Vec<Cursor> = vec![];
-        for input in &group.inputs {
+        for input in &bucket.inputs {
             let mut strides = vec![0; outer.len()];
             let mut has_last = false;
             for &(_, stride, axis) in &input.strides {
@@ -253,8 +200,8 @@ impl Plan {
         let mut digits = vec![0; outer.len()];
         let mut sum = vec![0.0; width];
         for row in out.chunks_exact_mut(width) {
-            for x in 0..count {
-                let base = fixed.iter().fold(own(x), |base, c| base + c.table[c.at + x * c.node_stride]);
+            for (x, &own) in unary.iter().enumerate() {
+                let base = fixed.iter().fold(own, |base, c| base + c.table[c.at + x * c.node_stride]);
                 if base == f64::INFINITY {
                     continue;
                 }
@@ -266,112 +213,61 @@ impl Plan {
                             *r = least(*r, base + a);
                         }
                     }
-                    [one, two] => {
-                        let second = &two.table[slice(two)];
-                        for ((r, a), b) in row.iter_mut().zip(&one.table[slice(one)]).zip(second) {
-                            *r = least(*r, base + (a + b));
-                        }
-                    }
                     [one, more @ ..] => {
                         sum.copy_from_slice(&one.table[slice(one)]);
                         for c in more {
-                            for (s, a) in sum.iter_mut().zip(&c.table[slice(c)]) {
-                                *s += a;
-                            }
+                            sum.iter_mut().zip(&c.table[slice(c)]).for_each(|(s, a)| *s += a);
                         }
-                        for (r, s) in row.iter_mut().zip(&sum) {
-                            *r = least(*r, base + s);
-                        }
+                        row.iter_mut().zip(&sum).for_each(|(r, s)| *r = least(*r, base + s));
                     }
                 }
             }
-            step(&mut digits, outer, &self.sizes, &mut inner, &mut fixed);
+            advance(&mut digits, outer, &self.sizes, &mut inner, &mut fixed);
         }
         out
     }
 
     /// The least cost at the kept strategies in `local`.
-    pub fn rest(&self, unary: &[Vec<f64>], messages: &Messages, local: &[usize]) -> f64 {
-        let own: f64 = self.keep.iter().map(|&v| unary[v][local[v]]).sum();
-        let tables = self.rest.iter().map(|i| self.table(&messages.tables, i.source)[offset(i, local)]);
-        messages.value + own + tables.sum::<f64>()
+    pub fn rest(&self, unary: &Unary<'_>, tables: &Tables, local: &[usize]) -> f64 {
+        let own: f64 = self.keep.iter().map(|&v| unary.of(v)[local[v]]).sum();
+        let shared = self.rest.iter().map(|i| self.table(&tables.tables, i.source)[offset(i, local)]);
+        tables.value + own + shared.sum::<f64>()
     }
 
-    /// Nodes in the order a search decides them: the reverse of their elimination.
-    pub fn decisions(&self) -> impl Iterator<Item = usize> {
-        self.buckets.iter().rev().map(|bucket| bucket.node)
-    }
-
-    /// How much each strategy of the `depth`-th decision raises the lower bound, given the decisions before it in `local`.
-    /// In an exact plan some strategy raises it by nothing.
-    pub fn regrets(&self, depth: usize, unary: &[Vec<f64>], messages: &Messages, local: &[usize], into: &mut Vec<f64>) {
-        let bucket = &self.buckets[self.buckets.len() - 1 - depth];
-        let count = self.sizes[bucket.node];
-        into.clear();
-        into.resize(count, 0.0);
-        let add = |group: &Group, sum: &mut [f64]| {
-            if group.with_unary {
-                sum.copy_from_slice(&unary[bucket.node]);
-            } else {
-                sum.fill(0.0);
+    /// The least cost with each strategy of each node, flat: tables go back along the elimination, each the least of
+    /// everything outside the bucket (the backward pass of Pearl's max-product, 1988). No nodes are kept.
+    pub fn marginals(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<f64> {
+        let mut outside: Vec<Vec<f64>> = vec![vec![]; self.buckets.len()];
+        let mut marginals = vec![f64::INFINITY; unary.cost.len()];
+        let mut local = vec![0; self.sizes.len()];
+        let mut offsets: Vec<usize> = vec![];
+        for (b, bucket) in self.buckets.iter().enumerate().rev() {
+            let mut beyond = std::mem::take(&mut outside[b]);
+            if bucket.scope.is_empty() {
+                beyond = vec![tables.value - tables.tables[b][0]];
             }
-            for input in &group.inputs {
-                let table = self.table(&messages.tables, input.source);
-                let at = offset(input, local);
-                for (x, s) in sum.iter_mut().enumerate() {
-                    *s += table[at + x * input.node_stride];
-                }
-            }
-            let lowest = sum.iter().copied().fold(f64::INFINITY, least);
-            for s in sum.iter_mut() {
-                *s = if *s < f64::INFINITY { *s - lowest } else { f64::INFINITY };
-            }
-        };
-        let Some((first, others)) = bucket.groups.split_first() else {
-            return;
-        };
-        add(first, into);
-        // Only a split bucket has others, so the usual case allocates nothing.
-        for group in others {
-            let mut sum = vec![0.0; count];
-            add(group, &mut sum);
-            into.iter_mut().zip(sum).for_each(|(total, s)| *total += s);
-        }
-    }
-
-    /// The least cost with each strategy of each node, in an exact plan: tables go back along the elimination, each the
-    /// least of everything outside the bucket (the backward pass of Pearl's max-product, 1988).
-    pub fn marginals(&self, unary: &[Vec<f64>], messages: &Messages) -> Vec<Vec<f64>> {
-        let mut outside: Vec<Vec<f64>> = vec![vec![]; self.messages];
-        let mut marginals: Vec<Vec<f64>> = self.sizes.iter().map(|&k| vec![f64::INFINITY; k]).collect();
-        for bucket in self.buckets.iter().rev() {
-            let [group] = bucket.groups.as_slice() else {
-                continue;
-            };
-            let mut beyond = std::mem::take(&mut outside[group.message]);
-            if group.scope.is_empty() {
-                beyond = vec![messages.value - messages.tables[group.message][0]];
-            }
-            for input in &group.inputs {
+            for input in &bucket.inputs {
                 if let Source::Message(m) = input.source {
-                    outside[m] = vec![f64::INFINITY; messages.tables[m].len()];
+                    outside[m] = vec![f64::INFINITY; tables.tables[m].len()];
                 }
             }
-            let mut local = vec![0; self.sizes.len()];
+            let own = unary.of(bucket.node);
+            let marginals = &mut marginals[self.offset[bucket.node]..][..own.len()];
             for (at, &beyond) in beyond.iter().enumerate() {
                 let mut left = at;
-                for &v in group.scope.iter().rev() {
+                for &v in bucket.scope.iter().rev() {
                     local[v] = left % self.sizes[v];
                     left /= self.sizes[v];
                 }
-                let offsets: Vec<usize> = group.inputs.iter().map(|input| offset(input, &local)).collect();
-                for (x, marginal) in marginals[bucket.node].iter_mut().enumerate() {
-                    let mut sum = beyond + unary[bucket.node][x];
-                    for (input, at) in group.inputs.iter().zip(&offsets) {
-                        sum += self.table(&messages.tables, input.source)[at + x * input.node_stride];
+                offsets.clear();
+                offsets.extend(bucket.inputs.iter().map(|input| offset(input, &local)));
+                for (x, marginal) in marginals.iter_mut().enumerate() {
+                    let mut sum = beyond + own[x];
+                    for (input, at) in bucket.inputs.iter().zip(&offsets) {
+                        sum += self.table(&tables.tables, input.source)[at + x * input.node_stride];
                     }
                     *marginal = least(*marginal, sum);
-                    for (input, at) in group.inputs.iter().zip(&offsets) {
+                    for (input, at) in bucket.inputs.iter().zip(&offsets) {
                         if let Source::Message(m) = input.source {
                             let entry = &mut outside[m][at + x * input.node_stride];
                             *entry = least(*entry, sum);
@@ -380,9 +276,9 @@ impl Plan {
                 }
             }
             // Each sum so far holds the message itself, which is not outside its bucket.
-            for input in &group.inputs {
+            for input in &bucket.inputs {
                 if let Source::Message(m) = input.source {
-                    for (o, inside) in outside[m].iter_mut().zip(&messages.tables[m]) {
+                    for (o, inside) in outside[m].iter_mut().zip(&tables.tables[m]) {
                         *o = if *o < f64::INFINITY { *o - inside } else { f64::INFINITY };
                     }
                 }
@@ -391,19 +287,25 @@ impl Plan {
         marginals
     }
 
-    /// The first strategy of least regret for each node in turn: a best choice when the plan is exact.
-    pub fn dive(&self, unary: &[Vec<f64>], messages: &Messages) -> Vec<usize> {
+    /// A best choice.
+    pub fn dive(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<usize> {
         let mut local = vec![0; self.sizes.len()];
-        self.dive_into(unary, messages, &mut local);
+        self.dive_into(unary, tables, &mut local);
         local
     }
 
     /// [`dive`](Self::dive) with the kept nodes as they are in `local`.
-    pub fn dive_into(&self, unary: &[Vec<f64>], messages: &Messages, local: &mut [usize]) {
-        let mut regrets = vec![];
-        for (depth, node) in self.decisions().enumerate() {
-            self.regrets(depth, unary, messages, local, &mut regrets);
-            local[node] = first_least(&regrets);
+    pub fn dive_into(&self, unary: &Unary<'_>, tables: &Tables, local: &mut [usize]) {
+        let mut costs = vec![];
+        for bucket in self.buckets.iter().rev() {
+            costs.clear();
+            costs.extend_from_slice(unary.of(bucket.node));
+            for input in &bucket.inputs {
+                let table = self.table(&tables.tables, input.source);
+                let at = offset(input, local);
+                costs.iter_mut().enumerate().for_each(|(x, c)| *c += table[at + x * input.node_stride]);
+            }
+            local[bucket.node] = first_least(&costs);
         }
     }
 }
@@ -416,8 +318,8 @@ struct Cursor<'a> {
     at: usize,
 }
 
-/// Advances to the next assignment of the outer nodes, the last one fastest.
-fn step<'a>(
+/// Goes on to the next assignment of the outer nodes, the last one fastest.
+fn advance<'a>(
     digits: &mut [usize],
     outer: &[usize],
     sizes: &[usize],
@@ -450,68 +352,51 @@ fn offset(input: &Input, local: &[usize]) -> usize {
     input.strides.iter().map(|&(v, stride, _)| local[v] * stride).sum()
 }
 
-pub(super) fn first_least(values: &[f64]) -> usize {
-    let mut best = 0;
-    for (at, value) in values.iter().enumerate() {
-        if *value < values[best] {
-            best = at;
-        }
-    }
-    best
-}
-
 /// The order in which nodes go: next is always the node whose elimination needs the fewest additions.
 struct Order {
     nodes: Vec<usize>,
-    /// Entries of the largest table.
-    largest: f64,
-    /// Entries of all tables.
-    total: f64,
     /// Additions of all eliminations.
     work: f64,
 }
 
 impl Order {
-    fn new(reduced: &Reduced, keep: &[usize]) -> Order {
-        let n = reduced.cost.len();
+    /// None as soon as a cap is passed.
+    fn new(of: &Compact, keep: &[usize], caps: &Caps) -> Option<Order> {
+        let n = of.len();
         let mut neighbours: Vec<Vec<usize>> = (0..n)
             .map(|v| {
                 let mut other: Vec<usize> =
-                    reduced.incident[v].iter().map(|&p| reduced.pairs[p].a + reduced.pairs[p].b - v).collect();
+                    of.incident[v].iter().map(|&(e, is_first)| of.edges[e as usize].other(is_first)).collect();
                 other.sort_unstable();
                 other
             })
             .collect();
-        let size = |v: usize| reduced.cost[v].len() as f64;
-        let work_of = |v: usize, neighbours: &[Vec<usize>]| {
-            let entries: f64 = neighbours[v].iter().map(|&w| size(w)).product();
-            entries * size(v)
-        };
-        let mut work: Vec<f64> = (0..n).map(|v| work_of(v, &neighbours)).collect();
-        let mut left = vec![true; n];
-        for &v in keep {
-            left[v] = false;
-        }
-        let mut order = Order { nodes: vec![], largest: 1.0, total: 0.0, work: 0.0 };
-        let cheapest = |left: &[bool], work: &[f64]| {
-            (0..n).filter(|&v| left[v]).reduce(|best, v| if work[v] < work[best] { v } else { best })
-        };
-        while let Some(v) = cheapest(&left, &work) {
-            left[v] = false;
+        let size = |v: usize| of.width(v) as f64;
+        let work_of = |v: usize, around: &[usize]| around.iter().map(|&w| size(w)).product::<f64>() * size(v);
+        // Costs as bits order like numbers, being positive.
+        let mut queue: std::collections::BTreeSet<(u64, usize)> = Default::default();
+        let mut work: Vec<f64> = (0..n).map(|v| work_of(v, &neighbours[v])).collect();
+        queue.extend((0..n).filter(|v| !keep.contains(v)).map(|v| (work[v].to_bits(), v)));
+        let mut order = Order { nodes: vec![], work: 0.0 };
+        while let Some((_, v)) = queue.pop_first() {
             order.nodes.push(v);
             let around = std::mem::take(&mut neighbours[v]);
             order.work += work[v] * around.len().max(1) as f64;
-            order.largest = order.largest.max(work[v] / size(v));
-            order.total += work[v] / size(v);
+            if work[v] / size(v) > caps.entries || order.work > caps.work {
+                return None;
+            }
             for &w in &around {
                 let mut joined: Vec<usize> =
                     neighbours[w].iter().chain(&around).copied().filter(|&u| u != v && u != w).collect();
                 joined.sort_unstable();
                 joined.dedup();
                 neighbours[w] = joined;
-                work[w] = work_of(w, &neighbours);
+                if queue.remove(&(work[w].to_bits(), w)) {
+                    work[w] = work_of(w, &neighbours[w]);
+                    queue.insert((work[w].to_bits(), w));
+                }
             }
         }
-        order
+        Some(order)
     }
 }

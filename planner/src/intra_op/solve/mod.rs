@@ -1,34 +1,47 @@
-//! Exact solver for pairwise choice problems with memory limits: one strategy per node, node costs plus edge costs
-//! minimised, and at every program point the chosen bytes within a limit.
+//! Near-optimal choices with a proof: one strategy per node, node costs plus edge costs minimised, and at every program
+//! point the bytes held within a limit.
 //!
-//! The pairwise part is a partitioned Boolean quadratic problem (PBQP). It is reduced in the manner of Scholz & Eckstein
-//! ("Register Allocation for Irregular Architectures", LCTES 2002) and then solved by bucket elimination (Dechter,
-//! "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 1999), which is fast because the
-//! graphs of a layer are nearly series-parallel. What does not fit, and memory, is handled by bounds from the same
-//! elimination and a search guided by them; every answer carries a true lower bound.
+//! A problem is reduced exactly ([`reduce`]), which leaves some hundred of some ten thousand nodes of a real model. Memory
+//! becomes prices of bytes in the few rows where it binds, the rest is bounded by message passing or elimination, what the bound rules out
+//! goes, and what is left is branched on, while neighbourhoods of the best choice are searched for a better one. The
+//! answer is the best choice found and a lower bound that holds whatever was found.
+//!
+//! The module needs nothing of the planner. It is anytime: a limit of time or work ends it with what it has.
 
+mod ascent;
+mod branch;
+mod compact;
 mod eliminate;
-mod memory;
+mod messages;
+mod neighbourhood;
+mod network;
 mod program;
 mod reduce;
 mod search;
 #[cfg(test)]
 mod tests;
 
+use branch::{Budget, Incumbent};
+use compact::Compact;
+use eliminate::{Caps, Plan, Tables, Unary};
+use network::Network;
+use reduce::Reductions;
+use std::ops::Range;
 use std::time::{Duration, Instant};
-
 use thiserror::Error;
 
-use eliminate::{Caps, Plan};
-use reduce::Reduced;
-use search::{Budget, Incumbent, Search};
-
-/// One decision: which strategy to take, with the cost and the bytes of each.
+/// One decision: which strategy to take, with the cost of each and what each holds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Node {
-    /// Seconds of each strategy; `f64::INFINITY` forbids it.
+    /// Cost of each strategy, seconds in the planner; `f64::INFINITY` forbids it.
     pub cost: Vec<f64>,
-    /// Bytes each strategy holds where the node is a member of a [`MemoryRow`]. Empty means zero for all.
+    pub holds: Vec<Holding>,
+}
+
+/// Bytes held at every program point of `live` (half-open), by strategy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Holding {
+    pub live: Range<u32>,
     pub bytes: Vec<u64>,
 }
 
@@ -37,62 +50,62 @@ pub struct Node {
 pub struct Edge {
     pub from: usize,
     pub to: usize,
-    /// Seconds, row-major `[from strategy][to strategy]`; `f64::INFINITY` forbids the pair.
+    /// Row-major `[from strategy][to strategy]`; `f64::INFINITY` forbids the pair.
     pub cost: Vec<f64>,
 }
 
-/// One program point: the chosen bytes of `members` sum to at most `limit_bytes`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct MemoryRow {
-    pub limit_bytes: u64,
-    /// Nodes that hold memory at this point, each at most once.
-    pub members: Vec<usize>,
-}
-
-/// Choose one strategy per node to minimise node costs plus edge costs subject to the memory rows.
+/// Choose one strategy per node to minimise node costs plus edge costs, holding at most `limit_bytes` at every point.
 ///
 /// ```
-/// use altiplano_planner::intra_op::solve::{Edge, Node, Options, Problem, solve};
+/// use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, solve};
 ///
-/// let node = |cost: [f64; 2]| Node { cost: cost.to_vec(), bytes: vec![] };
-/// let problem = Problem {
-///     nodes: vec![node([1.0, 2.0]), node([3.0, 1.0])],
+/// let held = |bytes: [u64; 2]| vec![Holding { live: 0..1, bytes: bytes.to_vec() }];
+/// let mut problem = Problem {
+///     nodes: vec![
+///         Node { cost: vec![1.0, 2.0], holds: held([8, 4]) },
+///         Node { cost: vec![1.0, 3.0], holds: held([8, 4]) },
+///     ],
 ///     // Two strategies that differ cost 5 s of resharding.
 ///     edges: vec![Edge { from: 0, to: 1, cost: vec![0.0, 5.0, 5.0, 0.0] }],
-///     memory: vec![],
+///     limit_bytes: None,
 /// };
+/// assert_eq!(solve(&problem, &Options::default())?.choice, vec![0, 0]);
+/// problem.limit_bytes = Some(12);
 /// let solution = solve(&problem, &Options::default())?;
-/// assert_eq!((solution.choice, solution.cost), (vec![1, 1], 3.0));
+/// assert_eq!((solution.choice, solution.cost), (vec![1, 1], 5.0));
 /// # Ok::<(), altiplano_planner::intra_op::solve::SolveError>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Problem {
     pub nodes: Vec<Node>,
     pub edges: Vec<Edge>,
-    pub memory: Vec<MemoryRow>,
+    pub limit_bytes: Option<u64>,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// Seconds after which the best choice found so far is returned with its lower bound. The first elimination always
-    /// runs to its end; `f64::INFINITY` means no limit.
+    /// Seconds after which the best choice found so far is returned with its lower bound; infinite for no limit. Only a search
+    /// that reaches it depends on how fast the machine is.
     pub time_limit_s: f64,
+    /// Table entries, in billions, that the search may read: about seconds of a core.
+    pub effort: f64,
+    /// Relative gap at which the answer is good enough.
+    pub gap: f64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { time_limit_s: 10.0 }
+        Options { time_limit_s: f64::INFINITY, effort: 10.0, gap: 1e-9 }
     }
 }
 
-/// A choice that obeys every memory row.
+/// A choice within the limit at every point.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Solution {
     /// The strategy of each node.
     pub choice: Vec<usize>,
-    /// Seconds of this choice.
     pub cost: f64,
-    /// No choice costs less than this. Equal to `cost` when the choice is proven best (to about 1e-9 relative).
+    /// No choice costs less than this; at most `cost`.
     pub lower_bound: f64,
 }
 
@@ -105,15 +118,15 @@ impl Solution {
 
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum SolveError {
-    /// Forbidden strategies and pairs (with all the memory rows together, where there are any) leave no choice.
-    #[error("no choice of strategies is allowed: give some node another strategy or raise the memory limits")]
+    /// Forbidden strategies and pairs, with the limit where there is one, leave no choice.
+    #[error("no choice of strategies is allowed: give some node another strategy or raise the memory limit")]
     Infeasible,
-    /// One row alone cannot be met.
-    #[error("memory row {row} needs at least {least_bytes} bytes and its limit is {limit_bytes}")]
-    MemoryInfeasible { row: usize, limit_bytes: u64, least_bytes: u64 },
-    /// Neither a choice within the memory rows nor a proof that there is none.
-    #[error("no choice within the memory rows was found in {time_limit_s} s: raise the time or memory limit")]
-    NotFound { time_limit_s: f64 },
+    /// One point alone cannot be met.
+    #[error("at program point {point} the least that can be held is {over_bytes} bytes over the limit")]
+    MemoryInfeasible { point: u32, over_bytes: u64 },
+    /// Neither a choice within the limit nor a proof that there is none.
+    #[error("no choice within the memory limit was found: raise the effort, the time or the limit")]
+    NotFound,
     #[error("malformed problem: {fault}")]
     Malformed { fault: Fault },
 }
@@ -135,79 +148,83 @@ pub enum Fault {
     EdgeLength { edge: usize, entries: usize, expected: usize },
     #[error("edge {edge} has a cost that is not a number or is minus infinity")]
     EdgeCost { edge: usize },
-    #[error("memory row {row} names node {node}, which does not exist")]
-    RowNode { row: usize, node: usize },
-    #[error("memory row {row} names node {node} twice")]
-    RowRepeats { row: usize, node: usize },
-    #[error("the bytes of all nodes together do not fit in 64 bits")]
+    #[error("the bytes of all nodes together do not fit in 63 bits")]
     BytesOverflow,
     #[error("kept node {node} does not exist or is named twice")]
     Keep { node: usize },
     #[error("the kept nodes have more than {most} joint assignments")]
     KeepTooMany { most: usize },
-    #[error("the time limit is negative or not a number")]
-    TimeLimit,
+    #[error("the time limit, the effort or the gap is negative or not a number")]
+    Limits,
 }
 
-/// The best choice, or the best found within the time limit with a lower bound.
+/// How far a search is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Progress {
+    /// `reduce`, `ascent`, `branch`: what has just been done.
+    pub phase: &'static str,
+    /// Since the search began.
+    pub elapsed_s: f64,
+    /// Infinite while nothing is found.
+    pub cost: f64,
+    pub lower_bound: f64,
+    /// Nodes left by the reductions.
+    pub nodes: usize,
+}
+
+/// The best choice, or the best found within the limits, with a lower bound.
 ///
 /// # Errors
 /// [`SolveError::Malformed`] before anything is tried; otherwise when there is no choice, or none was found in time.
 pub fn solve(problem: &Problem, options: &Options) -> Result<Solution, SolveError> {
+    solve_watched(problem, options, &mut |_| {})
+}
+
+/// [`solve`], telling how far it is.
+///
+/// # Errors
+/// As [`solve`].
+pub fn solve_watched(
+    problem: &Problem,
+    options: &Options,
+    watch: &mut dyn FnMut(Progress),
+) -> Result<Solution, SolveError> {
     check(problem)?;
     let clock = Clock::start(options)?;
-    // Without memory first: what obeys the rows by itself is the best.
-    let reduced = Reduced::new(problem, &[], &[])?;
-    let plan = Plan::new(&reduced, &[], &Caps::for_seconds(options.time_limit_s));
-    let messages = plan.evaluate(&reduced.cost);
-    if messages.value == f64::INFINITY {
-        return Err(SolveError::Infeasible);
-    }
-    let choice = reduced.lift(&plan.dive(&reduced.cost, &messages));
-    let cost = cost_of(problem, &choice);
-    let obeys = obeys(problem, &choice);
-    if plan.exact && obeys {
-        return Ok(Solution { choice, cost, lower_bound: cost });
-    }
-    // An inexact elimination proves nothing about the choice it dived to, so the rows stay in force even if it obeys.
-    if !problem.memory.is_empty() {
-        return memory::solve(problem, options, &clock, messages.value);
-    }
-    let mut best = Incumbent::none();
-    let search = Search { reduced: &reduced, plan: &plan, messages: &messages, unary: &reduced.cost, offset: 0.0 };
-    let bound = finish(&search, &mut best, &clock);
-    conclude(problem, options, best, bound)
-}
-
-/// Searches with a budget, then hands what is small enough to the integer program, then searches on to the time limit.
-/// Returns a lower bound, which is infinite when there is nothing below the incumbent.
-fn finish(search: &Search, best: &mut Incumbent, clock: &Clock) -> f64 {
-    let first = search.run(best, &Budget { expansions: SEARCH_EXPANSIONS, clock });
-    if first.complete || clock.over() {
-        return first.bound;
-    }
-    let mut bound = first.bound;
-    if program::entries(search.reduced) <= PROGRAM_ENTRIES {
-        let outcome = program::solve(search.reduced, best, clock.left_s() * PROGRAM_SHARE);
-        bound = bound.max(outcome.bound);
-        if outcome.complete || clock.over() {
-            return bound;
+    let mut network = Network::new(problem)?;
+    network.reduce(Reductions::ALL, &[])?;
+    let network = network.compacted();
+    let nodes = network.live().count();
+    let elapsed = || clock.start.elapsed().as_secs_f64();
+    watch(Progress {
+        phase: "reduce",
+        elapsed_s: elapsed(),
+        cost: f64::INFINITY,
+        lower_bound: f64::NEG_INFINITY,
+        nodes,
+    });
+    let mut best = Incumbent::none(options.gap.max(ROUNDING));
+    let mut budget = Budget { work: options.effort * 1e9, clock: &clock };
+    let bound = search::search(&network, &mut best, &mut budget, &mut |phase, cost, lower_bound| {
+        watch(Progress { phase, elapsed_s: elapsed(), cost, lower_bound: lower_bound.min(cost), nodes });
+    });
+    let bound = match bound < best.cutoff() && options.time_limit_s < f64::INFINITY && !clock.over() {
+        // The work is spent and time is left.
+        true if Compact::new(&network).entries <= PROGRAM_ENTRIES => {
+            bound.max(program::solve(&network, &mut best, clock.left_s()))
         }
-    }
-    bound.max(search.run(best, &Budget { expansions: u64::MAX, clock }).bound)
-}
-
-fn conclude(problem: &Problem, options: &Options, best: Incumbent, bound: f64) -> Result<Solution, SolveError> {
-    match &best.choice {
+        _ => bound,
+    };
+    match best.choice {
         Some(choice) => {
-            let choice = choice.clone();
             let cost = cost_of(problem, &choice);
-            // The bound was reached by sums in another order: within the rounding of those it is the cost itself.
-            let lower_bound = if bound >= best.cutoff() { cost } else { bound.min(cost) };
-            Ok(Solution { choice, cost, lower_bound })
+            // What was cut is within the gap of the incumbent.
+            let cutoff = cost - options.gap.max(ROUNDING) * cost.abs();
+            let exact = network.live().next().is_none();
+            Ok(Solution { choice, cost, lower_bound: if exact { cost } else { bound.min(cutoff) } })
         }
         None if bound == f64::INFINITY => Err(SolveError::Infeasible),
-        None => Err(SolveError::NotFound { time_limit_s: options.time_limit_s }),
+        None => Err(SolveError::NotFound),
     }
 }
 
@@ -222,9 +239,20 @@ pub struct BoundaryTable {
 #[derive(Clone, Debug)]
 enum Recover {
     /// Walk the elimination backwards from the kept assignment.
-    Walk { reduced: Box<Reduced>, plan: Box<Plan>, messages: Box<eliminate::Messages>, keep: Vec<usize> },
+    Walk(Box<Walk>),
     /// One stored choice per entry; empty where the entry is infinite.
     Stored { choices: Vec<Vec<usize>>, keep: Vec<usize>, nodes: usize },
+}
+
+#[derive(Clone, Debug)]
+struct Walk {
+    network: Network,
+    of: Compact,
+    plan: Plan,
+    tables: Tables,
+    keep: Vec<usize>,
+    /// The kept nodes as `of` numbers them.
+    kept: Vec<usize>,
 }
 
 impl BoundaryTable {
@@ -233,7 +261,7 @@ impl BoundaryTable {
         &self.dims
     }
 
-    /// Least seconds of the whole problem with the kept nodes at these strategies; infinite where nothing is allowed, and
+    /// Least cost of the whole problem with the kept nodes at these strategies; infinite where nothing is allowed, and
     /// where `kept` does not name one strategy for each kept node.
     pub fn cost(&self, kept: &[usize]) -> f64 {
         self.index(kept).and_then(|i| self.cost.get(i)).copied().unwrap_or(f64::INFINITY)
@@ -248,14 +276,17 @@ impl BoundaryTable {
             }
         };
         match &self.recover {
-            Recover::Walk { reduced, plan, messages, keep } => {
-                let mut local = vec![0; reduced.cost.len()];
+            Recover::Walk(walk) => {
+                let mut local = vec![0; walk.of.len()];
                 if self.index(kept).is_some() {
-                    place(&mut local, keep);
-                    plan.dive_into(&reduced.cost, messages, &mut local);
+                    place(&mut local, &walk.kept);
+                    let unary = Unary { offset: &walk.of.offset, cost: &walk.of.cost };
+                    walk.plan.dive_into(&unary, &walk.tables, &mut local);
                 }
-                let mut choice = reduced.lift(&local);
-                place(&mut choice, keep);
+                let mut live = vec![0; walk.network.nodes.len()];
+                walk.of.node.iter().zip(&local).for_each(|(&v, &s)| live[v] = s);
+                let mut choice = walk.network.lift(&live);
+                place(&mut choice, &walk.keep);
                 choice
             }
             Recover::Stored { choices, keep, nodes } => {
@@ -279,9 +310,9 @@ impl BoundaryTable {
 
 /// For every assignment of the `keep` nodes the least cost of all the rest, and how to recover the choices.
 ///
-/// The memory rows are ignored: the table is for joining parts of a problem whose memory is checked as a whole. Where the
-/// rest is too dense to eliminate, each entry is solved on its own and an entry that reaches its share of the time limit
-/// is the best found, not the least.
+/// Memory is ignored: the table is for joining parts of a problem whose memory is checked as a whole. Where the rest is
+/// too dense to eliminate, each entry is solved on its own, and one that reaches its share of the limits is the best found,
+/// not the least.
 ///
 /// # Errors
 /// [`SolveError::Infeasible`] when every entry would be infinite; [`SolveError::Malformed`] also for a kept node that
@@ -293,9 +324,7 @@ pub fn boundary_table(problem: &Problem, keep: &[usize], options: &Options) -> R
     for &node in keep {
         match pinned.get_mut(node) {
             Some(seen) if !*seen => *seen = true,
-            _ => {
-                return Err(SolveError::Malformed { fault: Fault::Keep { node } });
-            }
+            _ => return Err(SolveError::Malformed { fault: Fault::Keep { node } }),
         }
     }
     let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
@@ -303,38 +332,44 @@ pub fn boundary_table(problem: &Problem, keep: &[usize], options: &Options) -> R
     let Some(size) = size else {
         return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: eliminate::TABLE_ENTRIES } });
     };
-    let reduced = Reduced::new(problem, &[], &pinned)?;
-    let plan = Plan::new(&reduced, keep, &Caps::for_seconds(options.time_limit_s));
-    let table = if plan.exact {
-        let messages = plan.evaluate(&reduced.cost);
-        let mut local = vec![0; problem.nodes.len()];
+    let pairwise = Problem { limit_bytes: None, ..problem.clone() };
+    let mut network = Network::new(&pairwise)?;
+    network.reduce(Reductions::ALL, &pinned)?;
+    let of = Compact::new(&network);
+    let mut place = vec![0; problem.nodes.len()];
+    of.node.iter().enumerate().for_each(|(u, &v)| place[v] = u);
+    let kept: Vec<usize> = keep.iter().map(|&v| place[v]).collect();
+    let caps = Caps { entries: eliminate::TABLE_ENTRIES as f64, work: options.effort * 1e9 };
+    let table = if let Some(plan) = Plan::new(&of, &kept, &caps) {
+        let unary = Unary { offset: &of.offset, cost: &of.cost };
+        let tables = plan.evaluate(&unary);
+        let mut local = vec![0; of.len()];
         let cost = (0..size)
             .map(|entry| {
-                unflatten(entry, &dims, keep, &mut local);
-                plan.rest(&reduced.cost, &messages, &local)
+                unflatten(entry, &dims, &kept, &mut local);
+                of.constant + plan.rest(&unary, &tables, &local)
             })
             .collect();
-        let recover = Recover::Walk {
-            reduced: Box::new(reduced),
-            plan: Box::new(plan),
-            messages: Box::new(messages),
-            keep: keep.to_vec(),
-        };
-        BoundaryTable { dims, cost, recover }
+        let walk = Walk { network, of, plan, tables, keep: keep.to_vec(), kept };
+        BoundaryTable { dims, cost, recover: Recover::Walk(Box::new(walk)) }
     } else {
         let mut cost = Vec::with_capacity(size);
         let mut choices = Vec::with_capacity(size);
         let mut kept = vec![0; problem.nodes.len()];
         for entry in 0..size {
             unflatten(entry, &dims, keep, &mut kept);
-            let mut one = Problem { nodes: problem.nodes.clone(), edges: problem.edges.clone(), memory: vec![] };
+            let mut one = pairwise.clone();
             for &v in keep {
                 for (s, c) in one.nodes[v].cost.iter_mut().enumerate() {
                     *c = if s == kept[v] { *c } else { f64::INFINITY };
                 }
             }
-            let share_s = clock.left_s() / (size - entry) as f64;
-            match solve(&one, &Options { time_limit_s: share_s }) {
+            let share = Options {
+                time_limit_s: clock.left_s() / (size - entry) as f64,
+                effort: options.effort / size as f64,
+                ..*options
+            };
+            match solve(&one, &share) {
                 Ok(solution) => {
                     cost.push(solution.cost);
                     choices.push(solution.choice);
@@ -359,28 +394,29 @@ fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize
     }
 }
 
-/// Search steps before the integer program is tried: a second or two. A count and not a time, so that answers repeat.
-const SEARCH_EXPANSIONS: u64 = 3_000_000;
 /// Edge entries up to which the integer program is worth its dense-ish simplex.
 const PROGRAM_ENTRIES: usize = 4_000;
-/// Part of the time left that the integer program may take.
-const PROGRAM_SHARE: f64 = 0.5;
-/// Relative difference below which two costs count as equal.
-const TOLERANCE: f64 = 1e-11;
+
+/// Relative difference below which two costs count as equal: bounds are sums of many rounded numbers.
+const ROUNDING: f64 = 1e-9;
 
 /// When the time limit is reached.
+#[derive(Clone, Copy, Debug)]
 struct Clock {
+    start: Instant,
     deadline: Option<Instant>,
 }
 
 impl Clock {
     fn start(options: &Options) -> Result<Clock, SolveError> {
-        if options.time_limit_s.is_nan() || options.time_limit_s < 0.0 {
-            return Err(SolveError::Malformed { fault: Fault::TimeLimit });
+        let bad = |limit: f64| limit.is_nan() || limit < 0.0;
+        if bad(options.time_limit_s) || bad(options.effort) || bad(options.gap) {
+            return Err(SolveError::Malformed { fault: Fault::Limits });
         }
+        let start = Instant::now();
         // A limit too long for the clock is no limit.
         let limit = Duration::try_from_secs_f64(options.time_limit_s).ok();
-        Ok(Clock { deadline: limit.and_then(|limit| Instant::now().checked_add(limit)) })
+        Ok(Clock { start, deadline: limit.and_then(|limit| start.checked_add(limit)) })
     }
 
     fn over(&self) -> bool {
@@ -399,18 +435,21 @@ fn check(problem: &Problem) -> Result<(), SolveError> {
 fn check_fault(problem: &Problem) -> Result<(), Fault> {
     let bad = |c: &f64| c.is_nan() || *c == f64::NEG_INFINITY;
     let mut most_bytes = 0_u64;
-    for (node, Node { cost, bytes }) in problem.nodes.iter().enumerate() {
+    for (node, Node { cost, holds }) in problem.nodes.iter().enumerate() {
         if cost.is_empty() {
             return Err(Fault::NoStrategies { node });
         }
-        if !bytes.is_empty() && bytes.len() != cost.len() {
-            return Err(Fault::BytesLength { node, strategies: cost.len(), bytes: bytes.len() });
+        for Holding { bytes, .. } in holds {
+            if bytes.len() != cost.len() {
+                return Err(Fault::BytesLength { node, strategies: cost.len(), bytes: bytes.len() });
+            }
+            let most = bytes.iter().copied().max().unwrap_or(0);
+            let sum = most_bytes.checked_add(most).filter(|&sum| sum <= i64::MAX as u64);
+            most_bytes = sum.ok_or(Fault::BytesOverflow)?;
         }
         if cost.iter().any(bad) {
             return Err(Fault::NodeCost { node });
         }
-        let most = bytes.iter().copied().max().unwrap_or(0);
-        most_bytes = most_bytes.checked_add(most).ok_or(Fault::BytesOverflow)?;
     }
     for (edge, Edge { from, to, cost }) in problem.edges.iter().enumerate() {
         for &node in [from, to] {
@@ -429,33 +468,12 @@ fn check_fault(problem: &Problem) -> Result<(), Fault> {
             return Err(Fault::EdgeCost { edge });
         }
     }
-    let mut last_row = vec![usize::MAX; problem.nodes.len()];
-    for (row, MemoryRow { members, .. }) in problem.memory.iter().enumerate() {
-        for &node in members {
-            match last_row.get_mut(node) {
-                None => return Err(Fault::RowNode { row, node }),
-                Some(seen) if *seen == row => return Err(Fault::RowRepeats { row, node }),
-                Some(seen) => *seen = row,
-            }
-        }
-    }
     Ok(())
 }
 
-/// Seconds of a choice in the problem as given.
+/// Cost of a choice in the problem as given.
 fn cost_of(problem: &Problem, choice: &[usize]) -> f64 {
     let nodes: f64 = problem.nodes.iter().zip(choice).map(|(node, &s)| node.cost[s]).sum();
     let edge = |e: &Edge| e.cost[choice[e.from] * problem.nodes[e.to].cost.len() + choice[e.to]];
     nodes + problem.edges.iter().map(edge).sum::<f64>()
-}
-
-fn bytes_of(node: &Node, strategy: usize) -> u64 {
-    node.bytes.get(strategy).copied().unwrap_or(0)
-}
-
-fn obeys(problem: &Problem, choice: &[usize]) -> bool {
-    problem
-        .memory
-        .iter()
-        .all(|row| row.members.iter().map(|&v| bytes_of(&problem.nodes[v], choice[v])).sum::<u64>() <= row.limit_bytes)
 }

@@ -1,4 +1,4 @@
-//! What elimination and search leave open, as a 0/1 program for `good_lp`: one binary per strategy and one non-negative
+//! A small residue that branching leaves open, as a 0/1 program for `good_lp`: one binary per strategy and one non-negative
 //! variable per pair of strategies on an edge, whose sums are the binaries (the local polytope, Werner, IEEE TPAMI 2007).
 //! Memory rows enter only once a solution breaks them. It proves by other means than the search, so it is also its check.
 
@@ -8,54 +8,41 @@ use good_lp::solvers::microlp::microlp;
 use good_lp::solvers::{SolutionStatus, WithInitialSolution, WithTimeLimit};
 use good_lp::{Expression, Solution as _, SolverModel, Variable, VariableDefinition, variables};
 
-use super::reduce::Reduced;
-use super::search::{Incumbent, Outcome};
+use super::branch::Incumbent;
+use super::compact::{Assignment, Compact};
+use super::network::Network;
 
-/// Edge entries of the program, by which its size goes.
-pub(super) fn entries(reduced: &Reduced) -> usize {
-    reduced.pairs.iter().map(|pair| pair.cost.len()).sum()
-}
-
-/// Looks for something better than `best` for at most `time_limit_s`.
-pub(super) fn solve(reduced: &Reduced, best: &mut Incumbent, time_limit_s: f64) -> Outcome {
+/// Looks for something better than `best` for at most `time_limit_s`. Returns a lower bound of everything but the incumbent.
+pub(super) fn solve(network: &Network, best: &mut Incumbent, time_limit_s: f64) -> f64 {
     let start = Instant::now();
+    let of = Compact::new(network);
     let mut bound = f64::NEG_INFINITY;
     let mut stated: Vec<usize> = vec![];
     loop {
         let left_s = time_limit_s - start.elapsed().as_secs_f64();
         if left_s <= 0.0 {
-            return Outcome { complete: false, bound };
+            return bound;
         }
-        let Some(answer) = relaxed(reduced, &stated, best, left_s) else {
-            return Outcome { complete: false, bound };
-        };
-        let Relaxed::Choice { local, least, proven } = answer else {
+        let hint = best.choice.as_deref().and_then(|choice| network.lowered(choice));
+        let (local, least, proven) = match relaxed(&of, &stated, hint.as_deref(), left_s) {
+            Some(Relaxed::Choice { local, least, proven }) => (local, least, proven),
             // With an incumbent this is a numerical failure, which proves nothing.
-            let complete = best.choice.is_none();
-            return Outcome { complete, bound: if complete { f64::INFINITY } else { bound } };
+            Some(Relaxed::Infeasible) if best.choice.is_none() => return f64::INFINITY,
+            _ => return bound,
         };
-        bound = bound.max(least);
-        let broken: Vec<usize> = (0..reduced.rows.len())
-            .filter(|r| !stated.contains(r))
-            .filter(|&r| {
-                let row = &reduced.rows[r];
-                row.members.iter().map(|&v| reduced.bytes[v][local[v]]).sum::<u64>() > row.limit_bytes
-            })
-            .collect();
+        bound = bound.max(of.constant + least);
+        let assignment = Assignment::new(&of, local);
+        let broken: Vec<usize> = (0..of.capacity.len()).filter(|&r| assignment.over[r] > 0).collect();
         if broken.is_empty() {
-            // A stated row may be exceeded by the solver's tolerance; such a choice is of no use.
-            let kept = stated.iter().all(|&r| {
-                let row = &reduced.rows[r];
-                row.members.iter().map(|&v| reduced.bytes[v][local[v]]).sum::<u64>() <= row.limit_bytes
-            });
-            if kept {
-                best.offer(reduced, &local);
-            }
-            let complete = proven && kept;
-            let bound = if complete { best.cost } else { bound };
-            return Outcome { complete, bound };
+            best.offer(network, &of, &assignment);
+            return if proven { f64::INFINITY } else { bound };
         }
-        stated.extend(broken);
+        // A stated row may be exceeded by the solver's tolerance; such a choice is of no use.
+        let new: Vec<usize> = broken.into_iter().filter(|r| !stated.contains(r)).collect();
+        if new.is_empty() {
+            return bound;
+        }
+        stated.extend(new);
     }
 }
 
@@ -64,25 +51,23 @@ enum Relaxed {
     Infeasible,
 }
 
-/// Solves the program with only the memory rows in `stated`. None when the solver ends without an answer.
-fn relaxed(reduced: &Reduced, stated: &[usize], best: &Incumbent, time_limit_s: f64) -> Option<Relaxed> {
+/// Solves the program with only the memory rows in `stated`, without constants. None when the solver ends without an answer.
+fn relaxed(of: &Compact, stated: &[usize], hint: Option<&[usize]>, time_limit_s: f64) -> Option<Relaxed> {
     // The solver's tolerances are absolute, so costs are brought to one size; they are times down to nanoseconds.
-    let largest = (reduced.cost.iter().flatten())
-        .chain(reduced.pairs.iter().flat_map(|pair| &pair.cost))
+    let largest = (of.cost.iter())
+        .chain(of.edges.iter().flat_map(|edge| &edge.ab))
         .filter(|c| c.is_finite())
         .fold(0.0_f64, |most, c| most.max(c.abs()));
     let unit = if largest > 0.0 { 1e3 / largest } else { 1.0 };
-    let hint = best.choice.as_deref().and_then(|choice| reduced.lower(choice));
-    let hint = hint.as_deref();
     let mut vars = variables!();
     let mut hints: Vec<(Variable, f64)> = vec![];
     let mut objective = Expression::default();
     let mut equalities: Vec<Expression> = vec![];
-    let mut strategies: Vec<Vec<Variable>> = Vec::with_capacity(reduced.cost.len());
-    for (v, cost) in reduced.cost.iter().enumerate() {
+    let mut strategies: Vec<Vec<Variable>> = Vec::with_capacity(of.len());
+    for u in 0..of.len() {
         let mut one = Expression::from(-1.0);
-        let mut list = Vec::with_capacity(cost.len());
-        for (s, &c) in cost.iter().enumerate() {
+        let mut list = Vec::with_capacity(of.width(u));
+        for (s, &c) in of.cost[of.offset[u]..of.offset[u + 1]].iter().enumerate() {
             let most = if c < f64::INFINITY { 1.0 } else { 0.0 };
             let x = vars.add(VariableDefinition::new().integer().min(0).max(most));
             if most > 0.0 {
@@ -90,16 +75,17 @@ fn relaxed(reduced: &Reduced, stated: &[usize], best: &Incumbent, time_limit_s: 
             }
             one.add_mul(1.0, x);
             list.push(x);
-            hints.extend(hint.map(|h| (x, if h[v] == s { 1.0 } else { 0.0 })));
+            hints.extend(hint.map(|h| (x, if h[u] == s { 1.0 } else { 0.0 })));
         }
         equalities.push(one);
         strategies.push(list);
     }
-    for pair in &reduced.pairs {
-        let (from, to) = (&strategies[pair.a], &strategies[pair.b]);
+    for edge in &of.edges {
+        let (a, b) = (edge.a as usize, edge.b as usize);
+        let (from, to) = (&strategies[a], &strategies[b]);
         let mut rows: Vec<Expression> = from.iter().map(|&x| -1.0 * x).collect();
         let mut columns: Vec<Expression> = to.iter().map(|&x| -1.0 * x).collect();
-        for (at, &c) in pair.cost.iter().enumerate() {
+        for (at, &c) in edge.ab.iter().enumerate() {
             // A forbidden pair has no variable.
             if c < f64::INFINITY {
                 let (i, j) = (at / to.len(), at % to.len());
@@ -107,8 +93,7 @@ fn relaxed(reduced: &Reduced, stated: &[usize], best: &Incumbent, time_limit_s: 
                 objective.add_mul(c * unit, y);
                 rows[i].add_mul(1.0, y);
                 columns[j].add_mul(1.0, y);
-                let both = |h: &[usize]| h[pair.a] == i && h[pair.b] == j;
-                hints.extend(hint.map(|h| (y, if both(h) { 1.0 } else { 0.0 })));
+                hints.extend(hint.map(|h| (y, if h[a] == i && h[b] == j { 1.0 } else { 0.0 })));
             }
         }
         equalities.extend(rows);
@@ -119,15 +104,15 @@ fn relaxed(reduced: &Reduced, stated: &[usize], best: &Incumbent, time_limit_s: 
         model.add_constraint(expression.eq(0.0));
     }
     for &r in stated {
-        let row = &reduced.rows[r];
-        let scale = row.limit_bytes.max(1) as f64;
+        let scale = of.capacity[r].max(1) as f64;
         let mut sum = Expression::default();
-        for &v in &row.members {
-            for (&x, &bytes) in strategies[v].iter().zip(&reduced.bytes[v]) {
-                sum.add_mul(bytes as f64 / scale, x);
+        for (list, profile) in strategies.iter().zip(&of.profile) {
+            let at = profile.partition_point(|run| run.end as usize <= r);
+            if let Some(run) = profile.get(at).filter(|run| run.first as usize <= r) {
+                list.iter().zip(&run.bytes).for_each(|(&x, &bytes)| sum.add_mul(bytes as f64 / scale, x));
             }
         }
-        model.add_constraint(sum.leq(row.limit_bytes as f64 / scale));
+        model.add_constraint(sum.leq(of.capacity[r] as f64 / scale));
     }
     if !hints.is_empty() {
         model = model.with_initial_solution(hints);

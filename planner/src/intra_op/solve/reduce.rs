@@ -1,301 +1,197 @@
-//! Exact reductions of a problem before it is solved: forbidden strategies, parallel and separable edges, decided nodes
-//! and dominated strategies go (Scholz & Eckstein 2002, and the value elimination of Goldstein 1994). They cost little
-//! and every table of the elimination shrinks with each strategy dropped.
+//! Exact reductions, repeated until none applies: no best choice is lost. Each visit looks at one node and whatever
+//! changes makes its neighbours worth another visit.
+//!
+//! Strategies that a forbidden pair leaves without partner go (arc consistency), and those that another one beats
+//! whatever the neighbours choose and at every row (Goldstein, Biophys. J. 1994, with bytes). Edges that are a sum
+//! become node costs, nodes with one strategy fold, a node that each live strategy of a neighbour leaves one strategy
+//! is merged into it, and nodes that hold nothing and have at most two neighbours are eliminated (Scholz & Eckstein, LCTES
+//! 2002).
 
-use super::{Problem, SolveError, bytes_of};
+use super::SolveError;
+use super::network::Network;
 
-/// The cost of two nodes together, row-major `[a][b]`, with `a < b`; at most one per pair of nodes.
-#[derive(Clone, Debug)]
-pub(super) struct Pair {
-    pub a: usize,
-    pub b: usize,
-    pub cost: Vec<f64>,
+/// Which reductions are made; all of them, but in tests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Reductions {
+    pub arcs: bool,
+    pub dominance: bool,
+    pub separable: bool,
+    pub followers: bool,
+    pub elimination: bool,
 }
 
-/// A memory row over the strategies that remain.
-#[derive(Clone, Debug)]
-pub(super) struct Row {
-    /// Position in the problem's rows.
-    pub row: usize,
-    pub limit_bytes: u64,
-    pub members: Vec<usize>,
+impl Reductions {
+    pub const ALL: Reductions =
+        Reductions { arcs: true, dominance: true, separable: true, followers: true, elimination: true };
 }
 
-/// A problem with the same nodes and fewer strategies. A node with one strategy left has no pairs.
-#[derive(Clone, Debug)]
-pub(super) struct Reduced {
-    /// The strategies that remain of each node, as numbered in the problem, ascending.
-    pub alive: Vec<Vec<usize>>,
-    pub cost: Vec<Vec<f64>>,
-    pub bytes: Vec<Vec<u64>>,
-    pub pairs: Vec<Pair>,
-    /// The pairs of each node.
-    pub incident: Vec<Vec<usize>>,
-    pub rows: Vec<Row>,
-}
+/// Entries of an edge that an elimination may make.
+const MOST_ENTRIES: usize = 1 << 18;
 
-impl Reduced {
-    /// Reduces `problem`, minding the memory rows listed in `rows` and leaving every strategy of the `pinned` nodes (none
-    /// are pinned when it is empty).
-    pub fn new(problem: &Problem, rows: &[usize], pinned: &[bool]) -> Result<Reduced, SolveError> {
-        let n = problem.nodes.len();
-        let rows: Vec<Row> = rows
-            .iter()
-            .map(|&row| Row {
-                row,
-                limit_bytes: problem.memory[row].limit_bytes,
-                members: problem.memory[row].members.clone(),
-            })
-            .collect();
-        let mut counted = vec![false; n];
-        for &member in rows.iter().flat_map(|row| &row.members) {
-            counted[member] = true;
-        }
-        let mut reduced = Reduced {
-            alive: problem.nodes.iter().map(|node| (0..node.cost.len()).collect()).collect(),
-            cost: problem.nodes.iter().map(|node| node.cost.clone()).collect(),
-            // Bytes that no row counts are zero, so that they do not stand in the way of dominance.
-            bytes: (problem.nodes.iter().zip(&counted))
-                .map(|(node, &counted)| {
-                    (0..node.cost.len()).map(|s| if counted { bytes_of(node, s) } else { 0 }).collect()
-                })
-                .collect(),
-            pairs: merged(problem),
-            incident: vec![vec![]; n],
-            rows,
-        };
-        for (p, pair) in reduced.pairs.iter().enumerate() {
-            reduced.incident[pair.a].push(p);
-            reduced.incident[pair.b].push(p);
-        }
-        reduced.run(|v| pinned.get(v).copied().unwrap_or(false))?;
-        reduced.compact();
-        Ok(reduced)
-    }
-
-    /// Leaves only the strategies marked, and reduces again. At least one of each node is marked.
-    pub fn restrict(&mut self, keep: &[Vec<bool>]) -> Result<(), SolveError> {
-        let mut dirty = vec![false; self.cost.len()];
-        for (v, keep) in keep.iter().enumerate().filter(|(_, keep)| keep.contains(&false)) {
-            self.retain(v, keep, &mut dirty);
-        }
-        self.run(|_| false)?;
-        self.compact();
-        Ok(())
-    }
-
-    /// A choice of strategies as numbered in the problem among those that remain; none if some strategy does not.
-    pub fn lower(&self, choice: &[usize]) -> Option<Vec<usize>> {
-        let place = |(alive, s): (&Vec<usize>, &usize)| alive.binary_search(s).ok();
-        self.alive.iter().zip(choice).map(place).collect()
-    }
-
-    /// The strategies, as numbered in the problem, of a choice among those that remain.
-    pub fn lift(&self, local: &[usize]) -> Vec<usize> {
-        self.alive.iter().zip(local).map(|(alive, &s)| alive[s]).collect()
-    }
-
-    pub fn cost_of(&self, local: &[usize]) -> f64 {
-        let nodes: f64 = self.cost.iter().zip(local).map(|(cost, &s)| cost[s]).sum();
-        let pair = |p: &Pair| p.cost[local[p.a] * self.cost[p.b].len() + local[p.b]];
-        nodes + self.pairs.iter().map(pair).sum::<f64>()
-    }
-
-    /// What the cost becomes more by when node `v` goes to strategy `to`.
-    pub fn change(&self, local: &[usize], v: usize, to: usize) -> f64 {
-        let mut change = self.cost[v][to] - self.cost[v][local[v]];
-        for &p in &self.incident[v] {
-            let Pair { a, b, cost } = &self.pairs[p];
-            let width = self.cost[*b].len();
-            change += if *a == v {
-                cost[to * width + local[*b]] - cost[local[v] * width + local[*b]]
-            } else {
-                cost[local[*a] * width + to] - cost[local[*a] * width + local[v]]
-            };
-        }
-        change
-    }
-
-    /// Visits nodes until nothing changes, or each has been visited often enough that more would cost more than it saves.
-    fn run(&mut self, pinned: impl Fn(usize) -> bool) -> Result<(), SolveError> {
-        let n = self.cost.len();
-        let mut dirty = vec![true; n];
-        for _ in 0..ROUNDS {
-            if !dirty.contains(&true) {
-                break;
-            }
-            for v in 0..n {
-                if std::mem::take(&mut dirty[v]) {
-                    self.visit(v, pinned(v), &mut dirty)?;
+impl Network {
+    /// Reduces until nothing changes. `pinned` nodes keep all their strategies and stay.
+    ///
+    /// # Errors
+    /// A node without strategies, a row that is full.
+    pub fn reduce(&mut self, what: Reductions, pinned: &[bool]) -> Result<(), SolveError> {
+        let mut reducer = Reducer { dirty: vec![true; self.nodes.len()], what, pinned };
+        loop {
+            // Forward and backward in turn, since models are long chains.
+            let mut queue: Vec<usize> = self.live().collect();
+            let mut forward = true;
+            while queue.iter().any(|&v| reducer.dirty[v]) {
+                if forward {
+                    queue.iter().try_for_each(|&v| reducer.visit(self, v))?;
+                } else {
+                    queue.iter().rev().try_for_each(|&v| reducer.visit(self, v))?;
                 }
+                forward = !forward;
+                queue.retain(|&v| !self.nodes[v].gone);
+            }
+            let slack = self.drop_slack_rows()?;
+            let full = self.drop_overfull(&mut reducer.dirty, pinned)?;
+            if !slack && !full {
+                return Ok(());
+            }
+            if slack {
+                // Fewer rows: more nodes hold nothing, more strategies are beaten.
+                self.live().for_each(|v| reducer.dirty[v] = true);
             }
         }
-        // Nodes that became decided or strategies that became forbidden in the last round still have to be settled,
-        // because the rest relies on decided nodes having no pairs.
-        while let Some(v) = (0..n).find(|&v| self.cost[v].len() == 1 && !self.incident[v].is_empty()) {
-            self.fold(v, &mut dirty);
-        }
-        Ok(())
     }
 
-    fn visit(&mut self, v: usize, pinned: bool, dirty: &mut [bool]) -> Result<(), SolveError> {
-        self.separate(v, dirty);
-        if !pinned {
-            let keep = self.worth_keeping(v);
+    /// Drops strategies that overfill a row even where all others hold the least.
+    fn drop_overfull(&mut self, dirty: &mut [bool], pinned: &[bool]) -> Result<bool, SolveError> {
+        let mut any = false;
+        for v in 0..self.nodes.len() {
+            if self.nodes[v].gone || self.nodes[v].profile.is_empty() || pinned.get(v) == Some(&true) {
+                continue;
+            }
+            let mut keep = vec![true; self.width(v)];
+            for run in &self.nodes[v].profile {
+                let least = self.capacity[run.first as usize..run.end as usize].iter().copied().min().unwrap_or(0);
+                run.bytes.iter().zip(&mut keep).for_each(|(&b, k)| *k &= b <= least);
+            }
+            if keep.contains(&false) {
+                if !keep.contains(&true) {
+                    return Err(SolveError::Infeasible);
+                }
+                self.retain(v, &keep);
+                self.trimmed = true;
+                any = true;
+                dirty[v] = true;
+                self.nodes[v].edges.iter().for_each(|&e| dirty[self.other(e, v)] = true);
+            }
+        }
+        Ok(any)
+    }
+}
+
+struct Reducer<'a> {
+    dirty: Vec<bool>,
+    what: Reductions,
+    pinned: &'a [bool],
+}
+
+impl Reducer<'_> {
+    fn is_pinned(&self, v: usize) -> bool {
+        self.pinned.get(v) == Some(&true)
+    }
+
+    fn mark(&mut self, nodes: Vec<usize>) {
+        nodes.into_iter().for_each(|v| self.dirty[v] = true);
+    }
+
+    fn visit(&mut self, network: &mut Network, v: usize) -> Result<(), SolveError> {
+        if network.nodes[v].gone || !std::mem::take(&mut self.dirty[v]) {
+            return Ok(());
+        }
+        if !self.is_pinned(v) && (self.what.arcs || self.what.dominance) && network.width(v) > 1 {
+            let keep = worth_keeping(network, v, self.what);
             if !keep.contains(&true) {
                 return Err(SolveError::Infeasible);
             }
             if keep.contains(&false) {
-                self.retain(v, &keep, dirty);
+                network.retain(v, &keep);
+                let around = network.nodes[v].edges.iter().map(|&e| network.other(e, v)).collect();
+                self.mark(around);
             }
         }
-        if self.cost[v].len() == 1 {
-            self.fold(v, dirty);
+        if !self.is_pinned(v) && network.width(v) == 1 {
+            if network.nodes[v].cost[0] == f64::INFINITY {
+                return Err(SolveError::Infeasible);
+            }
+            let around = network.decide(v, 0);
+            self.mark(around);
+            return Ok(());
+        }
+        if self.what.separable {
+            for at in (0..network.nodes[v].edges.len()).rev() {
+                let e = network.nodes[v].edges[at];
+                let edge = &network.edges[e as usize];
+                let (a, b) = (edge.a as usize, edge.b as usize);
+                let width = network.width(b);
+                if is_separable(&edge.cost, width) {
+                    let cost = network.detach(e);
+                    for (i, c) in network.nodes[a].cost.iter_mut().enumerate() {
+                        *c += cost[i * width];
+                    }
+                    for (j, c) in network.nodes[b].cost.iter_mut().enumerate() {
+                        *c += cost[j] - cost[0];
+                    }
+                    self.mark(vec![a, b]);
+                }
+            }
+        }
+        if self.what.followers && !self.is_pinned(v) {
+            for at in 0..network.nodes[v].edges.len() {
+                let e = network.nodes[v].edges[at];
+                let leader = network.other(e, v);
+                let of = match network.edges[e as usize].a as usize == v {
+                    true => followed(&network.edges[e as usize].cost, network.width(leader), true),
+                    false => followed(&network.edges[e as usize].cost, network.width(v), false),
+                };
+                if let Some(of) = of {
+                    let around = network.follow(v, leader, &of);
+                    self.mark(around);
+                    return Ok(());
+                }
+            }
+        }
+        if self.what.elimination
+            && !self.is_pinned(v)
+            && network.nodes[v].profile.is_empty()
+            && network.nodes[v].edges.len() <= 2
+        {
+            let entries: usize = network.nodes[v].edges.iter().map(|&e| network.width(network.other(e, v))).product();
+            if entries <= MOST_ENTRIES {
+                let around = network.eliminate(v);
+                if around.is_empty() && network.constant == f64::INFINITY {
+                    return Err(SolveError::Infeasible);
+                }
+                self.mark(around);
+            }
         }
         Ok(())
     }
-
-    /// Moves the edges of `v` that are a sum `f(i) + g(j)` into the node costs.
-    fn separate(&mut self, v: usize, dirty: &mut [bool]) {
-        for at in (0..self.incident[v].len()).rev() {
-            let p = self.incident[v][at];
-            let Pair { a, b, ref cost } = self.pairs[p];
-            let width = self.cost[b].len();
-            if !is_separable(cost, width) {
-                continue;
-            }
-            let cost = std::mem::take(&mut self.pairs[p].cost);
-            for (i, c) in self.cost[a].iter_mut().enumerate() {
-                *c += cost[i * width];
-            }
-            for (j, c) in self.cost[b].iter_mut().enumerate() {
-                *c += cost[j] - cost[0];
-            }
-            self.detach(p);
-            dirty[a] = true;
-            dirty[b] = true;
-        }
-    }
-
-    /// Which strategies of `v` are allowed and not dominated: strategy `d` goes when some other costs no more than `d`
-    /// whatever the neighbours choose, and holds no more bytes. Of two that are alike the first stays.
-    fn worth_keeping(&self, v: usize) -> Vec<bool> {
-        let cost = &self.cost[v];
-        let bytes = &self.bytes[v];
-        let count = cost.len();
-        let tables: Vec<(usize, Vec<f64>)> = self.incident[v].iter().map(|&p| self.seen_from(p, v)).collect();
-        let least: Vec<Vec<f64>> = (tables.iter())
-            .map(|(width, table)| {
-                table.chunks_exact(*width).map(|r| r.iter().copied().fold(f64::INFINITY, f64::min)).collect()
-            })
-            .collect();
-        let mut keep: Vec<bool> =
-            (0..count).map(|s| cost[s] < f64::INFINITY && least.iter().all(|l| l[s] < f64::INFINITY)).collect();
-        // The least cost a strategy can have. Dominance needs this to be no more, because the largest difference of two
-        // rows is at least the difference of their minima.
-        let floor: Vec<f64> = (0..count).map(|s| cost[s] + least.iter().map(|l| l[s]).sum::<f64>()).collect();
-        for dropped in (0..count).rev() {
-            keep[dropped] = keep[dropped]
-                && !(0..count).any(|other| {
-                    let slack = 1e-12 * (floor[other].abs() + floor[dropped].abs());
-                    other != dropped
-                        && keep[other]
-                        && bytes[other] <= bytes[dropped]
-                        && floor[other] <= floor[dropped] + slack
-                        && dominates(cost, &tables, &least, other, dropped)
-                });
-        }
-        keep
-    }
-
-    /// The table of pair `p` with the strategies of `v` as its rows, and its width.
-    pub fn seen_from(&self, p: usize, v: usize) -> (usize, Vec<f64>) {
-        let Pair { a, b, cost } = &self.pairs[p];
-        let (rows, width) = (self.cost[*a].len(), self.cost[*b].len());
-        if *a == v { (width, cost.clone()) } else { (rows, transposed(cost, width)) }
-    }
-
-    fn retain(&mut self, v: usize, keep: &[bool], dirty: &mut [bool]) {
-        for &p in &self.incident[v] {
-            let width = self.cost[self.pairs[p].b].len();
-            let pair = &mut self.pairs[p];
-            let mut at = 0;
-            let by_row = pair.a == v;
-            pair.cost.retain(|_| {
-                at += 1;
-                keep[if by_row { (at - 1) / width } else { (at - 1) % width }]
-            });
-            dirty[pair.a + pair.b - v] = true;
-        }
-        let mut kept = keep.iter();
-        self.cost[v].retain(|_| kept.next() == Some(&true));
-        let mut kept = keep.iter();
-        self.alive[v].retain(|_| kept.next() == Some(&true));
-        let mut kept = keep.iter();
-        self.bytes[v].retain(|_| kept.next() == Some(&true));
-    }
-
-    /// Adds the pairs of a decided node to its neighbours' costs.
-    fn fold(&mut self, v: usize, dirty: &mut [bool]) {
-        while let Some(&p) = self.incident[v].last() {
-            let pair = &mut self.pairs[p];
-            let other = pair.a + pair.b - v;
-            let cost = std::mem::take(&mut pair.cost);
-            for (c, add) in self.cost[other].iter_mut().zip(cost) {
-                *c += add;
-            }
-            self.detach(p);
-            dirty[other] = true;
-        }
-    }
-
-    fn detach(&mut self, p: usize) {
-        for v in [self.pairs[p].a, self.pairs[p].b] {
-            self.incident[v].retain(|&q| q != p);
-        }
-    }
-
-    /// Drops the pairs that were moved into node costs.
-    fn compact(&mut self) {
-        self.pairs.retain(|pair| !pair.cost.is_empty());
-        self.incident.iter_mut().for_each(Vec::clear);
-        for (p, pair) in self.pairs.iter().enumerate() {
-            self.incident[pair.a].push(p);
-            self.incident[pair.b].push(p);
-        }
-    }
 }
 
-/// How often all nodes are visited at most. Late rounds rarely find much.
-const ROUNDS: usize = 6;
-
-/// One pair per two nodes that are joined, in order.
-fn merged(problem: &Problem) -> Vec<Pair> {
-    let mut order: Vec<usize> = (0..problem.edges.len()).collect();
-    let ends = |e: usize| {
-        let edge = &problem.edges[e];
-        (edge.from.min(edge.to), edge.from.max(edge.to))
+/// For each strategy of the leader the only one of the follower that its row allows; none where a row allows more.
+/// Rows that allow nothing follow anywhere: they are infinite either way.
+fn followed(cost: &[f64], width: usize, follower_is_row: bool) -> Option<Vec<usize>> {
+    let height = cost.len() / width;
+    let finite = |s: usize, f: usize| {
+        let at = if follower_is_row { f * width + s } else { s * width + f };
+        cost[at] < f64::INFINITY
     };
-    order.sort_by_key(|&e| ends(e));
-    let mut pairs: Vec<Pair> = vec![];
-    for e in order {
-        let edge = &problem.edges[e];
-        let (a, b) = ends(e);
-        let cost =
-            if edge.from == a { edge.cost.clone() } else { transposed(&edge.cost, problem.nodes[edge.to].cost.len()) };
-        match pairs.last_mut() {
-            Some(last) if (last.a, last.b) == (a, b) => {
-                last.cost.iter_mut().zip(cost).for_each(|(sum, c)| *sum += c);
-            }
-            _ => pairs.push(Pair { a, b, cost }),
-        }
-    }
-    pairs
-}
-
-/// A row-major table of the given width with rows and columns exchanged.
-pub(super) fn transposed(table: &[f64], width: usize) -> Vec<f64> {
-    (0..width).flat_map(|j| table.iter().skip(j).step_by(width).copied()).collect()
+    let (leaders, followers) = if follower_is_row { (width, height) } else { (height, width) };
+    (0..leaders)
+        .map(|s| {
+            let mut allowed = (0..followers).filter(|&f| finite(s, f));
+            let only = allowed.next().unwrap_or(0);
+            allowed.next().is_none().then_some(only)
+        })
+        .collect()
 }
 
 /// Whether `table[i][j] = table[i][0] + table[0][j] - table[0][0]` up to the rounding of these three operations.
@@ -313,9 +209,49 @@ fn is_separable(table: &[f64], width: usize) -> bool {
         })
 }
 
+/// Which strategies of `v` are allowed and not beaten by another. Of two that are alike the first stays.
+fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
+    let node = &network.nodes[v];
+    let count = node.cost.len();
+    let tables: Vec<(usize, Vec<f64>)> =
+        node.edges.iter().map(|&e| (network.width(network.other(e, v)), network.seen_from(e, v))).collect();
+    let least: Vec<Vec<f64>> = tables
+        .iter()
+        .map(|(width, table)| {
+            table.chunks_exact(*width).map(|r| r.iter().copied().fold(f64::INFINITY, f64::min)).collect()
+        })
+        .collect();
+    let mut keep = vec![true; count];
+    if what.arcs {
+        for s in 0..count {
+            keep[s] = node.cost[s] < f64::INFINITY && least.iter().all(|l| l[s] < f64::INFINITY);
+        }
+    }
+    if !what.dominance {
+        return keep;
+    }
+    // The least a strategy can cost: the largest difference of two rows is at least the difference of their minima.
+    let floor: Vec<f64> = (0..count).map(|s| node.cost[s] + least.iter().map(|l| l[s]).sum::<f64>()).collect();
+    let lighter = |other: usize, dropped: usize| node.profile.iter().all(|run| run.bytes[other] <= run.bytes[dropped]);
+    for dropped in (0..count).rev() {
+        if !keep[dropped] || floor[dropped] == f64::INFINITY {
+            continue;
+        }
+        keep[dropped] = !(0..count).any(|other| {
+            let slack = 1e-12 * (floor[other].abs() + floor[dropped].abs());
+            other != dropped
+                && keep[other]
+                && floor[other] <= floor[dropped] + slack
+                && lighter(other, dropped)
+                && beats(&node.cost, &tables, &least, other, dropped)
+        });
+    }
+    keep
+}
+
 /// Whether `other` costs no more than `dropped` whatever the neighbours choose: the sum over edges of the largest
 /// difference of their rows does not exceed zero. Every row has a finite entry.
-fn dominates(cost: &[f64], tables: &[(usize, Vec<f64>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
+fn beats(cost: &[f64], tables: &[(usize, Vec<f64>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
     let mut worst = cost[other] - cost[dropped];
     // What the edges not yet summed add at least.
     let mut rest: f64 = least.iter().map(|l| l[other] - l[dropped]).sum();

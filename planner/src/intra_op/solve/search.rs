@@ -1,179 +1,129 @@
-//! Depth-first branch and bound in the reverse order of an elimination, whose tables give the lower bound of every
-//! partial choice for the price of a look-up (Kask & Dechter, Artificial Intelligence 2001). Memory rows cut branches
-//! whose least remaining bytes no longer fit.
+//! The whole solver after the first reduction. Two sides work in turns of equal work, side by side: the dual side raises the
+//! bound and rules strategies out (an ascent on ever smaller problems, then branch and bound), the primal side improves the
+//! best choice by neighbourhoods. What either finds helps the other at the next turn, so answers do not depend on timing.
 
-use super::eliminate::{Messages, Plan};
-use super::reduce::Reduced;
-use super::{Clock, TOLERANCE};
+use super::ascent::{Ascent, Prices};
+use super::branch::{Budget, Climbed, Incumbent, Tree, climb, restrict};
+use super::compact::{Assignment, Compact};
+use super::messages::Messages;
+use super::neighbourhood::Neighbourhoods;
+use super::network::Network;
+use super::reduce::Reductions;
 
-/// The best choice so far.
-#[derive(Clone, Debug)]
-pub(super) struct Incumbent {
-    pub cost: f64,
-    /// Strategies as numbered in the problem.
-    pub choice: Option<Vec<usize>>,
-}
-
-impl Incumbent {
-    pub fn none() -> Incumbent {
-        Incumbent { cost: f64::INFINITY, choice: None }
+/// Searches `base`, which is reduced. Returns a lower bound of everything but the incumbent.
+pub(super) fn search(
+    base: &Network,
+    best: &mut Incumbent,
+    budget: &mut Budget<'_>,
+    watch: &mut dyn FnMut(&'static str, f64, f64),
+) -> f64 {
+    let whole = Compact::new(base);
+    if whole.len() == 0 {
+        best.offer(base, &whole, &Assignment::new(&whole, vec![]));
+        return f64::INFINITY;
     }
-
-    /// Takes a choice among the strategies of `reduced` that obeys every row, if it is better.
-    pub fn offer(&mut self, reduced: &Reduced, local: &[usize]) {
-        let cost = reduced.cost_of(local);
-        if cost < self.cost {
-            *self = Incumbent { cost, choice: Some(reduced.lift(local)) };
+    let mut sides = Sides { base, whole: &whole, local: None };
+    let mut network = base.clone();
+    let mut prices = vec![];
+    let mut bound = f64::NEG_INFINITY;
+    let mut before: Option<(Compact, Messages)> = None;
+    // While the problem is large: one ascent, begun anew when enough is ruled out.
+    loop {
+        let of = Compact::new(&network);
+        if of.entries <= TREE_ENTRIES {
+            break;
         }
-    }
-
-    /// A bound from here on proves that there is nothing better, within rounding.
-    pub fn cutoff(&self) -> f64 {
-        if self.cost == f64::INFINITY { f64::INFINITY } else { self.cost - TOLERANCE * self.cost.abs() }
-    }
-}
-
-pub(super) struct Budget<'a> {
-    pub expansions: u64,
-    pub clock: &'a Clock,
-}
-
-/// How a search ended.
-pub(super) struct Outcome {
-    /// Whether everything was searched or cut.
-    pub complete: bool,
-    /// No choice costs less than the lesser of this and the incumbent. Infinite when complete without an incumbent.
-    pub bound: f64,
-}
-
-pub(super) struct Search<'a> {
-    pub reduced: &'a Reduced,
-    pub plan: &'a Plan,
-    pub messages: &'a Messages,
-    /// The node costs that `messages` were made from, with the weights of memory in them.
-    pub unary: &'a [Vec<f64>],
-    /// What to add to those costs for a lower bound of the true cost: minus the weighted limits.
-    pub offset: f64,
-}
-
-/// The strategies still to try for one decision, the most promising last.
-#[derive(Default)]
-struct Frame {
-    open: Vec<(f64, usize)>,
-    taken: bool,
-}
-
-impl Search<'_> {
-    /// Searches for something better than `best`. The first choice is reached whatever the clock says.
-    pub fn run(&self, best: &mut Incumbent, budget: &Budget) -> Outcome {
-        let order: Vec<usize> = self.plan.decisions().collect();
-        let mut rows = Rows::new(self.reduced);
-        let mut local = vec![0; order.len()];
-        let mut frames: Vec<Frame> = order.iter().map(|_| Frame::default()).collect();
-        let mut regrets = vec![];
-        let mut expansions = 0_u64;
-        let root = self.messages.value + self.offset;
-        if order.is_empty() {
-            best.offer(self.reduced, &[]);
-            return Outcome { complete: true, bound: best.cost };
-        }
-        if root >= best.cutoff() {
-            return Outcome { complete: true, bound: best.cost };
-        }
-        let from = Opening { depth: 0, bound: root, cutoff: best.cutoff() };
-        self.open(&from, &local, &mut regrets, &mut frames[0]);
-        let mut depth = 0;
-        loop {
-            let node = order[depth];
-            let frame = &mut frames[depth];
-            if std::mem::take(&mut frame.taken) {
-                rows.give_back(self.reduced, node, local[node]);
+        let mut ascent = Ascent::after(&of, &prices, before.as_ref().map(|(of, messages)| (of, messages)));
+        let mut turns = std::collections::VecDeque::new();
+        let kept = loop {
+            let climbed = sides.turn(best, budget, &ascent.prices(), |best, budget| {
+                climb(&mut ascent, &network, best, budget, TURN_STEPS, false)
+            });
+            bound = bound.max(ascent.bound);
+            watch("ascent", best.cost, bound);
+            match climbed {
+                Climbed::Closed => return f64::INFINITY,
+                Climbed::Fixed(keep) => break Some(keep),
+                Climbed::Stuck => turns.push_back(bound),
             }
-            let next = frame.open.pop().filter(|&(bound, _)| bound < best.cutoff());
-            let Some((bound, strategy)) = next else {
-                if depth == 0 {
-                    return Outcome { complete: true, bound: best.cost };
+            if budget.spent() {
+                return bound;
+            }
+            // Risen by next to nothing for some turns: branching is what is left.
+            let before = if turns.len() > TURNS_STUCK { turns.pop_front() } else { None };
+            if before.is_some_and(|before| bound - before < SLOW * (best.cost - bound)) {
+                break None;
+            }
+        };
+        prices = ascent.prices();
+        let messages = ascent.into_messages();
+        let Some(keep) = kept else { break };
+        if !restrict(&mut network, &of, &keep) || network.reduce(Reductions::ALL, &[]).is_err() {
+            return f64::INFINITY;
+        }
+        before = messages.map(|messages| (of, messages));
+    }
+    let mut tree = Tree::new(network, prices.clone(), bound);
+    loop {
+        sides.turn(best, budget, &prices, |best, budget| tree.search(best, budget));
+        watch("branch", best.cost, tree.bound());
+        if tree.bound() >= best.cutoff() {
+            return f64::INFINITY;
+        }
+        if budget.spent() {
+            return tree.bound();
+        }
+    }
+}
+
+struct Sides<'a> {
+    base: &'a Network,
+    whole: &'a Compact,
+    local: Option<Neighbourhoods<'a>>,
+}
+
+impl Sides<'_> {
+    /// One turn of both sides with a share of the budget each.
+    fn turn<T: Send>(
+        &mut self,
+        best: &mut Incumbent,
+        budget: &mut Budget<'_>,
+        prices: &Prices,
+        dual: impl FnOnce(&mut Incumbent, &mut Budget<'_>) -> T + Send,
+    ) -> T {
+        let share = budget.work.min(TURN_WORK);
+        let mut of_dual = Budget { work: share, clock: budget.clock };
+        let mut of_primal = Budget { work: share, clock: budget.clock };
+        let Some(local) = &mut self.local else {
+            let result = dual(best, &mut of_dual);
+            budget.work -= share - of_dual.work;
+            // Small problems are done by now.
+            if let Some(choice) = best.choice.as_ref().filter(|_| self.whole.len() >= MANY) {
+                let start = self.base.lowered(choice).map(|x| Assignment::new(self.whole, x));
+                if let Some(start) = start.filter(Assignment::fits) {
+                    self.local = Some(Neighbourhoods::new(self.base, self.whole, start));
                 }
-                depth -= 1;
-                continue;
-            };
-            local[node] = strategy;
-            frame.taken = true;
-            if !rows.take(self.reduced, node, strategy) {
-                continue;
             }
-            if depth + 1 == order.len() {
-                best.offer(self.reduced, &local);
-                continue;
-            }
-            expansions += 1;
-            let spent = expansions >= budget.expansions || (expansions.is_multiple_of(512) && budget.clock.over());
-            if spent && (best.choice.is_some() || expansions > STUBBORN) {
-                let open = frames[..=depth].iter().filter_map(|frame| frame.open.last());
-                let bound = open.fold(bound, |least, &(bound, _)| least.min(bound));
-                return Outcome { complete: false, bound: bound.min(best.cost) };
-            }
-            depth += 1;
-            let from = Opening { depth, bound, cutoff: best.cutoff() };
-            self.open(&from, &local, &mut regrets, &mut frames[depth]);
+            return result;
+        };
+        if let Some(choice) = &best.choice {
+            local.adopt(choice);
         }
-    }
-
-    fn open(&self, from: &Opening, local: &[usize], regrets: &mut Vec<f64>, frame: &mut Frame) {
-        self.plan.regrets(from.depth, self.unary, self.messages, local, regrets);
-        frame.taken = false;
-        frame.open.clear();
-        let bounds = regrets.iter().enumerate().map(|(s, r)| (from.bound + r, s));
-        frame.open.extend(bounds.filter(|&(bound, _)| bound < from.cutoff));
-        // The lowest index is last among equals, hence first to be taken.
-        frame.open.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)));
+        let (result, ()) = rayon::join(|| dual(best, &mut of_dual), || local.search(prices, &mut of_primal));
+        budget.work -= 2.0 * share - of_dual.work - of_primal.work;
+        best.offer(self.base, self.whole, &local.current);
+        result
     }
 }
 
-/// The decision a frame is opened for, with the bound of those before it.
-struct Opening {
-    depth: usize,
-    bound: f64,
-    /// Strategies with a bound from here on are of no use.
-    cutoff: f64,
-}
-
-/// Expansions for which a search goes on past its budget while it has found nothing.
-const STUBBORN: u64 = 100_000;
-
-/// Bytes at each program point: what is taken and the least that is still to come.
-struct Rows {
-    bytes: Vec<u64>,
-    of_node: Vec<Vec<usize>>,
-    least: Vec<u64>,
-}
-
-impl Rows {
-    fn new(reduced: &Reduced) -> Rows {
-        let least: Vec<u64> = reduced.bytes.iter().map(|b| b.iter().copied().min().unwrap_or(0)).collect();
-        let mut of_node = vec![vec![]; least.len()];
-        for (r, row) in reduced.rows.iter().enumerate() {
-            row.members.iter().for_each(|&v| of_node[v].push(r));
-        }
-        let bytes = reduced.rows.iter().map(|row| row.members.iter().map(|&v| least[v]).sum()).collect();
-        Rows { bytes, of_node, least }
-    }
-
-    /// Whether all rows can still be met once `node` takes `strategy`.
-    fn take(&mut self, reduced: &Reduced, node: usize, strategy: usize) -> bool {
-        let more = reduced.bytes[node][strategy] - self.least[node];
-        let mut fits = true;
-        for &r in &self.of_node[node] {
-            self.bytes[r] += more;
-            fits &= self.bytes[r] <= reduced.rows[r].limit_bytes;
-        }
-        fits
-    }
-
-    fn give_back(&mut self, reduced: &Reduced, node: usize, strategy: usize) {
-        let more = reduced.bytes[node][strategy] - self.least[node];
-        for &r in &self.of_node[node] {
-            self.bytes[r] -= more;
-        }
-    }
-}
+/// Entries of all edges up to which branching is worth it.
+const TREE_ENTRIES: usize = 150_000;
+/// Table entries that one turn of one side reads.
+const TURN_WORK: f64 = 3e8;
+/// Steps of an ascent in one turn.
+const TURN_STEPS: usize = 100;
+/// Turns in which an ascent closes less than a part of the gap before it is left.
+const TURNS_STUCK: usize = 8;
+const SLOW: f64 = 0.003;
+/// Nodes from which neighbourhoods are searched; fewer are one neighbourhood.
+const MANY: usize = 200;
