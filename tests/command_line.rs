@@ -218,7 +218,7 @@ fn nothing_is_called_agreement_that_is_none() {
 fn what_is_pinned_is_laid_out_so() {
     let fixed = ["plan", DEMO, "--dp", "2", "--tp", "2", "--pp", "1", "--json"];
     let layouts = |pins: &[&str]| {
-        let pins = pins.iter().flat_map(|pin| ["--pin", pin]);
+        let pins = pins.iter().flat_map(|pin| ["--pin", *pin]);
         let arguments: Vec<&str> = fixed.into_iter().chain(pins).collect();
         let plan: Value = serde_json::from_str(&succeeds(&arguments)).expect("JSON");
         (0..4)
