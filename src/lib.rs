@@ -30,6 +30,7 @@ pub mod pins;
 mod plan_file;
 pub mod precision;
 pub mod profiled;
+pub mod remedies;
 mod report;
 pub mod simulate;
 pub mod training;

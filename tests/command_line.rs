@@ -231,3 +231,30 @@ fn what_is_pinned_is_laid_out_so() {
     assert_ne!(rows, columns);
     assert!(!rows[0].is_null());
 }
+
+#[test]
+fn where_nothing_fits_it_is_told_what_and_what_would_help() {
+    let scratch = Scratch::new();
+    let cluster = scratch.path("small.toml").display().to_string();
+    // A device that holds a third of the demo model's parameters, gradients and state.
+    let device = "[device.small]\nmemory_bytes = 1e7\nmemory_bytes_per_s = 1e11\npeak_flops = { f32 = 1e12 }\n";
+    let write = |nodes: u32| {
+        let group = format!("[[group]]\nnodes = {nodes}\ndevices_per_node = 1\ndevice = \"small\"\n");
+        let links = "intra_node = { kind = \"pcie\", bytes_per_s = 1e10, latency_s = 1e-5 }\n\
+                     inter_node = { bytes_per_s = 1e10, nics = 1, latency_s = 1e-5 }\n";
+        std::fs::write(&cluster, format!("name = \"small\"\n{group}{links}{device}")).expect("a file");
+    };
+    write(1);
+    let output = altiplano(&["plan", DEMO, "--cluster", &cluster]);
+    assert_eq!(output.code, Some(1), "{}", output.stderr);
+    for part in
+        ["what comes closest holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
+    {
+        assert!(output.stderr.contains(part), "'{part}' is missing:\n{}", output.stderr);
+    }
+    // What is advised works.
+    let line = output.stderr.lines().find(|line| line.ends_with(" per device") && line.contains(" times the nodes"));
+    let times = line.and_then(|line| line.split_whitespace().next()).and_then(|n| n.parse().ok());
+    write(times.expect("more nodes are advised"));
+    assert!(succeeds(&["plan", DEMO, "--cluster", &cluster]).contains("chosen"));
+}

@@ -131,6 +131,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     Ok(plan)
 }
 
+/// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
+/// closest.
+pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
+    let cost = cost_model(request)?;
+    let freedom = freedom(request)?;
+    let starts = layers::cluster(&request.graph);
+    let layered = |count: u32| {
+        let graph = at_microbatches(request, count)?;
+        Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
+    };
+    leanest(request, &freedom, &cost, &layered)
+}
+
 /// `1 stage`, `2 stages`.
 fn count(n: u32, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
@@ -295,7 +308,7 @@ fn at_microbatches(request: &Request, count: u32) -> Option<Graph> {
     rebatch(&request.graph, global_batch(request) / count as u64).ok()
 }
 
-fn global_batch(request: &Request) -> u64 {
+pub fn global_batch(request: &Request) -> u64 {
     let given = request.global_batch.or(match (request.microbatch, request.num_microbatches) {
         (Some(size), Some(count)) => Some(size * count as u64),
         _ => None,

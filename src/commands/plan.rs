@@ -3,6 +3,8 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::planner::PlanFailure;
+use altiplano::remedies::shortage;
 use altiplano::{Error, expect_writable, report, write_file};
 use clap::Args;
 use std::path::PathBuf;
@@ -29,7 +31,13 @@ impl Plan {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::new();
-        let plan = self.plan.plan(&request, &bar)?;
+        let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
+            if matches!(error, Error::Plan(failure) if matches!(**failure, PlanFailure::Memory { .. }))
+                && let Ok(shortage) = shortage(&request, &bar)
+            {
+                bar.suspend(|| eprintln!("{shortage}"));
+            }
+        })?;
         drop(bar);
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;

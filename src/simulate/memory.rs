@@ -144,6 +144,26 @@ impl Simulation {
         MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_at), held, points }
     }
 
+    /// The call in which most is held by a device of a stage.
+    pub fn moment(&self, stage: usize) -> String {
+        let (position, _) = self.memories[stage].peak_at;
+        let program = &self.programs.programs[stage];
+        match program.schedule.get(position) {
+            Some(&Call::Run { body, microbatch }) => {
+                let phase = match program.bodies[body as usize].phase {
+                    Phase::Forward => "forward",
+                    Phase::Backward => "backward",
+                    Phase::Reduce => "the reduction of gradients",
+                    Phase::Update => "the update",
+                };
+                microbatch.map_or_else(|| phase.to_string(), |m| format!("{phase} of microbatch {m}"))
+            }
+            Some(Call::Send { .. }) => "a send to another stage".into(),
+            Some(Call::Receive { .. }) => "a receive from another stage".into(),
+            None => "the end of the step".into(),
+        }
+    }
+
     /// What is held at the peak of every stage, or of one of them, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;

@@ -12,6 +12,7 @@ mod ascent;
 mod branch;
 mod compact;
 mod eliminate;
+mod explain;
 mod messages;
 mod neighbourhood;
 mod network;
@@ -20,6 +21,8 @@ mod reduce;
 mod search;
 #[cfg(test)]
 mod tests;
+
+pub use explain::{Alternative, alternatives, tight_points};
 
 use branch::{Budget, Incumbent};
 use compact::Compact;

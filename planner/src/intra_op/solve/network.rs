@@ -392,17 +392,17 @@ impl Network {
     fn drop_implied_rows(&self, keep: &mut [bool]) {
         let rows = self.capacity.len();
         // By how much any choice can hold more before than after the step from row `i` to `i + 1`, and the other way round.
-        let mut falls = vec![0_i64; rows + 1];
-        let mut rises = vec![0_i64; rows + 1];
+        let mut falls = vec![0_i128; rows + 1];
+        let mut rises = vec![0_i128; rows + 1];
         for node in self.nodes.iter().filter(|n| !n.gone) {
-            let most = |run: &Run| run.bytes.iter().copied().max().unwrap_or(0);
+            let most = |run: &Run| i128::from(run.bytes.iter().copied().max().unwrap_or(0));
             let mut last: Option<&Run> = None;
             for run in &node.profile {
                 match last.filter(|last| last.end == run.first) {
                     Some(last) => {
                         let differences = || last.bytes.iter().zip(&run.bytes);
-                        falls[run.first as usize] += differences().map(|(b, a)| b - a).max().unwrap_or(0);
-                        rises[run.first as usize] += differences().map(|(b, a)| a - b).max().unwrap_or(0);
+                        falls[run.first as usize] += i128::from(differences().map(|(b, a)| b - a).max().unwrap_or(0));
+                        rises[run.first as usize] += i128::from(differences().map(|(b, a)| a - b).max().unwrap_or(0));
                     }
                     None => {
                         if let Some(last) = last {
@@ -419,8 +419,8 @@ impl Network {
         }
         // `r` is implied by a later `k` where the falls up to `k` and its capacity are no more than those at `r`.
         for (steps, backward) in [(&falls, false), (&rises, true)] {
-            let mut least = i64::MAX;
-            let mut sum = 0_i64;
+            let mut least = i128::MAX;
+            let mut sum = 0_i128;
             for at in 0..rows {
                 let (r, step) = if backward { (at, at) } else { (rows - 1 - at, rows - at) };
                 // Counted from the end that is looked at first, the sum falls on the way.
@@ -430,7 +430,7 @@ impl Network {
                 if !keep[r] {
                     continue;
                 }
-                let reach = sum.saturating_add(self.capacity[r]);
+                let reach = sum + i128::from(self.capacity[r]);
                 if least <= reach {
                     keep[r] = false;
                 } else {

@@ -8,7 +8,8 @@ use super::compact::{Assignment, Compact};
 use super::network::Network;
 use super::reduce::Reductions;
 use super::{
-    BoundaryTable, Edge, Fault, Holding, Node, Options, Problem, SolveError, boundary_table, cost_of, program, solve,
+    BoundaryTable, Edge, Fault, Holding, Node, Options, Problem, SolveError, alternatives, boundary_table, cost_of,
+    program, solve, tight_points,
 };
 
 /// Every assignment of the nodes, in order.
@@ -68,6 +69,25 @@ fn check(problem: &Problem, best: f64) {
             assert!(over_bytes > 0 && least.is_none_or(|least| least >= limit + over_bytes));
         }
         Err(error) => panic!("{error}"),
+    }
+}
+
+#[track_caller]
+fn check_alternatives(problem: &Problem, node: usize) {
+    let Ok(solution) = solve(problem, &Options::default()) else { return };
+    let found = alternatives(problem, &solution.choice, node, &Options::default()).expect("its own solution");
+    assert_eq!(found.len(), problem.nodes[node].cost.len());
+    for (s, alternative) in found.iter().enumerate() {
+        let mut here = solution.choice.clone();
+        here[node] = s;
+        assert_eq!(alternative.over.is_none(), obeys(problem, &here));
+        assert_close(alternative.in_place, cost_of(problem, &here));
+        let with = assignments(&dims(problem)).filter(|choice| choice[node] == s && obeys(problem, choice));
+        assert_close(alternative.whole, with.map(|choice| cost_of(problem, &choice)).fold(f64::INFINITY, f64::min));
+    }
+    let limit = problem.limit_bytes.expect("a limit");
+    for (point, bytes) in tight_points(problem, &solution.choice, 0.0) {
+        assert!(bytes == limit && held(problem, &solution.choice, point) == limit);
     }
 }
 
@@ -199,6 +219,11 @@ proptest! {
     #[test]
     fn equals_brute_force(problem in problem(false)) {
         check(&problem, brute(&problem));
+    }
+
+    #[test]
+    fn alternatives_equal_brute_force(problem in problem(true), node in 0..8_usize) {
+        check_alternatives(&problem, node % problem.nodes.len());
     }
 
     #[test]

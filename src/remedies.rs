@@ -1,0 +1,186 @@
+//! Where no plan fits in memory: what does not fit, and what would make it fit. The plan that comes closest is lowered and
+//! followed tensor by tensor to its fullest moment; of what is held there the fewest tensors are named that are too much by
+//! themselves. Then each change that a user could make is planned in full, so that what is advised is known to fit.
+
+use crate::simulate::{HeldTensor, Simulation};
+use crate::units::{bytes, seconds};
+use crate::{Error, plan};
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_planner::memory::Category;
+use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
+use std::fmt;
+
+/// A change after which there is a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Remedy {
+    pub change: String,
+    /// Of the plan that then fits.
+    pub step_s: f64,
+    pub peak_bytes: u64,
+    pub devices: u64,
+    /// Samples of a step, which a change may make fewer.
+    pub samples: u64,
+}
+
+impl Remedy {
+    /// What a sample costs.
+    fn device_seconds(&self) -> f64 {
+        self.step_s * self.devices as f64 / self.samples.max(1) as f64
+    }
+}
+
+/// Why a request has no plan that fits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shortage {
+    pub stage: usize,
+    pub num_stages: usize,
+    /// The fullest moment of the plan that comes closest.
+    pub moment: String,
+    pub peak_bytes: u64,
+    pub limit_bytes: u64,
+    /// The fewest tensors held then that do not fit by themselves, largest first.
+    pub tensors: Vec<HeldTensor>,
+    /// Optimizer state held then.
+    pub state_bytes: u64,
+    /// What fits, cheapest by device-seconds a sample first.
+    pub remedies: Vec<Remedy>,
+}
+
+/// Nodes that are tried at most, as a multiple of those there are.
+const MOST_GROWTH: u32 = 64;
+/// Tensors that are listed in words.
+const LISTED: usize = 6;
+
+/// What is short for a request that failed for memory, and what would help.
+///
+/// # Errors
+/// What else stands in the way of the plan that comes closest.
+pub fn shortage(request: &Request, progress: &dyn Progress) -> Result<Shortage, Error> {
+    progress.step("what does not fit", 0, 1);
+    let closest = closest_plan(request)?;
+    let limit_bytes = closest.cluster.groups[0].device.memory_bytes;
+    let simulation = Simulation::new(closest, None)?;
+    let timelines = simulation.memory();
+    let fullest = timelines.iter().enumerate().max_by_key(|(i, m)| (m.peak_bytes, std::cmp::Reverse(*i)));
+    let Some((stage, memory)) = fullest else {
+        return Err(PlanFailure::NoCombination.into());
+    };
+    let mut sum = 0;
+    let too_much = memory.held.iter().take_while(|tensor| {
+        let before = sum;
+        sum += tensor.total_bytes();
+        before <= limit_bytes
+    });
+    let tensors = too_much.cloned().collect();
+    let state_bytes = memory.by_category().get(&Category::OptimizerState).copied().unwrap_or(0);
+    let mut remedies = remedies(request, progress);
+    remedies.sort_by(|a, b| a.device_seconds().total_cmp(&b.device_seconds()));
+    Ok(Shortage {
+        stage,
+        num_stages: timelines.len(),
+        moment: simulation.moment(stage),
+        peak_bytes: memory.peak_bytes,
+        limit_bytes,
+        tensors,
+        state_bytes,
+        remedies,
+    })
+}
+
+/// Changes to a request, each planned; those that give a plan.
+fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
+    let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
+    let changed = |what: &str, change: &dyn Fn(&mut Request)| {
+        let mut new = request.clone();
+        new.baselines = false;
+        change(&mut new);
+        vec![(what.to_string(), new)]
+    };
+    if request.microbatch.is_some() || request.num_microbatches.is_some() {
+        changes.push(changed("a free number of microbatches", &|r| (r.microbatch, r.num_microbatches) = (None, None)));
+    }
+    if request.recompute == Some(false) {
+        changes.push(changed("--recompute full", &|r| r.recompute = Some(true)));
+    }
+    if request.zero.is_some_and(|level| level < 3) && request.trains() {
+        changes.push(changed("--zero 3", &|r| r.zero = Some(3)));
+    }
+    if request.dp.is_some() || request.tp.is_some() || request.pp.is_some() {
+        changes.push(changed("free degrees (no --dp, --tp, --pp)", &|r| (r.dp, r.tp, r.pp) = (None, None, None)));
+    }
+    if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
+        changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
+    }
+    // Of sizes that grow or shrink the first that fits.
+    let samples = global_batch(request);
+    let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
+        let change = format!("--global-batch {batch} instead of {samples}");
+        changed(&change, &|r| (r.global_batch, r.microbatch, r.num_microbatches) = (Some(batch), None, None)).remove(0)
+    });
+    changes.push(halved.collect());
+    if request.dp.or(request.tp).or(request.pp).is_none() {
+        let nodes = request.cluster.groups[0].nodes;
+        let grown = (1..).map(|n| 1_u32 << n).take_while(|&by| by <= MOST_GROWTH).filter_map(|by| {
+            let nodes = nodes.checked_mul(by)?;
+            Some(changed(&format!("{by} times the nodes"), &|r| r.cluster.groups[0].nodes = nodes).remove(0))
+        });
+        changes.push(grown.collect());
+    }
+    let total = changes.len();
+    let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
+        row.into_iter().find_map(|(change, request)| {
+            progress.step(&change, i, total);
+            let plan = plan(&request, &Silent).ok()?;
+            Some(Remedy {
+                change,
+                step_s: plan.predicted.step_time_s,
+                peak_bytes: plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0),
+                devices: u64::from(request.cluster.groups[0].nodes)
+                    * u64::from(request.cluster.groups[0].devices_per_node),
+                samples: global_batch(&request),
+            })
+        })
+    };
+    changes.into_iter().enumerate().filter_map(first_that_fits).collect()
+}
+
+impl fmt::Display for Shortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stage = if self.num_stages > 1 { format!(" on a device of stage{}", self.stage) } else { String::new() };
+        writeln!(
+            f,
+            "what comes closest holds {} of {}{stage} in {}; {} of the tensors held then are more than a device has:",
+            bytes(self.peak_bytes),
+            bytes(self.limit_bytes),
+            self.moment,
+            self.tensors.len()
+        )?;
+        for tensor in self.tensors.iter().take(LISTED) {
+            let times = if tensor.count > 1 { format!(" ({} microbatches)", tensor.count) } else { String::new() };
+            writeln!(f, "  {:>8}{times}  {}  {}", bytes(tensor.total_bytes()), tensor.category.name(), tensor.name)?;
+        }
+        let rest = &self.tensors[self.tensors.len().min(LISTED)..];
+        if !rest.is_empty() {
+            let sum = rest.iter().map(HeldTensor::total_bytes).sum();
+            writeln!(f, "  {:>8}  in {} more", bytes(sum), rest.len())?;
+        }
+        match self.remedies.is_empty() {
+            true => writeln!(f, "none of the changes tried makes it fit")?,
+            false => writeln!(f, "what would make it fit, least device time a sample first:")?,
+        }
+        for remedy in &self.remedies {
+            let (step, peak) = (seconds(remedy.step_s), bytes(remedy.peak_bytes));
+            writeln!(f, "  {}: {step} a step, {peak} per device", remedy.change)?;
+        }
+        write!(f, "  devices with {}", bytes(self.peak_bytes))?;
+        let without_state = self.peak_bytes.saturating_sub(self.state_bytes);
+        if self.state_bytes > 0 && without_state <= self.limit_bytes {
+            let state = bytes(self.state_bytes);
+            write!(
+                f,
+                "\n  optimizer state outside of the devices: {state} less per device (plans cannot say this yet)"
+            )?;
+        }
+        Ok(())
+    }
+}
