@@ -3,6 +3,7 @@
 
 use crate::arguments::ArgumentError;
 use crate::fidelity::{TableError, TraceError};
+use crate::pins::PinProblem;
 use crate::units::plural;
 use altiplano_cost_models::ClusterError;
 use altiplano_cost_models::profile::ProfileError;
@@ -81,6 +82,8 @@ pub enum Error {
         "--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them"
     )]
     UnknownValue { name: String },
+    #[error("--pin {pin}: {problem}")]
+    Pin { pin: String, problem: Box<PinProblem> },
     #[error("{}: {error}", file.display())]
     Trace { file: PathBuf, error: Box<TraceError> },
     #[error("{}:{line}: {error}", file.display())]

@@ -26,6 +26,7 @@ pub mod fidelity;
 pub mod inference;
 mod loss;
 mod model;
+pub mod pins;
 mod plan_file;
 pub mod precision;
 pub mod profiled;

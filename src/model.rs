@@ -4,6 +4,7 @@
 use crate::arguments::{self, Argument};
 use crate::error::{Error, Names};
 use crate::loss::{self, Attached};
+use crate::pins::{self, NamedPin};
 use crate::precision::with_precision;
 use crate::training::onnx_weights::beside;
 use crate::units::smaller;
@@ -41,6 +42,9 @@ pub struct ImportOptions {
     pub loss: Option<String>,
     /// Do not ask for the layouts that the model states.
     pub ignore_shardings: bool,
+    /// Layouts that the user asks for, and the sizes of the axes `data` and `tensor` where they are given.
+    pub pins: Vec<NamedPin>,
+    pub axis_sizes: [Option<u32>; 2],
     /// Plan the ops that the file has, and do not recognise what they make up.
     pub as_written: bool,
     /// Floating-point type to compute in; default: the traced ones.
@@ -293,7 +297,9 @@ fn load(
     // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
     let kept = find_values(&graph, &named)?;
-    let mut graph = if options.as_written { graph } else { rewrite(&graph, &kept) }.with_free_pins();
+    let mut graph = if options.as_written { graph } else { rewrite(&graph, &kept) };
+    pins::apply(&mut graph, &options.pins, options.axis_sizes)?;
+    let mut graph = graph.with_free_pins();
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
     let mut reduction = None;
     if let Some(goal) = &options.reduce {

@@ -289,3 +289,21 @@ fn data_files() {
     refused(&["run", DEMO, "--data", &other], &["data.csv"]);
     refused(&["run", DEMO, "--cluster", "local:65", "--dp", "65"], &[]);
 }
+
+#[test]
+fn pins_of_what_is_not_there() {
+    let cases: &[(&[&str], &str)] = &[
+        (&["--tp", "4", "--pin", "params['h*']['nothing']=[{tensor}]"], "no parameter or value has such a name"),
+        (&["--tp", "3", "--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "dimension 1 of 'params['h0']['fc']['w']'"),
+        (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{tensor}]"], "is f32[128,512], and the sharding is of 1"),
+        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "--tp says, which is not given"),
+        (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{}, {x}]"], "there is no axis `x`"),
+        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}"], "expected PATTERN="),
+    ];
+    for (options, expected) in cases {
+        for command in ["plan", "run", "verify"] {
+            let arguments: Vec<&str> = [command, DEMO].iter().chain(*options).copied().collect();
+            refused(&arguments, &["--pin", expected]);
+        }
+    }
+}

@@ -215,6 +215,24 @@ fn nothing_is_called_agreement_that_is_none() {
 }
 
 #[test]
+fn what_is_pinned_is_laid_out_so() {
+    let fixed = ["plan", DEMO, "--dp", "2", "--tp", "2", "--pp", "1", "--json"];
+    let layouts = |pins: &[&str]| {
+        let pins = pins.iter().flat_map(|pin| ["--pin", *pin]);
+        let arguments: Vec<&str> = fixed.into_iter().chain(pins).collect();
+        let plan: Value = serde_json::from_str(&succeeds(&arguments)).expect("JSON");
+        (0..4)
+            .map(|h| plan["stages"][0]["parameters"][format!("params['h{h}']['fc']['w']")]["parameter"].clone())
+            .collect::<Vec<_>>()
+    };
+    let [rows, columns] = ["params['h*']['fc']['w']=[{tensor}, {}]", "params['h*']['fc']['w']=[{}, {tensor}]"]
+        .map(|pin| layouts(&[pin, "params['h*']['out']['b']=[{}]"]));
+    assert!(rows.iter().all(|l| *l == rows[0]) && columns.iter().all(|l| *l == columns[0]), "{rows:?} {columns:?}");
+    assert_ne!(rows, columns);
+    assert!(!rows[0].is_null());
+}
+
+#[test]
 fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     let scratch = Scratch::new();
     let cluster = scratch.path("small.toml").display().to_string();

@@ -43,6 +43,14 @@ pub struct Kernel {
     pub work: Option<Work>,
 }
 
+impl Kernel {
+    /// A kernel of which nothing is known but its kind and what it reads and writes.
+    pub fn moving(kind: KernelKind, bytes: u64) -> Kernel {
+        let (nodes, reads, writes) = (Vec::new(), Vec::new(), Vec::new());
+        Kernel { kind, nodes, reads, writes, read_bytes: bytes, written_bytes: 0, work: None }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KernelKind {
     Matmul(Matmul),

@@ -48,6 +48,11 @@ pub trait CostModel: Sync {
     /// Leaves, collectives and `axis_index` cost nothing here.
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64;
 
+    /// Seconds of the host that issues the op's kernels, which pass while the device is busy with earlier ones.
+    fn issue_s(&self, _op: &Op, _operands: &[&TensorType]) -> f64 {
+        0.0
+    }
+
     /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
     fn kernel(&self, kernel: &Kernel) -> Price;
 

@@ -58,9 +58,9 @@ impl Roofline {
         self.compute.memory_s(bytes)
     }
 
-    /// Seconds of a kernel that is busy for so long: with its launch, and no faster than the host issues kernels.
+    /// Seconds of a kernel that is busy for so long, with its launch.
     fn launched(&self, busy_s: f64) -> f64 {
-        (busy_s + self.compute.device.launch_s).max(self.compute.constants.dispatch_s)
+        busy_s + self.compute.device.launch_s
     }
 
     /// Seconds of an op that is part of a larger fused kernel.
@@ -93,6 +93,23 @@ fn priced_as(device: &Device, dtype: DType) -> DType {
 /// so that only memory traffic is priced.
 pub fn peak_flops(device: &Device, dtype: DType) -> f64 {
     device.peak_flops.get(&priced_as(device, dtype)).copied().unwrap_or(f64::INFINITY)
+}
+
+/// Kernels that an op adds to those around it.
+fn launches(op: &Op, operands: &[&TensorType]) -> f64 {
+    match op {
+        Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
+        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Collective(_) | Op::AxisIndex(_) => 0.0,
+        Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
+            let graph = &body.graph;
+            let inside = graph.values().filter(|&v| !body.is_constant(v));
+            inside.map(|v| launches(&graph.node(v).op, &graph.operand_types(v))).sum()
+        }),
+        Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => 1.0 / OPS_PER_FUSED_KERNEL,
+        op if op.is_elementwise() => 1.0 / OPS_PER_FUSED_KERNEL,
+        Op::ArgSort(_) => operands.iter().map(|t| t.dtype.bytes()).sum::<u64>() as f64,
+        _ => 1.0,
+    }
 }
 
 impl CostModel for Roofline {
@@ -171,6 +188,10 @@ impl CostModel for Roofline {
                 self.launched(self.memory_s(2.0 * written + indices + 3.0 * updates))
             }
         }
+    }
+
+    fn issue_s(&self, op: &Op, operands: &[&TensorType]) -> f64 {
+        launches(op, operands) * self.compute.constants.dispatch_s
     }
 
     fn waiting_s(&self, devices: u64) -> f64 {

@@ -114,9 +114,20 @@ fn a_matmul_by_hand() {
     let expect =
         2.0 * 1024f64.powi(3) / (matmul_efficiency * 312e12) + 6.0 * 1048576.0 / (MEMORY_EFFICIENCY * 2039e9) + 3e-6;
     assert!(close(matmul_s(&with_a_fast_host("A100-SXM-80GB"), DType::BF16, 1024, 1024, 1024), expect));
-    // A host that issues a kernel every 72 us is what small kernels take.
+}
+
+#[test]
+fn the_host_issues_what_is_launched() {
+    let model = model("A100-SXM-80GB");
     let dispatch_s = crate::catalogue::constants("A100-SXM-80GB").dispatch_s;
-    assert_eq!(matmul_s(&model("A100-SXM-80GB"), DType::BF16, 64, 64, 64), dispatch_s);
+    let ty = |shape: &[u64]| TensorType::new(DType::F32, shape);
+    let (small, large) = (ty(&[64, 64]), ty(&[4096, 4096]));
+    // However much a kernel computes, the host is done with it when it has issued it.
+    assert_eq!(model.issue_s(&matmul(), &[&small, &small]), dispatch_s);
+    assert_eq!(model.issue_s(&matmul(), &[&large, &large]), dispatch_s);
+    assert_eq!(model.issue_s(&Op::Unary(Unary::Tanh), &[&small]), dispatch_s / OPS_PER_FUSED_KERNEL);
+    let shape = vec![4096];
+    assert_eq!(model.issue_s(&Op::Reshape(altiplano_ir::op::Reshape { shape }), &[&small]), 0.0);
 }
 
 #[test]

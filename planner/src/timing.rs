@@ -93,8 +93,7 @@ impl BodyWork {
             members: Vec<(usize, u64)>,
         }
         let mut close = |bucket: Bucket, collective: &Collective| {
-            let waiting_s = prices.cost.waiting_s(prices.link(collective.axes()).devices);
-            let seconds = waiting_s + prices.collective_s(collective, bucket.operand, bucket.result);
+            let seconds = prices.waited_s(collective, bucket.operand, bucket.result);
             for (i, &(member, bytes)) in bucket.members.iter().enumerate() {
                 costs[member].seconds = seconds * bytes as f64 / bucket.operand.max(1) as f64;
                 if i > 0 {
@@ -126,6 +125,13 @@ impl BodyWork {
             }
         }
     }
+}
+
+/// Seconds to update a parameter by a kernel that moves so many bytes.
+pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
+    let kernel = Kernel::moving(KernelKind::Fused { operations: 0.0 }, bytes as u64);
+    let shared = if cost.runtime().is_some() { 0.0 } else { 1.0 - 1.0 / PARAMETERS_PER_LAUNCH };
+    cost.kernel(&kernel).seconds - cost.device().launch_s * shared
 }
 
 /// What a stage takes.

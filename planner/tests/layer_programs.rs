@@ -90,7 +90,7 @@ proptest! {
         let (cost, terms) = solved.entries[0][0].expect("a finite entry");
         prop_assert!((cost - expected).abs() <= 1e-9 * expected, "{cost} {expected}");
         // The parts add up to the objective.
-        let sum = terms.forward_s + terms.backward_s + terms.step_s / 2.0;
+        let sum = terms.objective_s(2);
         prop_assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
     }
 }

@@ -7,6 +7,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::ir::reduce::Goal;
+use altiplano::pins::NamedPin;
 use altiplano::planner::{Progress, Request};
 use altiplano::profiled::{load_profile, plan_by, repredict, uncovered};
 use altiplano::training::Training;
@@ -109,6 +110,8 @@ impl ModelOptions {
             loss: self.loss.clone(),
             ignore_shardings: self.ignore_shardings,
             as_written: self.as_written,
+            pins: Vec::new(),
+            axis_sizes: [None, None],
             precision: self.precision.map(|p| match p {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
@@ -150,6 +153,9 @@ pub struct PlanOptions {
     /// Number of pipeline stages
     #[arg(long, value_name = "N")]
     pp: Option<u32>,
+    /// Lay out parameters and values whose names match: `params*['w']=[{}, {tensor}]`, axes as --dp and --tp size them
+    #[arg(long, value_name = "PATTERN=SHARDING")]
+    pin: Vec<NamedPin>,
     /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
     #[arg(long, value_name = "0..3")]
     zero: Option<u8>,
@@ -222,7 +228,8 @@ impl PlanOptions {
         }
         // A config's model has the batch that is asked for.
         let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);
-        let import = ImportOptions { batch: asked, ..options.import() };
+        let axis_sizes = [self.dp, self.tp];
+        let import = ImportOptions { batch: asked, pins: self.pin.clone(), axis_sizes, ..options.import() };
         let file = model;
         let mut model = model_of(file, bytes, &import)?;
         if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {

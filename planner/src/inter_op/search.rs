@@ -140,7 +140,9 @@ fn candidates_of_mesh(
                 let Some((_, terms, _)) = chain.best() else { continue };
                 for &recompute in &recomputes {
                     let way = Way { mesh: mesh.clone(), roles, variant, recompute };
-                    let candidate = candidate(&terms, chain.transient_bytes, entering[first], recompute, length + 1);
+                    let passes_s = terms.passes_s(recompute, cost.runtime().is_some());
+                    let microbatch_s = passes_s.0 + passes_s.1 + entering[first];
+                    let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, recompute, length + 1);
                     found.push((first, first + length + 1, candidate, way));
                 }
             }
@@ -149,15 +151,14 @@ fn candidates_of_mesh(
     found
 }
 
-fn candidate(terms: &Terms, transient_bytes: f64, transfers_s: f64, recompute: bool, layers: usize) -> Candidate {
-    let again = if recompute { terms.forward_s } else { 0.0 };
+fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, recompute: bool, layers: usize) -> Candidate {
     let (inflight, transient) = match recompute {
         false => (terms.kept_bytes, transient_bytes),
         // One layer's values are alive while its backward runs.
         true => (terms.entering_bytes, transient_bytes + terms.kept_bytes / layers as f64),
     };
     Candidate {
-        microbatch_s: terms.forward_s + terms.backward_s + again + transfers_s,
+        microbatch_s,
         step_s: terms.step_s,
         static_bytes: terms.static_bytes as u64,
         bytes_per_inflight_microbatch: inflight as u64,
@@ -332,6 +333,29 @@ impl Candidates {
     }
 }
 
+impl Candidates {
+    /// The whole model on one submesh of the fewest devices on which that takes at most `most_s`.
+    fn smallest(&self, freedom: &Freedom, memory_bytes: u64, most_s: f64) -> Option<Found<'_>> {
+        let layers = self.layered.layers.len();
+        let mut order: Vec<usize> = (0..self.shapes.len()).collect();
+        order.sort_by_key(|&i| self.shapes[i].num_devices());
+        let step_s = |c: &Candidate| self.num_microbatches as f64 * c.microbatch_s + c.step_s;
+        let (shape, found) = order.into_iter().find_map(|shape| {
+            let fit = self.table.candidates(0, layers, shape).iter().filter(|c| c.peak_bytes(1) <= memory_bytes);
+            let best = fit.min_by(|a, b| step_s(a).total_cmp(&step_s(b)))?;
+            (step_s(best) <= most_s).then_some((shape, best))
+        })?;
+        let way = self.ways[found.id as usize].clone();
+        let stage = ChosenStage { layers: 0..layers, shape: self.shapes[shape], way };
+        Some(Found {
+            candidates: self,
+            schedule: *freedom.schedules.first()?,
+            stages: vec![stage],
+            step_s: step_s(found),
+        })
+    }
+}
+
 /// The candidates for each number of microbatches that could hold the best plan.
 pub struct Searched {
     pub candidates: Vec<Candidates>,
@@ -380,12 +404,14 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 
 /// Search results further than this from the best estimate are not worth judging.
 const WORTH_JUDGING: f64 = 1.5;
+/// Search results that are judged, beside the simplest and the smallest.
+const MOST_JUDGED: usize = 5;
 
 impl Searched {
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
-    /// for that number: the first
-    /// few whose estimate is near the best one, best first, and the best without a pipeline. The search does not see everything that the judge sees (the
-    /// exchange of tied gradients, say), so its second choice may be the better one.
+    /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, and the
+    /// one on the fewest devices. The search does not see everything that the judge sees (the exchange of tied gradients, how
+    /// far the host is ahead), so its second choice may be the better one.
     pub fn ranked(
         &self,
         request: &Request,
@@ -423,8 +449,18 @@ impl Searched {
         let mut rank = 0;
         all.retain(|f| {
             rank += 1;
-            rank <= 3 && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
+            rank <= MOST_JUDGED && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
+        if !freedom.all_devices && freedom.pp.is_none_or(|pp| pp == 1) {
+            let smallest = self.candidates.iter().filter_map(|c| {
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
+                c.smallest(freedom, memory_bytes, WORTH_JUDGING * least)
+            });
+            let devices = |f: &Found<'_>| f.stages.iter().map(|s| s.shape.num_devices()).sum::<u64>();
+            let smallest = smallest.min_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
+            let known = |s: &Found<'_>| all.iter().any(|f| f.stages.len() == 1 && f.stages[0].way == s.stages[0].way);
+            all.extend(smallest.filter(|s| !known(s)));
+        }
         Ok(all)
     }
 }

@@ -61,10 +61,7 @@ pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>
     let lean_s_per_byte =
         if variant.lean { LEAN_FULL_MEMORY_S / spaces.prices.cost.device().memory_bytes.max(1) as f64 } else { 0.0 };
     let problem = statement.problem(|t: &Terms| {
-        t.forward_s
-            + t.backward_s
-            + t.step_s / variant.num_microbatches as f64
-            + lean_s_per_byte * (t.kept_bytes + t.static_bytes)
+        t.objective_s(variant.num_microbatches) + lean_s_per_byte * (t.kept_bytes + t.static_bytes)
     });
     LayerProgram { problem, statement }
 }

@@ -6,6 +6,7 @@
 //! factors the operand does not have.
 
 use crate::lower::{Inside, Prices};
+use altiplano_cost_models::timeline::Price;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
@@ -44,8 +45,9 @@ pub struct Choice {
     /// Layout of the result, and the same with nothing left to reduce, in which its cotangent is needed.
     pub result: LayoutId,
     pub resting: LayoutId,
-    /// Seconds of the op.
+    /// Seconds of the op, and of the host that issues it.
     pub forward_s: f64,
+    pub issue_s: f64,
     /// What is known of the inside of a composite.
     pub inside: Option<Inside>,
 }
@@ -62,7 +64,7 @@ pub struct Spaces<'a> {
     pub roles: AxisRoles,
     layouts: Vec<Sharding>,
     ids: FxHashMap<Sharding, LayoutId>,
-    reshards: FxHashMap<(u64, LayoutId, LayoutId), f64>,
+    reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     /// See [`input_dims`]; empty until it is needed.
     input_dims: Vec<u32>,
@@ -99,27 +101,27 @@ impl<'a> Spaces<'a> {
         &self.layouts[id as usize]
     }
 
-    /// Seconds of a reshard of a value of type `ty`.
-    pub fn reshard_s(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> f64 {
+    /// What a reshard of a value of type `ty` takes.
+    pub fn reshard(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
         if from == to {
-            return 0.0;
+            return Price::default();
         }
         let key = (ty.dtype.bytes(), from, to);
-        if let Some(&seconds) = self.reshards.get(&key) {
-            return seconds;
+        if let Some(&price) = self.reshards.get(&key) {
+            return price;
         }
         let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let seconds = match self.roles.features_axis.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
-            true => f64::INFINITY,
-            false => self.prices.reshard_uncached_s(ty, before, after),
+        let price = match self.roles.features_axis.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
+            true => Price { seconds: f64::INFINITY, issue_s: 0.0 },
+            false => self.prices.reshard_uncached(ty, before, after),
         };
-        self.reshards.insert(key, seconds);
-        seconds
+        self.reshards.insert(key, price);
+        price
     }
 
-    /// Seconds of a reshard of what is stored, which may be cut over any axis.
-    pub fn stored_s(&self, ty: &TensorType, from: LayoutId, to: LayoutId) -> f64 {
-        self.prices.reshard_s(ty, self.layout(from), self.layout(to))
+    /// Seconds of a reshard of what is stored, once a step; it may be cut over any axis.
+    pub fn stored_s(&self, ty: &TensorType, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
+        self.prices.once_s(ty, self.layout(from), self.layout(to), bucket_bytes)
     }
 
     /// The strategies of a node. `outers` lists block counts for each factor, see [`block_counts`].
@@ -164,6 +166,7 @@ impl<'a> Spaces<'a> {
                 Some(inside) => inside.forward_s,
                 None => self.prices.op_s(&node.op, &types, &node.ty, &rule, &strategy, &shardings),
             };
+            let issue_s = inside.map_or_else(|| self.prices.cost.issue_s(&node.op, &types), |inside| inside.issue_s);
             let cotangents = (0..shardings.operands.len())
                 .map(|k| {
                     let mut sharding = shardings.operands[k].clone();
@@ -181,7 +184,7 @@ impl<'a> Spaces<'a> {
             let operands = shardings.operands.into_iter().map(|s| self.intern(s)).collect();
             let resting = self.intern(shardings.result.reduced());
             let result = self.intern(shardings.result);
-            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s, inside });
+            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s, issue_s, inside });
         }
         Space { choices }
     }

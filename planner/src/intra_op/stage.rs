@@ -79,9 +79,8 @@ pub fn state_stage(
     demand: &Demand,
 ) -> StageProgram {
     let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
-    let passes = if demand.recompute { 2.0 } else { 1.0 };
-    let mut problem = statement
-        .problem(|t: &Terms| passes * t.forward_s + t.backward_s + t.step_s / f64::from(demand.num_microbatches));
+    let again = if demand.recompute { 1.0 } else { 0.0 };
+    let mut problem = statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + again * t.forward_s);
     let nodes = model.nodes(&range);
     let trains = model.optimizer.is_some();
     let num_nodes = nodes.len() as u32;

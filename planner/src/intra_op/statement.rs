@@ -9,6 +9,8 @@
 use super::solve::{self, Problem};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout, factor_blocks};
 use crate::lower::is_kept;
+use crate::timing::update_s;
+use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -51,8 +53,15 @@ impl Model<'_> {
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Terms {
+    /// Of the device, with what the next op waits for.
     pub forward_s: f64,
     pub backward_s: f64,
+    /// Of what is sent while the device computes: parameters on the way to their use, gradients on the way from it.
+    pub forward_sent_s: f64,
+    pub backward_sent_s: f64,
+    /// Of the host, which issues kernels ahead of the device.
+    pub forward_issue_s: f64,
+    pub backward_issue_s: f64,
     /// Once per step.
     pub step_s: f64,
     /// Parameters, gradients and optimizer state.
@@ -69,6 +78,10 @@ impl Add for Terms {
         Terms {
             forward_s: self.forward_s + o.forward_s,
             backward_s: self.backward_s + o.backward_s,
+            forward_sent_s: self.forward_sent_s + o.forward_sent_s,
+            backward_sent_s: self.backward_sent_s + o.backward_sent_s,
+            forward_issue_s: self.forward_issue_s + o.forward_issue_s,
+            backward_issue_s: self.backward_issue_s + o.backward_issue_s,
             step_s: self.step_s + o.step_s,
             static_bytes: self.static_bytes + o.static_bytes,
             kept_bytes: self.kept_bytes + o.kept_bytes,
@@ -77,25 +90,62 @@ impl Add for Terms {
     }
 }
 
-impl AddAssign for Terms {
-    fn add_assign(&mut self, o: Terms) {
-        *self = *self + o;
-    }
-}
-
 impl Terms {
-    const FORBIDDEN: Terms = Terms {
-        forward_s: f64::INFINITY,
+    const NONE: Terms = Terms {
+        forward_s: 0.0,
         backward_s: 0.0,
+        forward_sent_s: 0.0,
+        backward_sent_s: 0.0,
+        forward_issue_s: 0.0,
+        backward_issue_s: 0.0,
         step_s: 0.0,
         static_bytes: 0.0,
         kept_bytes: 0.0,
         entering_bytes: 0.0,
     };
+    const FORBIDDEN: Terms = Terms { forward_s: f64::INFINITY, ..Terms::NONE };
 
     /// What is left where nothing is trained: no gradients, no updates, and nothing kept for them.
     fn forward_only(&self) -> Terms {
-        Terms { forward_s: self.forward_s, static_bytes: self.static_bytes, ..Terms::default() }
+        Terms {
+            forward_s: self.forward_s,
+            forward_sent_s: self.forward_sent_s,
+            forward_issue_s: self.forward_issue_s,
+            static_bytes: self.static_bytes,
+            ..Terms::default()
+        }
+    }
+
+    /// What a problem minimises, in seconds per microbatch: a sum, although the streams of a device run side by side
+    /// and the longest decides. What is sent meanwhile counts as if it were hidden as often as not, and the host not at all,
+    /// since it issues as many kernels for one layout as for another.
+    pub fn objective_s(&self, num_microbatches: u32) -> f64 {
+        self.forward_s
+            + self.backward_s
+            + 0.5 * (self.forward_sent_s + self.backward_sent_s)
+            + self.step_s / num_microbatches as f64
+    }
+
+    /// Seconds of a microbatch's forward, and of its backward with the forward repeated for it or not: those of the stream
+    /// that takes longest, or on a runtime that does one thing after the other, of all.
+    pub fn passes_s(&self, recompute: bool, in_order: bool) -> (f64, f64) {
+        let again = |seconds: f64| if recompute { seconds } else { 0.0 };
+        let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
+            true => device_s + sent_s,
+            false => device_s.max(sent_s).max(issue_s),
+        };
+        let backward_s = self.backward_s + again(self.forward_s);
+        let backward_issue_s = self.backward_issue_s + again(self.forward_issue_s);
+        (
+            whole(self.forward_s, self.forward_sent_s, self.forward_issue_s),
+            whole(backward_s, self.backward_sent_s, backward_issue_s),
+        )
+    }
+}
+
+impl AddAssign for Terms {
+    fn add_assign(&mut self, o: Terms) {
+        *self = *self + o;
     }
 }
 
@@ -399,7 +449,10 @@ impl Builder<'_, '_, '_> {
                 let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
                 let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);
                 let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
-                Terms { forward_s, backward_s, kept_bytes, ..Terms::default() }
+                let backward_issue_s = c.inside.map_or(c.issue_s * wanted as f64, |inside| inside.backward_issue_s);
+                let backward_issue_s = if needs_gradient[v.index()] { backward_issue_s } else { 0.0 };
+                let forward_issue_s = c.issue_s;
+                Terms { forward_s, backward_s, forward_issue_s, backward_issue_s, kept_bytes, ..Terms::default() }
             })
             .collect();
         let id = self.add(Variable::Node(v, space), terms);
@@ -465,10 +518,11 @@ impl Builder<'_, '_, '_> {
         let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
         // The update reads gradient, parameter and state and writes parameter and state.
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
-        let update_s = traffic / self.spaces.prices.cost.device().memory_bytes_per_s;
+        let update_s = update_s(self.spaces.prices.cost, traffic);
+        let bucket_bytes = self.execution.bucket_bytes;
         let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
         Terms {
-            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter),
+            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, bucket_bytes),
             static_bytes: parameter_bytes + gradient_bytes + state_bytes,
             ..Terms::default()
         }
@@ -527,11 +581,9 @@ impl Builder<'_, '_, '_> {
     fn price(&mut self, ty: &TensorType, gradient: bool, from: Source, (to, cotangent): Form) -> Terms {
         let terms = match from {
             Source::Parameter(kept) => self.parameter_use(ty, kept, to, cotangent),
-            Source::Value(layout, resting) => Terms {
-                forward_s: self.spaces.reshard_s(ty, layout, to),
-                backward_s: if gradient { self.spaces.reshard_s(ty, cotangent, resting) } else { 0.0 },
-                ..Terms::default()
-            },
+            Source::Value(layout, resting) => {
+                there_and_back(self.spaces, ty, (layout, to), gradient.then_some((cotangent, resting)))
+            }
         };
         if self.model.optimizer.is_some() { terms } else { terms.forward_only() }
     }
@@ -543,12 +595,20 @@ impl Builder<'_, '_, '_> {
             0 | 1 => self.spaces.with_partial_of(kept.layout, cotangent),
             _ => rests.gradient,
         };
-        let gather_s = self.spaces.reshard_s(ty, rests.parameter, to);
         let gradient_ty = self.execution.accumulator(ty);
+        let gathered = self.spaces.reshard(ty, rests.parameter, to);
+        let reduced = self.spaces.reshard(ty, cotangent, accumulator);
+        // Forward, parameters are gathered ahead of their use. Backward, each gather queues behind the reduction of the
+        // gradient before it, so that both are waited for.
+        let both_s = gathered.seconds + reduced.seconds;
+        let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
         Terms {
-            forward_s: gather_s,
-            backward_s: gather_s + self.spaces.reshard_s(ty, cotangent, accumulator),
-            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state),
+            forward_sent_s: gathered.seconds,
+            forward_issue_s: gathered.issue_s,
+            backward_s: waited_s,
+            backward_sent_s: sent_s,
+            backward_issue_s: gathered.issue_s + reduced.issue_s,
+            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.execution.bucket_bytes),
             ..Terms::default()
         }
     }
@@ -567,13 +627,8 @@ impl Builder<'_, '_, '_> {
             _ => Vec::new(),
         };
         for (c, (layout, other)) in pairs.into_iter().enumerate() {
-            let (forward, backward) = if enters {
-                (self.spaces.reshard_s(ty, rest, layout), self.spaces.reshard_s(ty, other, rest))
-            } else {
-                (self.spaces.reshard_s(ty, layout, rest), self.spaces.reshard_s(ty, rest, other))
-            };
-            self.unary[id][c].forward_s += forward;
-            self.unary[id][c].backward_s += if gradient { backward } else { 0.0 };
+            let (there, back) = if enters { ((rest, layout), (other, rest)) } else { ((layout, rest), (rest, other)) };
+            self.unary[id][c] += there_and_back(self.spaces, ty, there, gradient.then_some(back));
         }
     }
 
@@ -583,9 +638,27 @@ impl Builder<'_, '_, '_> {
         let space = space.clone();
         let ty = self.model.graph.ty(v);
         for (terms, c) in self.unary[id].iter_mut().zip(&space.choices) {
-            terms.forward_s += self.spaces.reshard_s(ty, c.result, c.resting);
+            *terms += there_and_back(self.spaces, ty, (c.result, c.resting), None);
         }
         self.leaves[id] = true;
+    }
+}
+
+/// A value brought from one layout to another, and its cotangent, where it has one, back.
+fn there_and_back(
+    spaces: &mut Spaces<'_>,
+    ty: &TensorType,
+    there: (LayoutId, LayoutId),
+    back: Option<(LayoutId, LayoutId)>,
+) -> Terms {
+    let forward = spaces.reshard(ty, there.0, there.1);
+    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(ty, from, to));
+    Terms {
+        forward_s: forward.seconds,
+        backward_s: backward.seconds,
+        forward_issue_s: forward.issue_s,
+        backward_issue_s: backward.issue_s,
+        ..Terms::default()
     }
 }
 

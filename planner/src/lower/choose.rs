@@ -2,7 +2,7 @@
 //!
 //! A backward op runs where its operands are: each mesh axis may split a factor only where some operand is
 //! already split so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
-//! least communication and compute is taken. Given the forward strategies this reproduces what is known to be
+//! least communication and compute is taken, that to the cotangent which the result is a part of included. Given the forward strategies this reproduces what is known to be
 //! good (a column-parallel matmul's input gradient is a partial sum, its weight gradient stays put), and equal
 //! situations get equal choices, so a layer is decided once.
 
@@ -19,8 +19,9 @@ pub enum Available {
     Layouts(Vec<Sharding>),
 }
 
-/// The cheapest strategy for a node whose operands are available as given.
-pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available]) -> Strategy {
+/// The cheapest strategy for a node whose operands are available as given, and whose result is wanted in layout `wanted`, where
+/// that is known.
+pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], wanted: Option<&Sharding>) -> Strategy {
     let graph = &stage.training.graph;
     let rule = graph.rule(value);
     let mesh = &stage.mesh;
@@ -65,6 +66,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available]) 
                     layouts.iter().map(|l| stage.reshard_s(graph.ty(o), l, sharding)).fold(f64::INFINITY, f64::min);
             }
         }
+        seconds += wanted.map_or(0.0, |to| stage.reshard_s(&node.ty, &shardings.result, to));
         if best.as_ref().is_none_or(|(least, _)| seconds < *least) {
             best = Some((seconds, strategy));
         }

@@ -12,6 +12,8 @@ pub mod repeat;
 mod schedule;
 mod stage;
 
+use altiplano_cost_models::kernels::{Kernel, KernelKind};
+use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
 use altiplano_ir::batch::LossKind;
@@ -48,14 +50,16 @@ pub struct StageContext<'a> {
     choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
 }
 
-/// Equal situations of a backward op: op, operand types, available layouts.
-type ChoiceKey = (String, Vec<TensorType>, Vec<Option<Vec<Sharding>>>);
+/// Equal situations of a backward op: op, operand types, available layouts, and the layout wanted of its result.
+type ChoiceKey = (String, Vec<TensorType>, Vec<Option<Vec<Sharding>>>, Option<Sharding>);
 
 /// Prices of ops and reshards on one mesh of one submesh.
 pub struct Prices<'a> {
     pub cost: &'a dyn CostModel,
     pub mesh: Mesh,
     links: Vec<AxisLink>,
+    /// Seconds of the host for each collective.
+    collective_issue_s: f64,
     reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
 }
 
@@ -68,7 +72,8 @@ impl<'a> Prices<'a> {
                 axis_link(group, submesh.0, submesh.1, mesh, &axes)
             })
             .collect();
-        Prices { cost, mesh: mesh.clone(), links, reshards: RefCell::new(FxHashMap::default()) }
+        let collective_issue_s = cost.kernel(&Kernel::moving(KernelKind::Collective, 0)).issue_s;
+        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default() }
     }
 
     pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
@@ -77,6 +82,31 @@ impl<'a> Prices<'a> {
 
     pub fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64) -> f64 {
         self.cost.collective_s(collective, operand_bytes, result_bytes, self.link(collective.axes()))
+    }
+
+    /// Seconds that the next op waits for a collective, which starts when the last device has come to it.
+    pub fn waited_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64) -> f64 {
+        let seconds = self.collective_s(collective, operand_bytes, result_bytes);
+        match collective.communicates() {
+            true => seconds + self.cost.waiting_s(self.link(collective.axes()).devices),
+            false => seconds,
+        }
+    }
+
+    /// Seconds to turn a value of global type `ty` from one sharding into another once a step, together with others: each
+    /// collective takes its share of one that sends `bucket_bytes`, if it does not fill that alone.
+    pub fn once_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding, bucket_bytes: u64) -> f64 {
+        let bucket_bytes = if self.cost.runtime().is_some() { 0 } else { bucket_bytes };
+        let mut seconds = 0.0;
+        let mut bytes = from.local_bytes(ty, &self.mesh);
+        for step in reshard(from, to, &self.mesh) {
+            let result = step.result.local_bytes(ty, &self.mesh);
+            let parts = (bucket_bytes as f64 / bytes.max(result).max(1) as f64).max(1.0);
+            let all = |bytes: u64| (bytes as f64 * parts) as u64;
+            seconds += self.waited_s(&step.collective, all(bytes), all(result)) / parts;
+            bytes = result;
+        }
+        seconds
     }
 
     /// Seconds to turn a value of global type `ty` from one sharding into another.
@@ -88,21 +118,22 @@ impl<'a> Prices<'a> {
         if let Some(&seconds) = self.reshards.borrow().get(&key) {
             return seconds;
         }
-        let seconds = self.reshard_uncached_s(ty, from, to);
+        let seconds = self.reshard_uncached(ty, from, to).seconds;
         self.reshards.borrow_mut().insert(key, seconds);
         seconds
     }
 
-    /// [`Prices::reshard_s`] for callers that keep what they learn.
-    pub fn reshard_uncached_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> f64 {
-        let mut seconds = 0.0;
+    /// [`Prices::reshard_s`] with what it takes of the host, for callers that keep what they learn.
+    pub fn reshard_uncached(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> Price {
+        let mut price = Price::default();
         let mut bytes = from.local_bytes(ty, &self.mesh);
         for step in reshard(from, to, &self.mesh) {
             let result = step.result.local_bytes(ty, &self.mesh);
-            seconds += self.collective_s(&step.collective, bytes, result);
+            price.seconds += self.waited_s(&step.collective, bytes, result);
+            price.issue_s += if step.collective.communicates() { self.collective_issue_s } else { 0.0 };
             bytes = result;
         }
-        seconds
+        price
     }
 
     /// Seconds of an op under a strategy from which these shardings follow, with what it fetches from its neighbours.
@@ -160,7 +191,7 @@ impl<'a> Prices<'a> {
         match &graph.node(v).op {
             Op::Collective(c) => {
                 let operand = graph.ty(graph.node(v).operands[0]).bytes();
-                self.collective_s(&c.collective, operand, graph.ty(v).bytes())
+                self.waited_s(&c.collective, operand, graph.ty(v).bytes())
             }
             _ => 0.0,
         }
@@ -184,8 +215,12 @@ impl<'a> Prices<'a> {
             let exchange_s = self.exchange_s(&graph, v);
             let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
             let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
+            let sends = if exchange_s > 0.0 { self.collective_issue_s } else { 0.0 };
+            let issue_s = self.cost.issue_s(&node.op, &graph.operand_types(v));
             inside.forward_s += compute_s + exchange_s;
             inside.backward_s += compute_s * wanted as f64 + exchange_s;
+            inside.issue_s += issue_s + sends;
+            inside.backward_issue_s += issue_s * wanted as f64 + sends;
             inside.kept_bytes += if is_kept(&node.op) { node.ty.bytes() as f64 } else { 0.0 };
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
         }
@@ -206,6 +241,9 @@ pub struct Inside {
     pub forward_s: f64,
     /// With the cotangents of all operands.
     pub backward_s: f64,
+    /// Of the host, forward and backward.
+    pub issue_s: f64,
+    pub backward_issue_s: f64,
     /// Kept from forward to backward, if nothing is recomputed.
     pub kept_bytes: f64,
     pub largest_bytes: f64,
@@ -246,18 +284,18 @@ impl StageContext<'_> {
     }
 
     /// [`choose::choose`], once for equal situations.
-    fn choose(&self, value: ValueId, operands: &[choose::Available]) -> Strategy {
+    fn choose(&self, value: ValueId, operands: &[choose::Available], wanted: Option<Sharding>) -> Strategy {
         let graph = &self.training.graph;
         let layouts = operands.iter().map(|a| match a {
             choose::Available::Any => None,
             choose::Available::Layouts(l) => Some(l.clone()),
         });
         let types = graph.operand_types(value).into_iter().cloned().collect();
-        let key = (format!("{:?}", graph.node(value).op), types, layouts.collect());
+        let key = (format!("{:?}", graph.node(value).op), types, layouts.collect(), wanted);
         if let Some(strategy) = self.choices.borrow().get(&key) {
             return strategy.clone();
         }
-        let strategy = choose::choose(self, value, operands);
+        let strategy = choose::choose(self, value, operands, key.3.as_ref());
         self.choices.borrow_mut().insert(key, strategy.clone());
         strategy
     }

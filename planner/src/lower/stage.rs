@@ -246,15 +246,8 @@ impl<'a> StageLowering<'a> {
     /// pass to the accumulator. Only where all of its parts have that layout.
     fn left_partial(&self, b: &BodyBuilder<'a>, v: ValueId) -> Option<Sharding> {
         let cx = self.cx;
-        let graph = &cx.training.graph;
-        let mut at = v;
-        while !matches!(graph.node(at).op, Op::Parameter(_)) {
-            let (&[operand], true) =
-                (graph.node(at).operands.as_slice(), graph.rule(at).linear.iter().any(|set| set == &[0]))
-            else {
-                return None;
-            };
-            at = operand;
+        if !is_of_parameter(cx, v) {
+            return None;
         }
         if cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index)) {
             return None;
@@ -306,6 +299,7 @@ impl<'a> StageLowering<'a> {
         for n in graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
             owned.entry(training.owner[n.index()]).or_default().push(n);
         }
+        let parts = parts_of(cx);
         let mut receives_backward = BTreeMap::new();
         let mut writes = Vec::new();
         let accumulators = self.accumulators();
@@ -325,7 +319,8 @@ impl<'a> StageLowering<'a> {
                 for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
                     let operands = &graph.node(n).operands;
                     let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
-                    let strategy = cx.choose(n, &available);
+                    let wanted = parts.get(&n).map(|&of| cx.resting(of));
+                    let strategy = cx.choose(n, &available, wanted);
                     let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
                     for (&o, to) in operands.iter().zip(&shardings.operands) {
                         self.fetch(&mut b, &forward, o, to);
@@ -559,6 +554,26 @@ impl<'a> StageLowering<'a> {
         let (graph, reads, writes) = b.finish(writes);
         Body { name: format!("stage{} update", cx.index), phase: Phase::Update, graph, reads, writes, frees }
     }
+}
+
+/// Whether a value is a parameter, or one that went through conversions, broadcasts and the like alone.
+fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
+    let graph = &cx.training.graph;
+    let mut at = v;
+    while !matches!(graph.node(at).op, Op::Parameter(_)) {
+        match graph.node(at).operands.as_slice() {
+            &[operand] if graph.rule(at).linear.iter().any(|set| set == &[0]) => at = operand,
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests.
+fn parts_of(cx: &StageContext<'_>) -> BTreeMap<ValueId, ValueId> {
+    let here = |v: &ValueId| cx.stage_of[v.index()] == Some(cx.index) && !is_of_parameter(cx, *v);
+    let of = |v: ValueId| cx.training.contributions[v.index()].iter().map(move |(_, part)| (*part, v));
+    cx.plan.graph.values().filter(here).flat_map(of).collect()
 }
 
 fn parameter_name<'a>(cx: &'a StageContext<'_>, p: ValueId) -> &'a str {
