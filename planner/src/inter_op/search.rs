@@ -58,6 +58,7 @@ pub struct Way {
 }
 
 /// The best found for one number of microbatches.
+#[derive(Clone)]
 pub struct Found<'a> {
     pub candidates: &'a Candidates,
     pub schedule: Schedule,
@@ -334,25 +335,29 @@ impl Candidates {
 }
 
 impl Candidates {
-    /// The whole model on one submesh of the fewest devices on which that takes at most `most_s`.
-    fn smallest(&self, freedom: &Freedom, memory_bytes: u64, most_s: f64) -> Option<Found<'_>> {
+    /// The whole model as one stage: the best way on each mesh that takes at most `most_s`, fewest devices first, then fastest.
+    fn singles(&self, freedom: &Freedom, memory_bytes: u64, most_s: f64) -> Vec<Found<'_>> {
         let layers = self.layered.layers.len();
-        let mut order: Vec<usize> = (0..self.shapes.len()).collect();
-        order.sort_by_key(|&i| self.shapes[i].num_devices());
-        let step_s = |c: &Candidate| self.num_microbatches as f64 * c.microbatch_s + c.step_s;
-        let (shape, found) = order.into_iter().find_map(|shape| {
-            let fit = self.table.candidates(0, layers, shape).iter().filter(|c| c.peak_bytes(1) <= memory_bytes);
-            let best = fit.min_by(|a, b| step_s(a).total_cmp(&step_s(b)))?;
-            (step_s(best) <= most_s).then_some((shape, best))
-        })?;
-        let way = self.ways[found.id as usize].clone();
-        let stage = ChosenStage { layers: 0..layers, shape: self.shapes[shape], way };
-        Some(Found {
-            candidates: self,
-            schedule: *freedom.schedules.first()?,
-            stages: vec![stage],
-            step_s: step_s(found),
-        })
+        let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
+        let mut found: Vec<Found<'_>> = Vec::new();
+        for (i, &shape) in self.shapes.iter().enumerate() {
+            let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= memory_bytes);
+            for candidate in fit {
+                let step_s = self.num_microbatches as f64 * candidate.microbatch_s + candidate.step_s;
+                let way = &self.ways[candidate.id as usize];
+                let known = found.iter_mut().find(|f| f.stages[0].shape == shape && f.stages[0].way.mesh == way.mesh);
+                let stages = || vec![ChosenStage { layers: 0..layers, shape, way: way.clone() }];
+                match known {
+                    _ if step_s > most_s => {}
+                    Some(known) if known.step_s <= step_s => {}
+                    Some(known) => (known.stages, known.step_s) = (stages(), step_s),
+                    None => found.push(Found { candidates: self, schedule, stages: stages(), step_s }),
+                }
+            }
+        }
+        let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+        found.sort_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
+        found
     }
 }
 
@@ -404,13 +409,15 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 
 /// Search results further than this from the best estimate are not worth judging.
 const WORTH_JUDGING: f64 = 1.5;
+/// Meshes for the whole model as one stage that are judged beside them.
+const MOST_MESHES: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
 
 impl Searched {
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
-    /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, and the
-    /// one on the fewest devices. The search does not see everything that the judge sees (the exchange of tied gradients, how
+    /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, the one on the fewest devices,
+    /// and the best meshes for one stage. The search does not see everything that the judge sees (the exchange of tied gradients, how
     /// far the host is ahead), so its second choice may be the better one.
     pub fn ranked(
         &self,
@@ -451,15 +458,33 @@ impl Searched {
             rank += 1;
             rank <= MOST_JUDGED && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
-        if !freedom.all_devices && freedom.pp.is_none_or(|pp| pp == 1) {
-            let smallest = self.candidates.iter().filter_map(|c| {
+        if freedom.pp.is_none_or(|pp| pp == 1) {
+            let mut singles: Vec<Found<'_>> = Vec::new();
+            for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
-                c.smallest(freedom, memory_bytes, WORTH_JUDGING * least)
-            });
-            let devices = |f: &Found<'_>| f.stages.iter().map(|s| s.shape.num_devices()).sum::<u64>();
-            let smallest = smallest.min_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
-            let known = |s: &Found<'_>| all.iter().any(|f| f.stages.len() == 1 && f.stages[0].way == s.stages[0].way);
-            all.extend(smallest.filter(|s| !known(s)));
+                singles.extend(c.singles(freedom, memory_bytes, WORTH_JUDGING * least));
+            }
+            let unknown = |all: &[Found<'_>], s: &Found<'_>| {
+                let same = |f: &Found<'_>| {
+                    f.candidates.num_microbatches == s.candidates.num_microbatches
+                        && f.stages.len() == 1
+                        && f.stages[0].shape == s.stages[0].shape
+                        && f.stages[0].way.mesh == s.stages[0].way.mesh
+                };
+                !all.iter().any(same)
+            };
+            let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+            let fewest = singles.iter().map(devices).min();
+            let total = request.cluster.num_devices() as u64;
+            let mut near = singles.clone();
+            near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+            let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
+            let near = near.into_iter().filter(|s| !freedom.all_devices || devices(s) == total).take(MOST_MESHES);
+            for single in smallest.into_iter().chain(near) {
+                if unknown(&all, &single) {
+                    all.push(single);
+                }
+            }
         }
         Ok(all)
     }
