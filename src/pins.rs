@@ -86,10 +86,20 @@ fn matches(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
+/// The parameters, and the values that are no constants, whose names match a pattern.
+pub fn named(graph: &Graph, pattern: &str) -> Vec<(ValueId, String)> {
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let name = |v: ValueId| match &graph.node(v).op {
+        Op::Parameter(p) => Some(p.name.clone()),
+        _ => Some(graph.node(v).name.clone()).filter(|name| !name.is_empty() && varies[v.index()]),
+    };
+    let named = graph.values().filter_map(|v| Some((v, name(v)?)));
+    named.filter(|(_, name)| matches(pattern, name)).collect()
+}
+
 /// Pins what is asked for. `sizes` are those of the axes `data` and `tensor`, where they are given; a dimension that is the batch
 /// may be of any size, since microbatches are.
 pub fn apply(graph: &mut Graph, pins: &[NamedPin], sizes: [Option<u32>; 2]) -> Result<(), Error> {
-    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     for pin in pins {
         let problem = |problem| Error::Pin { pin: pin.text.clone(), problem: Box::new(problem) };
         let mut mesh: Vec<(String, u64)> = Vec::new();
@@ -102,15 +112,7 @@ pub fn apply(graph: &mut Graph, pins: &[NamedPin], sizes: [Option<u32>; 2]) -> R
             let size = size.ok_or_else(|| problem(PinProblem::NoSize { axis, option }))?;
             mesh.push((axis.to_string(), size as u64));
         }
-        let name = |v: ValueId| match &graph.node(v).op {
-            Op::Parameter(p) => Some(p.name.clone()),
-            _ => Some(graph.node(v).name.clone()).filter(|name| !name.is_empty() && varies[v.index()]),
-        };
-        let found: Vec<(ValueId, String)> = graph
-            .values()
-            .filter_map(|v| Some((v, name(v)?)))
-            .filter(|(_, name)| matches(&pin.pattern, name))
-            .collect();
+        let found = named(graph, &pin.pattern);
         if found.is_empty() {
             return Err(problem(PinProblem::MatchesNothing));
         }

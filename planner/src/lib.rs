@@ -17,6 +17,7 @@ pub mod predict;
 pub mod refine;
 pub mod request;
 pub mod timing;
+pub mod why;
 
 pub use lower::lower;
 pub use request::{PlanFailure, Progress, Request, Silent};

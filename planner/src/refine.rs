@@ -2,8 +2,8 @@
 //!
 //! The search puts stages together from layers that it solves one by one, with one level of storage for all parameters. Once it
 //! has settled on stages and meshes, every stage is stated as a whole ([`crate::intra_op::stage`]); what comes out replaces the
-//! shardings of the plan where the judge finds it no slower and within memory. Either way the plan says how near to the best
-//! its shardings are.
+//! shardings of the plan where the judge finds it within memory and faster, or as fast and leaner. Either way the plan says how
+//! near to the best its shardings are.
 
 use crate::assemble::{Shardings, with_shardings};
 use crate::inter_op::search::Freedom;
@@ -14,7 +14,7 @@ use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use crate::{fits, predict, programs};
+use crate::{fits, leanest_of_the_fastest, predict, programs};
 use altiplano_cost_models::CostModel;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -39,7 +39,7 @@ struct Again {
     changed: bool,
 }
 
-/// Solves every stage of a judged plan again. The plan that comes back is the plan itself or a faster one, with
+/// Solves every stage of a judged plan again. The plan that comes back is the plan itself or a better one, with
 /// [`Stage::solved`] filled in.
 pub fn refined(
     request: &Request,
@@ -83,8 +83,7 @@ pub fn refined(
         predict::predict(&mut other, &lowered, cost);
         debug_assert!(other.verify().is_empty(), "{:?}", other.verify());
         if fits(&other) {
-            let no_slower = other.predicted.step_time_s <= plan.predicted.step_time_s;
-            return Ok(if no_slower { other } else { plan });
+            return Ok(leanest_of_the_fastest(vec![plan, other]));
         }
         for (share, stage) in shares.iter_mut().zip(&other.stages) {
             let peak = stage.predicted.peak_bytes as f64;

@@ -2,10 +2,12 @@
 
 mod held;
 mod programs;
+mod why;
 mod words;
 
 pub use held::held;
 pub use programs::programs;
+pub use why::why_text;
 
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;

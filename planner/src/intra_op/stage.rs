@@ -56,6 +56,8 @@ pub struct StageSolution {
     pub lower_bound_s: f64,
     /// The most that is held at any point.
     pub most_bytes: u64,
+    /// The choice for each node of the problem.
+    pub choice: Vec<usize>,
 }
 
 /// For each value of a forward graph the nodes whose gradients read it.
@@ -151,6 +153,7 @@ impl StageProgram {
             cost_s: solution.cost,
             lower_bound_s: solution.lower_bound,
             most_bytes: self.most_bytes(&solution.choice).0,
+            choice: solution.choice,
         })
     }
 

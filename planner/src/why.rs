@@ -1,0 +1,119 @@
+//! Why a plan lays a value out as it does: every other layout of the value, or way of storing the parameter, beside the one
+//! taken, with the rest of its stage as it is and with the rest chosen anew. The prices are those of the stage's problem
+//! ([`crate::intra_op::stage`]), by which shardings are chosen; what a plan takes as a whole, the judge says.
+
+use crate::intra_op::solve::{Options, SolveError, alternatives};
+use crate::intra_op::space::{AxisRoles, Spaces};
+use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
+use crate::intra_op::statement::Variable;
+use crate::lower::Prices;
+use crate::model::Layered;
+use crate::refine::{as_given, levels};
+use crate::request::PlanFailure;
+use altiplano_cost_models::Roofline;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::plan::Plan;
+
+/// One layout of a value, or one way of storing a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layout {
+    /// The sharding, and for a parameter how far its storage is sharded beyond it.
+    pub layout: String,
+    pub chosen: bool,
+    /// Seconds that a microbatch of the stage takes more, all else as it is; infinite where something else forbids it.
+    pub in_place_s: f64,
+    /// The same, all else chosen anew for it; infinite where nothing goes with it.
+    pub whole_s: f64,
+    /// What else is chosen otherwise then.
+    pub others: usize,
+    /// Bytes over a device's memory at the fullest point, all else as it is.
+    pub over_bytes: u64,
+}
+
+/// A value in one stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Why {
+    pub stage: usize,
+    /// Seconds of a microbatch of the stage as it is.
+    pub cost_s: f64,
+    /// The most that its problem holds at any point, and what a device has.
+    pub most_bytes: u64,
+    pub limit_bytes: u64,
+    /// The chosen one first, then by what they cost over the whole.
+    pub layouts: Vec<Layout>,
+}
+
+/// Effort for each alternative: stages mostly need a small part of it.
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 0.5, gap: 1e-4 };
+
+/// What each stage that has the value could do with it. Empty where no stage decides on it.
+pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
+    let trains = plan.schedule.trains();
+    let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
+    let readers = match trains {
+        true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
+        false => Vec::new(),
+    };
+    let group = &plan.cluster.groups[0];
+    let cost = Roofline::new(group.device.clone());
+    let mut found = Vec::new();
+    for (index, stage) in plan.stages.iter().enumerate() {
+        let prices = Prices::new(&cost, group, stage.submesh, &stage.mesh);
+        let mut spaces = Spaces::new(&prices, AxisRoles::default());
+        let demand = Demand {
+            levels: levels(None, stage.mesh.num_devices(), trains),
+            num_microbatches: plan.num_microbatches,
+            in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, index as u32),
+            recompute: stage.recompute,
+            execution: plan.execution,
+        };
+        let model = layered.model(trains.then_some(&plan.optimizer));
+        let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
+        let mut program = state_stage(&model, &readers, range, &mut spaces, &demand);
+        let is_it = |variable: &Variable| match variable {
+            Variable::Node(v, _) | Variable::Parameter(v, _) => *v == value,
+            _ => false,
+        };
+        let Some(at) = program.statement.variables.iter().position(is_it) else { continue };
+        let Some(given) = as_given(&program, &plan.graph, stage, &mut spaces) else { continue };
+        // What the plan needs by this problem's estimate is allowed, since the judge found that it fits.
+        let limit_bytes = group.device.memory_bytes.max(given.most_bytes);
+        program.problem.limit_bytes = Some(limit_bytes);
+        let all = match alternatives(&program.problem, &given.choice, at, &OPTIONS) {
+            Ok(all) => all,
+            Err(SolveError::Malformed { .. } | SolveError::Infeasible) => continue,
+            Err(_) => Vec::new(),
+        };
+        let text = |strategy: usize, spaces: &Spaces<'_>| match &program.statement.variables[at] {
+            Variable::Node(_, space) => {
+                spaces.layout(space.choices[strategy].result).display(spaces.mesh()).to_string()
+            }
+            Variable::Parameter(_, kept) => {
+                let layout = spaces.layout(kept[strategy].layout).display(spaces.mesh());
+                let stored = ["whole", "ZeRO-1", "ZeRO-2", "ZeRO-3"][usize::from(kept[strategy].level.min(3))];
+                format!("{layout} {stored}")
+            }
+            _ => String::new(),
+        };
+        let mut layouts: Vec<Layout> = Vec::new();
+        for other in all {
+            let new = Layout {
+                layout: text(other.strategy, &spaces),
+                chosen: other.strategy == given.choice[at],
+                in_place_s: other.in_place - given.cost_s,
+                whole_s: other.whole - given.cost_s,
+                others: other.others,
+                over_bytes: other.over.map_or(0, |(_, bytes)| bytes),
+            };
+            // Several strategies may give one layout: the cheapest stands for them, the chosen one for itself.
+            match layouts.iter_mut().find(|l| l.layout == new.layout) {
+                Some(known) if !known.chosen && (new.chosen || new.whole_s < known.whole_s) => *known = new,
+                Some(_) => {}
+                None => layouts.push(new),
+            }
+        }
+        layouts.sort_by(|a, b| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
+        found.push(Why { stage: index, cost_s: given.cost_s, most_bytes: given.most_bytes, limit_bytes, layouts });
+    }
+    Ok(found)
+}
