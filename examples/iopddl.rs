@@ -132,7 +132,7 @@ fn main() -> ExitCode {
     };
     let read_s = start.elapsed().as_secs_f64();
     // Writing the answer and freeing what was used takes a moment.
-    let left_s = (0.98 * arguments.time_limit - read_s - 0.2).max(0.0);
+    let left_s = (0.96 * arguments.time_limit - read_s - 0.3).max(0.0);
     let options = Options { time_limit_s: left_s, effort: f64::MAX / 1e10, ..Options::default() };
     let mut phases: BTreeMap<&str, f64> = BTreeMap::new();
     let mut last_s = 0.0;
@@ -146,7 +146,7 @@ fn main() -> ExitCode {
     });
     match solved {
         Ok(solution) => {
-            println!("cost: {}", solution.cost);
+            println!("cost: {}", solution.cost + 0.0);
             println!("lower_bound: {:.3}", solution.lower_bound);
             println!("gap: {:.3e}", solution.gap());
             println!("peak_usage: {}", peak(&problem, &solution.choice));

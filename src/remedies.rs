@@ -38,6 +38,8 @@ pub struct Shortage {
     pub moment: String,
     pub peak_bytes: u64,
     pub limit_bytes: u64,
+    /// The least that any plan that was judged needs.
+    pub needed_bytes: u64,
     /// The fewest tensors held then that do not fit by themselves, largest first.
     pub tensors: Vec<HeldTensor>,
     /// Optimizer state held then.
@@ -51,11 +53,11 @@ const MOST_GROWTH: u32 = 64;
 /// Tensors that are listed in words.
 const LISTED: usize = 6;
 
-/// What is short for a request that failed for memory, and what would help.
+/// What is short for a request that failed for memory, its best plan needing `required_bytes`, and what would help.
 ///
 /// # Errors
 /// What else stands in the way of the plan that comes closest.
-pub fn shortage(request: &Request, progress: &dyn Progress) -> Result<Shortage, Error> {
+pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
     let closest = closest_plan(request)?;
     let limit_bytes = closest.cluster.groups[0].device.memory_bytes;
@@ -81,6 +83,7 @@ pub fn shortage(request: &Request, progress: &dyn Progress) -> Result<Shortage, 
         moment: simulation.moment(stage),
         peak_bytes: memory.peak_bytes,
         limit_bytes,
+        needed_bytes: memory.peak_bytes.min(required_bytes),
         tensors,
         state_bytes,
         remedies,
@@ -149,7 +152,7 @@ impl fmt::Display for Shortage {
         let stage = if self.num_stages > 1 { format!(" on a device of stage{}", self.stage) } else { String::new() };
         writeln!(
             f,
-            "what comes closest holds {} of {}{stage} in {}; {} of the tensors held then are more than a device has:",
+            "what comes closest holds {} of {}{stage} in {}; {} of the tensors held then are together more than a device has:",
             bytes(self.peak_bytes),
             bytes(self.limit_bytes),
             self.moment,
@@ -170,9 +173,10 @@ impl fmt::Display for Shortage {
         }
         for remedy in &self.remedies {
             let (step, peak) = (seconds(remedy.step_s), bytes(remedy.peak_bytes));
-            writeln!(f, "  {}: {step} a step, {peak} per device", remedy.change)?;
+            writeln!(f, "  {}: at most {step} a step, {peak} per device", remedy.change)?;
         }
-        write!(f, "  devices with {}", bytes(self.peak_bytes))?;
+        // Rounded up, and a plan that was judged may have needed less than what should come closest.
+        write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;
         let without_state = self.peak_bytes.saturating_sub(self.state_bytes);
         if self.state_bytes > 0 && without_state <= self.limit_bytes {
             let state = bytes(self.state_bytes);

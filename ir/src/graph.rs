@@ -88,17 +88,21 @@ pub struct PinnedDim {
 }
 
 impl Pin {
-    /// Whether a layout on another mesh does what the pin asks for. Meshes differ in axes and names, so what counts is into
-    /// how many contiguous parts each dimension is split: exactly as many as the pin's axes, or a multiple where it is open.
+    /// Whether a layout on another mesh does what the pin asks for. Where that mesh has all axes of the pin by name and size,
+    /// those are meant. Otherwise meshes differ in axes and names, so what counts is into how many contiguous parts each
+    /// dimension is split: exactly as many as the pin's axes, or a multiple where it is open.
     pub fn allows(&self, layout: &Sharding, mesh: &Mesh) -> bool {
         let size = |name: &String| self.mesh.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
+        let same = |(name, size): &(String, u64)| mesh.find(name).is_some_and(|axis| mesh.size(axis) == *size);
+        let by_name = self.mesh.iter().all(same);
         self.dims.iter().zip(&layout.dims).all(|(pinned, dim)| {
             let wanted: u64 = pinned.axes.iter().map(size).product();
             let axes: Vec<AxisId> = dim.axes().collect();
             let parts = mesh.product(&axes);
             let contiguous = dim.segments().len() == 1 || parts == 1;
             let enough = if pinned.open { parts.is_multiple_of(wanted.max(1)) } else { parts == wanted };
-            enough && (contiguous || wanted == 1)
+            let named = pinned.axes.iter().filter(|name| size(name) > 1).filter_map(|name| mesh.find(name));
+            enough && (contiguous || wanted == 1) && (!by_name || named.into_iter().all(|axis| axes.contains(&axis)))
         })
     }
 }

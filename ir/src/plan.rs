@@ -170,9 +170,10 @@ pub struct Solved {
 }
 
 impl Solved {
-    /// How far above the best the shardings can be at most, relative to them; zero where they are proven best.
+    /// How far above the best the shardings can be at most, relative to the best; zero where they are proven best, infinite where
+    /// nothing is proven.
     pub fn gap(&self) -> f64 {
-        if self.cost_s <= self.lower_bound_s { 0.0 } else { (self.cost_s - self.lower_bound_s) / self.cost_s }
+        if self.cost_s <= self.lower_bound_s { 0.0 } else { self.cost_s / self.lower_bound_s - 1.0 }
     }
 }
 
@@ -394,8 +395,11 @@ impl Plan {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
             }
             let seconds = |s: f64| s.is_finite() && s >= 0.0;
-            if stage.solved.is_some_and(|s| !seconds(s.cost_s) || !seconds(s.lower_bound_s)) {
-                fail(here("solved"), "must be seconds, not negative");
+            if stage
+                .solved
+                .is_some_and(|s| !seconds(s.cost_s) || !seconds(s.lower_bound_s) || s.lower_bound_s > s.cost_s)
+            {
+                fail(here("solved"), "must be seconds, not negative, and the bound no more than the cost");
             }
             for (v, layer) in self.graph.values().zip(&layer_of) {
                 let inside = layer.is_some_and(|l| stage.layers.contains(&l));

@@ -95,7 +95,7 @@ pub enum PlanFailure {
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
     #[error(
-        "no plan for this cluster and these options lays out values as the model asks for (--ignore-shardings plans without): {}{}",
+        "no plan for this cluster and these options lays out values as --pin or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
         .pins.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("; "),
         if .pins.len() > 3 { format!("; and {} more", .pins.len() - 3) } else { String::new() }
     )]

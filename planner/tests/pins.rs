@@ -75,6 +75,29 @@ fn pinned_values_are_laid_out_as_asked() {
         };
         let shown = layout.display(&stage.mesh).to_string();
         assert!(pin.allows(&layout, &stage.mesh), "{pin} became {shown} on {}", stage.mesh);
+        assert!(stage.solved.is_some(), "{pin}: what is pinned is forbidden otherwise, and the rest is solved as ever");
+    }
+}
+
+#[test]
+fn axes_of_the_same_name_and_size_are_those_meant() {
+    use altiplano_ir::mesh::Mesh;
+    use altiplano_ir::sharding::Sharding;
+    let mesh = Mesh::new(&[("data", 2), ("tensor", 2)]);
+    let layout = |text: &str| Sharding::parse(text, &[8, 8], &mesh).expect("a layout");
+    let dim = |axis: &str| PinnedDim { axes: vec![axis.into()], open: false };
+    let none = || PinnedDim { axes: vec![], open: false };
+    let pin = |mesh: &[(&str, u64)], axis: &str| Pin {
+        value: ValueId(0),
+        mesh: mesh.iter().map(|(name, size)| (name.to_string(), *size)).collect(),
+        dims: vec![none(), dim(axis)],
+    };
+    let both = [("data", 2), ("tensor", 2)];
+    assert!(pin(&both, "tensor").allows(&layout("[{}, {tensor}]"), &mesh));
+    assert!(!pin(&both, "tensor").allows(&layout("[{}, {data}]"), &mesh));
+    // A mesh of another make: what counts is the number of parts.
+    for axis in ["data", "tensor"] {
+        assert!(pin(&[("x", 2)], "x").allows(&layout(&format!("[{{}}, {{{axis}}}]")), &mesh));
     }
 }
 

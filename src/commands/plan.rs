@@ -32,8 +32,9 @@ impl Plan {
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::new();
         let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
-            if matches!(error, Error::Plan(failure) if matches!(**failure, PlanFailure::Memory { .. }))
-                && let Ok(shortage) = shortage(&request, &bar)
+            if let Error::Plan(failure) = error
+                && let PlanFailure::Memory { required_bytes, .. } = **failure
+                && let Ok(shortage) = shortage(&request, required_bytes, &bar)
             {
                 bar.suspend(|| eprintln!("{shortage}"));
             }

@@ -118,6 +118,7 @@ fn proven(plan: &Plan) -> Option<String> {
     let gap = gaps?.into_iter().fold(0.0, f64::max);
     let of = if plan.stages.len() > 1 { " of each stage" } else { "" };
     Some(match gap {
+        gap if !gap.is_finite() => return None,
         gap if gap < PROVEN => format!("proven the best in this space{of}"),
         gap => format!("proven within {} of the best in this space{of}", percent(gap)),
     })

@@ -81,8 +81,9 @@ pub fn state_stage(
     demand: &Demand,
 ) -> StageProgram {
     let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
-    let again = if demand.recompute { 1.0 } else { 0.0 };
-    let mut problem = statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + again * t.forward_s);
+    // Not a factor of zero: what is forbidden is infinite.
+    let again = |s: f64| if demand.recompute { s } else { 0.0 };
+    let mut problem = statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + again(t.forward_s));
     let nodes = model.nodes(&range);
     let trains = model.optimizer.is_some();
     let num_nodes = nodes.len() as u32;
