@@ -125,13 +125,7 @@ fn solved_again(
     };
     let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles);
-    let demand = Demand {
-        levels: levels(freedom.zero, stage.mesh.num_devices(), trains),
-        num_microbatches: plan.num_microbatches,
-        in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, index as u32),
-        recompute: stage.recompute,
-        execution: plan.execution,
-    };
+    let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains));
     let model = layered.model(trains.then_some(&request.optimizer));
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);

@@ -60,13 +60,7 @@ pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
     for (index, stage) in plan.stages.iter().enumerate() {
         let prices = Prices::new(&cost, group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
-        let demand = Demand {
-            levels: levels(None, stage.mesh.num_devices(), trains),
-            num_microbatches: plan.num_microbatches,
-            in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, index as u32),
-            recompute: stage.recompute,
-            execution: plan.execution,
-        };
+        let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
         let model = layered.model(trains.then_some(&plan.optimizer));
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
         let mut program = state_stage(&model, &readers, range, &mut spaces, &demand);

@@ -16,7 +16,7 @@ use crate::lower::repeat::Repeats;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::plan::Execution;
+use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::rule::Strategy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -32,6 +32,19 @@ pub struct Demand {
     pub in_flight: u32,
     pub recompute: bool,
     pub execution: Execution,
+}
+
+impl Demand {
+    /// How a plan runs one of its stages, whose parameters may be stored at any of `levels`.
+    pub fn of(plan: &Plan, stage: usize, levels: Vec<u8>) -> Demand {
+        Demand {
+            levels,
+            num_microbatches: plan.num_microbatches,
+            in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, stage as u32),
+            recompute: plan.stages[stage].recompute,
+            execution: plan.execution,
+        }
+    }
 }
 
 /// A stage's problem, stated but not solved.
