@@ -8,7 +8,7 @@
 //! It stops at a gap of 1e-4, or when its effort is spent.
 //! One line a size: nodes, edges, seconds to reduce and in all, nodes left, gap.
 
-use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, solve_watched};
+use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
 use std::time::Instant;
 
 /// A small generator of numbers that are the same everywhere (Steele, Lea & Flood 2014).
@@ -108,25 +108,6 @@ fn branching(nodes: usize) -> Problem {
     maker.finish()
 }
 
-fn peak(problem: &Problem, choice: &[usize]) -> u64 {
-    let mut change = vec![0_i64; 2 * problem.nodes.len() + 2];
-    for (node, &s) in problem.nodes.iter().zip(choice) {
-        for held in &node.holds {
-            change[held.live.start as usize] += held.bytes[s] as i64;
-            change[held.live.end as usize] -= held.bytes[s] as i64;
-        }
-    }
-    let mut held = 0;
-    change
-        .iter()
-        .map(|c| {
-            held += c;
-            held
-        })
-        .max()
-        .unwrap_or(0) as u64
-}
-
 fn main() {
     // Cargo passes `--bench`.
     let most = std::env::args().skip(1).find_map(|a| a.parse().ok()).unwrap_or(1_000_000);
@@ -147,7 +128,8 @@ fn main() {
                     continue;
                 }
             };
-            problem.limit_bytes = Some(peak(&problem, &free.choice) * 9 / 10);
+            let peak = held(&problem, &free.choice).into_iter().map(|(_, bytes)| bytes).max();
+            problem.limit_bytes = peak.map(|peak| peak * 9 / 10);
             let start = Instant::now();
             let (mut reduce_s, mut left) = (0.0, 0);
             let solved = solve_watched(&problem, &options, &mut |now| {

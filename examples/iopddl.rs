@@ -6,7 +6,7 @@
 //! The limit is on the whole run, reading included. Lines on stdout: `cost:`, `lower_bound:`, `gap:`, `peak_usage:`, seconds
 //! by phase, and last `solution:` with one strategy index per node.
 
-use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, solve_watched};
+use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
 use clap::Parser;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -100,26 +100,6 @@ fn read(path: &PathBuf) -> Result<Problem, String> {
     Ok(Problem { nodes, edges, limit_bytes: problem.usage_limit })
 }
 
-/// The most that is held at any time.
-fn peak(problem: &Problem, choice: &[usize]) -> u64 {
-    let mut change: BTreeMap<u32, i128> = BTreeMap::new();
-    for (node, &s) in problem.nodes.iter().zip(choice) {
-        for held in node.holds.iter().filter(|held| !held.live.is_empty()) {
-            *change.entry(held.live.start).or_default() += i128::from(held.bytes[s]);
-            *change.entry(held.live.end).or_default() -= i128::from(held.bytes[s]);
-        }
-    }
-    let mut held = 0;
-    change
-        .values()
-        .map(|c| {
-            held += c;
-            held
-        })
-        .max()
-        .unwrap_or(0) as u64
-}
-
 fn main() -> ExitCode {
     let start = Instant::now();
     let arguments = Arguments::parse();
@@ -149,7 +129,8 @@ fn main() -> ExitCode {
             println!("cost: {}", solution.cost + 0.0);
             println!("lower_bound: {:.3}", solution.lower_bound);
             println!("gap: {:.3e}", solution.gap());
-            println!("peak_usage: {}", peak(&problem, &solution.choice));
+            let peak = held(&problem, &solution.choice).into_iter().map(|(_, bytes)| bytes).max();
+            println!("peak_usage: {}", peak.unwrap_or(0));
             println!("read_s: {read_s:.3}");
             phases.iter().for_each(|(phase, s)| println!("{phase}_s: {s:.3}"));
             println!("total_s: {:.3}", start.elapsed().as_secs_f64());

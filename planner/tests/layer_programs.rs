@@ -5,47 +5,23 @@ mod support;
 use altiplano_cost_models::{Roofline, preset};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::op::{Op, Parameter, Reducer, Unary};
+use altiplano_ir::op::Reducer;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::types::TensorType;
-use altiplano_ir::{dtype::DType, op::Input};
+use altiplano_ir::simplify::simplify;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer, state_layer};
 use altiplano_planner::intra_op::solve::Problem;
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::lower::Prices;
 use altiplano_planner::model::Layered;
 use proptest::prelude::*;
+use support::random_steps;
 
 /// A random graph of a few ops on `[4, 6]` matrices, ending in a scalar.
 fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
-    let mut g = Graph::new("random");
-    let ty = TensorType::new(DType::F32, vec![4, 6]);
-    let mut values = vec![g.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[])];
-    for (i, &(kind, a, b)) in steps.iter().enumerate() {
-        let a = values[a as usize % values.len()];
-        let b = values[b as usize % values.len()];
-        let value = match kind % 4 {
-            0 => g.add(a, b),
-            1 => g.unary(Unary::Tanh, a),
-            2 => {
-                let w = Parameter { name: format!("w{i}"), ty: TensorType::new(DType::F32, vec![6, 6]) };
-                let w = g.emit(Op::Parameter(w), &[]);
-                let dot = altiplano_ir::op::DotGeneral {
-                    lhs_batch: vec![],
-                    rhs_batch: vec![],
-                    lhs_contract: vec![1],
-                    rhs_contract: vec![0],
-                };
-                g.emit(Op::DotGeneral(dot), &[a, w])
-            }
-            _ => g.mul(a, b),
-        };
-        values.push(value);
-    }
-    let last = values[values.len() - 1];
+    let (mut g, last) = random_steps(steps);
     let loss = g.reduce(last, Reducer::Sum, &[0, 1]);
     g.outputs = vec![loss];
-    altiplano_ir::simplify::simplify(&g)
+    simplify(&g)
 }
 
 /// The least cost over all choices; `None` where there are too many to try.

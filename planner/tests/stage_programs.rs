@@ -8,7 +8,7 @@ use altiplano_ir::batch::{LossKind, find_batch, rebatch};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::op::{Input, Op, Parameter, Reducer, Unary};
+use altiplano_ir::op::{Op, Parameter, Reducer};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::simplify::simplify;
@@ -23,37 +23,14 @@ use altiplano_planner::model::Layered;
 use altiplano_planner::refine::{as_given, levels};
 use altiplano_planner::{Request, Silent, plan, predict, programs};
 use proptest::prelude::*;
-use support::{assert_computes_the_same, transformer};
+use support::{assert_computes_the_same, random_steps, transformer};
 
 /// A random graph of a few ops on `[4, 6]` matrices, ending in a scalar.
 fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
-    let mut g = Graph::new("random");
-    let ty = TensorType::new(DType::F32, vec![4, 6]);
-    let mut values = vec![g.emit(Op::Input(Input { name: "x".into(), ty }), &[])];
-    for (i, &(kind, a, b)) in steps.iter().enumerate() {
-        let a = values[a as usize % values.len()];
-        let b = values[b as usize % values.len()];
-        let value = match kind % 4 {
-            0 => g.add(a, b),
-            1 => g.unary(Unary::Tanh, a),
-            2 => {
-                let w = Parameter { name: format!("w{i}"), ty: TensorType::new(DType::F32, vec![6, 6]) };
-                let w = g.emit(Op::Parameter(w), &[]);
-                let dot = altiplano_ir::op::DotGeneral {
-                    lhs_batch: vec![],
-                    rhs_batch: vec![],
-                    lhs_contract: vec![1],
-                    rhs_contract: vec![0],
-                };
-                g.emit(Op::DotGeneral(dot), &[a, w])
-            }
-            _ => g.mul(a, b),
-        };
-        values.push(value);
-    }
+    let (mut g, last) = random_steps(steps);
     // The weights come last, so that every graph has a gradient.
     let w = g.emit(Op::Parameter(Parameter { name: "last".into(), ty: TensorType::new(DType::F32, vec![4, 6]) }), &[]);
-    let last = g.mul(values[values.len() - 1], w);
+    let last = g.mul(last, w);
     let loss = g.reduce(last, Reducer::Sum, &[0, 1]);
     g.outputs = vec![loss];
     simplify(&g)

@@ -18,6 +18,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::rule::Strategy;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -173,21 +174,9 @@ impl StageProgram {
 
     /// The most bytes that a choice holds, and the first point at which it does.
     pub fn most_bytes(&self, choice: &[usize]) -> (u64, u32) {
-        let mut change = vec![0i128; self.num_points as usize + 1];
-        for (node, &c) in self.problem.nodes.iter().zip(choice) {
-            for hold in &node.holds {
-                change[hold.live.start as usize] += i128::from(hold.bytes[c]);
-                change[hold.live.end as usize] -= i128::from(hold.bytes[c]);
-            }
-        }
-        let (mut held, mut most) = (0i128, (0, 0));
-        for (point, change) in (0u32..).zip(change) {
-            held += change;
-            if held > most.0 {
-                most = (held, point);
-            }
-        }
-        (most.0 as u64, most.1)
+        let fullest =
+            solve::held(&self.problem, choice).into_iter().max_by_key(|&(point, bytes)| (bytes, Reverse(point)));
+        fullest.map_or((0, 0), |(point, bytes)| (bytes, point))
     }
 
     /// Every way to keep each parameter.

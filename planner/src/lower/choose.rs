@@ -2,9 +2,9 @@
 //!
 //! A backward op runs where its operands are: each mesh axis may split a factor only where some operand is
 //! already split so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
-//! least communication and compute is taken, that to the cotangent which the result is a part of included. Given the forward strategies this reproduces what is known to be
-//! good (a column-parallel matmul's input gradient is a partial sum, its weight gradient stays put), and equal
-//! situations get equal choices, so a layer is decided once.
+//! least communication and compute is taken, that to the cotangent which the result is a part of included. Given the
+//! forward strategies this reproduces what is known to be good (a column-parallel matmul's input gradient is a partial sum,
+//! its weight gradient stays put), and equal situations get equal choices, so a layer is decided once.
 
 use super::StageContext;
 use altiplano_ir::graph::ValueId;

@@ -348,3 +348,28 @@ pub fn assert_computes_the_same(plan: &Plan, programs: &Programs, whole: &Graph,
         assert!(!far(updated, &expected), "updated {name} under {:?}", describe());
     }
 }
+
+/// A random graph of a few ops on `[4, 6]` matrices without outputs yet, and its last value.
+pub fn random_steps(steps: &[(u8, u8, u8)]) -> (Graph, ValueId) {
+    let mut g = Graph::new("random");
+    let ty = TensorType::new(DType::F32, vec![4, 6]);
+    let mut values = vec![g.emit(Op::Input(Input { name: "x".into(), ty }), &[])];
+    for (i, &(kind, a, b)) in steps.iter().enumerate() {
+        let a = values[a as usize % values.len()];
+        let b = values[b as usize % values.len()];
+        let value = match kind % 4 {
+            0 => g.add(a, b),
+            1 => g.unary(Unary::Tanh, a),
+            2 => {
+                let w = Parameter { name: format!("w{i}"), ty: TensorType::new(DType::F32, vec![6, 6]) };
+                let w = g.emit(Op::Parameter(w), &[]);
+                let dot =
+                    DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![0] };
+                g.emit(Op::DotGeneral(dot), &[a, w])
+            }
+            _ => g.mul(a, b),
+        };
+        values.push(value);
+    }
+    (g, values[values.len() - 1])
+}

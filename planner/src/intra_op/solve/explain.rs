@@ -29,8 +29,8 @@ pub fn tight_points(problem: &Problem, choice: &[usize], within: f64) -> Vec<(u3
     tight
 }
 
-/// Bytes held from each program point at which that changes.
-fn held(problem: &Problem, choice: &[usize]) -> Vec<(u32, u64)> {
+/// Bytes that a choice holds from each program point at which that changes.
+pub fn held(problem: &Problem, choice: &[usize]) -> Vec<(u32, u64)> {
     let mut change: std::collections::BTreeMap<u32, i128> = Default::default();
     for (node, &s) in problem.nodes.iter().zip(choice) {
         for holding in node.holds.iter().filter(|holding| !holding.live.is_empty()) {

@@ -2,9 +2,9 @@
 //! point the bytes held within a limit.
 //!
 //! A problem is reduced exactly ([`reduce`]), which leaves some hundred of some ten thousand nodes of a real model. Memory
-//! becomes prices of bytes in the few rows where it binds, the rest is bounded by message passing or elimination, what the bound rules out
-//! goes, and what is left is branched on, while neighbourhoods of the best choice are searched for a better one. The
-//! answer is the best choice found and a lower bound that holds whatever was found.
+//! becomes prices of bytes in the few rows where it binds, the rest is bounded by message passing or elimination, what the
+//! bound rules out goes, and what is left is branched on, while neighbourhoods of the best choice are searched for a better
+//! one. The answer is the best choice found and a lower bound that holds whatever was found.
 //!
 //! The module needs nothing of the planner. It is anytime: a limit of time or work ends it with what it has.
 
@@ -22,7 +22,7 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-pub use explain::{Alternative, alternatives, tight_points};
+pub use explain::{Alternative, alternatives, held, tight_points};
 
 use branch::{Budget, Incumbent};
 use compact::Compact;
