@@ -24,7 +24,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{Program, Programs, Transfer};
-use altiplano_ir::reshard::{Collective, reshard};
+use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -98,13 +98,11 @@ impl<'a> Prices<'a> {
     pub fn once_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding, bucket_bytes: u64) -> f64 {
         let bucket_bytes = if self.cost.runtime().is_some() { 0 } else { bucket_bytes };
         let mut seconds = 0.0;
-        let mut bytes = from.local_bytes(ty, &self.mesh);
-        for step in reshard(from, to, &self.mesh) {
-            let result = step.result.local_bytes(ty, &self.mesh);
+        for leg in legs(from, to, &self.mesh).iter() {
+            let (bytes, result) = (ty.bytes() / leg.operand_parts, ty.bytes() / leg.result_parts);
             let parts = (bucket_bytes as f64 / bytes.max(result).max(1) as f64).max(1.0);
             let all = |bytes: u64| (bytes as f64 * parts) as u64;
-            seconds += self.waited_s(&step.collective, all(bytes), all(result)) / parts;
-            bytes = result;
+            seconds += self.waited_s(&leg.collective, all(bytes), all(result)) / parts;
         }
         seconds
     }
@@ -126,12 +124,10 @@ impl<'a> Prices<'a> {
     /// [`Prices::reshard_s`] with what it takes of the host, for callers that keep what they learn.
     pub fn reshard_uncached(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> Price {
         let mut price = Price::default();
-        let mut bytes = from.local_bytes(ty, &self.mesh);
-        for step in reshard(from, to, &self.mesh) {
-            let result = step.result.local_bytes(ty, &self.mesh);
-            price.seconds += self.waited_s(&step.collective, bytes, result);
-            price.issue_s += if step.collective.communicates() { self.collective_issue_s } else { 0.0 };
-            bytes = result;
+        let bytes = ty.bytes();
+        for leg in legs(from, to, &self.mesh).iter() {
+            price.seconds += self.waited_s(&leg.collective, bytes / leg.operand_parts, bytes / leg.result_parts);
+            price.issue_s += if leg.collective.communicates() { self.collective_issue_s } else { 0.0 };
         }
         price
     }
