@@ -30,9 +30,8 @@ use altiplano_ir::program::Programs;
 use inter_op::search::{Freedom, Searched, search};
 use model::Layered;
 use rayon::prelude::*;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
@@ -44,15 +43,14 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     cost_model(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
-    let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
+    let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
     let layered = |count: u32| {
-        if let Some(known) = known.borrow().get(&count) {
-            return Some(known.clone());
-        }
-        let graph = at_microbatches(request, count)?;
-        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains()));
-        known.borrow_mut().insert(count, new.clone());
-        Some(new)
+        let cell = known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let new = || {
+            let graph = at_microbatches(request, count)?;
+            Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
+        };
+        cell.get_or_init(new).clone()
     };
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
@@ -70,9 +68,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     let best = searched;
     let mut candidates: Vec<Plan> = Vec::new();
     let baselines = baselines(request, &freedom);
-    let total = baselines.len();
-    for (i, (name, freedom)) in baselines.into_iter().enumerate() {
-        progress.step(name, i, total);
+    progress.step("baselines", 0, baselines.len());
+    let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
+        .into_par_iter()
+        .map(|(name, freedom)| {
+            // The best that fits, else the best there is.
+            let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
+            if matches!(result, Err(PlanFailure::Memory { .. })) {
+                result = leanest(request, &freedom, cost, &layered);
+            }
+            (name, result)
+        })
+        .collect();
+    for (name, result) in judged_baselines {
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
@@ -84,11 +92,6 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
                 if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
             )
         };
-        // The best that fits, else the best there is.
-        let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
-        if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = leanest(request, &freedom, cost, &layered);
-        }
         alternatives.push(match result {
             Ok(plan) => {
                 let fits = fits(&plan);
@@ -169,7 +172,7 @@ fn best_that_fits(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let searched = search(request, freedom, cost, layered, progress);
@@ -188,7 +191,7 @@ fn leanest(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
     let recompute = Some(freedom.recompute.unwrap_or(true));

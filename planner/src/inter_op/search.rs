@@ -378,7 +378,7 @@ pub fn search(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Searched {
     let counts = &freedom.num_microbatches;

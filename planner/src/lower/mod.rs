@@ -28,6 +28,7 @@ use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use rayon::prelude::*;
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -312,27 +313,25 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
         .map(|layer| layer.and_then(|l| plan.stages.iter().position(|s| s.layers.contains(&l)).map(|s| s as u32)))
         .collect();
     let users = plan.graph.users();
-    let contexts: Vec<StageContext<'_>> = plan
-        .stages
-        .iter()
-        .enumerate()
-        .map(|(i, stage)| StageContext {
-            plan,
-            stage,
-            index: i as u32,
-            mesh: stage.mesh.clone(),
-            training: &training,
-            constant: &constant,
-            stage_of: &stage_of,
-            layer_of: &layer_of,
-            users: &users,
-            prices: Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh),
-            choices: RefCell::new(FxHashMap::default()),
-        })
-        .collect();
+    let context = |i: usize| StageContext {
+        plan,
+        stage: &plan.stages[i],
+        index: i as u32,
+        mesh: plan.stages[i].mesh.clone(),
+        training: &training,
+        constant: &constant,
+        stage_of: &stage_of,
+        layer_of: &layer_of,
+        users: &users,
+        prices: Prices::new(cost, &plan.cluster.groups[0], plan.stages[i].submesh, &plan.stages[i].mesh),
+        choices: RefCell::new(FxHashMap::default()),
+    };
+    let num_stages = plan.stages.len();
+    let mut lowered: Vec<stage::Lowered> =
+        (0..num_stages).into_par_iter().map(|i| stage::lower_stage(&context(i))).collect();
+    let contexts: Vec<StageContext<'_>> = (0..num_stages).map(context).collect();
 
     let mut transfers: Vec<Transfer> = Vec::new();
-    let mut lowered: Vec<stage::Lowered> = contexts.iter().map(stage::lower_stage).collect();
     let links = stage::connect(&contexts, &mut lowered, &mut transfers);
     let programs: Vec<Program> =
         lowered.into_iter().zip(&contexts).map(|(lowered, cx)| schedule::program(cx, lowered, &links)).collect();
