@@ -67,14 +67,19 @@ pub struct Found<'a> {
 }
 
 /// Logical meshes of a submesh under the degrees that are fixed.
-fn meshes(shape: SubmeshShape, freedom: &Freedom) -> Vec<Mesh> {
+fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
+    // An axis may do anything unless it is named: then one of size 1 may as well be the other one, and within a node, where all
+    // devices are as near to each other, the axes may as well change places.
+    let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
+    let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Most data parallelism first: of equal meshes the one that says what it does.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
         .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
+        .filter(|&(data, tensor)| !known(data, tensor))
         .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
         .collect()
 }
@@ -254,10 +259,11 @@ pub fn candidates(
             !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group)
         })
         .collect();
+    let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = shapes
         .iter()
         .enumerate()
-        .flat_map(|(i, &shape)| meshes(shape, freedom).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, &shape)| meshes(shape, freedom, pinned).into_iter().map(move |m| (i, m)))
         .collect();
     let runs = Runs::new(&layered.kinds);
     let results: Vec<(Vec<Way>, Vec<(usize, Candidate)>)> = jobs
