@@ -465,6 +465,8 @@ const WORTH_JUDGING: f64 = 1.5;
 const MOST_MESHES: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
+/// Nodes of all search results that are judged, as far as there are more of them than one.
+const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
@@ -504,8 +506,10 @@ impl Searched {
         let Some(least) = all.first().map(|f| f.step_s) else {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
-        // A baseline's degrees are fixed: little is left to judge.
+        // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
         let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
+        let num_nodes = self.candidates[0].layered.graph.len();
+        let most_judged = most_judged.min(NODES_JUDGED / num_nodes.max(1)).max(1);
         let simplest = all.iter().position(|f| f.stages.len() == 1);
         let mut rank = 0;
         all.retain(|f| {
@@ -536,7 +540,7 @@ impl Searched {
             let near = near
                 .into_iter()
                 .filter(|s| !freedom.all_devices || devices(s) == total)
-                .take(if freedom.all_devices { 1 } else { MOST_MESHES });
+                .take(most_judged.min(MOST_MESHES));
             for single in smallest.into_iter().chain(near) {
                 if unknown(&all, &single) {
                     all.push(single);
