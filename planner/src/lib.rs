@@ -10,6 +10,7 @@ pub mod fixed;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
+pub mod lost;
 pub mod lower;
 pub mod memory;
 pub mod model;
@@ -20,6 +21,7 @@ pub mod timing;
 pub mod why;
 
 pub use lower::lower;
+use request::Muted;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{CostModel, Roofline, single_group};
@@ -55,17 +57,21 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let searched = best_that_fits(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
+    let searched = plans_that_fit(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
         failure => failure,
     });
-    if !request.baselines {
-        return refine::refined(request, &freedom, searched?, cost);
+    let (best, others) = match searched {
+        Ok(mut plans) => (Ok(plans.remove(0)), plans),
+        Err(failure) => (Err(failure), Vec::new()),
+    };
+    if progress.stopped() || !request.baselines {
+        let best = best?;
+        return if progress.stopped() { Ok(best) } else { refine::refined(request, &freedom, best, cost) };
     }
     let mut alternatives = Vec::new();
-    let best = searched;
     let mut candidates: Vec<Plan> = Vec::new();
     let baselines = baselines(request, &freedom);
     progress.step("baselines", 0, baselines.len());
@@ -73,7 +79,9 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         .into_par_iter()
         .map(|(name, freedom)| {
             // The best that fits, else the best there is.
-            let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
+            let quietly = Muted(progress);
+            let fitting = plans_that_fit(request, &freedom, cost, &layered, &quietly);
+            let mut result = fitting.map(|mut plans| plans.swap_remove(0));
             if matches!(result, Err(PlanFailure::Memory { .. })) {
                 result = leanest(request, &freedom, cost, &layered);
             }
@@ -120,6 +128,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         }
     };
     plan = refine::refined(request, &freedom, plan, cost)?;
+    alternatives.extend(lost::alternatives(&plan, others));
     let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     let mut distinct = stages.clone();
     distinct.dedup();
@@ -167,20 +176,20 @@ fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
     Ok(Roofline::new(group.device.clone()))
 }
 
-/// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.
-fn best_that_fits(
+/// The plans that fit of those that were judged, fastest first; layouts that keep less are looked at only where nothing else does.
+fn plans_that_fit(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
-) -> Result<Plan, PlanFailure> {
+) -> Result<Vec<Plan>, PlanFailure> {
     let searched = search(request, freedom, cost, layered, progress);
-    match within_memory(request, freedom, &searched, cost) {
+    match within_memory(request, freedom, &searched, cost, progress) {
         Err(PlanFailure::Memory { .. }) => {
             let lean = Freedom { lean: true, ..freedom.clone() };
             let searched = search(request, &lean, cost, layered, progress);
-            within_memory(request, &lean, &searched, cost)
+            within_memory(request, &lean, &searched, cost, progress)
         }
         result => result,
     }
@@ -202,14 +211,15 @@ fn leanest(
     judged(request, &ranked[0], cost)
 }
 
-/// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
+/// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
 /// needs more, it looks again under a limit that is lower by as much.
 fn within_memory(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
     cost: &dyn CostModel,
-) -> Result<Plan, PlanFailure> {
+    progress: &dyn Progress,
+) -> Result<Vec<Plan>, PlanFailure> {
     let device = freedom.memory_bytes;
     // Each number of microbatches has its own limit: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
@@ -220,9 +230,11 @@ fn within_memory(
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
+        // Whoever is told to stop judges one.
+        let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
         let plans: Vec<Plan> =
-            ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
-        let mut best: Option<Plan> = None;
+            worth.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+        let mut fitting: Vec<Plan> = Vec::new();
         for plan in plans {
             let peak = plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
             if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
@@ -233,12 +245,13 @@ fn within_memory(
             if !fits(&plan) {
                 let limit = limits.entry(plan.num_microbatches).or_insert(device);
                 *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
-            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
-                best = Some(plan);
+            } else {
+                fitting.push(plan);
             }
         }
-        if let Some(plan) = best {
-            return Ok(plan);
+        if !fitting.is_empty() {
+            fitting.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            return Ok(fitting);
         }
     }
     let (required_bytes, detail) = closest.unwrap_or_default();

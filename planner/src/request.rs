@@ -113,10 +113,29 @@ impl PlanFailure {
 pub trait Progress: Sync {
     /// `done` of `total` pieces of work, and what the current one is.
     fn step(&self, what: &str, done: usize, total: usize);
+
+    /// The fastest step found so far, as the search estimates it, and what no plan on these devices falls below.
+    fn best(&self, _step_s: f64, _bound_s: f64) {}
+
+    /// Whether to look no further and give the best plan found so far.
+    fn stopped(&self) -> bool {
+        false
+    }
 }
 
 /// No one is watching.
 pub struct Silent;
+
+/// Says nothing, and stops when another one does.
+pub struct Muted<'a>(pub &'a dyn Progress);
+
+impl Progress for Muted<'_> {
+    fn step(&self, _: &str, _: usize, _: usize) {}
+
+    fn stopped(&self) -> bool {
+        self.0.stopped()
+    }
+}
 
 impl Progress for Silent {
     fn step(&self, _: &str, _: usize, _: usize) {}

@@ -11,6 +11,7 @@ use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::Prices;
 use crate::model::Layered;
+use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::{CostModel, transfer_path};
 use altiplano_ir::cluster::Group;
@@ -401,6 +402,7 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
+    let bound_s = bound_s(request, counts, layered);
     // Whether a number of microbatches is better than those before; `None` where nothing fits.
     let mut tried = |i: usize| -> Option<bool> {
         let count = counts[i];
@@ -420,28 +422,36 @@ pub fn search(
             better |= step_s.is_some_and(|s| s < *least);
             *least = least.min(step_s.unwrap_or(f64::INFINITY));
         }
+        if least[0].is_finite() {
+            progress.best(least[0], bound_s);
+        }
         best.map(|_| better)
     };
+    let mut any = false;
     let nodes = request.cluster.groups[0].nodes;
     let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
     for i in start..total {
-        worse = match tried(i) {
+        let better = tried(i);
+        any |= better.is_some();
+        worse = match better {
             Some(true) => 0,
             Some(false) => worse + 1,
             None => worse,
         };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
     }
     worse = 0;
     for i in (0..start).rev() {
-        worse = if tried(i) == Some(true) { 0 } else { worse + 1 };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
+        let better = tried(i);
+        any |= better.is_some();
+        worse = if better == Some(true) { 0 } else { worse + 1 };
     }
     progress.step("done", total, total);
     found.sort_by_key(|c| c.num_microbatches);
@@ -450,6 +460,12 @@ pub fn search(
 
 /// Microbatches for each stage with which a pipeline is mostly full.
 const FULL: u32 = 4;
+
+/// The FLOPs of a step at the peak rate of all devices, whatever the number of microbatches.
+fn bound_s(request: &Request, counts: &[u32], layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync)) -> f64 {
+    let Some((count, at_size)) = counts.iter().find_map(|&c| Some((c, layered(c)?))) else { return 0.0 };
+    step_flop(&at_size.graph, request.trains()) * count as f64 / peak_flops(&request.cluster, &at_size.graph)
+}
 
 /// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
 /// of that, and parameters with gradient and state, split over all devices.
