@@ -17,17 +17,20 @@ pub mod model;
 pub mod predict;
 pub mod refine;
 pub mod request;
+pub mod sweep;
+pub mod target;
 pub mod timing;
 pub mod why;
 
 pub use lower::lower;
 use request::Muted;
+pub use request::SearchKind;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{CostModel, Roofline, single_group};
 use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Alternative, Plan, Schedule};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Freedom, Searched, search};
 use model::Layered;
@@ -43,7 +46,11 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
 /// [`plan`] by the prices of another model of the cluster's device.
 pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     cost_model(request)?;
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
+    if request.target == Target::Megatron {
+        return best_of_sweep(request, cost, progress);
+    }
     let starts = layers::cluster(&request.graph);
     let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
     let layered = |count: u32| {
@@ -69,7 +76,11 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     };
     if progress.stopped() || !request.baselines {
         let best = best?;
-        return if progress.stopped() { Ok(best) } else { refine::refined(request, &freedom, best, cost) };
+        return if progress.stopped() || freedom.alpa {
+            Ok(best)
+        } else {
+            refine::refined(request, &freedom, best, cost)
+        };
     }
     let mut alternatives = Vec::new();
     let mut candidates: Vec<Plan> = Vec::new();
@@ -110,7 +121,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
                     detail: degrees(&plan),
                 };
                 // The judge has the last word: a baseline may be the plan.
-                if fits && allowed(request, &plan) {
+                if fits && allowed(request, &plan) && !freedom.alpa {
                     candidates.push(plan);
                 }
                 line
@@ -127,7 +138,9 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
             leanest_of_the_fastest(candidates)
         }
     };
-    plan = refine::refined(request, &freedom, plan, cost)?;
+    if !freedom.alpa {
+        plan = refine::refined(request, &freedom, plan, cost)?;
+    }
     alternatives.extend(lost::alternatives(&plan, others));
     let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     let mut distinct = stages.clone();
@@ -147,10 +160,20 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     Ok(plan)
 }
 
+/// The best configuration of a sweep, with those that come after it as alternatives.
+fn best_of_sweep(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let swept = sweep::sweep(request, &sweep::Space::default(), cost, progress)?;
+    let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
+    let mut best = plans.remove(0);
+    best.alternatives = lost::alternatives(&best, plans);
+    Ok(best)
+}
+
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     let cost = cost_model(request)?;
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
     let layered = |count: u32| {
@@ -423,19 +446,25 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
             "would change the loss, which is not a mean over samples; --allow-microbatch-semantics permits it",
         );
     }
+    let alpa = request.search == SearchKind::Alpa;
     Ok(Freedom {
         dp,
         tp,
         pp,
-        zero: request.zero,
-        recompute: if request.trains() { request.recompute } else { Some(false) },
+        zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
+        recompute: if request.trains() { request.recompute.or(alpa.then_some(true)) } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
-        all_devices: dp.is_some() && tp.is_some() && pp.is_some(),
+        all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
+        alpa,
     })
 }
+
+/// Alpa turns reductions of gradients into reduce-scatters where it can, and updates what is left on each device (section 4.2,
+/// "post-ILP optimization").
+const ALPA_ZERO: u8 = 2;
 
 /// The plain ways to train or run in parallel, on the whole cluster.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
@@ -454,6 +483,8 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         pp: Some(pp),
         zero: Some(zero),
         all_devices: true,
+        recompute: if request.trains() { request.recompute } else { Some(false) },
+        alpa: false,
         ..freedom.clone()
     };
     let layers = layers::cluster(&request.graph).len() as u32 - 1;

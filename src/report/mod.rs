@@ -13,7 +13,7 @@ use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted};
+use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted, Target};
 use comfy_table::{CellAlignment, Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -94,6 +94,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     if let Some(profile) = &plan.profile {
         writeln!(out, "  judged by       {profile}")?;
+    }
+    if plan.target != Target::Altiplano {
+        writeln!(out, "  run by          {}, as far as its options and overlap go", plan.target.name())?;
     }
     let p = &plan.predicted;
     let step = if trains { "step " } else { "batch" };

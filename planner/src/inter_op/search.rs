@@ -39,6 +39,8 @@ pub struct Freedom {
     pub memory_bytes: u64,
     /// Prefer layouts that keep less, even if that takes time.
     pub lean: bool,
+    /// [`crate::SearchKind::Alpa`].
+    pub alpa: bool,
 }
 
 /// One stage as the search chose it.
@@ -136,6 +138,7 @@ fn candidates_of_mesh(
     let path = transfer_path(group, submesh, submesh, shape.nodes == 1);
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
+        _ if freedom.alpa => 0.0,
         l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
@@ -263,7 +266,11 @@ pub fn candidates(
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
             let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group, layered.layers.len())
+            let alpas = !freedom.alpa || s.nodes > 1 || s.devices.is_power_of_two();
+            alpas
+                && !whole
+                && (!exact || product == Some(s.num_devices()))
+                && worth_trying(*s, group, layered.layers.len())
         })
         .collect();
     let pinned = !layered.graph.pins.is_empty();
