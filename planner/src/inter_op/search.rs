@@ -6,6 +6,7 @@
 use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
 use super::submesh::{SubmeshShape, shapes};
+use crate::fixed::evenly;
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
@@ -19,6 +20,7 @@ use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -133,13 +135,20 @@ fn candidates_of_mesh(
         None => vec![1, 3],
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
-    // What enters a stage, and its cotangent where there is one. Layers of one kind are entered by values of the same types.
+    // What enters a stage, and its cotangent where there is one: in a pipeline of one forward and one backward in turn, each
+    // microbatch waits for both. Of stages that lie side by side on a node, the first is entered from another one. Layers of one
+    // kind are entered by values of the same types.
     let ways_across = if request.trains() { 2.0 } else { 1.0 };
-    let path = transfer_path(group, submesh, submesh, shape.nodes == 1);
+    let crossing = if shape.nodes > 1 { 1.0 } else { f64::from(shape.devices) / f64::from(group.devices_per_node) };
+    let path = |same_node: bool| transfer_path(group, submesh, submesh, same_node);
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
         _ if freedom.alpa => 0.0,
-        l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
+        _ if group.nodes == 1 => ways_across * cost.transfer_s(layered.entering_bytes(l), &path(true)),
+        l => {
+            let seconds = |same_node| cost.transfer_s(layered.entering_bytes(l), &path(same_node));
+            ways_across * (crossing * seconds(false) + (1.0 - crossing) * seconds(true))
+        }
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
     let (mut ways, mut found) = (Vec::new(), Vec::new());
@@ -389,6 +398,49 @@ impl Candidates {
     }
 }
 
+impl Candidates {
+    /// Pipelines whose stages are all alike: for every submesh that tiles the cluster, layers dealt out evenly and the best way
+    /// that all stages can go. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates
+    /// are as good as equal, the simple pipeline may be the better one.
+    fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Vec<Found<'_>> {
+        let devices = request.cluster.groups[0].num_devices() as u64;
+        let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
+        let mut found = Vec::new();
+        for (i, &shape) in self.shapes.iter().enumerate() {
+            let stages = devices / shape.num_devices();
+            let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != stages);
+            if fixed || stages < 2 || devices % shape.num_devices() != 0 {
+                continue;
+            }
+            let Some(ranges) = evenly(&self.layered.kinds, stages as usize) else { continue };
+            let of = |range: &Range<usize>| self.table.candidates(range.start, range.end, i);
+            let way = |first: &Candidate| {
+                let mut sum_s = 0.0;
+                let (mut longest_s, mut step_s) = (0.0f64, 0.0f64);
+                for (s, range) in (0u32..).zip(&ranges) {
+                    let c = of(range).iter().find(|c| c.id == first.id)?;
+                    let held = schedule.in_flight(self.num_microbatches, stages as u32, s);
+                    if c.peak_bytes(held) > memory_bytes {
+                        return None;
+                    }
+                    sum_s += c.microbatch_s;
+                    longest_s = longest_s.max(c.microbatch_s);
+                    step_s = step_s.max(c.step_s);
+                }
+                Some((first.id, sum_s + f64::from(self.num_microbatches - 1) * longest_s + step_s))
+            };
+            let best = of(&ranges[0]).iter().filter_map(way).min_by(|a, b| a.1.total_cmp(&b.1));
+            if let Some((id, step_s)) = best {
+                let way = &self.ways[id as usize];
+                let stage = |layers| ChosenStage { layers, shape, way: way.clone() };
+                let stages = ranges.into_iter().map(stage).collect();
+                found.push(Found { candidates: self, schedule, stages, step_s });
+            }
+        }
+        found
+    }
+}
+
 /// The candidates for each number of microbatches that could hold the best plan.
 pub struct Searched {
     pub candidates: Vec<Candidates>,
@@ -486,6 +538,8 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 const WORTH_JUDGING: f64 = 1.5;
 /// Meshes for the whole model as one stage that are judged beside them.
 const MOST_MESHES: usize = 3;
+/// Pipelines of equal stages that are judged beside them.
+const MOST_UNIFORM: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
 /// Nodes of all search results that are judged, as far as there are more of them than one.
@@ -539,6 +593,19 @@ impl Searched {
             rank += 1;
             rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
+        if !freedom.all_devices && freedom.dp.is_none() && freedom.tp.is_none() {
+            let mut uniform: Vec<Found<'_>> = Vec::new();
+            for c in &self.candidates {
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
+                // Memory is estimated; the judge says whether what is a little too large fits.
+                let about = memory_bytes.saturating_add(memory_bytes / 8);
+                uniform.extend(c.uniform(request, freedom, about));
+            }
+            uniform.retain(|f| f.step_s <= WORTH_JUDGING * least);
+            uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+            uniform.truncate(most_judged.min(MOST_UNIFORM));
+            all.extend(uniform);
+        }
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
