@@ -112,7 +112,7 @@ impl Runs {
     }
 
     /// How many sequences there are.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.sequences.len()
     }
 
@@ -128,7 +128,7 @@ impl Runs {
 
     /// The chains of all sequences; `tables` are those of the kinds.
     pub fn chains(&self, tables: &[Rc<LayerTable>]) -> Vec<Rc<Chain>> {
-        let mut chains: Vec<Rc<Chain>> = Vec::with_capacity(self.len());
+        let mut chains: Vec<Rc<Chain>> = Vec::with_capacity(self.count());
         for &(prefix, kind, before) in &self.sequences {
             let chain = match (prefix, before) {
                 (Some(prefix), Some(before)) => chains[prefix].extend(&tables[before], &tables[kind]),

@@ -297,7 +297,7 @@ pub fn candidates(
         .collect();
 
     // By sequence and shape.
-    let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.len() * shapes.len()];
+    let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.count() * shapes.len()];
     let mut ways: Vec<Way> = Vec::new();
     for ((shape, _), (new, found)) in jobs.iter().zip(results) {
         for (sequence, candidate) in found {
