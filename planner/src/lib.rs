@@ -287,6 +287,7 @@ fn within_memory(
             }
         }
         if !fitting.is_empty() {
+            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, cost, progress)?);
             fitting.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
             return Ok(fitting);
         }
@@ -299,6 +300,37 @@ fn within_memory(
         device: request.cluster.groups[0].device.name.clone(),
         detail,
     })
+}
+
+/// How far above the limit an estimate of memory may be while the plan fits.
+const OVERESTIMATED: [f64; 2] = [1.15, 1.35];
+
+/// Plans that fit although the search estimates that they do not, and that are worth judging: those that it would choose if devices
+/// had more memory. `known` are judged already.
+fn a_little_too_large(
+    request: &Request,
+    freedom: &Freedom,
+    searched: &Searched,
+    known: &[inter_op::search::Found<'_>],
+    cost: &dyn CostModel,
+    progress: &dyn Progress,
+) -> Result<Vec<Plan>, PlanFailure> {
+    const JUDGED: usize = 4;
+    if progress.stopped() {
+        return Ok(Vec::new());
+    }
+    let mut new: Vec<inter_op::search::Found<'_>> = Vec::new();
+    for factor in OVERESTIMATED {
+        let limit = (freedom.memory_bytes as f64 * factor) as u64;
+        let limits = searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
+        let Ok(ranked) = searched.ranked(request, freedom, &limits) else { continue };
+        let unknown = |f: &&inter_op::search::Found<'_>| !known.iter().chain(&new).any(|k| k.is(f));
+        let mut more: Vec<_> = ranked.iter().filter(unknown).cloned().collect();
+        more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+        new.extend(more.into_iter().take(JUDGED));
+    }
+    let plans: Result<Vec<Plan>, PlanFailure> = new.par_iter().map(|found| judged(request, found, cost)).collect();
+    Ok(plans?.into_iter().filter(fits).collect())
 }
 
 /// Writes out, lowers and prices a search result.

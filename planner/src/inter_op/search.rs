@@ -71,6 +71,17 @@ pub struct Found<'a> {
     pub step_s: f64,
 }
 
+impl Found<'_> {
+    /// Whether another one is the same plan.
+    pub fn is(&self, other: &Found<'_>) -> bool {
+        let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.shape == b.shape && a.way == b.way;
+        self.candidates.num_microbatches == other.candidates.num_microbatches
+            && self.schedule == other.schedule
+            && self.stages.len() == other.stages.len()
+            && self.stages.iter().zip(&other.stages).all(|(a, b)| same(a, b))
+    }
+}
+
 /// Logical meshes of a submesh under the degrees that are fixed.
 fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
