@@ -33,7 +33,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
-const MORE: [&str; 17] = [
+const MORE: [&str; 20] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -44,6 +44,9 @@ const MORE: [&str; 17] = [
     "local:2 dp1 tp1 pp2 micro8 gpipe",
     "local:2 dp1 tp1 pp2 micro8",
     "local:4 dp1 tp1 pp4 micro8",
+    "local:2 dp1 tp1 pp2 micro4 virtual2",
+    "local:2 dp1 tp1 pp2 micro8 virtual2 zero0 recompute",
+    "local:4 dp2 tp1 pp2 micro4 virtual2 zero1",
     "local:1 recompute",
     "local:2 dp1 tp1 pp2 micro4 recompute",
     "local:1 bf16",
@@ -69,6 +72,7 @@ fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, Strin
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
     (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
+    request.virtual_stages = number("virtual");
     request.zero = number("zero").map(|zero| zero as u8);
     request.num_microbatches = number("micro");
     request.recompute = has("recompute").then_some(true);
@@ -128,10 +132,11 @@ fn what_is_predicted_is_what_is_held() {
             let held = held(&plan);
             let predicted = cpu_peaks(&altiplano::programs(&plan).expect("programs"));
             assert_eq!(
-                predicted, plan.predicted.peak_bytes,
+                predicted,
+                plan.predicted.peak_bytes[..plan.num_lanes()],
                 "{name} {words}: a plan for CPU workers predicts this runtime"
             );
-            let both = plan.stages.iter().zip(&predicted);
+            let both = plan.lanes().iter().zip(&predicted);
             let both = both.flat_map(|(s, &p)| s.devices.iter().map(move |&d| (d, p)));
             let both: Vec<(u64, u64)> = both.map(|(d, predicted)| (held[d as usize], predicted)).collect();
             let &(most, above) = both.iter().max().expect("a device");

@@ -2,7 +2,7 @@
 //! and backward calls, each link one serial stream of transfers. Stages are priced once and their calls only added up,
 //! so that 64 stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{Plan, Schedule};
 use serde::{Deserialize, Serialize};
 
 /// What one stage takes, in seconds; forward and backward are of one microbatch.
@@ -40,44 +40,6 @@ pub enum PipelineCall {
     Backward { microbatch: u32 },
 }
 
-/// The call at `position` of a stage's order, `None` past its `2 * num_microbatches` calls (`forward`: `num_microbatches`).
-///
-/// `forward`: all forwards, and no backwards.
-/// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
-/// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
-///
-/// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
-pub fn call_at(
-    schedule: Schedule,
-    stage: usize,
-    num_stages: usize,
-    num_microbatches: u32,
-    position: u64,
-) -> Option<PipelineCall> {
-    let forward = |m: u64| Some(PipelineCall::Forward { microbatch: m as u32 });
-    let backward = |m: u64| Some(PipelineCall::Backward { microbatch: m as u32 });
-    let microbatches = u64::from(num_microbatches);
-    if schedule == Schedule::Forward {
-        return if position < microbatches { forward(position) } else { None };
-    }
-    if position >= 2 * microbatches {
-        return None;
-    }
-    let warm_up = match schedule {
-        Schedule::GPipe | Schedule::Forward => microbatches,
-        Schedule::OneFOneB => microbatches.min(num_stages.saturating_sub(stage + 1) as u64),
-    };
-    if position < warm_up {
-        return forward(position);
-    }
-    let turn = position - warm_up;
-    let turns = 2 * (microbatches - warm_up);
-    if turn >= turns {
-        return backward(turn - turns + microbatches - warm_up);
-    }
-    if turn.is_multiple_of(2) { forward(warm_up + turn / 2) } else { backward(turn / 2) }
-}
-
 /// The order of calls on the devices of a pipeline. A *lane* is the devices that one or more stages share: with
 /// `virtual_stages` of `v`, lane `l` of `p` has the stages `l`, `l + p`, ... `l + (v - 1) p`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,27 +56,42 @@ impl Order {
         Order { schedule, num_stages, virtual_stages: 1, num_microbatches }
     }
 
+    /// The order in which a plan is run.
+    pub fn of(plan: &Plan) -> Order {
+        Order {
+            schedule: plan.schedule,
+            num_stages: plan.stages.len(),
+            virtual_stages: plan.virtual_stages as usize,
+            num_microbatches: plan.num_microbatches,
+        }
+    }
+
     pub fn num_lanes(&self) -> usize {
         self.num_stages / self.virtual_stages.max(1)
     }
 
-    /// The call at `position` of a lane, and its stage.
+    /// The call at `position` of a lane, and its stage; `None` past its last.
+    ///
+    /// `forward`: all forwards, and no backwards.
+    /// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
+    /// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
     ///
     /// With several stages a lane, the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2): microbatches go through in
     /// groups of as many as there are lanes, each group through all of a lane's stages in turn; backwards likewise from the last
     /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead. Where the last group would not be full, waiting for
     /// one another could go round in a circle, and all forwards come first.
+    ///
+    /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
-        if self.virtual_stages <= 1 || self.schedule != Schedule::OneFOneB {
-            let call = call_at(self.schedule, lane, self.num_stages, self.num_microbatches, position)?;
-            return Some((lane, call));
-        }
-        let (lanes, chunks) = (self.num_lanes() as u64, self.virtual_stages as u64);
+        let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
         let microbatches = u64::from(self.num_microbatches);
         let total = microbatches * chunks;
-        let ahead = match microbatches.is_multiple_of(lanes) {
-            true => (2 * (lanes - lane as u64 - 1) + (chunks - 1) * lanes).min(total),
-            false => total,
+        let behind = lanes.saturating_sub(lane as u64 + 1);
+        let ahead = match self.schedule {
+            Schedule::Forward if position >= total => return None,
+            Schedule::OneFOneB if chunks == 1 => behind.min(total),
+            Schedule::OneFOneB if microbatches.is_multiple_of(lanes) => (2 * behind + (chunks - 1) * lanes).min(total),
+            Schedule::OneFOneB | Schedule::GPipe | Schedule::Forward => total,
         };
         let (is_forward, k) = match position {
             _ if position >= 2 * total => return None,
@@ -135,6 +112,27 @@ impl Order {
         let call =
             if is_forward { PipelineCall::Forward { microbatch } } else { PipelineCall::Backward { microbatch } };
         Some((stage, call))
+    }
+
+    /// The calls of a lane, first to last.
+    pub fn calls(&self, lane: usize) -> impl Iterator<Item = (usize, PipelineCall)> {
+        let order = *self;
+        (0..).map_while(move |position| order.call(lane, position))
+    }
+
+    /// Microbatches whose activations a stage holds at once, at most.
+    pub fn in_flight(&self, stage: usize) -> u32 {
+        let (mut held, mut most) = (0u32, 0u32);
+        for (_, call) in self.calls(stage % self.num_lanes().max(1)).filter(|(s, _)| *s == stage) {
+            match call {
+                // Without a backward nothing is kept for one.
+                PipelineCall::Forward { .. } if !self.schedule.trains() => most = 1,
+                PipelineCall::Forward { .. } => held += 1,
+                PipelineCall::Backward { .. } => held = held.saturating_sub(1),
+            }
+            most = most.max(held);
+        }
+        most
     }
 }
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 const SCHEDULES: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
 
 fn calls(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> Vec<PipelineCall> {
-    (0..).map_while(|p| call_at(schedule, stage, num_stages, num_microbatches, p)).collect()
+    Order::new(schedule, num_stages, num_microbatches).calls(stage).map(|(_, call)| call).collect()
 }
 
 fn order(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> String {

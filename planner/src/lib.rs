@@ -27,6 +27,7 @@ use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::program::Programs;
+use inter_op::interleave::interleaved;
 use inter_op::search::{Freedom, Searched, search};
 use model::Layered;
 use rayon::prelude::*;
@@ -117,16 +118,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         }
     };
     plan = refine::refined(request, &freedom, plan, cost)?;
-    let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
-    let mut distinct = stages.clone();
+    let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     distinct.dedup();
+    let shared = match plan.virtual_stages {
+        1 => String::new(),
+        v => format!(" ({v} on the same devices)"),
+    };
     alternatives.push(Alternative {
         name: "chosen".into(),
         predicted: Some(plan.predicted.clone()),
         fits: fits(&plan),
         detail: format!(
-            "{}, {}, {}",
-            count(stages.len() as u32, "stage", "stages"),
+            "{}{shared}, {}, {}",
+            count(plan.stages.len() as u32, "stage", "stages"),
             count(plan.num_microbatches, "microbatch", "microbatches"),
             distinct.join(" + ")
         ),
@@ -211,12 +215,24 @@ fn within_memory(
     // Each number of microbatches has its own limit: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
     let mut closest: Option<(u64, String)> = None;
+    let is_interleaved = freedom.virtual_stages.is_some_and(|v| v > 1);
     for _ in 0..32 {
-        let ranked = match searched.ranked(request, freedom, &limits) {
-            Ok(ranked) => ranked,
+        let plain = searched.ranked(request, freedom, &limits);
+        let least_s = plain.as_ref().ok().and_then(|found| found.first()).map(|f| f.step_s);
+        let interleaved = interleaved(searched, freedom, &limits, least_s);
+        let ranked = match plain {
+            // Who asks for stages that share devices wants no others.
+            Ok(_) if is_interleaved && interleaved.is_empty() && closest.is_none() => {
+                return Err(too_many_stages(request, freedom, searched));
+            }
+            Ok(plain) => plain.into_iter().filter(|_| !is_interleaved).chain(interleaved).collect(),
+            Err(_) if !interleaved.is_empty() => interleaved,
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
+        if ranked.is_empty() {
+            break;
+        }
         let plans: Vec<Plan> =
             ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
         let mut best: Option<Plan> = None;
@@ -226,6 +242,10 @@ fn within_memory(
                 let stages = count(plan.stages.len() as u32, "stage", "stages");
                 let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
                 closest = Some((peak, detail));
+            }
+            if !fits(&plan) && plan.virtual_stages > 1 && !is_interleaved {
+                // Stages that share devices hold more: that they do not fit says nothing of others.
+                continue;
             }
             if !fits(&plan) {
                 let limit = limits.entry(plan.num_microbatches).or_insert(device);
@@ -248,12 +268,23 @@ fn within_memory(
     })
 }
 
+/// Why there is no pipeline with as many stages on the same devices as were asked for.
+fn too_many_stages(request: &Request, freedom: &Freedom, searched: &Searched) -> PlanFailure {
+    let layers = searched.candidates.first().map_or(0, |c| c.layered.layers.len()) as u32;
+    let stages = freedom.pp.unwrap_or(2).saturating_mul(freedom.virtual_stages.unwrap_or(1));
+    match stages > layers && request.pp != Some(1) {
+        true => PlanFailure::TooFewLayers { layers, stages },
+        false => PlanFailure::NoCombination,
+    }
+}
+
 /// Writes out, lowers and prices a search result.
 fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
         num_microbatches: found.candidates.num_microbatches,
         schedule: found.schedule,
+        virtual_stages: found.virtual_stages,
         stages: &found.stages,
     };
     let mut plan = assemble::assemble(request, &parts, cost)?;
@@ -274,9 +305,8 @@ fn leanest_of_the_fastest(mut plans: Vec<Plan>) -> Plan {
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let most_s = plans[0].predicted.step_time_s * (1.0 + UNDECIDED);
     plans.retain(|p| p.predicted.step_time_s <= most_s);
-    let devices = |p: &Plan| p.stages.iter().map(|s| s.devices.len()).sum::<usize>();
-    let fewest = plans.iter().map(devices).min().unwrap_or(0);
-    plans.retain(|p| devices(p) == fewest);
+    let fewest = plans.iter().map(Plan::num_devices).min().unwrap_or(0);
+    plans.retain(|p| p.num_devices() == fewest);
     let least = plans.iter().map(peak_bytes).min().unwrap_or(0);
     let about = least.saturating_add(least / 50);
     let at = plans.iter().position(|p| peak_bytes(p) <= about).unwrap_or(0);
@@ -300,7 +330,8 @@ fn allowed(request: &Request, plan: &Plan) -> bool {
     };
     mesh_is(0, request.dp)
         && mesh_is(1, request.tp)
-        && request.pp.is_none_or(|pp| plan.stages.len() as u32 == pp)
+        && request.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
+        && request.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
         && request.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
 }
 
@@ -328,6 +359,16 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         if value == Some(0) {
             return invalid(option, 0, "must be at least 1");
         }
+    }
+    let shared = request.virtual_stages.unwrap_or(1);
+    if shared == 0 {
+        return invalid("virtual-stages", 0, "must be at least 1");
+    }
+    if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
+        return invalid("virtual-stages", shared.into(), "goes with the schedule 1f1b only");
+    }
+    if shared > 1 && (devices == 1 || request.pp == Some(1)) {
+        return invalid("virtual-stages", shared.into(), "needs a pipeline over two blocks of devices or more");
     }
     if request.zero.is_some_and(|z| z > 3) {
         return invalid("zero", request.zero.unwrap_or(0) as u64, "must be 0, 1, 2 or 3");
@@ -414,6 +455,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         zero: request.zero,
         recompute: if request.trains() { request.recompute } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
+        virtual_stages: request.virtual_stages,
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
@@ -437,6 +479,7 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         tp: Some(tp),
         pp: Some(pp),
         zero: Some(zero),
+        virtual_stages: Some(1),
         all_devices: true,
         ..freedom.clone()
     };

@@ -25,6 +25,8 @@ const PARAMETERS_PER_LAUNCH: f64 = 30.0;
 /// What a body asks of a device, before anything is priced: its kernels, and for those that send something what it is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BodyWork {
+    /// The plan's stage that the body is of.
+    pub stage: u32,
     pub phase: Phase,
     pub kernels: Vec<Kernel>,
     /// Of a collective: what is done, and local bytes of its operand and result.
@@ -52,6 +54,7 @@ impl BodyWork {
         };
         let sent = kernels.iter().map(sent).collect();
         BodyWork {
+            stage: body.stage,
             phase: body.phase,
             kernels,
             sent,
@@ -147,9 +150,10 @@ pub struct StageTiming {
     pub shared: Vec<(u32, StageTimes)>,
 }
 
-/// The work of a program's bodies, in the order in which a step runs them.
-pub fn work(program: &Program, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
-    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(|b| BodyWork::new(b, execution, cost)).collect();
+/// The work of a stage's bodies in its program, in the order in which a step runs them.
+pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
+    let of_stage = program.bodies.iter().filter(|b| b.stage == stage);
+    let mut bodies: Vec<BodyWork> = of_stage.map(|b| BodyWork::new(b, execution, cost)).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }

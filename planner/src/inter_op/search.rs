@@ -30,6 +30,8 @@ pub struct Freedom {
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
     pub schedules: Vec<Schedule>,
+    /// Stages that share devices.
+    pub virtual_stages: Option<u32>,
     /// Numbers of microbatches to try.
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.
@@ -62,6 +64,8 @@ pub struct Way {
 pub struct Found<'a> {
     pub candidates: &'a Candidates,
     pub schedule: Schedule,
+    /// Stages that share devices.
+    pub virtual_stages: u32,
     pub stages: Vec<ChosenStage>,
     pub step_s: f64,
 }
@@ -230,9 +234,11 @@ fn worth_trying(shape: SubmeshShape, group: &Group) -> bool {
 pub struct Candidates {
     pub layered: Arc<Layered>,
     pub num_microbatches: u32,
-    shapes: Vec<SubmeshShape>,
-    table: StageTable,
-    ways: Vec<Way>,
+    /// Of the cluster.
+    pub num_devices: u64,
+    pub(super) shapes: Vec<SubmeshShape>,
+    pub(super) table: StageTable,
+    pub(super) ways: Vec<Way>,
 }
 
 /// Solves every mesh for one number of microbatches.
@@ -286,7 +292,7 @@ pub fn candidates(
             table.push(range / (layers + 1), range % (layers + 1), shape, Candidate { id, ..candidate });
         }
     }
-    Candidates { layered, num_microbatches, shapes, table, ways }
+    Candidates { layered, num_microbatches, num_devices: group.num_devices() as u64, shapes, table, ways }
 }
 
 impl Candidates {
@@ -330,7 +336,7 @@ impl Candidates {
                 way: self.ways[id as usize].clone(),
             })
             .collect();
-        Ok(Found { candidates: self, schedule, stages: chosen, step_s: stages.step_s })
+        Ok(Found { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s: stages.step_s })
     }
 }
 
@@ -351,7 +357,9 @@ impl Candidates {
                     _ if step_s > most_s => {}
                     Some(known) if known.step_s <= step_s => {}
                     Some(known) => (known.stages, known.step_s) = (stages(), step_s),
-                    None => found.push(Found { candidates: self, schedule, stages: stages(), step_s }),
+                    None => {
+                        found.push(Found { candidates: self, schedule, virtual_stages: 1, stages: stages(), step_s })
+                    }
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! From a plan to programs: per stage one SPMD program whose collectives are explicit.
+//! From a plan to programs: per lane, the devices that one or more stages share, one SPMD program whose collectives are explicit.
 //!
 //! The forward graph is differentiated once. Each stage then gets a forward body (its nodes under the plan's
 //! strategies), a backward body (the backward nodes of those, under strategies that follow from the forward ones), a
@@ -324,7 +324,8 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
             plan,
             stage,
             index: i as u32,
-            mesh: stage.mesh.clone(),
+            // Stages that share devices are one program, whose axes have one name each.
+            mesh: plan.stages[plan.lane_of(i)].mesh.clone(),
             training: &training,
             constant: &constant,
             stage_of: &stage_of,
@@ -337,9 +338,20 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
 
     let mut transfers: Vec<Transfer> = Vec::new();
     let mut lowered: Vec<stage::Lowered> = contexts.iter().map(stage::lower_stage).collect();
+    for lane in 0..plan.num_lanes() {
+        let mut first = 0;
+        for stage in plan.stages_of(lane) {
+            lowered[stage].number_from(first);
+            first += lowered[stage].buffers.len() as u32;
+        }
+    }
     let links = stage::connect(&contexts, &mut lowered, &mut transfers);
-    let programs: Vec<Program> =
-        lowered.into_iter().zip(&contexts).map(|(lowered, cx)| schedule::program(cx, lowered, &links)).collect();
+    let mut lanes: Vec<Vec<_>> = (0..plan.num_lanes()).map(|_| Vec::new()).collect();
+    for (stage, with_context) in contexts.iter().zip(lowered).enumerate() {
+        lanes[plan.lane_of(stage)].push(with_context);
+    }
+    let program = |(lane, stages)| schedule::program(lane, stages, &links);
+    let programs: Vec<Program> = lanes.into_iter().enumerate().map(program).collect();
     Ok(Programs {
         programs,
         transfers,
