@@ -162,6 +162,7 @@ fn the_timeline_adds_up_to_the_peak() {
         "local:4 dp2 tp1 pp2 micro4 zero1",
         "p3.16xlarge:1 dp2 tp2 pp2 micro8",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 recompute",
+        "p3.16xlarge:1 dp2 tp2 pp2 micro8 virtual2",
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
         "local:2 dp1 tp1 pp2 recompute",
     ];
