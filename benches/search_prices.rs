@@ -81,6 +81,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 recompute: Some(false),
                 schedules: vec![request.schedule.unwrap_or(altiplano::ir::plan::Schedule::OneFOneB)],
                 virtual_stages: request.virtual_stages,
+                zero_bubble: false,
                 num_microbatches: vec![1],
                 all_devices: true,
                 memory_bytes: u64::MAX,

@@ -13,7 +13,7 @@ use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
 use altiplano_cost_models::profile::Profile;
-use altiplano_cost_models::timeline::{Stream, play, tasks};
+use altiplano_cost_models::timeline::{Played, Stream, play, tasks};
 use altiplano_cost_models::{Compute, CostModel, Roofline, catalogue};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
@@ -98,18 +98,14 @@ impl Simulation {
             .enumerate()
             .map(|(i, (times, timing))| {
                 let lane = &timeline.stages[self.plan.lane_of(i)];
-                let pass = |played: &altiplano_cost_models::timeline::Played| {
-                    format!(
-                        "{:>7}  {:>7}  {:>13}",
-                        seconds(played.seconds),
-                        seconds(played.host_s),
-                        seconds(played.exposed_s)
-                    )
+                let pass = |parts: &[&Played]| {
+                    let sum = |of: fn(&Played) -> f64| seconds(parts.iter().map(|p| of(p)).sum());
+                    format!("{:>7}  {:>7}  {:>13}", sum(|p| p.seconds), sum(|p| p.host_s), sum(|p| p.exposed_s))
                 };
                 format!(
                     "{}   {}   {:>14}  {:>7}",
-                    pass(&timing.forward),
-                    pass(&timing.backward),
+                    pass(&[&timing.forward]),
+                    pass(&[&timing.backward, &timing.weights]),
                     seconds(times.step_s),
                     seconds(lane.bubble_s)
                 )
@@ -280,6 +276,7 @@ impl Simulation {
             let (name, phase, microbatch) = match call {
                 PipelineCall::Forward { microbatch } => ("forward", Phase::Forward, microbatch),
                 PipelineCall::Backward { microbatch } => ("backward", Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => ("weights", Phase::Weights, microbatch),
             };
             if microbatch == 0 {
                 first.push((stage, phase, start));
@@ -342,6 +339,7 @@ fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Forward => "forward",
         Phase::Backward => "backward",
+        Phase::Weights => "weights",
         Phase::Reduce => "reduce",
         Phase::Update => "update",
     }

@@ -33,7 +33,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
-const MORE: [&str; 20] = [
+const MORE: [&str; 23] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -47,6 +47,9 @@ const MORE: [&str; 20] = [
     "local:2 dp1 tp1 pp2 micro4 virtual2",
     "local:2 dp1 tp1 pp2 micro8 virtual2 zero0 recompute",
     "local:4 dp2 tp1 pp2 micro4 virtual2 zero1",
+    "local:2 dp1 tp1 pp2 micro8 zb",
+    "local:4 dp1 tp2 pp2 micro4 zb",
+    "local:2 dp1 tp1 pp2 micro4 recompute zb",
     "local:1 recompute",
     "local:2 dp1 tp1 pp2 micro4 recompute",
     "local:1 bf16",
@@ -78,6 +81,9 @@ fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, Strin
     request.recompute = has("recompute").then_some(true);
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
+    }
+    if has("zb") {
+        request.schedule = Some(Schedule::ZbH1);
     }
     if has("sgd") {
         request.optimizer = Optimizer::sgd();
@@ -163,6 +169,7 @@ fn the_timeline_adds_up_to_the_peak() {
         "p3.16xlarge:1 dp2 tp2 pp2 micro8",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 recompute",
         "p3.16xlarge:1 dp2 tp2 pp2 micro8 virtual2",
+        "p3.16xlarge:1 dp2 tp1 pp4 micro8 zb",
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
         "local:2 dp1 tp1 pp2 recompute",
     ];

@@ -83,7 +83,11 @@ fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
         let calls = events.iter().filter(|e| e["ph"] == "X" && e["pid"] == lane && e["tid"] == 0);
         let span = |e: &Value| (e["ts"].as_f64().expect("a time"), e["dur"].as_f64().expect("a time"));
         let mut spans: Vec<(f64, f64)> = calls.map(span).collect();
-        assert_eq!(spans.len(), 2 * (2 * 4 + 1), "forward and backward of four microbatches, and an update, of two stages");
+        assert_eq!(
+            spans.len(),
+            2 * (2 * 4 + 1),
+            "forward and backward of four microbatches, and an update, of two stages"
+        );
         spans.sort_by(|a, b| a.0.total_cmp(&b.0));
         assert!(spans.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0 + 1e-6), "{spans:?}");
     }
@@ -93,7 +97,20 @@ fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
 fn plans_with_shared_devices_are_checked() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
-    succeeds(&["plan", DEMO, "--pp", "2", "--dp", "2", "--virtual-stages", "2", "--num-microbatches", "4", "-o", &file]);
+    succeeds(&[
+        "plan",
+        DEMO,
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--virtual-stages",
+        "2",
+        "--num-microbatches",
+        "4",
+        "-o",
+        &file,
+    ]);
     let text = std::fs::read_to_string(&file).expect("the plan");
     let refused = |change: &dyn Fn(&mut Value), place: &str| {
         let mut plan: Value = serde_json::from_str(&text).expect("JSON");
@@ -108,9 +125,11 @@ fn plans_with_shared_devices_are_checked() {
     refused(&|plan| plan["stages"][2]["devices"] = vec![2, 3].into(), "stages[2].devices");
     refused(&|plan| plan["stages"][3]["submesh"] = vec![2, 1].into(), "stages[3].devices");
 
-    for (option, value, problem) in
-        [("--virtual-stages", "0", "at least 1"), ("--virtual-stages", "9", "too few"), ("--virtual-stages", "x", "invalid")]
-    {
+    for (option, value, problem) in [
+        ("--virtual-stages", "0", "at least 1"),
+        ("--virtual-stages", "9", "too few"),
+        ("--virtual-stages", "x", "invalid"),
+    ] {
         let output = altiplano(&["plan", DEMO, "--pp", "2", option, value]);
         assert!(output.code == Some(2) && output.stderr.contains(problem), "{value}\n{}", output.stderr);
     }

@@ -34,6 +34,10 @@ pub enum Schedule {
     /// One forward, one backward, after a warm-up (Narayanan et al. 2019, with flush).
     #[serde(rename = "1f1b")]
     OneFOneB,
+    /// As `1f1b`, with the gradients of weights apart from those of inputs, for which the next stage waits: they fill what would be
+    /// bubble (ZB-H1 of Qi et al. 2023).
+    #[serde(rename = "zb-h1")]
+    ZbH1,
     /// Forwards alone: the model is run and not trained, and what it gives is collected.
     #[serde(rename = "forward")]
     Forward,
@@ -44,6 +48,7 @@ impl Schedule {
         match self {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
+            Schedule::ZbH1 => "zb-h1",
             Schedule::Forward => "forward",
         }
     }
@@ -54,14 +59,15 @@ impl Schedule {
     }
 
     pub fn parse(text: &str) -> Option<Self> {
-        [Schedule::GPipe, Schedule::OneFOneB, Schedule::Forward].into_iter().find(|s| s.name() == text)
+        [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::Forward].into_iter().find(|s| s.name() == text)
     }
 
-    /// Microbatches whose activations stage `stage` of `num_stages` holds at once.
+    /// Microbatches whose activations stage `stage` of `num_stages` holds at once; under `zb-h1` those that wait for the gradients of
+    /// weights alone, of which less is held, are not counted.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage)),
+            Schedule::OneFOneB | Schedule::ZbH1 => num_microbatches.min(num_stages.saturating_sub(stage)),
             Schedule::Forward => num_microbatches.min(1),
         }
     }
@@ -421,6 +427,9 @@ impl Plan {
         if shared == 0 || !self.stages.len().is_multiple_of(shared) {
             fail("virtual_stages".into(), "must be at least 1 and divide the number of stages");
             return errors;
+        }
+        if shared > 1 && self.schedule == Schedule::ZbH1 {
+            fail("virtual_stages".into(), "must be 1 under the schedule zb-h1");
         }
         let mut used = std::collections::BTreeSet::new();
         let layer_of = self.layer_of();

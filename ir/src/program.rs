@@ -69,7 +69,10 @@ pub struct Buffer {
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     Forward,
+    /// All gradients, or under a schedule that runs them apart those that earlier stages wait for.
     Backward,
+    /// The gradients of weights, where they are run apart.
+    Weights,
     /// Reduces gradients once per step, before they are exchanged between stages.
     Reduce,
     Update,

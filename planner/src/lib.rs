@@ -28,7 +28,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::program::Programs;
 use inter_op::interleave::interleaved;
-use inter_op::search::{Freedom, Searched, search};
+use inter_op::search::{Found, Freedom, Searched, search};
 use model::Layered;
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -225,7 +225,11 @@ fn within_memory(
             Ok(_) if is_interleaved && interleaved.is_empty() && closest.is_none() => {
                 return Err(too_many_stages(request, freedom, searched));
             }
-            Ok(plain) => plain.into_iter().filter(|_| !is_interleaved).chain(interleaved).collect(),
+            Ok(mut plain) => {
+                plain.retain(|_| !is_interleaved);
+                plain.extend(zero_bubble(freedom, &plain));
+                plain.into_iter().chain(interleaved).collect()
+            }
             Err(_) if !interleaved.is_empty() => interleaved,
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
@@ -243,14 +247,16 @@ fn within_memory(
                 let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
                 closest = Some((peak, detail));
             }
-            if !fits(&plan) && plan.virtual_stages > 1 && !is_interleaved {
-                // Stages that share devices hold more: that they do not fit says nothing of others.
+            let other =
+                plan.virtual_stages > 1 && !is_interleaved || plan.schedule == Schedule::ZbH1 && freedom.zero_bubble;
+            if !fits(&plan) && other {
+                // These hold more: that they do not fit says nothing of the search's own.
                 continue;
             }
             if !fits(&plan) {
                 let limit = limits.entry(plan.num_microbatches).or_insert(device);
                 *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
-            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
+            } else if best.as_ref().is_none_or(|b| counted_s(&plan) < counted_s(b)) {
                 best = Some(plan);
             }
         }
@@ -268,6 +274,24 @@ fn within_memory(
     })
 }
 
+/// Seconds of a step by which plans are compared: one that needs more calls, or stages that share devices, must be faster by more
+/// than predictions can be told apart.
+fn counted_s(plan: &Plan) -> f64 {
+    let is_plain = plan.virtual_stages == 1 && plan.schedule != Schedule::ZbH1;
+    plan.predicted.step_time_s * if is_plain { 1.0 } else { 1.0 + UNDECIDED }
+}
+
+/// Pipelines that are judged under `zb-h1` as well, at most.
+const MOST_ZERO_BUBBLE: usize = 2;
+
+/// The best of the pipelines under `zb-h1`. The search has no formula of its own for it: what it gains depends on which part of
+/// a backward others wait for, which lowering decides.
+fn zero_bubble<'a>(freedom: &Freedom, found: &[Found<'a>]) -> Vec<Found<'a>> {
+    let pipelines = found.iter().filter(|f| freedom.zero_bubble && f.stages.len() > 1);
+    let pipelines = pipelines.filter(|f| f.schedule == Schedule::OneFOneB);
+    pipelines.take(MOST_ZERO_BUBBLE).map(|f| Found { schedule: Schedule::ZbH1, ..f.clone() }).collect()
+}
+
 /// Why there is no pipeline with as many stages on the same devices as were asked for.
 fn too_many_stages(request: &Request, freedom: &Freedom, searched: &Searched) -> PlanFailure {
     let layers = searched.candidates.first().map_or(0, |c| c.layered.layers.len()) as u32;
@@ -279,7 +303,7 @@ fn too_many_stages(request: &Request, freedom: &Freedom, searched: &Searched) ->
 }
 
 /// Writes out, lowers and prices a search result.
-fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+fn judged(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
         num_microbatches: found.candidates.num_microbatches,
@@ -456,6 +480,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         recompute: if request.trains() { request.recompute } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         virtual_stages: request.virtual_stages,
+        zero_bubble: request.schedule.is_none() && shared == 1,
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
@@ -480,6 +505,7 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         pp: Some(pp),
         zero: Some(zero),
         virtual_stages: Some(1),
+        zero_bubble: false,
         all_devices: true,
         ..freedom.clone()
     };

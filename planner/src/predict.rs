@@ -49,6 +49,7 @@ pub fn timings_of(
         let times = StageTimes {
             forward_s: timing.forward.seconds,
             backward_s: timing.backward.seconds,
+            weights_s: timing.weights.seconds,
             transfer_forward_s: sends[0],
             transfer_backward_s: sends[1],
             step_s: timing.finish_s + sends[2],
@@ -92,6 +93,7 @@ fn shared_timings(
             let times = StageTimes {
                 forward_s: timing.forward.seconds + copies(f, rf) + cost.preparation_s(program, i as u32, true),
                 backward_s: timing.backward.seconds + copies(b, rb),
+                weights_s: timing.weights.seconds,
                 step_s: timing.finish_s + copies(s, rs) + cost.preparation_s(program, i as u32, false),
                 ..StageTimes::default()
             };
@@ -202,14 +204,14 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let batches = plan.num_microbatches as f64;
     let parts = timings.iter().map(|(times, timing)| {
-        let StageTiming { forward, backward, .. } = timing;
+        let bodies = [&timing.forward, &timing.backward, &timing.weights];
+        let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
+        let seconds: f64 = bodies.iter().map(|b| b.seconds).sum();
         // What is sent while something is computed takes no time of its own.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
-        let compute_s =
-            batches * (forward.seconds - forward.exposed_s + backward.seconds - backward.exposed_s) + finish_compute_s;
-        let communication_s =
-            batches * (forward.exposed_s + backward.exposed_s) + sends_s + times.step_s - finish_compute_s;
+        let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
+        let communication_s = batches * exposed_s + sends_s + times.step_s - finish_compute_s;
         (compute_s, communication_s)
     });
     let parts: Vec<(f64, f64)> = parts.collect();
@@ -223,7 +225,7 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             let times = &timings[i].0;
             plan.stages[i].predicted = StagePredicted {
                 forward_s: times.forward_s,
-                backward_s: times.backward_s,
+                backward_s: times.backward_s + times.weights_s,
                 step_s: times.step_s,
                 compute_s: part * parts[i].0,
                 communication_s: part * parts[i].1,

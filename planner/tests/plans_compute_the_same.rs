@@ -7,6 +7,7 @@ use altiplano_ir::batch::{LossKind, find_batch, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
 use support::networks::{convolutional, mixture_of_experts, skipping};
@@ -84,8 +85,8 @@ fn every_way_to_store_and_to_recompute() {
 }
 
 #[test]
-fn both_schedules_and_many_microbatches() {
-    for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+fn all_schedules_and_many_microbatches() {
+    for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1] {
         let mut request = request("local:3");
         (request.pp, request.schedule, request.num_microbatches) = (Some(3), Some(schedule), Some(4));
         assert_eq!(check(&request).schedule, schedule);
@@ -112,6 +113,36 @@ fn stages_that_share_devices() {
             let plan = check(&request);
             assert_eq!((plan.virtual_stages, plan.stages.len() as u32), (shared, pp * shared));
             assert_eq!(plan.num_lanes() as u32, pp);
+        }
+    }
+}
+
+/// The gradients of weights run apart from what earlier stages wait for, however a stage is split and whatever it keeps.
+#[test]
+fn gradients_of_weights_apart() {
+    for (network, dp, tp, microbatches) in [
+        (transformer(4), 1, 1, 4),
+        (transformer(3), 2, 1, 2),
+        (transformer(3), 1, 2, 4),
+        (mixture_of_experts(2), 1, 1, 2),
+        (skipping(6), 2, 1, 2),
+    ] {
+        for (zero, recompute) in [(0, false), (1, true), (3, false)] {
+            let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", 3 * dp * tp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(3));
+            (request.schedule, request.num_microbatches) = (Some(Schedule::ZbH1), Some(microbatches));
+            (request.zero, request.recompute) = (Some(zero), Some(recompute));
+            let plan = check(&request);
+            assert_eq!(plan.schedule, Schedule::ZbH1);
+            let programs = programs(&plan).expect("programs");
+            for (stage, program) in (0..).zip(&programs.programs) {
+                let has = |phase: Phase| program.body_of(stage, phase).map(|b| program.bodies[b as usize].graph.len());
+                // The first stage has nobody who waits for it.
+                assert!(has(Phase::Weights) > Some(0) && (stage == 0 || has(Phase::Backward) > Some(0)));
+                let body = |phase: Phase| &program.bodies[program.body_of(stage, phase).expect("a body") as usize];
+                let sums = |b: &(BufferId, _)| matches!(program.buffer(b.0).kind, BufferKind::Accumulator { .. });
+                assert!(!body(Phase::Backward).writes.iter().any(sums), "gradients of weights wait for nobody");
+            }
         }
     }
 }

@@ -190,6 +190,7 @@ enum ScheduleName {
     Gpipe,
     #[value(name = "1f1b")]
     OneFOneB,
+    ZbH1,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -259,6 +260,7 @@ impl PlanOptions {
             request.schedule = self.schedule.map(|s| match s {
                 ScheduleName::Gpipe => Schedule::GPipe,
                 ScheduleName::OneFOneB => Schedule::OneFOneB,
+                ScheduleName::ZbH1 => Schedule::ZbH1,
             });
         }
         request.optimizer = match self.optimizer {

@@ -65,6 +65,7 @@ impl Simulation {
             let key = match call {
                 PipelineCall::Forward { microbatch } => (stage as u32, Phase::Forward, microbatch),
                 PipelineCall::Backward { microbatch } => (stage as u32, Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => (stage as u32, Phase::Weights, microbatch),
             };
             spans[self.plan.lane_of(stage)].insert(key, (start, end));
         });
@@ -156,6 +157,7 @@ impl Simulation {
                 let phase = match program.bodies[body as usize].phase {
                     Phase::Forward => "forward",
                     Phase::Backward => "backward",
+                    Phase::Weights => "the gradients of weights",
                     Phase::Reduce => "the reduction of gradients",
                     Phase::Update => "the update",
                 };
@@ -254,6 +256,7 @@ impl Simulation {
                 "devices": self.plan.stages[i].devices,
                 "forward": pass(&timing.forward),
                 "backward": pass(&timing.backward),
+                "weights": pass(&timing.weights),
                 "transfer_forward_s": times.transfer_forward_s,
                 "transfer_backward_s": times.transfer_backward_s,
                 "after_backward_s": times.step_s,

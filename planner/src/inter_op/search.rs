@@ -32,6 +32,8 @@ pub struct Freedom {
     pub schedules: Vec<Schedule>,
     /// Stages that share devices.
     pub virtual_stages: Option<u32>,
+    /// Pipelines found for `1f1b` are judged under `zb-h1` as well.
+    pub zero_bubble: bool,
     /// Numbers of microbatches to try.
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.

@@ -10,6 +10,7 @@ mod body;
 mod choose;
 pub mod repeat;
 mod schedule;
+mod split;
 mod stage;
 
 use altiplano_cost_models::kernels::{Kernel, KernelKind};

@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 struct Calls {
     forward: u32,
     backward: u32,
+    /// Absent where the backward computes them.
+    weights: Option<u32>,
     /// Absent where nothing is exchanged once a step.
     reduce: Option<u32>,
     update: u32,
@@ -21,7 +23,7 @@ struct Calls {
     sends_forward: Vec<(TransferId, BufferId)>,
     sends_backward: Vec<(TransferId, BufferId)>,
     sends_tied: Vec<(TransferId, BufferId)>,
-    /// Buffers that the backward and the update free.
+    /// Buffers that the backward, or the gradients of weights, and the update free.
     backward_frees: Vec<BufferId>,
     update_frees: Vec<BufferId>,
 }
@@ -38,6 +40,7 @@ pub fn program(lane: usize, stages: Vec<(&StageContext<'_>, Lowered)>, links: &L
         of_stage.insert(cx.index as usize, calls);
         buffers.extend(lowered.buffers);
         bodies.extend([lowered.forward, lowered.backward, lowered.reduce, lowered.update]);
+        bodies.extend(lowered.weights);
     }
 
     let mut schedule = Vec::new();
@@ -51,6 +54,11 @@ pub fn program(lane: usize, stages: Vec<(&StageContext<'_>, Lowered)>, links: &L
             }
             PipelineCall::Backward { microbatch } => {
                 (calls.backward, &calls.receives_backward, &calls.sends_backward, [].as_slice(), microbatch)
+            }
+            PipelineCall::Weights { microbatch } => {
+                let microbatch = Some(microbatch);
+                schedule.extend(calls.weights.map(|body| Call::Run { body, microbatch }));
+                continue;
             }
         };
         let microbatch = Some(m);
@@ -92,6 +100,7 @@ impl Calls {
         Calls {
             forward: body,
             backward: body + 1,
+            weights: lowered.weights.as_ref().map(|_| body + 4),
             reduce: exchanges.then_some(body + 2),
             update: body + 3,
             receives_forward: incoming(&links.forward),
@@ -100,7 +109,12 @@ impl Calls {
             sends_forward: outgoing(&links.forward, &lowered.sends_forward),
             sends_backward: outgoing(&links.backward, &lowered.sends_backward),
             sends_tied: outgoing(&links.tied, &lowered.sends_tied),
-            backward_frees: lowered.backward.frees.clone(),
+            backward_frees: lowered
+                .weights
+                .iter()
+                .chain([&lowered.backward])
+                .flat_map(|body| body.frees.iter().copied())
+                .collect(),
             update_frees: lowered.update.frees.clone(),
         }
     }

@@ -3,11 +3,13 @@
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::repeat::Repeats;
+use super::split::split;
 use super::{StageContext, by_layout};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer;
+use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -18,6 +20,8 @@ pub struct Lowered {
     pub buffers: Vec<Buffer>,
     pub forward: Body,
     pub backward: Body,
+    /// The gradients of weights, where the schedule runs them apart.
+    pub weights: Option<Body>,
     pub reduce: Body,
     pub update: Body,
     /// Forward values that later stages need, and where they are left.
@@ -44,7 +48,7 @@ impl Lowered {
     /// Numbers the stage's buffers from `first` on, after those of the stages that share its devices.
     pub fn number_from(&mut self, first: u32) {
         let bodies = [&mut self.forward, &mut self.backward, &mut self.reduce, &mut self.update];
-        for body in bodies {
+        for body in bodies.into_iter().chain(&mut self.weights) {
             let (reads, writes) = (body.reads.iter_mut().map(|r| &mut r.1), body.writes.iter_mut().map(|w| &mut w.0));
             reads.chain(writes).chain(&mut body.frees).for_each(|b| b.0 += first);
         }
@@ -442,6 +446,14 @@ impl<'a> StageLowering<'a> {
             writes: backward_writes,
             frees: backward_frees,
         };
+        let (backward, weights) = match cx.plan.schedule {
+            Schedule::ZbH1 => {
+                let sent = sends_backward.values().copied().collect();
+                let (backward, weights) = split(backward, &sent, &mut self.buffers);
+                (backward, Some(weights))
+            }
+            _ => (backward, None),
+        };
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let update = self.update(&accumulators, &sends_tied, &receives_tied);
         Lowered {
@@ -449,6 +461,7 @@ impl<'a> StageLowering<'a> {
             buffers: self.buffers,
             forward,
             backward,
+            weights,
             reduce,
             update,
             sends_forward,
