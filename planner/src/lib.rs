@@ -27,13 +27,12 @@ use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::program::Programs;
-use inter_op::interleave::interleaved;
 use inter_op::search::{Found, Freedom, Searched, search};
+use inter_op::variants;
 use model::Layered;
 use rayon::prelude::*;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
@@ -45,15 +44,14 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     cost_model(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
-    let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
+    let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
     let layered = |count: u32| {
-        if let Some(known) = known.borrow().get(&count) {
-            return Some(known.clone());
-        }
-        let graph = at_microbatches(request, count)?;
-        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains()));
-        known.borrow_mut().insert(count, new.clone());
-        Some(new)
+        let cell = known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let new = || {
+            let graph = at_microbatches(request, count)?;
+            Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
+        };
+        cell.get_or_init(new).clone()
     };
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
@@ -71,9 +69,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     let best = searched;
     let mut candidates: Vec<Plan> = Vec::new();
     let baselines = baselines(request, &freedom);
-    let total = baselines.len();
-    for (i, (name, freedom)) in baselines.into_iter().enumerate() {
-        progress.step(name, i, total);
+    progress.step("baselines", 0, baselines.len());
+    let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
+        .into_par_iter()
+        .map(|(name, freedom)| {
+            // The best that fits, else the best there is.
+            let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
+            if matches!(result, Err(PlanFailure::Memory { .. })) {
+                result = leanest(request, &freedom, cost, &layered);
+            }
+            (name, result)
+        })
+        .collect();
+    for (name, result) in judged_baselines {
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
@@ -85,11 +93,6 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
                 if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
             )
         };
-        // The best that fits, else the best there is.
-        let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
-        if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = leanest(request, &freedom, cost, &layered);
-        }
         alternatives.push(match result {
             Ok(plan) => {
                 let fits = fits(&plan);
@@ -173,7 +176,7 @@ fn best_that_fits(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let searched = search(request, freedom, cost, layered, progress);
@@ -192,7 +195,7 @@ fn leanest(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
     let recompute = Some(freedom.recompute.unwrap_or(true));
@@ -215,28 +218,12 @@ fn within_memory(
     // Each number of microbatches has its own limit: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
     let mut closest: Option<(u64, String)> = None;
-    let is_interleaved = freedom.virtual_stages.is_some_and(|v| v > 1);
     for _ in 0..32 {
-        let plain = searched.ranked(request, freedom, &limits);
-        let least_s = plain.as_ref().ok().and_then(|found| found.first()).map(|f| f.step_s);
-        let interleaved = interleaved(searched, freedom, &limits, least_s);
-        let ranked = match plain {
-            // Who asks for stages that share devices wants no others.
-            Ok(_) if is_interleaved && interleaved.is_empty() && closest.is_none() => {
-                return Err(too_many_stages(request, freedom, searched));
-            }
-            Ok(mut plain) => {
-                plain.retain(|_| !is_interleaved);
-                plain.extend(zero_bubble(freedom, &plain));
-                plain.into_iter().chain(interleaved).collect()
-            }
-            Err(_) if !interleaved.is_empty() => interleaved,
+        let ranked = match variants::asked_for(searched, request, freedom, &limits) {
+            Ok(ranked) => ranked,
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
-        if ranked.is_empty() {
-            break;
-        }
         let plans: Vec<Plan> =
             ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
         let mut best: Option<Plan> = None;
@@ -247,21 +234,22 @@ fn within_memory(
                 let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
                 closest = Some((peak, detail));
             }
-            let other =
-                plan.virtual_stages > 1 && !is_interleaved || plan.schedule == Schedule::ZbH1 && freedom.zero_bubble;
-            if !fits(&plan) && other {
-                // These hold more: that they do not fit says nothing of the search's own.
-                continue;
-            }
             if !fits(&plan) {
                 let limit = limits.entry(plan.num_microbatches).or_insert(device);
                 *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
-            } else if best.as_ref().is_none_or(|b| counted_s(&plan) < counted_s(b)) {
+            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
                 best = Some(plan);
             }
         }
         if let Some(plan) = best {
-            return Ok(plan);
+            // Other orders of the calls of pipelines, of which more is asked than to be as fast.
+            let others = variants::others(searched, freedom, &ranked, &limits);
+            let others: Vec<Plan> =
+                others.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+            let most_s = plan.predicted.step_time_s * (1.0 - UNDECIDED);
+            let faster = others.into_iter().filter(|p| fits(p) && p.predicted.step_time_s < most_s);
+            let fastest = faster.min_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            return Ok(fastest.unwrap_or(plan));
         }
     }
     let (required_bytes, detail) = closest.unwrap_or_default();
@@ -272,34 +260,6 @@ fn within_memory(
         device: request.cluster.groups[0].device.name.clone(),
         detail,
     })
-}
-
-/// Seconds of a step by which plans are compared: one that needs more calls, or stages that share devices, must be faster by more
-/// than predictions can be told apart.
-fn counted_s(plan: &Plan) -> f64 {
-    let is_plain = plan.virtual_stages == 1 && plan.schedule != Schedule::ZbH1;
-    plan.predicted.step_time_s * if is_plain { 1.0 } else { 1.0 + UNDECIDED }
-}
-
-/// Pipelines that are judged under `zb-h1` as well, at most.
-const MOST_ZERO_BUBBLE: usize = 2;
-
-/// The best of the pipelines under `zb-h1`. The search has no formula of its own for it: what it gains depends on which part of
-/// a backward others wait for, which lowering decides.
-fn zero_bubble<'a>(freedom: &Freedom, found: &[Found<'a>]) -> Vec<Found<'a>> {
-    let pipelines = found.iter().filter(|f| freedom.zero_bubble && f.stages.len() > 1);
-    let pipelines = pipelines.filter(|f| f.schedule == Schedule::OneFOneB);
-    pipelines.take(MOST_ZERO_BUBBLE).map(|f| Found { schedule: Schedule::ZbH1, ..f.clone() }).collect()
-}
-
-/// Why there is no pipeline with as many stages on the same devices as were asked for.
-fn too_many_stages(request: &Request, freedom: &Freedom, searched: &Searched) -> PlanFailure {
-    let layers = searched.candidates.first().map_or(0, |c| c.layered.layers.len()) as u32;
-    let stages = freedom.pp.unwrap_or(2).saturating_mul(freedom.virtual_stages.unwrap_or(1));
-    match stages > layers && request.pp != Some(1) {
-        true => PlanFailure::TooFewLayers { layers, stages },
-        false => PlanFailure::NoCombination,
-    }
 }
 
 /// Writes out, lowers and prices a search result.
@@ -480,7 +440,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         recompute: if request.trains() { request.recompute } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         virtual_stages: request.virtual_stages,
-        zero_bubble: request.schedule.is_none() && shared == 1,
+        zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,

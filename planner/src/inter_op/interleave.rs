@@ -30,7 +30,7 @@ pub fn interleaved<'a>(
     memory_bytes: &BTreeMap<u32, u64>,
     least_s: Option<f64>,
 ) -> Vec<Found<'a>> {
-    if freedom.virtual_stages == Some(1) || !freedom.schedules.contains(&Schedule::OneFOneB) {
+    if !freedom.schedules.contains(&Schedule::OneFOneB) {
         return Vec::new();
     }
     let mut found: Vec<Found<'a>> = Vec::new();

@@ -3,3 +3,4 @@ pub mod dynamic;
 pub mod interleave;
 pub mod search;
 pub mod submesh;
+pub mod variants;
