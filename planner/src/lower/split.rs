@@ -12,7 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Splits `backward`; `sent` are the buffers that others wait for. Buffers of what passes between the parts are added to `buffers`.
 pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer>) -> (Body, Body) {
-    let (first, mut second): (Vec<_>, Vec<_>) = backward.writes.iter().partition(|(b, _)| sent.contains(b));
+    let (first, mut second): (Vec<(BufferId, ValueId)>, Vec<(BufferId, ValueId)>) =
+        backward.writes.iter().copied().partition(|w| sent.contains(&w.0));
     let graph = &backward.graph;
     let waited = ancestors(graph, first.iter().map(|w| w.1));
     let rest = ancestors(graph, second.iter().map(|w| w.1));
@@ -70,7 +71,8 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
     let (graph, first_reads, writes) = only(graph, &backward.reads, writes);
     // What both read is freed by the second, which frees what passes between them as well.
     let later: BTreeSet<BufferId> = reads.iter().map(|r| r.1).collect();
-    let (mut later_frees, frees): (Vec<_>, Vec<_>) = backward.frees.iter().partition(|b| later.contains(b));
+    let (mut later_frees, frees): (Vec<BufferId>, Vec<BufferId>) =
+        backward.frees.iter().copied().partition(|b| later.contains(b));
     later_frees.extend(passed.iter().map(|p| p.0));
     let stage = backward.stage;
     let weights = Body {
