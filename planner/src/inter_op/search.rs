@@ -19,7 +19,7 @@ use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is left open of a request: one baseline fixes what another searches.
 #[derive(Clone, Debug)]
@@ -73,14 +73,19 @@ pub struct Found<'a> {
 }
 
 /// Logical meshes of a submesh under the degrees that are fixed.
-fn meshes(shape: SubmeshShape, freedom: &Freedom) -> Vec<Mesh> {
+fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
+    // An axis may do anything unless it is named: then one of size 1 may as well be the other one, and within a node, where all
+    // devices are as near to each other, the axes may as well change places.
+    let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
+    let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Most data parallelism first: of equal meshes the one that says what it does.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
         .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
+        .filter(|&(data, tensor)| !known(data, tensor))
         .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
         .collect()
 }
@@ -226,11 +231,15 @@ fn drop_idle_growth(cells: &mut [Vec<Candidate>], shapes: &[SubmeshShape]) {
     }
 }
 
-/// On large clusters only submeshes that divide them evenly: their number would grow with the square of the devices.
-fn worth_trying(shape: SubmeshShape, group: &Group) -> bool {
+/// On large clusters only submeshes that divide them evenly, and none far smaller than an even share of as many stages as there
+/// are layers: their number would grow with the square of the devices, and the dynamic program with the number of the smallest.
+fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     const SMALL: u32 = 16;
+    const FAR: u64 = 8;
     let even = |part: u32, whole: u32| whole <= SMALL || whole % part == 0;
-    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node)
+    let large = group.nodes > SMALL && shape.num_devices() != group.num_devices() as u64;
+    let tiny = large && shape.num_devices() * FAR * (num_layers as u64) < group.num_devices() as u64;
+    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
@@ -242,6 +251,8 @@ pub struct Candidates {
     pub(super) shapes: Vec<SubmeshShape>,
     pub(super) table: StageTable,
     pub(super) ways: Vec<Way>,
+    /// Answers of the dynamic program, by schedule, memory and number of stages.
+    answers: Mutex<BTreeMap<(&'static str, u64, Option<u32>), Result<Stages, NoStages>>>,
 }
 
 /// Solves every mesh for one number of microbatches.
@@ -259,13 +270,14 @@ pub fn candidates(
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
             let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group)
+            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group, layered.layers.len())
         })
         .collect();
+    let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = shapes
         .iter()
         .enumerate()
-        .flat_map(|(i, &shape)| meshes(shape, freedom).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, &shape)| meshes(shape, freedom, pinned).into_iter().map(move |m| (i, m)))
         .collect();
     let runs = Runs::new(&layered.kinds);
     let results: Vec<(Vec<Way>, Vec<(usize, Candidate)>)> = jobs
@@ -299,7 +311,8 @@ pub fn candidates(
             }
         }
     }
-    Candidates { layered, num_microbatches, num_devices: group.num_devices() as u64, shapes, table, ways }
+    let (num_devices, answers) = (group.num_devices() as u64, Mutex::default());
+    Candidates { layered, num_microbatches, num_devices, shapes, table, ways, answers }
 }
 
 impl Candidates {
@@ -325,7 +338,10 @@ impl Candidates {
                 all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
             };
-            match plan_stages(&self.table, &query) {
+            let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+            let key = (schedule.name(), memory_bytes, num_stages);
+            let answer = answers.entry(key).or_insert_with(|| plan_stages(&self.table, &query)).clone();
+            match answer {
                 Ok(stages) if best.as_ref().is_none_or(|(b, _)| stages.step_s < b.step_s) => {
                     best = Some((stages, schedule));
                 }
@@ -499,11 +515,13 @@ impl Searched {
         let Some(least) = all.first().map(|f| f.step_s) else {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
+        // A baseline's degrees are fixed: little is left to judge.
+        let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
         let simplest = all.iter().position(|f| f.stages.len() == 1);
         let mut rank = 0;
         all.retain(|f| {
             rank += 1;
-            rank <= MOST_JUDGED && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
+            rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
@@ -526,7 +544,10 @@ impl Searched {
             let mut near = singles.clone();
             near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
             let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
-            let near = near.into_iter().filter(|s| !freedom.all_devices || devices(s) == total).take(MOST_MESHES);
+            let near = near
+                .into_iter()
+                .filter(|s| !freedom.all_devices || devices(s) == total)
+                .take(if freedom.all_devices { 1 } else { MOST_MESHES });
             for single in smallest.into_iter().chain(near) {
                 if unknown(&all, &single) {
                     all.push(single);
