@@ -75,7 +75,11 @@ fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, Strin
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
     (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
-    request.virtual_stages = number("virtual");
+    // One stage on each block of devices, in the order that is said, where it is said.
+    request.virtual_stages = number("virtual").or(Some(1));
+    if !has("inference") {
+        request.schedule = Some(Schedule::OneFOneB);
+    }
     request.zero = number("zero").map(|zero| zero as u8);
     request.num_microbatches = number("micro");
     request.recompute = has("recompute").then_some(true);
@@ -211,7 +215,7 @@ fn microbatches_in_flight_are_counted() {
 fn simulate_says_what_is_held() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
-    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &file]);
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "--virtual-stages", "1", "-o", &file]);
     let text = succeeds(&["simulate", &file, "--memory"]);
     for part in ["stage0: ", "stage1: ", "parameters ", "optimizer state ", "microbatches", "params['wte']"] {
         assert!(text.contains(part), "{part}\n{text}");
@@ -239,7 +243,7 @@ fn simulate_says_what_is_held() {
 
 #[test]
 fn a_run_says_what_each_worker_held() {
-    let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--steps", "1"]);
+    let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--virtual-stages", "1", "--steps", "1"]);
     let lines: Vec<&str> = said.lines().skip_while(|l| !l.starts_with("peak memory")).collect();
     assert!(lines.len() >= 4, "{said}");
     for line in &lines[2..] {

@@ -1,8 +1,9 @@
-//! Pipelines whose stages share devices, from the command line: planned, explained, run, and the same as one device.
+//! Pipelines whose stages share devices, and such whose gradients of weights run apart, from the command line: planned, explained,
+//! run, and the same as one device.
 
 mod common;
 
-use altiplano::ir::plan::Plan;
+use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::planner::Silent;
 use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
 use common::{DEMO, Scratch, altiplano, succeeds};
@@ -12,8 +13,8 @@ use serde_json::Value;
 const GPT: &str =
     r#"{"model_type": "gpt2", "vocab_size": 8192, "n_positions": 512, "n_embd": 1024, "n_layer": 16, "n_head": 16}"#;
 
-/// The plan of the GPT with a pipeline over eight V100, of which so many stages share each.
-fn pipeline(virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
+/// The plan of the GPT with a pipeline over four pairs of V100, of which so many stages share each.
+fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
     let scratch = Scratch::new();
     let file = scratch.file("gpt.json", GPT);
     let import = ImportOptions { batch: Some(32), sequence: Some(512), ..ImportOptions::default() };
@@ -22,13 +23,15 @@ fn pipeline(virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
     request.baselines = false;
     (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(4));
     (request.virtual_stages, request.num_microbatches) = (virtual_stages, Some(num_microbatches));
+    request.schedule = schedule;
     plan(&request, &Silent).expect("a plan")
 }
 
 /// With few microbatches most of a step is bubble, and sharing devices makes it smaller: the search finds that by itself.
 #[test]
 fn the_search_shares_devices_where_the_bubble_is_large() {
-    let (alone, free) = (pipeline(Some(1), 4), pipeline(None, 4));
+    let plain = Some(Schedule::OneFOneB);
+    let (alone, free) = (pipeline(plain, Some(1), 4), pipeline(plain, None, 4));
     assert_eq!((alone.virtual_stages, alone.stages.len()), (1, 4));
     assert!(free.virtual_stages > 1 && free.num_lanes() == 4, "{} of {}", free.virtual_stages, free.stages.len());
     let bubble = |plan: &Plan| plan.stages.iter().map(|s| s.predicted.bubble_s).fold(0.0, f64::max);
@@ -40,10 +43,35 @@ fn the_search_shares_devices_where_the_bubble_is_large() {
     assert!(ratio < 1.0 / f64::from(free.virtual_stages) + 0.35, "{ratio} with {}", free.virtual_stages);
 }
 
+/// Gradients of weights apart make the bubble smaller without more stages. What is free is the best of all.
+#[test]
+fn the_search_runs_gradients_of_weights_apart_where_the_bubble_is_large() {
+    let step_s = |plan: &Plan| plan.predicted.step_time_s;
+    let plain = pipeline(Some(Schedule::OneFOneB), Some(1), 4);
+    let apart = pipeline(Some(Schedule::ZbH1), None, 4);
+    let chosen = pipeline(None, Some(1), 4);
+    assert_eq!((apart.schedule, apart.virtual_stages, apart.stages.len()), (Schedule::ZbH1, 1, 4));
+    assert_eq!(chosen.schedule, Schedule::ZbH1);
+    assert!(step_s(&apart) < step_s(&plain) && step_s(&chosen) < step_s(&plain));
+    // No stage holds more than the fullest does otherwise, but for what passes between the two parts of a backward.
+    let fullest = |plan: &Plan| plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0) as f64;
+    assert!(fullest(&apart) < 1.2 * fullest(&plain), "{} {}", fullest(&apart), fullest(&plain));
+    let free = pipeline(None, None, 4);
+    assert!(step_s(&free) <= step_s(&chosen) * 1.02, "{} {}", step_s(&free), step_s(&chosen));
+}
+
+#[test]
+fn gradients_of_weights_apart_give_the_same_as_one_device() {
+    let said = succeeds(&["verify", DEMO, "--dp", "2", "--pp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]);
+    assert!(said.contains(", zb-h1") && said.contains("the numbers agree"), "{said}");
+    let output = altiplano(&["plan", DEMO, "--pp", "2", "--schedule", "zb-h1", "--virtual-stages", "2"]);
+    assert!(output.code == Some(2) && output.stderr.contains("1f1b only"), "{}", output.stderr);
+}
+
 #[test]
 fn a_number_of_stages_that_is_asked_for_is_what_there_is() {
     for shared in [2, 3] {
-        let plan = pipeline(Some(shared), 8);
+        let plan = pipeline(None, Some(shared), 8);
         assert_eq!((plan.virtual_stages, plan.stages.len() as u32), (shared, 4 * shared));
         assert_eq!(plan.num_devices(), 8);
     }

@@ -223,6 +223,7 @@ fn memory_is_estimated() {
             let mut request = request(&format!("local:{}", dp * tp * pp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
             (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
+            (request.schedule, request.virtual_stages) = (Some(Schedule::OneFOneB), Some(1));
             request.optimizer = Optimizer::adamw();
             let mut plan = plan(&request, &Silent).expect("a plan");
             let lowered = programs(&plan).expect("programs");
