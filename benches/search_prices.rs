@@ -86,6 +86,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 all_devices: true,
                 memory_bytes: u64::MAX,
                 lean: false,
+                alpa: false,
             };
             let searched = search(request, &freedom, &cost, &|_| Some(layered.clone()), &Silent);
             let Ok(found) = searched.ranked(request, &freedom, &Default::default()) else { continue };

@@ -7,25 +7,31 @@
 
 pub mod assemble;
 pub mod fixed;
+pub mod frontier;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
+pub mod lost;
 pub mod lower;
 pub mod memory;
 pub mod model;
 pub mod predict;
 pub mod refine;
 pub mod request;
+pub mod sweep;
+pub mod target;
 pub mod timing;
 pub mod why;
 
 pub use lower::lower;
+use request::Muted;
+pub use request::SearchKind;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{CostModel, Roofline, single_group};
 use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Alternative, Plan, Schedule};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Found, Freedom, Searched, search};
 use inter_op::variants;
@@ -42,31 +48,35 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
 /// [`plan`] by the prices of another model of the cluster's device.
 pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     cost_model(request)?;
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
-    let starts = layers::cluster(&request.graph);
-    let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
-    let layered = |count: u32| {
-        let cell = known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
-        let new = || {
-            let graph = at_microbatches(request, count)?;
-            Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
-        };
-        cell.get_or_init(new).clone()
-    };
+    if request.target == Target::Megatron {
+        return best_of_sweep(request, cost, progress);
+    }
+    let sizes = Sizes::new(request);
+    let layered = |count: u32| sizes.at(count);
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let searched = best_that_fits(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
+    let searched = plans_that_fit(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
         failure => failure,
     });
-    if !request.baselines {
-        return refine::refined(request, &freedom, searched?, cost);
+    let (best, others) = match searched {
+        Ok(mut plans) => (Ok(plans.remove(0)), plans),
+        Err(failure) => (Err(failure), Vec::new()),
+    };
+    if progress.stopped() || !request.baselines {
+        let best = best?;
+        return if progress.stopped() || freedom.alpa {
+            Ok(best)
+        } else {
+            refine::refined(request, &freedom, best, cost)
+        };
     }
     let mut alternatives = Vec::new();
-    let best = searched;
     let mut candidates: Vec<Plan> = Vec::new();
     let baselines = baselines(request, &freedom);
     progress.step("baselines", 0, baselines.len());
@@ -74,7 +84,9 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         .into_par_iter()
         .map(|(name, freedom)| {
             // The best that fits, else the best there is.
-            let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
+            let quietly = Muted(progress);
+            let fitting = plans_that_fit(request, &freedom, cost, &layered, &quietly);
+            let mut result = fitting.map(|mut plans| plans.swap_remove(0));
             if matches!(result, Err(PlanFailure::Memory { .. })) {
                 result = leanest(request, &freedom, cost, &layered);
             }
@@ -103,7 +115,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
                     detail: degrees(&plan),
                 };
                 // The judge has the last word: a baseline may be the plan.
-                if fits && allowed(request, &plan) {
+                if fits && allowed(request, &plan) && !freedom.alpa {
                     candidates.push(plan);
                 }
                 line
@@ -120,20 +132,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
             leanest_of_the_fastest(candidates)
         }
     };
-    plan = refine::refined(request, &freedom, plan, cost)?;
+    if !freedom.alpa {
+        plan = refine::refined(request, &freedom, plan, cost)?;
+    }
+    alternatives.extend(lost::alternatives(&plan, others));
     let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     distinct.dedup();
-    let shared = match plan.virtual_stages {
-        1 => String::new(),
-        v => format!(" ({v} on the same devices)"),
-    };
     alternatives.push(Alternative {
         name: "chosen".into(),
         predicted: Some(plan.predicted.clone()),
         fits: fits(&plan),
         detail: format!(
-            "{}{shared}, {}, {}",
-            count(plan.stages.len() as u32, "stage", "stages"),
+            "{}, {}, {}",
+            lost::stages(&plan),
             count(plan.num_microbatches, "microbatch", "microbatches"),
             distinct.join(" + ")
         ),
@@ -142,17 +153,48 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     Ok(plan)
 }
 
+/// The best configuration of a sweep, with those that come after it as alternatives.
+fn best_of_sweep(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let swept = sweep::sweep(request, &sweep::Space::default(), cost, progress)?;
+    let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
+    let mut best = plans.remove(0);
+    best.alternatives = lost::alternatives(&best, plans);
+    Ok(best)
+}
+
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     let cost = cost_model(request)?;
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
-    let starts = layers::cluster(&request.graph);
-    let layered = |count: u32| {
-        let graph = at_microbatches(request, count)?;
-        Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
-    };
+    let sizes = Sizes::new(request);
+    let layered = |count: u32| sizes.at(count);
     leanest(request, &freedom, &cost, &layered)
+}
+
+/// The model cut into layers, at every size of microbatch that it is asked for.
+struct Sizes<'a> {
+    request: &'a Request,
+    starts: Vec<u32>,
+    known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>>,
+}
+
+impl<'a> Sizes<'a> {
+    fn new(request: &'a Request) -> Self {
+        Sizes { request, starts: layers::cluster(&request.graph), known: Mutex::default() }
+    }
+
+    /// At so many microbatches; `None` where the batch does not divide.
+    fn at(&self, count: u32) -> Option<Arc<Layered>> {
+        let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let Request { stop_gradients, .. } = self.request;
+        let new = || {
+            let graph = at_microbatches(self.request, count)?;
+            Some(Arc::new(Layered::new(graph, self.starts.clone(), stop_gradients, self.request.trains())))
+        };
+        cell.get_or_init(new).clone()
+    }
 }
 
 /// `1 stage`, `2 stages`.
@@ -171,20 +213,20 @@ fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
     Ok(Roofline::new(group.device.clone()))
 }
 
-/// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.
-fn best_that_fits(
+/// The plans that fit of those that were judged, fastest first; layouts that keep less are looked at only where nothing else does.
+fn plans_that_fit(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
-) -> Result<Plan, PlanFailure> {
+) -> Result<Vec<Plan>, PlanFailure> {
     let searched = search(request, freedom, cost, layered, progress);
-    match within_memory(request, freedom, &searched, cost) {
+    match within_memory(request, freedom, &searched, cost, progress) {
         Err(PlanFailure::Memory { .. }) => {
             let lean = Freedom { lean: true, ..freedom.clone() };
             let searched = search(request, &lean, cost, layered, progress);
-            within_memory(request, &lean, &searched, cost)
+            within_memory(request, &lean, &searched, cost, progress)
         }
         result => result,
     }
@@ -206,14 +248,15 @@ fn leanest(
     judged(request, &ranked[0], cost)
 }
 
-/// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
+/// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
 /// needs more, it looks again under a limit that is lower by as much.
 fn within_memory(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
     cost: &dyn CostModel,
-) -> Result<Plan, PlanFailure> {
+    progress: &dyn Progress,
+) -> Result<Vec<Plan>, PlanFailure> {
     let device = freedom.memory_bytes;
     // Each number of microbatches has its own limit: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
@@ -224,9 +267,11 @@ fn within_memory(
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
+        // Whoever is told to stop judges one.
+        let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
         let plans: Vec<Plan> =
-            ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
-        let mut best: Option<Plan> = None;
+            worth.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+        let mut fitting: Vec<Plan> = Vec::new();
         for plan in plans {
             let peak = plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
             if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
@@ -237,19 +282,23 @@ fn within_memory(
             if !fits(&plan) {
                 let limit = limits.entry(plan.num_microbatches).or_insert(device);
                 *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
-            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
-                best = Some(plan);
+            } else {
+                fitting.push(plan);
             }
         }
-        if let Some(plan) = best {
+        if !fitting.is_empty() {
             // Other orders of the calls of pipelines, of which more is asked than to be as fast.
-            let others = variants::others(searched, freedom, &ranked, &limits);
+            let step_s = |p: &Plan| p.predicted.step_time_s;
+            let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
+            let others = match progress.stopped() {
+                true => Vec::new(),
+                false => variants::others(searched, freedom, &ranked, &limits),
+            };
             let others: Vec<Plan> =
                 others.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
-            let most_s = plan.predicted.step_time_s * (1.0 - UNDECIDED);
-            let faster = others.into_iter().filter(|p| fits(p) && p.predicted.step_time_s < most_s);
-            let fastest = faster.min_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-            return Ok(fastest.unwrap_or(plan));
+            fitting.extend(others.into_iter().filter(|p| fits(p) && step_s(p) < most_s));
+            fitting.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
+            return Ok(fitting);
         }
     }
     let (required_bytes, detail) = closest.unwrap_or_default();
@@ -432,21 +481,27 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
             "would change the loss, which is not a mean over samples; --allow-microbatch-semantics permits it",
         );
     }
+    let alpa = request.search == SearchKind::Alpa;
     Ok(Freedom {
         dp,
         tp,
         pp,
-        zero: request.zero,
-        recompute: if request.trains() { request.recompute } else { Some(false) },
+        zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
+        recompute: if request.trains() { request.recompute.or(alpa.then_some(true)) } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         virtual_stages: request.virtual_stages,
         zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
-        all_devices: dp.is_some() && tp.is_some() && pp.is_some(),
+        all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
+        alpa,
     })
 }
+
+/// Alpa turns reductions of gradients into reduce-scatters where it can, and updates what is left on each device (section 4.2,
+/// "post-ILP optimization").
+const ALPA_ZERO: u8 = 2;
 
 /// The plain ways to train or run in parallel, on the whole cluster.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
@@ -467,6 +522,8 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         virtual_stages: Some(1),
         zero_bubble: false,
         all_devices: true,
+        recompute: if request.trains() { request.recompute } else { Some(false) },
+        alpa: false,
         ..freedom.clone()
     };
     let layers = layers::cluster(&request.graph).len() as u32 - 1;

@@ -10,6 +10,7 @@ use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{CostModel, Runtime, transfer_path};
+use altiplano_ir::cluster::Cluster;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
@@ -235,9 +236,8 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
             };
         }
     }
-    let peak = cluster_peak_flops(plan);
-    let passes = if plan.schedule.trains() { TRAINING_PASSES } else { 1.0 };
-    let model_flop = passes * forward_flop(&without_composites(&plan.graph)) * plan.num_microbatches as f64;
+    let peak = peak_flops(&plan.cluster, &plan.graph);
+    let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
         lower_bound_s: model_flop / peak,
@@ -251,6 +251,12 @@ pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
 /// The work of training in units of the forward's: the backward of a matmul is two of its size.
 const TRAINING_PASSES: f64 = 3.0;
 
+/// FLOPs of a microbatch's forward and, where the model is trained, of its backward.
+pub fn step_flop(graph: &Graph, trains: bool) -> f64 {
+    let passes = if trains { TRAINING_PASSES } else { 1.0 };
+    passes * forward_flop(&without_composites(graph))
+}
+
 /// FLOPs of matmuls and convolutions of the forward graph.
 pub fn forward_flop(graph: &Graph) -> f64 {
     let matmul = |v: &ValueId| graph.node(*v).op.is_contraction();
@@ -258,10 +264,9 @@ pub fn forward_flop(graph: &Graph) -> f64 {
 }
 
 /// Peak rate of all devices together for the element type of most of the model's matmuls.
-fn cluster_peak_flops(plan: &Plan) -> f64 {
-    let graph = &plan.graph;
+pub fn peak_flops(cluster: &Cluster, graph: &Graph) -> f64 {
     let dots = graph.values().filter(|v| graph.node(*v).op.is_contraction());
     let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
-    let group = &plan.cluster.groups[0];
+    let group = &cluster.groups[0];
     altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * group.num_devices() as f64
 }

@@ -10,7 +10,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Op, Parameter, Reducer};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Plan};
+use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};

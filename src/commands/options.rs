@@ -5,11 +5,12 @@ use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::ir::plan::{Plan, Schedule, Target};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::NamedPin;
-use altiplano::planner::{Progress, Request};
-use altiplano::profiled::{load_profile, plan_by, repredict, uncovered};
+use altiplano::planner::frontier::Point;
+use altiplano::planner::{Progress, Request, SearchKind};
+use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::training::Training;
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
@@ -174,6 +175,12 @@ pub struct PlanOptions {
     /// Judge plans by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Plan what this software can run, as it runs it [default: altiplano]
+    #[arg(long)]
+    target: Option<TargetName>,
+    /// Search only what Alpa does, for comparison
+    #[arg(long)]
+    search: Option<SearchName>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -194,6 +201,20 @@ enum ScheduleName {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum TargetName {
+    Altiplano,
+    Megatron,
+    Fsdp,
+    Xla,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum SearchName {
+    Whole,
+    Alpa,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum OptimizerName {
     Sgd,
     Adam,
@@ -207,6 +228,12 @@ impl PlanOptions {
         let plan = plan_by(request, profile.as_ref(), progress)?;
         say_uncovered(&plan, profile.as_ref())?;
         Ok(plan)
+    }
+
+    /// The plans that none beats in seconds, bytes, devices and price at once.
+    pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
+        let profile = self.profile.as_deref().map(load_profile).transpose()?;
+        frontier_by(request, profile.as_ref(), progress)
     }
 
     /// The planning problem that a model file and these options pose.
@@ -269,6 +296,15 @@ impl PlanOptions {
             Some(OptimizerName::Adamw) => Optimizer::adamw(),
             None => request.optimizer,
         };
+        request.target = match self.target {
+            None | Some(TargetName::Altiplano) => Target::Altiplano,
+            Some(TargetName::Megatron) => Target::Megatron,
+            Some(TargetName::Fsdp) => Target::Fsdp,
+            Some(TargetName::Xla) => Target::Xla,
+        };
+        if self.search == Some(SearchName::Alpa) {
+            request.search = SearchKind::Alpa;
+        }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         Ok((request, model.given))
     }

@@ -1,10 +1,12 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod frontier;
 mod held;
 mod programs;
 mod why;
 mod words;
 
+pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub use programs::programs;
 pub use why::why_text;
@@ -13,7 +15,7 @@ use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted};
+use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted, Target};
 use comfy_table::{CellAlignment, Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -99,6 +101,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     if let Some(profile) = &plan.profile {
         writeln!(out, "  judged by       {profile}")?;
+    }
+    if plan.target != Target::Altiplano {
+        writeln!(out, "  run by          {}, as far as its options and overlap go", plan.target.name())?;
     }
     let p = &plan.predicted;
     let step = if trains { "step " } else { "batch" };

@@ -11,6 +11,7 @@ use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::Prices;
 use crate::model::Layered;
+use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::{CostModel, transfer_path};
 use altiplano_ir::cluster::Group;
@@ -42,6 +43,8 @@ pub struct Freedom {
     pub memory_bytes: u64,
     /// Prefer layouts that keep less, even if that takes time.
     pub lean: bool,
+    /// [`crate::SearchKind::Alpa`].
+    pub alpa: bool,
 }
 
 /// One stage as the search chose it.
@@ -141,6 +144,7 @@ fn candidates_of_mesh(
     let path = transfer_path(group, submesh, submesh, shape.nodes == 1);
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
+        _ if freedom.alpa => 0.0,
         l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
@@ -270,7 +274,11 @@ pub fn candidates(
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
             let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group, layered.layers.len())
+            let alpas = !freedom.alpa || s.nodes > 1 || s.devices.is_power_of_two();
+            alpas
+                && !whole
+                && (!exact || product == Some(s.num_devices()))
+                && worth_trying(*s, group, layered.layers.len())
         })
         .collect();
     let pinned = !layered.graph.pins.is_empty();
@@ -412,6 +420,7 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
+    let bound_s = bound_s(request, counts, layered);
     // Whether a number of microbatches is better than those before; `None` where nothing fits.
     let mut tried = |i: usize| -> Option<bool> {
         let count = counts[i];
@@ -431,28 +440,36 @@ pub fn search(
             better |= step_s.is_some_and(|s| s < *least);
             *least = least.min(step_s.unwrap_or(f64::INFINITY));
         }
+        if least[0].is_finite() {
+            progress.best(least[0], bound_s);
+        }
         best.map(|_| better)
     };
+    let mut any = false;
     let nodes = request.cluster.groups[0].nodes;
     let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
     for i in start..total {
-        worse = match tried(i) {
+        let better = tried(i);
+        any |= better.is_some();
+        worse = match better {
             Some(true) => 0,
             Some(false) => worse + 1,
             None => worse,
         };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
     }
     worse = 0;
     for i in (0..start).rev() {
-        worse = if tried(i) == Some(true) { 0 } else { worse + 1 };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
+        let better = tried(i);
+        any |= better.is_some();
+        worse = if better == Some(true) { 0 } else { worse + 1 };
     }
     progress.step("done", total, total);
     found.sort_by_key(|c| c.num_microbatches);
@@ -461,6 +478,12 @@ pub fn search(
 
 /// Microbatches for each stage with which a pipeline is mostly full.
 const FULL: u32 = 4;
+
+/// The FLOPs of a step at the peak rate of all devices, whatever the number of microbatches.
+fn bound_s(request: &Request, counts: &[u32], layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync)) -> f64 {
+    let Some((count, at_size)) = counts.iter().find_map(|&c| Some((c, layered(c)?))) else { return 0.0 };
+    step_flop(&at_size.graph, request.trains()) * count as f64 / peak_flops(&request.cluster, &at_size.graph)
+}
 
 /// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
 /// of that, and parameters with gradient and state, split over all devices.
@@ -476,6 +499,8 @@ const WORTH_JUDGING: f64 = 1.5;
 const MOST_MESHES: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
+/// Nodes of all search results that are judged, as far as there are more of them than one.
+const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
@@ -515,8 +540,10 @@ impl Searched {
         let Some(least) = all.first().map(|f| f.step_s) else {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
-        // A baseline's degrees are fixed: little is left to judge.
+        // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
         let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
+        let num_nodes = self.candidates[0].layered.graph.len();
+        let most_judged = most_judged.min(NODES_JUDGED / num_nodes.max(1)).max(1);
         let simplest = all.iter().position(|f| f.stages.len() == 1);
         let mut rank = 0;
         all.retain(|f| {
@@ -547,7 +574,7 @@ impl Searched {
             let near = near
                 .into_iter()
                 .filter(|s| !freedom.all_devices || devices(s) == total)
-                .take(if freedom.all_devices { 1 } else { MOST_MESHES });
+                .take(most_judged.min(MOST_MESHES));
             for single in smallest.into_iter().chain(near) {
                 if unknown(&all, &single) {
                     all.push(single);

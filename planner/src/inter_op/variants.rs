@@ -43,6 +43,9 @@ pub fn others<'a>(
     found: &[Found<'a>],
     memory_bytes: &BTreeMap<u32, u64>,
 ) -> Vec<Found<'a>> {
+    if freedom.alpa {
+        return Vec::new();
+    }
     let is_plain = |f: &&Found<'_>| (f.schedule, f.virtual_stages) == (Schedule::OneFOneB, 1) && f.stages.len() > 1;
     let pipelines = found.iter().filter(|f| freedom.zero_bubble && is_plain(f)).take(MOST_ZERO_BUBBLE);
     let mut others: Vec<Found<'a>> = pipelines.map(|f| Found { schedule: Schedule::ZbH1, ..f.clone() }).collect();

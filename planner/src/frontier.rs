@@ -1,0 +1,199 @@
+//! What faster plans cost: the plans that no other beats in seconds, bytes, devices and price at once.
+//!
+//! The search is made for parts of the cluster, from one device to all nodes, and for parts of the memory that devices have; its
+//! best few plans for each are judged. What is left when every plan goes that another one beats is what there is to choose from.
+
+use crate::inter_op::search::{Freedom, search};
+use crate::inter_op::variants;
+use crate::request::{PlanFailure, Progress, Request};
+use crate::{Muted, Sizes, fits, freedom, judged, peak_bytes, refine, target};
+use altiplano_cost_models::CostModel;
+use altiplano_ir::plan::Plan;
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+/// A plan that no other beats.
+#[derive(Clone, Debug)]
+pub struct Point {
+    pub plan: Plan,
+    pub devices: u32,
+    /// Bytes of the fullest device.
+    pub peak_bytes: u64,
+    /// Of a step, where the cluster says what a node costs.
+    pub price: Option<f64>,
+}
+
+/// Parts of a device's memory that plans are looked for within.
+const SHARES: [f64; 6] = [1.0, 0.75, 0.5, 0.35, 0.25, 0.15];
+
+/// Differences below this are none: of two plans that are nearer, the one that needs less is enough.
+const ALIKE: f64 = 0.01;
+
+/// The frontier, fastest first.
+///
+/// # Errors
+/// As [`crate::plan`], where there is no plan on the whole cluster either.
+pub fn frontier(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
+    let request = &target::aimed(request)?;
+    let sizes = Sizes::new(request);
+    let parts = parts(request);
+    let total = parts.len();
+    let mut all: Vec<Point> = Vec::new();
+    let mut failure = None;
+    for (i, part) in parts.iter().enumerate() {
+        progress.step(&part.cluster.name, i, total);
+        if progress.stopped() && !all.is_empty() {
+            break;
+        }
+        // Degrees that the user fixed are of the whole cluster.
+        let freedom = match freedom(part) {
+            Ok(freedom) => freedom,
+            Err(error) if i + 1 == total => return Err(error),
+            Err(_) => continue,
+        };
+        match points(part, &freedom, cost, &sizes, progress) {
+            Ok(points) => all.extend(points),
+            Err(error) => failure = Some(error),
+        }
+    }
+    match (all.is_empty(), failure) {
+        (true, Some(failure)) => Err(failure),
+        _ => Ok(not_beaten(all)),
+    }
+}
+
+/// The request on ever larger parts of its cluster: of one node, then of all. The last one is the whole.
+fn parts(request: &Request) -> Vec<Request> {
+    let group = &request.cluster.groups[0];
+    let mut sizes: Vec<(u32, u32)> = Vec::new();
+    let doubled = |most: u32| (0..32).map(|i| 1u32 << i).take_while(move |&n| n < most);
+    if request.cluster.groups.len() == 1 {
+        sizes.extend(doubled(group.devices_per_node).map(|devices| (1, devices)));
+        sizes.extend(doubled(group.nodes).map(|nodes| (nodes, group.devices_per_node)));
+    }
+    sizes.push((group.nodes, group.devices_per_node));
+    let part = |(nodes, devices): (u32, u32)| {
+        let mut part = request.clone();
+        let name = &request.cluster.name;
+        if devices < group.devices_per_node {
+            part.cluster.name = format!("{devices} of {} devices of a node of {name}", group.devices_per_node);
+        } else if nodes < group.nodes {
+            part.cluster.name = format!("{nodes} of {} nodes of {name}", group.nodes);
+        }
+        part.cluster.groups[0].nodes = nodes;
+        part.cluster.groups[0].devices_per_node = devices;
+        // A node costs what it costs, whichever part of it works.
+        part
+    };
+    sizes.into_iter().map(part).collect()
+}
+
+/// Good plans on one part of the cluster within every share of memory.
+fn points(
+    request: &Request,
+    freedom: &Freedom,
+    cost: &dyn CostModel,
+    sizes: &Sizes<'_>,
+    progress: &dyn Progress,
+) -> Result<Vec<Point>, PlanFailure> {
+    let layered = |count: u32| sizes.at(count);
+    let quietly = Muted(progress);
+    let mut found: Vec<Plan> = Vec::new();
+    let mut failure = None;
+    for lean in [false, true] {
+        let freedom = Freedom { lean, ..freedom.clone() };
+        let searched = search(request, &freedom, cost, &layered, &quietly);
+        let within: Vec<Result<Vec<Plan>, PlanFailure>> = SHARES
+            .par_iter()
+            .map(|share| {
+                let limit = (freedom.memory_bytes as f64 * share) as u64;
+                let limits: BTreeMap<u32, u64> =
+                    searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
+                let ranked = variants::asked_for(&searched, request, &freedom, &limits)?;
+                ranked.iter().take(JUDGED).map(|found| judged(request, found, cost)).collect()
+            })
+            .collect();
+        for result in within {
+            match result {
+                Ok(plans) => found.extend(plans.into_iter().filter(fits)),
+                Err(error) => failure = Some(error),
+            }
+        }
+        if progress.stopped() {
+            break;
+        }
+    }
+    match (found.is_empty(), failure) {
+        (true, Some(failure)) => return Err(failure),
+        (true, None) => return Err(PlanFailure::NoCombination),
+        _ => {}
+    }
+    let kept = not_beaten(found.into_iter().map(point).collect());
+    // Those that stay are worth solving again as a whole, within the memory that they need.
+    let again = |p: Point| {
+        let within = Freedom { memory_bytes: p.peak_bytes, ..freedom.clone() };
+        match refine::refined(request, &within, p.plan.clone(), cost) {
+            Ok(plan) if peak_bytes(&plan) <= p.peak_bytes => point(plan),
+            _ => p,
+        }
+    };
+    Ok(kept.into_par_iter().map(again).collect())
+}
+
+/// Plans of each share of memory that are judged.
+const JUDGED: usize = 3;
+
+fn point(plan: Plan) -> Point {
+    let devices = plan.num_devices();
+    let group = &plan.cluster.groups[0];
+    let nodes: std::collections::BTreeSet<u32> =
+        plan.stages.iter().flat_map(|s| &s.devices).map(|d| d / group.devices_per_node.max(1)).collect();
+    let price = group.price_per_hour.map(|p| p * nodes.len() as f64 / 3600.0 * plan.predicted.step_time_s);
+    Point { devices, peak_bytes: peak_bytes(&plan), price, plan }
+}
+
+/// Drops every point that another is as good as in all respects, fastest first.
+fn not_beaten(mut all: Vec<Point>) -> Vec<Point> {
+    let step = |p: &Point| p.plan.predicted.step_time_s;
+    all.sort_by(|a, b| {
+        step(a).total_cmp(&step(b)).then(a.devices.cmp(&b.devices)).then(a.peak_bytes.cmp(&b.peak_bytes))
+    });
+    let mut kept: Vec<Point> = Vec::new();
+    for new in all {
+        let as_good = |old: &Point| {
+            let price = match (old.price, new.price) {
+                (Some(old), Some(new)) => old <= new * (1.0 + ALIKE),
+                _ => true,
+            };
+            old.devices <= new.devices && old.peak_bytes as f64 <= new.peak_bytes as f64 * (1.0 + ALIKE) && price
+        };
+        if !kept.iter().any(as_good) {
+            kept.push(new);
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_beaten_in_everything_goes() {
+        let at = |seconds: f64, devices: u32, gigabytes: u64, price: f64| {
+            let mut plan = crate::lost::tests::empty();
+            plan.predicted.step_time_s = seconds;
+            Point { plan, devices, peak_bytes: gigabytes << 30, price: Some(price) }
+        };
+        let all = vec![
+            at(1.0, 8, 40, 1.0),
+            at(2.0, 8, 40, 0.5),
+            at(2.0, 8, 50, 2.0),
+            at(4.0, 4, 60, 1.0),
+            at(5.0, 4, 60, 1.1),
+            at(6.0, 8, 20, 3.0),
+        ];
+        let kept: Vec<f64> = not_beaten(all).iter().map(|p| p.plan.predicted.step_time_s).collect();
+        assert_eq!(kept, [1.0, 2.0, 4.0, 6.0]);
+    }
+}

@@ -1,0 +1,167 @@
+//! What else was found, and why it was not chosen.
+//!
+//! The search hands the judge its best few plans. Those that lost stay in the plan as alternatives, each with where its time goes
+//! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
+
+use crate::{count, leanest_of_the_fastest, peak_bytes};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
+
+/// Runners-up that a plan keeps.
+const KEPT: usize = 3;
+
+/// The fastest plans that lost to `chosen` and look different from it and each other, with the reason of each.
+pub fn alternatives(chosen: &Plan, others: Vec<Plan>) -> Vec<Alternative> {
+    let mut shown = vec![shape(chosen)];
+    let mut kept = Vec::new();
+    for plan in others {
+        if kept.len() < KEPT && !shown.contains(&shape(&plan)) {
+            shown.push(shape(&plan));
+            kept.push(Alternative {
+                name: format!("runner-up {}", kept.len() + 1),
+                predicted: Some(plan.predicted.clone()),
+                fits: true,
+                detail: format!("{}; {}", shape(&plan), reason(chosen, &plan)),
+            });
+        }
+    }
+    kept
+}
+
+/// `2 stages, 8 microbatches, mesh<data=2, tensor=4>, recomputed`.
+pub fn shape(plan: &Plan) -> String {
+    let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    meshes.dedup();
+    const SHOWN: usize = 3;
+    if meshes.len() > SHOWN {
+        let more = meshes.len() - SHOWN;
+        meshes.truncate(SHOWN);
+        meshes.push(format!("{more} more"));
+    }
+    let recomputed = plan.stages.iter().filter(|s| s.recompute).count();
+    let recomputed = match recomputed {
+        0 => String::new(),
+        n if n == plan.stages.len() => ", recomputed".to_string(),
+        n => format!(", {n} of them recomputed"),
+    };
+    format!(
+        "{}, {}, {}{recomputed}",
+        stages(plan),
+        count(plan.num_microbatches, "microbatch", "microbatches"),
+        meshes.join(" + ")
+    )
+}
+
+/// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
+pub fn stages(plan: &Plan) -> String {
+    let stages = count(plan.stages.len() as u32, "stage", "stages");
+    match (plan.virtual_stages, plan.schedule) {
+        (1, Schedule::ZbH1) => format!("{stages} under {}", plan.schedule),
+        (1, _) => stages,
+        (v, _) => format!("{stages} ({v} on the same devices)"),
+    }
+}
+
+/// Why a plan that fits was not chosen.
+fn reason(chosen: &Plan, lost: &Plan) -> String {
+    let (ours, theirs) = (chosen.predicted.step_time_s, lost.predicted.step_time_s);
+    if theirs <= ours {
+        // The other plan was no slower: devices or memory decided.
+        let both = vec![lost.clone(), chosen.clone()];
+        return match leanest_of_the_fastest(both) {
+            leaner if leaner.num_devices() < lost.num_devices() => {
+                format!("as fast, on {} devices", lost.num_devices())
+            }
+            _ => format!("as fast, with {:.1} GB on a device", peak_bytes(lost) as f64 / 1e9),
+        };
+    }
+    let (a, b) = (busiest(chosen), busiest(lost));
+    let parts = [
+        ("computing", b.predicted.compute_s - a.predicted.compute_s),
+        ("communicating", b.predicted.communication_s - a.predicted.communication_s),
+        ("waiting", b.predicted.bubble_s - a.predicted.bubble_s),
+    ];
+    let most = parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("computing", 0.0));
+    let slower = 100.0 * (theirs / ours - 1.0);
+    let share = 100.0 * most.1 / ours;
+    match most.1 > 0.0 {
+        true => format!("{slower:.1} % slower: {} takes {share:.1} % of a step more", most.0),
+        false => format!("{slower:.1} % slower"),
+    }
+}
+
+/// The stage that computes and communicates longest.
+fn busiest(plan: &Plan) -> &Stage {
+    let busy = |s: &Stage| s.predicted.compute_s + s.predicted.communication_s;
+    plan.stages.iter().max_by(|a, b| busy(a).total_cmp(&busy(b))).unwrap_or(&plan.stages[0])
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use altiplano_ir::mesh::Mesh;
+
+    /// A plan of nothing, whose predictions a test fills in.
+    pub(crate) fn empty() -> Plan {
+        let graph = altiplano_ir::graph::Graph::new("nothing");
+        Plan {
+            format: String::new(),
+            version: 1,
+            model: String::new(),
+            graph_hash: String::new(),
+            cluster: altiplano_cost_models::preset("local:4").unwrap(),
+            global_batch: 1,
+            num_microbatches: 1,
+            microbatch: 1,
+            schedule: Schedule::OneFOneB,
+            virtual_stages: 1,
+            optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
+            execution: Default::default(),
+            target: Default::default(),
+            loss: altiplano_ir::batch::LossKind::Mean,
+            stop_gradients: Vec::new(),
+            reduction: None,
+            profile: None,
+            predicted: Default::default(),
+            alternatives: Vec::new(),
+            layers: vec![0, 1],
+            stages: Vec::new(),
+            graph,
+        }
+    }
+
+    fn with_stage(data: u32, compute_s: f64, communication_s: f64, bubble_s: f64) -> Plan {
+        let mut plan = empty();
+        let predicted =
+            altiplano_ir::plan::StagePredicted { compute_s, communication_s, bubble_s, ..Default::default() };
+        plan.predicted.step_time_s = compute_s + communication_s + bubble_s;
+        plan.stages.push(Stage {
+            layers: 0..1,
+            submesh: (1, 4),
+            devices: (0..4).collect(),
+            mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),
+            recompute: false,
+            zero: 0,
+            shardings: Default::default(),
+            parameters: Default::default(),
+            receives: Default::default(),
+            solved: None,
+            predicted,
+        });
+        plan
+    }
+
+    #[test]
+    fn the_reason_names_what_takes_longer() {
+        let chosen = with_stage(4, 1.0, 0.2, 0.0);
+        let others = vec![with_stage(2, 1.1, 0.7, 0.0), with_stage(4, 1.3, 0.2, 0.0), with_stage(1, 1.0, 0.3, 0.5)];
+        let kept = alternatives(&chosen, others);
+        let details: Vec<&str> = kept.iter().map(|a| a.detail.as_str()).collect();
+        assert_eq!(
+            details,
+            [
+                "1 stage, 1 microbatch, mesh<data=2, tensor=2>; 50.0 % slower: communicating takes 41.7 % of a step more",
+                "1 stage, 1 microbatch, mesh<data=1, tensor=4>; 50.0 % slower: waiting takes 41.7 % of a step more",
+            ]
+        );
+    }
+}
