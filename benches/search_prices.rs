@@ -80,6 +80,8 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 zero: Some(zero),
                 recompute: Some(false),
                 schedules: vec![request.schedule.unwrap_or(altiplano::ir::plan::Schedule::OneFOneB)],
+                virtual_stages: request.virtual_stages,
+                zero_bubble: false,
                 num_microbatches: vec![1],
                 all_devices: true,
                 memory_bytes: u64::MAX,
@@ -93,6 +95,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 layered: &found.candidates.layered,
                 num_microbatches: 1,
                 schedule: found.schedule,
+                virtual_stages: found.virtual_stages,
                 stages: &found.stages,
             };
             let Ok(mut plan) = assemble(request, &parts, &cost) else { continue };

@@ -112,6 +112,7 @@ impl Baseline {
             tp: self.tp,
             cp: 1,
             stages: self.pp,
+            virtual_stages: 1,
             num_microbatches,
             zero: self.zero,
             recompute: self.recompute,

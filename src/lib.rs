@@ -11,7 +11,7 @@
 //! let mut request = request(&model, load_cluster("local:4")?);
 //! request.pp = Some(2);
 //! let plan = plan(&request, &Silent)?;
-//! assert_eq!(plan.stages.len(), 2);
+//! assert_eq!(plan.num_lanes(), 2);
 //! assert!(report(&plan).contains("stage1"));
 //! # Ok::<(), altiplano::Error>(())
 //! ```

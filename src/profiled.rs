@@ -107,7 +107,7 @@ impl Profiled {
 
     /// Prices of a plan's devices.
     pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
-        let devices = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+        let devices = plan.num_devices();
         let device = &plan.cluster.groups[0].device;
         Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)
     }
@@ -184,7 +184,8 @@ impl Profiled {
             return None;
         }
         let writes = vec![(BufferId(u32::MAX), v)];
-        let body = Body { name: String::new(), phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
+        let body =
+            Body { name: String::new(), stage: 0, phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
         let mut seconds = 0.0;
         for call in body_work(&body, self.threads()) {
             for term in &call.work.terms {
@@ -275,8 +276,8 @@ impl Runtime for Profiled {
         self.once_s("receive", bytes)
     }
 
-    fn preparation_s(&self, program: &Program, each_microbatch: bool) -> f64 {
-        self.work_s(&preparation(program, each_microbatch)).unwrap_or(0.0)
+    fn preparation_s(&self, program: &Program, stage: u32, each_microbatch: bool) -> f64 {
+        self.work_s(&preparation(program, stage, each_microbatch)).unwrap_or(0.0)
     }
 }
 

@@ -13,15 +13,15 @@ use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
 use altiplano_cost_models::profile::Profile;
-use altiplano_cost_models::timeline::{Stream, play, tasks};
+use altiplano_cost_models::timeline::{Played, Stream, play, tasks};
 use altiplano_cost_models::{Compute, CostModel, Roofline, catalogue};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
 use altiplano_planner::lower::Prices;
-use altiplano_planner::memory::StageMemory;
-use altiplano_planner::predict::{played, stage_memories, timings_of, work_of};
+use altiplano_planner::memory::LaneMemory;
+use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -35,7 +35,8 @@ pub struct Simulation {
     profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
-    memories: Vec<StageMemory>,
+    /// By lane.
+    memories: Vec<LaneMemory>,
 }
 
 impl Simulation {
@@ -49,7 +50,7 @@ impl Simulation {
         };
         let work = work_of(&plan, &programs, &*cost);
         let timings = timings_of(&plan, &programs, &work, &*cost);
-        let memories = stage_memories(&plan, &programs, &work);
+        let memories = lane_memories(&plan, &programs, &work);
         Ok(Simulation { plan, programs, cost, profiled, work, timings, memories })
     }
 
@@ -58,7 +59,7 @@ impl Simulation {
     }
 
     fn order(&self) -> Order {
-        Order::new(self.plan.schedule, self.timings.len(), self.plan.num_microbatches)
+        Order::of(&self.plan)
     }
 
     fn timeline(&self, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> Timeline {
@@ -94,20 +95,17 @@ impl Simulation {
         let lines: Vec<String> = self
             .timings
             .iter()
-            .zip(&timeline.stages)
-            .map(|((times, timing), lane)| {
-                let pass = |played: &altiplano_cost_models::timeline::Played| {
-                    format!(
-                        "{:>7}  {:>7}  {:>13}",
-                        seconds(played.seconds),
-                        seconds(played.host_s),
-                        seconds(played.exposed_s)
-                    )
+            .enumerate()
+            .map(|(i, (times, timing))| {
+                let lane = &timeline.stages[self.plan.lane_of(i)];
+                let pass = |parts: &[&Played]| {
+                    let sum = |of: fn(&Played) -> f64| seconds(parts.iter().map(|p| of(p)).sum());
+                    format!("{:>7}  {:>7}  {:>13}", sum(|p| p.seconds), sum(|p| p.host_s), sum(|p| p.exposed_s))
                 };
                 format!(
                     "{}   {}   {:>14}  {:>7}",
-                    pass(&timing.forward),
-                    pass(&timing.backward),
+                    pass(&[&timing.forward]),
+                    pass(&[&timing.backward, &timing.weights]),
                     seconds(times.step_s),
                     seconds(lane.bubble_s)
                 )
@@ -146,10 +144,12 @@ impl Simulation {
     /// Kernels that compute what is called `name` (or whose op is), with what they cost and why. `None` where there is no such.
     pub fn explain(&self, name: &str) -> Option<String> {
         let mut out = String::new();
-        for (i, (program, bodies)) in self.programs.programs.iter().zip(&self.work).enumerate() {
+        for (i, bodies) in self.work.iter().enumerate() {
+            let program = &self.programs.programs[self.plan.lane_of(i)];
             let prices = self.prices(i);
             for work in bodies {
-                let Some(body) = program.bodies.iter().find(|b| b.phase == work.phase) else { continue };
+                let Some(body) = program.body_of(i as u32, work.phase) else { continue };
+                let body = &program.bodies[body as usize];
                 let costs = work.prices(&prices, &self.plan.execution);
                 for ((kernel, price), sent) in work.kernels.iter().zip(&costs).zip(&work.sent) {
                     if !concerns(body, kernel, name) {
@@ -250,14 +250,19 @@ impl Simulation {
         format!("{bound}; {arithmetic}; {memory}; launch {}", seconds(compute.device.launch_s))
     }
 
-    /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each stage with a track of its calls,
+    /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each lane with a track of its calls,
     /// the kernels of the first microbatch, and a counter of what each of its devices holds.
     pub fn trace(&self) -> Value {
         let mut events: Vec<Value> = Vec::new();
         let micros = |s: f64| s * 1e6;
-        let event = |name: String, stage: usize, track: u32, start: f64, end: f64| json!({"name": name, "ph": "X", "pid": stage, "tid": track, "ts": micros(start), "dur": micros(end - start)});
-        for (i, stage) in self.plan.stages.iter().enumerate() {
-            let name = format!("stage{i}: {} devices", stage.devices.len());
+        let event = |name: String, stage: usize, track: u32, start: f64, end: f64| json!({"name": name, "ph": "X", "pid": self.plan.lane_of(stage), "tid": track, "ts": micros(start), "dur": micros(end - start)});
+        // Where a lane has several stages, each call says of which it is.
+        let of = |stage: usize| match self.plan.virtual_stages {
+            1 => String::new(),
+            _ => format!(" of stage{stage}"),
+        };
+        for (i, stage) in self.plan.lanes().iter().enumerate() {
+            let name = format!("{}: {} devices", self.plan.lane_name(i), stage.devices.len());
             events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
             for (track, name) in
                 [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
@@ -266,25 +271,30 @@ impl Simulation {
             }
         }
         let mut first: Vec<(usize, Phase, f64)> = Vec::new();
-        let mut last_s = vec![0.0f64; self.timings.len()];
+        let mut last_s = vec![0.0f64; self.plan.num_lanes()];
         let timeline = self.timeline(&mut |stage, call, start, end| {
             let (name, phase, microbatch) = match call {
                 PipelineCall::Forward { microbatch } => ("forward", Phase::Forward, microbatch),
                 PipelineCall::Backward { microbatch } => ("backward", Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => ("weights", Phase::Weights, microbatch),
             };
             if microbatch == 0 {
                 first.push((stage, phase, start));
             }
-            last_s[stage] = end;
-            events.push(event(format!("{name} {microbatch}"), stage, 0, start, end));
+            last_s[self.plan.lane_of(stage)] = end;
+            events.push(event(format!("{name} {microbatch}{}", of(stage)), stage, 0, start, end));
         });
         for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
-            let start = last_s[stage];
-            events.push(event("reduce and update".into(), stage, 0, start, start + times.step_s));
+            let start = &mut last_s[self.plan.lane_of(stage)];
+            events.push(event(format!("reduce and update{}", of(stage)), stage, 0, *start, *start + times.step_s));
+            *start += times.step_s;
         }
         for (stage, phase, start) in first {
             let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
-            let Some(body) = self.programs.programs[stage].bodies.iter().find(|b| b.phase == phase) else { continue };
+            let program = &self.programs.programs[self.plan.lane_of(stage)];
+            let Some(body) = program.body_of(stage as u32, phase).map(|b| &program.bodies[b as usize]) else {
+                continue;
+            };
             let prices = self.prices(stage);
             let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
             let played = match &self.profiled {
@@ -329,6 +339,7 @@ fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Forward => "forward",
         Phase::Backward => "backward",
+        Phase::Weights => "weights",
         Phase::Reduce => "reduce",
         Phase::Update => "update",
     }

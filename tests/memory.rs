@@ -33,7 +33,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
-const MORE: [&str; 17] = [
+const MORE: [&str; 23] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -44,6 +44,12 @@ const MORE: [&str; 17] = [
     "local:2 dp1 tp1 pp2 micro8 gpipe",
     "local:2 dp1 tp1 pp2 micro8",
     "local:4 dp1 tp1 pp4 micro8",
+    "local:2 dp1 tp1 pp2 micro4 virtual2",
+    "local:2 dp1 tp1 pp2 micro8 virtual2 zero0 recompute",
+    "local:4 dp2 tp1 pp2 micro4 virtual2 zero1",
+    "local:2 dp1 tp1 pp2 micro8 zb",
+    "local:4 dp1 tp2 pp2 micro4 zb",
+    "local:2 dp1 tp1 pp2 micro4 recompute zb",
     "local:1 recompute",
     "local:2 dp1 tp1 pp2 micro4 recompute",
     "local:1 bf16",
@@ -69,11 +75,19 @@ fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, Strin
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
     (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
+    // One stage on each block of devices, in the order that is said, where it is said.
+    request.virtual_stages = number("virtual").or(Some(1));
+    if !has("inference") {
+        request.schedule = Some(Schedule::OneFOneB);
+    }
     request.zero = number("zero").map(|zero| zero as u8);
     request.num_microbatches = number("micro");
     request.recompute = has("recompute").then_some(true);
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
+    }
+    if has("zb") {
+        request.schedule = Some(Schedule::ZbH1);
     }
     if has("sgd") {
         request.optimizer = Optimizer::sgd();
@@ -128,10 +142,11 @@ fn what_is_predicted_is_what_is_held() {
             let held = held(&plan);
             let predicted = cpu_peaks(&altiplano::programs(&plan).expect("programs"));
             assert_eq!(
-                predicted, plan.predicted.peak_bytes,
+                predicted,
+                plan.predicted.peak_bytes[..plan.num_lanes()],
                 "{name} {words}: a plan for CPU workers predicts this runtime"
             );
-            let both = plan.stages.iter().zip(&predicted);
+            let both = plan.lanes().iter().zip(&predicted);
             let both = both.flat_map(|(s, &p)| s.devices.iter().map(move |&d| (d, p)));
             let both: Vec<(u64, u64)> = both.map(|(d, predicted)| (held[d as usize], predicted)).collect();
             let &(most, above) = both.iter().max().expect("a device");
@@ -157,6 +172,8 @@ fn the_timeline_adds_up_to_the_peak() {
         "local:4 dp2 tp1 pp2 micro4 zero1",
         "p3.16xlarge:1 dp2 tp2 pp2 micro8",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 recompute",
+        "p3.16xlarge:1 dp2 tp2 pp2 micro8 virtual2",
+        "p3.16xlarge:1 dp2 tp1 pp4 micro8 zb",
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
         "local:2 dp1 tp1 pp2 recompute",
     ];
@@ -198,7 +215,7 @@ fn microbatches_in_flight_are_counted() {
 fn simulate_says_what_is_held() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
-    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &file]);
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "--virtual-stages", "1", "-o", &file]);
     let text = succeeds(&["simulate", &file, "--memory"]);
     for part in ["stage0: ", "stage1: ", "parameters ", "optimizer state ", "microbatches", "params['wte']"] {
         assert!(text.contains(part), "{part}\n{text}");
@@ -226,7 +243,7 @@ fn simulate_says_what_is_held() {
 
 #[test]
 fn a_run_says_what_each_worker_held() {
-    let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--steps", "1"]);
+    let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--virtual-stages", "1", "--steps", "1"]);
     let lines: Vec<&str> = said.lines().skip_while(|l| !l.starts_with("peak memory")).collect();
     assert!(lines.len() >= 4, "{said}");
     for line in &lines[2..] {

@@ -89,6 +89,6 @@ pub trait Runtime: CostModel {
     fn send_s(&self, bytes: u64) -> f64;
     fn receive_s(&self, bytes: u64) -> f64;
 
-    /// Seconds of a device outside of bodies: once a step, or before each microbatch's forward.
-    fn preparation_s(&self, program: &Program, each_microbatch: bool) -> f64;
+    /// Seconds of a device outside of the bodies of a stage: once a step, or before each microbatch's forward.
+    fn preparation_s(&self, program: &Program, stage: u32, each_microbatch: bool) -> f64;
 }

@@ -2,7 +2,7 @@
 //! and backward calls, each link one serial stream of transfers. Stages are priced once and their calls only added up,
 //! so that 64 stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{Plan, Schedule};
 use serde::{Deserialize, Serialize};
 
 /// What one stage takes, in seconds; forward and backward are of one microbatch.
@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 pub struct StageTimes {
     pub forward_s: f64,
     pub backward_s: f64,
+    /// The gradients of weights, where the schedule runs them apart from the rest of the backward.
+    pub weights_s: f64,
     /// From the end of a forward until the next stage holds its result.
     pub transfer_forward_s: f64,
     /// From the end of a backward until the previous stage holds its result.
@@ -36,46 +38,16 @@ pub struct Timeline {
 /// One call on a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PipelineCall {
-    Forward { microbatch: u32 },
-    Backward { microbatch: u32 },
-}
-
-/// The call at `position` of a stage's order, `None` past its `2 * num_microbatches` calls (`forward`: `num_microbatches`).
-///
-/// `forward`: all forwards, and no backwards.
-/// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
-/// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
-///
-/// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
-pub fn call_at(
-    schedule: Schedule,
-    stage: usize,
-    num_stages: usize,
-    num_microbatches: u32,
-    position: u64,
-) -> Option<PipelineCall> {
-    let forward = |m: u64| Some(PipelineCall::Forward { microbatch: m as u32 });
-    let backward = |m: u64| Some(PipelineCall::Backward { microbatch: m as u32 });
-    let microbatches = u64::from(num_microbatches);
-    if schedule == Schedule::Forward {
-        return if position < microbatches { forward(position) } else { None };
-    }
-    if position >= 2 * microbatches {
-        return None;
-    }
-    let warm_up = match schedule {
-        Schedule::GPipe | Schedule::Forward => microbatches,
-        Schedule::OneFOneB => microbatches.min(num_stages.saturating_sub(stage + 1) as u64),
-    };
-    if position < warm_up {
-        return forward(position);
-    }
-    let turn = position - warm_up;
-    let turns = 2 * (microbatches - warm_up);
-    if turn >= turns {
-        return backward(turn - turns + microbatches - warm_up);
-    }
-    if turn.is_multiple_of(2) { forward(warm_up + turn / 2) } else { backward(turn / 2) }
+    Forward {
+        microbatch: u32,
+    },
+    Backward {
+        microbatch: u32,
+    },
+    /// The gradients of weights, where the schedule runs them apart.
+    Weights {
+        microbatch: u32,
+    },
 }
 
 /// The order of calls on the devices of a pipeline. A *lane* is the devices that one or more stages share: with
@@ -94,27 +66,49 @@ impl Order {
         Order { schedule, num_stages, virtual_stages: 1, num_microbatches }
     }
 
+    /// The order in which a plan is run.
+    pub fn of(plan: &Plan) -> Order {
+        Order {
+            schedule: plan.schedule,
+            num_stages: plan.stages.len(),
+            virtual_stages: plan.virtual_stages as usize,
+            num_microbatches: plan.num_microbatches,
+        }
+    }
+
     pub fn num_lanes(&self) -> usize {
         self.num_stages / self.virtual_stages.max(1)
     }
 
-    /// The call at `position` of a lane, and its stage.
+    /// The call at `position` of a lane, and its stage; `None` past its last.
+    ///
+    /// `forward`: all forwards, and no backwards.
+    /// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
+    /// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
     ///
     /// With several stages a lane, the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2): microbatches go through in
     /// groups of as many as there are lanes, each group through all of a lane's stages in turn; backwards likewise from the last
     /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead. Where the last group would not be full, waiting for
     /// one another could go round in a circle, and all forwards come first.
+    ///
+    /// `zb-h1` (Qi et al. 2023, section 2.3, as their implementation writes it down for stages of any lengths): as `1f1b`, with the
+    /// gradients of weights of stage `l` run `l` backwards late, so that every stage has work of as many microbatches as there are
+    /// stages, and those behind fill with gradients of weights what would be bubble.
+    ///
+    /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
-        if self.virtual_stages <= 1 || self.schedule != Schedule::OneFOneB {
-            let call = call_at(self.schedule, lane, self.num_stages, self.num_microbatches, position)?;
-            return Some((lane, call));
+        if self.schedule == Schedule::ZbH1 {
+            return Some((lane, self.zero_bubble_call(lane, position)?));
         }
-        let (lanes, chunks) = (self.num_lanes() as u64, self.virtual_stages as u64);
+        let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
         let microbatches = u64::from(self.num_microbatches);
         let total = microbatches * chunks;
-        let ahead = match microbatches.is_multiple_of(lanes) {
-            true => (2 * (lanes - lane as u64 - 1) + (chunks - 1) * lanes).min(total),
-            false => total,
+        let behind = lanes.saturating_sub(lane as u64 + 1);
+        let ahead = match self.schedule {
+            Schedule::Forward if position >= total => return None,
+            Schedule::OneFOneB if chunks == 1 => behind.min(total),
+            Schedule::OneFOneB if microbatches.is_multiple_of(lanes) => (2 * behind + (chunks - 1) * lanes).min(total),
+            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::GPipe | Schedule::Forward => total,
         };
         let (is_forward, k) = match position {
             _ if position >= 2 * total => return None,
@@ -135,6 +129,71 @@ impl Order {
         let call =
             if is_forward { PipelineCall::Forward { microbatch } } else { PipelineCall::Backward { microbatch } };
         Some((stage, call))
+    }
+
+    /// [`Order::call`] of `zb-h1`: forwards ahead, turns of a forward and a backward, and the backwards that are left; from the
+    /// backward on that is as late as the stage's number, each is followed by the gradients of weights of the earliest microbatch
+    /// that still lacks them, and those that are left come last.
+    fn zero_bubble_call(&self, stage: usize, position: u64) -> Option<PipelineCall> {
+        let call = |kind: u64, m: u64| {
+            let microbatch = m as u32;
+            Some(match kind {
+                0 => PipelineCall::Forward { microbatch },
+                1 => PipelineCall::Backward { microbatch },
+                _ => PipelineCall::Weights { microbatch },
+            })
+        };
+        let microbatches = u64::from(self.num_microbatches);
+        let ahead = microbatches.min(self.num_stages.saturating_sub(stage + 1) as u64);
+        let (turns, late) = (microbatches - ahead, microbatches.min(stage as u64));
+        if position < ahead {
+            return call(0, position);
+        }
+        // Turns without gradients of weights, and those with.
+        let (mut at, short) = (position - ahead, turns.min(late));
+        if at < 2 * short {
+            return call(at % 2, at / 2 + if at % 2 == 0 { ahead } else { 0 });
+        }
+        at -= 2 * short;
+        if at < 3 * (turns - short) {
+            let turn = short + at / 3;
+            return call(at % 3, [turn + ahead, turn, turn.saturating_sub(late)][(at % 3) as usize]);
+        }
+        at -= 3 * (turns - short);
+        // The backwards that are left, alone and with gradients of weights.
+        let alone = late - short;
+        if at < alone {
+            return call(1, turns + at);
+        }
+        at -= alone;
+        if at < 2 * (ahead - alone) {
+            let backward = turns + alone + at / 2;
+            return if at % 2 == 0 { call(1, backward) } else { call(2, backward.saturating_sub(late)) };
+        }
+        at -= 2 * (ahead - alone);
+        if at < late { call(2, microbatches - late + at) } else { None }
+    }
+
+    /// The calls of a lane, first to last.
+    pub fn calls(&self, lane: usize) -> impl Iterator<Item = (usize, PipelineCall)> {
+        let order = *self;
+        (0..).map_while(move |position| order.call(lane, position))
+    }
+
+    /// Microbatches of whose activations a stage holds any at once, at most.
+    pub fn in_flight(&self, stage: usize) -> u32 {
+        let (mut held, mut most) = (0u32, 0u32);
+        for (_, call) in self.calls(stage % self.num_lanes().max(1)).filter(|(s, _)| *s == stage) {
+            match call {
+                // Without a backward nothing is kept for one.
+                PipelineCall::Forward { .. } if !self.schedule.trains() => most = 1,
+                PipelineCall::Forward { .. } => held += 1,
+                PipelineCall::Backward { .. } if self.schedule == Schedule::ZbH1 => {}
+                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => held = held.saturating_sub(1),
+            }
+            most = most.max(held);
+        }
+        most
     }
 }
 
@@ -171,29 +230,31 @@ pub fn simulate_order(
     while let Some(l) = runnable.pop() {
         while let Some((s, call)) = order.call(l, lanes[l].position) {
             let times = &stages[s];
-            let (ready, microbatch, seconds) = match call {
-                PipelineCall::Forward { microbatch } => (&forward_ready_s, microbatch, times.forward_s),
-                PipelineCall::Backward { microbatch } => (&backward_ready_s, microbatch, times.backward_s),
+            let at = |microbatch: u32| s * width + microbatch as usize;
+            let (ready_s, seconds) = match call {
+                PipelineCall::Forward { microbatch } => (forward_ready_s[at(microbatch)], times.forward_s),
+                PipelineCall::Backward { microbatch } => (backward_ready_s[at(microbatch)], times.backward_s),
+                // The backward that they follow was on the same devices.
+                PipelineCall::Weights { .. } => (0.0, times.weights_s),
             };
-            let at = s * width + microbatch as usize;
-            if ready[at].is_nan() {
+            if ready_s.is_nan() {
                 break;
             }
-            let end_s = lanes[l].run(ready[at], seconds);
+            let end_s = lanes[l].run(ready_s, seconds);
             watch(s, call, end_s - seconds, end_s);
             match call {
-                PipelineCall::Forward { .. } if s + 1 < num_stages => {
+                PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
                     sent_forward_s[s] = sent_forward_s[s].max(end_s) + times.transfer_forward_s;
-                    forward_ready_s[at + width] = sent_forward_s[s];
+                    forward_ready_s[at(microbatch) + width] = sent_forward_s[s];
                     runnable.push((s + 1) % num_lanes);
                 }
-                PipelineCall::Forward { .. } => backward_ready_s[at] = end_s,
-                PipelineCall::Backward { .. } if s > 0 => {
+                PipelineCall::Forward { microbatch } => backward_ready_s[at(microbatch)] = end_s,
+                PipelineCall::Backward { microbatch } if s > 0 => {
                     sent_backward_s[s] = sent_backward_s[s].max(end_s) + times.transfer_backward_s;
-                    backward_ready_s[at - width] = sent_backward_s[s];
+                    backward_ready_s[at(microbatch) - width] = sent_backward_s[s];
                     runnable.push((s - 1) % num_lanes);
                 }
-                PipelineCall::Backward { .. } => {}
+                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => {}
             }
         }
     }

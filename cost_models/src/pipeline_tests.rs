@@ -1,19 +1,20 @@
 //! The pipeline simulator against closed forms, lower bounds, and a second way to compute the same longest path.
 
 use super::*;
-use PipelineCall::{Backward, Forward};
+use PipelineCall::{Backward, Forward, Weights};
 use proptest::prelude::*;
 
 const SCHEDULES: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
 
 fn calls(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> Vec<PipelineCall> {
-    (0..).map_while(|p| call_at(schedule, stage, num_stages, num_microbatches, p)).collect()
+    Order::new(schedule, num_stages, num_microbatches).calls(stage).map(|(_, call)| call).collect()
 }
 
 fn order(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: u32) -> String {
     let text = |call: PipelineCall| match call {
         Forward { microbatch } => format!("F{microbatch}"),
         Backward { microbatch } => format!("B{microbatch}"),
+        Weights { microbatch } => format!("W{microbatch}"),
     };
     calls(schedule, stage, num_stages, num_microbatches).into_iter().map(text).collect::<Vec<_>>().join(" ")
 }
@@ -26,6 +27,9 @@ fn orders() {
     assert_eq!(order(Schedule::OneFOneB, 0, 4, 2), "F0 F1 B0 B1", "more stages than microbatches");
     assert_eq!(order(Schedule::OneFOneB, 0, 1, 0), "");
     assert_eq!(order(Schedule::Forward, 1, 2, 3), "F0 F1 F2");
+    assert_eq!(order(Schedule::ZbH1, 0, 2, 3), "F0 F1 B0 W0 F2 B1 W1 B2 W2");
+    assert_eq!(order(Schedule::ZbH1, 1, 2, 3), "F0 B0 F1 B1 W0 F2 B2 W1 W2");
+    assert_eq!(order(Schedule::ZbH1, 2, 4, 1), "F0 B0 W0");
 }
 
 #[test]
@@ -90,22 +94,24 @@ fn many_stages_and_microbatches_are_played_in_full() {
 /// The end of the step by relaxing every dependency until nothing changes: slow, and alike in nothing but the rules.
 fn longest_path(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule) -> f64 {
     let (s, b) = (stages.len(), num_microbatches as usize);
-    // End of each call and arrival of each transfer, [stage][backward][microbatch].
-    let mut end = vec![[vec![0.0f64; b], vec![0.0f64; b]]; s];
+    // End of each call and arrival of each transfer, [stage][kind of call][microbatch].
+    let mut end = vec![[vec![0.0f64; b], vec![0.0f64; b], vec![0.0f64; b]]; s];
     let mut arrival = end.clone();
     loop {
         let before = (end.clone(), arrival.clone());
         for stage in 0..s {
             let times = stages[stage];
-            let (mut free, mut sent) = (0.0f64, [0.0f64; 2]);
+            let (mut free, mut sent) = (0.0f64, [0.0f64; 3]);
             for call in calls(schedule, stage, s, num_microbatches) {
                 let (direction, m) = match call {
                     Forward { microbatch } => (0, microbatch as usize),
                     Backward { microbatch } => (1, microbatch as usize),
+                    Weights { microbatch } => (2, microbatch as usize),
                 };
                 let (ready, seconds, transfer) = match direction {
                     0 if stage == 0 => (0.0, times.forward_s, times.transfer_forward_s),
                     0 => (arrival[stage - 1][0][m], times.forward_s, times.transfer_forward_s),
+                    2 => (end[stage][1][m], times.weights_s, 0.0),
                     _ if stage == s - 1 => (end[stage][0][m], times.backward_s, times.transfer_backward_s),
                     _ => (arrival[stage + 1][1][m], times.backward_s, times.transfer_backward_s),
                 };
@@ -125,19 +131,22 @@ fn longest_path(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule
 
 fn stage_times() -> impl Strategy<Value = StageTimes> {
     let seconds = || (0u32..40).prop_map(|n| f64::from(n) / 8.0);
-    (seconds(), seconds(), seconds(), seconds(), seconds()).prop_map(|(f, b, tf, tb, step_s)| StageTimes {
-        forward_s: f,
-        backward_s: b,
-        transfer_forward_s: tf,
-        transfer_backward_s: tb,
-        step_s,
+    (seconds(), seconds(), seconds(), seconds(), seconds(), seconds()).prop_map(|(f, b, w, tf, tb, step_s)| {
+        StageTimes {
+            forward_s: f,
+            backward_s: b,
+            weights_s: w,
+            transfer_forward_s: tf,
+            transfer_backward_s: tb,
+            step_s,
+        }
     })
 }
 
 proptest! {
     #[test]
     fn equals_the_longest_path(stages in prop::collection::vec(stage_times(), 1..6), b in 1u32..9) {
-        for schedule in SCHEDULES {
+        for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1] {
             prop_assert_eq!(simulate(&stages, b, schedule).step_s, longest_path(&stages, b, schedule));
         }
     }
@@ -197,6 +206,7 @@ fn interleaved_lanes_make_every_call_once_and_finish() {
             let (microbatch, backward) = match call {
                 PipelineCall::Forward { microbatch } => (microbatch, false),
                 PipelineCall::Backward { microbatch } => (microbatch, true),
+                PipelineCall::Weights { .. } => panic!("1f1b runs no gradients of weights apart"),
             };
             assert!(made.insert((s, microbatch, backward), (start, end)).is_none());
         });
@@ -232,4 +242,40 @@ fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
     };
     assert!((bubble(1) - 9.0).abs() < 1e-9);
     assert!((bubble(3) - 3.0).abs() < 1e-9, "{}", bubble(3));
+}
+
+/// Each call once, gradients of weights after the backward that they belong to, no stage with more microbatches than stages.
+#[test]
+fn zero_bubble_lanes_make_every_call_once() {
+    for (num_stages, microbatches) in [(1, 3), (2, 4), (3, 5), (4, 2), (4, 8), (5, 3), (8, 32), (3, 0)] {
+        for stage in 0..num_stages {
+            let calls = calls(Schedule::ZbH1, stage, num_stages, microbatches);
+            let at = |call: PipelineCall| calls.iter().position(|c| *c == call).expect("every call is made");
+            for microbatch in 0..microbatches {
+                assert!(at(Forward { microbatch }) < at(Backward { microbatch }));
+                assert!(at(Backward { microbatch }) < at(Weights { microbatch }));
+            }
+            assert_eq!(calls.len() as u32, 3 * microbatches);
+            let order = Order::new(Schedule::ZbH1, num_stages, microbatches);
+            assert_eq!(order.in_flight(stage), microbatches.min(num_stages as u32), "{num_stages} {microbatches}");
+        }
+    }
+}
+
+/// Qi et al. 2023, table 1: the bubble of ZB-H1 is `(p - 1) (f + b - w)` of equal stages whose gradients of weights take no longer
+/// than those of inputs, where that of 1F1B is `(p - 1) (f + b + w)`.
+#[test]
+fn zero_bubble_fills_the_bubble_with_gradients_of_weights() {
+    for (stages, microbatches) in [(2, 4), (3, 5), (4, 4), (4, 8), (8, 32)] {
+        for (f, b, w) in [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.0), (1.0, 1.5, 0.5)] {
+            let bubble = |schedule: Schedule| {
+                let (backward_s, weights_s) = if schedule == Schedule::ZbH1 { (b, w) } else { (b + w, 0.0) };
+                let times = StageTimes { forward_s: f, backward_s, weights_s, ..StageTimes::default() };
+                simulate(&vec![times; stages], microbatches, schedule).step_s - f64::from(microbatches) * (f + b + w)
+            };
+            let turns = stages as f64 - 1.0;
+            assert!((bubble(Schedule::OneFOneB) - turns * (f + b + w)).abs() < 1e-9);
+            assert!((bubble(Schedule::ZbH1) - turns * (f + b - w)).abs() < 1e-9, "{stages} {microbatches} {f} {b} {w}");
+        }
+    }
 }

@@ -35,6 +35,7 @@ impl SharedStage {
         let of = |times: &StageTimes| match doing {
             Doing::Call(_, PipelineCall::Forward { .. }) => times.forward_s,
             Doing::Call(_, PipelineCall::Backward { .. }) => times.backward_s,
+            Doing::Call(_, PipelineCall::Weights { .. }) => times.weights_s,
             Doing::Finish(_) => times.step_s,
         };
         let known = &self.times;
@@ -69,11 +70,12 @@ pub fn simulate_shared(
         for (l, lane) in lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
             let next = match order.call(l, lane.position) {
                 Some((s, call)) => {
-                    let (ready, microbatch) = match call {
-                        PipelineCall::Forward { microbatch } => (&forward_ready, microbatch),
-                        PipelineCall::Backward { microbatch } => (&backward_ready, microbatch),
+                    let ready = match call {
+                        PipelineCall::Forward { microbatch } => forward_ready[s * width + microbatch as usize],
+                        PipelineCall::Backward { microbatch } => backward_ready[s * width + microbatch as usize],
+                        PipelineCall::Weights { .. } => true,
                     };
-                    ready[s * width + microbatch as usize].then_some(Doing::Call(s, call))
+                    ready.then_some(Doing::Call(s, call))
                 }
                 None => (l..num_stages).step_by(num_lanes).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
             };
@@ -115,7 +117,7 @@ pub fn simulate_shared(
                     PipelineCall::Backward { microbatch } if s > 0 => {
                         backward_ready[(s - 1) * width + microbatch as usize] = true;
                     }
-                    PipelineCall::Backward { .. } => {}
+                    PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => {}
                 }
             }
             Some(Doing::Finish(s)) => lane.finished.push(s),

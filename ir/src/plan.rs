@@ -34,6 +34,10 @@ pub enum Schedule {
     /// One forward, one backward, after a warm-up (Narayanan et al. 2019, with flush).
     #[serde(rename = "1f1b")]
     OneFOneB,
+    /// As `1f1b`, with the gradients of weights apart from those of inputs, for which the next stage waits: they fill what would be
+    /// bubble (ZB-H1 of Qi et al. 2023).
+    #[serde(rename = "zb-h1")]
+    ZbH1,
     /// Forwards alone: the model is run and not trained, and what it gives is collected.
     #[serde(rename = "forward")]
     Forward,
@@ -44,6 +48,7 @@ impl Schedule {
         match self {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
+            Schedule::ZbH1 => "zb-h1",
             Schedule::Forward => "forward",
         }
     }
@@ -54,14 +59,15 @@ impl Schedule {
     }
 
     pub fn parse(text: &str) -> Option<Self> {
-        [Schedule::GPipe, Schedule::OneFOneB, Schedule::Forward].into_iter().find(|s| s.name() == text)
+        [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::Forward].into_iter().find(|s| s.name() == text)
     }
 
-    /// Microbatches whose activations stage `stage` of `num_stages` holds at once.
+    /// Microbatches whose activations stage `stage` of `num_stages` holds at once; under `zb-h1` those that wait for the gradients of
+    /// weights alone, of which less is held, are not counted.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB => num_microbatches.min(num_stages.saturating_sub(stage)),
+            Schedule::OneFOneB | Schedule::ZbH1 => num_microbatches.min(num_stages.saturating_sub(stage)),
             Schedule::Forward => num_microbatches.min(1),
         }
     }
@@ -83,7 +89,8 @@ impl Memory {
     }
 }
 
-/// Predicted for one stage; times are those of one device, all devices of a stage being equal.
+/// Predicted for one stage; times are those of one device, all devices of a stage being equal. What a device waits and holds is
+/// said alike of all stages that share it.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct StagePredicted {
     /// Seconds of one microbatch's forward and backward, communication included.
@@ -91,7 +98,7 @@ pub struct StagePredicted {
     pub backward_s: f64,
     /// Seconds once per step: gradient reduction and update.
     pub step_s: f64,
-    /// Of a whole step, the seconds that the device computes and communicates.
+    /// Of a whole step, the seconds that the device computes and communicates for this stage.
     pub compute_s: f64,
     pub communication_s: f64,
     /// Seconds of a step that the device waits for others.
@@ -263,6 +270,9 @@ pub struct Plan {
     /// Samples of the global batch that go through the pipeline at once.
     pub microbatch: u64,
     pub schedule: Schedule,
+    /// Stages that share devices: of `p` *lanes* (blocks of devices), lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub virtual_stages: u32,
     pub optimizer: Optimizer,
     #[serde(default)]
     pub execution: Execution,
@@ -287,6 +297,14 @@ pub struct Plan {
     pub stages: Vec<Stage>,
     /// The forward graph at microbatch size.
     pub graph: Graph,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(n: &u32) -> bool {
+    *n == 1
 }
 
 /// What is wrong with a plan file, with the JSON path of the place.
@@ -326,6 +344,36 @@ impl Plan {
 
     pub fn num_layers(&self) -> u32 {
         self.layers.len() as u32 - 1
+    }
+
+    /// Blocks of devices that one or more stages share.
+    pub fn num_lanes(&self) -> usize {
+        self.stages.len() / (self.virtual_stages as usize).max(1)
+    }
+
+    /// Whose devices stage `stage` is on.
+    pub fn lane_of(&self, stage: usize) -> usize {
+        stage % self.num_lanes().max(1)
+    }
+
+    /// The stages that share the devices of a lane, first to last.
+    pub fn stages_of(&self, lane: usize) -> impl Iterator<Item = usize> + use<> {
+        (lane..self.stages.len()).step_by(self.num_lanes().max(1))
+    }
+
+    /// The first stage of each lane, which says what devices it has and how they are a mesh.
+    pub fn lanes(&self) -> &[Stage] {
+        &self.stages[..self.num_lanes()]
+    }
+
+    /// The stages of a lane, in words: `stage0`, `stage0, stage4`.
+    pub fn lane_name(&self, lane: usize) -> String {
+        self.stages_of(lane).map(|s| format!("stage{s}")).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Devices of all stages.
+    pub fn num_devices(&self) -> u32 {
+        self.lanes().iter().map(|s| s.devices.len() as u32).sum()
     }
 
     pub fn to_json(&self) -> String {
@@ -410,6 +458,14 @@ impl Plan {
             fail("stages".into(), "must hold every layer once, in order");
             return errors;
         }
+        let shared = self.virtual_stages as usize;
+        if shared == 0 || !self.stages.len().is_multiple_of(shared) {
+            fail("virtual_stages".into(), "must be at least 1 and divide the number of stages");
+            return errors;
+        }
+        if shared > 1 && self.schedule == Schedule::ZbH1 {
+            fail("virtual_stages".into(), "must be 1 under the schedule zb-h1");
+        }
         let mut used = std::collections::BTreeSet::new();
         let layer_of = self.layer_of();
         for (i, stage) in self.stages.iter().enumerate() {
@@ -422,9 +478,16 @@ impl Plan {
             for &device in &stage.devices {
                 if device >= self.cluster.num_devices() {
                     fail(here("devices"), "names a device that the cluster does not have");
-                } else if !used.insert(device) {
-                    fail(here("devices"), "a device may serve one stage only");
+                } else if i < self.num_lanes() && !used.insert(device) {
+                    fail(here("devices"), "a device may serve one stage only, or the stages of one lane");
                 }
+            }
+            let lane = &self.stages[self.lane_of(i)];
+            let sizes = |s: &Stage| s.mesh.axes.iter().map(|a| a.size).collect::<Vec<u32>>();
+            if stage.devices != lane.devices || stage.submesh != lane.submesh {
+                fail(here("devices"), "must be those of the first stage of its lane, in its submesh");
+            } else if sizes(stage) != sizes(lane) {
+                fail(here("mesh"), "must have the sizes of the first stage of its lane");
             }
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");

@@ -57,6 +57,8 @@ impl BufferKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Buffer {
     pub name: String,
+    /// The plan's stage that it is of.
+    pub stage: u32,
     pub kind: BufferKind,
     pub ty: TensorType,
     pub sharding: Sharding,
@@ -67,7 +69,10 @@ pub struct Buffer {
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     Forward,
+    /// All gradients, or under a schedule that runs them apart those that earlier stages wait for.
     Backward,
+    /// The gradients of weights, where they are run apart.
+    Weights,
     /// Reduces gradients once per step, before they are exchanged between stages.
     Reduce,
     Update,
@@ -78,6 +83,8 @@ pub enum Phase {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Body {
     pub name: String,
+    /// The plan's stage that it is of.
+    pub stage: u32,
     pub phase: Phase,
     pub graph: Graph,
     /// Leaves of the graph and the buffers whose local part they are.
@@ -109,7 +116,7 @@ pub enum Call {
     },
 }
 
-/// The program of one submesh.
+/// The program of one submesh: of one stage, or of all stages that share its devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Program {
     /// Global ids of the devices, in mesh order (row major).
@@ -125,6 +132,11 @@ impl Program {
         &self.buffers[id.0 as usize]
     }
 
+    /// The position of a stage's body of some phase.
+    pub fn body_of(&self, stage: u32, phase: Phase) -> Option<u32> {
+        self.bodies.iter().position(|b| (b.stage, b.phase) == (stage, phase)).map(|b| b as u32)
+    }
+
     /// Local bytes of one instance of a buffer on one device.
     pub fn local_bytes(&self, id: BufferId) -> u64 {
         let buffer = self.buffer(id);
@@ -132,7 +144,8 @@ impl Program {
     }
 }
 
-/// A value that moves from one program to another: the same global tensor in two layouts.
+/// A value that moves from one stage to another: the same global tensor in two layouts. Where both are on the same devices, it
+/// goes from a program to itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transfer {
     pub source: (u32, BufferId),
@@ -164,6 +177,13 @@ pub struct Message {
 }
 
 impl Programs {
+    /// The stages between which a transfer goes.
+    pub fn stages_of(&self, transfer: TransferId) -> (u32, u32) {
+        let Transfer { source, target } = &self.transfers[transfer.0 as usize];
+        let stage = |(program, buffer): (u32, BufferId)| self.programs[program as usize].buffer(buffer).stage;
+        (stage(*source), stage(*target))
+    }
+
     /// The messages of a transfer: a pure function of the two layouts, used alike by the simulator and every executor.
     /// Where several source devices hold the same part, receivers are spread over them.
     pub fn messages(&self, transfer: TransferId) -> Vec<Message> {

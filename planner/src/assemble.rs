@@ -24,21 +24,24 @@ pub struct Parts<'a> {
     pub layered: &'a Layered,
     pub num_microbatches: u32,
     pub schedule: Schedule,
+    /// Stages that share devices: stage `s` of `n` is on those of stage `s % (n / virtual_stages)`.
+    pub virtual_stages: u32,
     pub stages: &'a [ChosenStage],
 }
 
 /// Writes a plan out, predictions left open.
 pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
-    let shapes: Vec<_> = parts.stages.iter().map(|s| s.shape).collect();
+    let lanes = parts.stages.len() / parts.virtual_stages.max(1) as usize;
+    let shapes: Vec<_> = parts.stages[..lanes].iter().map(|s| s.shape).collect();
     let Some(placement) = place(&shapes, group.nodes, group.devices_per_node) else {
         return Err(PlanFailure::NoCombination);
     };
     let stages = parts
         .stages
         .iter()
-        .zip(placement)
-        .map(|(chosen, devices)| stage(request, parts.layered, cost, chosen, devices))
+        .zip(placement.iter().cycle())
+        .map(|(chosen, devices)| stage(request, parts.layered, cost, chosen, devices.clone()))
         .collect::<Option<Vec<Stage>>>()
         .ok_or(PlanFailure::NoCombination)?;
     let graph = parts.layered.graph.clone();
@@ -53,6 +56,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> R
         num_microbatches: parts.num_microbatches,
         microbatch: unit,
         schedule: parts.schedule,
+        virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,
         execution: request.execution,
         target: request.target,

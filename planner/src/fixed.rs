@@ -23,6 +23,8 @@ pub struct Degrees {
     pub cp: u32,
     /// Pipeline stages, those that share devices counted one by one.
     pub stages: u32,
+    /// How many stages share devices.
+    pub virtual_stages: u32,
     pub num_microbatches: u32,
     pub zero: u8,
     pub recompute: bool,
@@ -30,7 +32,7 @@ pub struct Degrees {
 
 /// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
 ///
-/// The cluster must have room for every stage on devices of its own.
+/// The cluster must have room for every stage, those that share devices counted once.
 pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
     let starts = cluster_finely(&request.graph, usize::MAX);
@@ -67,6 +69,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
         layered: &layered,
         num_microbatches: degrees.num_microbatches,
         schedule: request.schedule.unwrap_or(Schedule::OneFOneB),
+        virtual_stages: degrees.virtual_stages,
         stages: &stages,
     };
     assemble(request, &parts, cost)

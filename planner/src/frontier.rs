@@ -4,6 +4,7 @@
 //! best few plans for each are judged. What is left when every plan goes that another one beats is what there is to choose from.
 
 use crate::inter_op::search::{Freedom, search};
+use crate::inter_op::variants;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::{Muted, Sizes, fits, freedom, judged, peak_bytes, refine, target};
 use altiplano_cost_models::CostModel;
@@ -108,7 +109,7 @@ fn points(
                 let limit = (freedom.memory_bytes as f64 * share) as u64;
                 let limits: BTreeMap<u32, u64> =
                     searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
-                let ranked = searched.ranked(request, &freedom, &limits)?;
+                let ranked = variants::asked_for(&searched, request, &freedom, &limits)?;
                 ranked.iter().take(JUDGED).map(|found| judged(request, found, cost)).collect()
             })
             .collect();
@@ -143,7 +144,7 @@ fn points(
 const JUDGED: usize = 3;
 
 fn point(plan: Plan) -> Point {
-    let devices = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+    let devices = plan.num_devices();
     let group = &plan.cluster.groups[0];
     let nodes: std::collections::BTreeSet<u32> =
         plan.stages.iter().flat_map(|s| &s.devices).map(|d| d / group.devices_per_node.max(1)).collect();

@@ -33,7 +33,8 @@ use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
 use altiplano_ir::program::Programs;
-use inter_op::search::{Freedom, Searched, search};
+use inter_op::search::{Found, Freedom, Searched, search};
+use inter_op::variants;
 use model::Layered;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -135,8 +136,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         plan = refine::refined(request, &freedom, plan, cost)?;
     }
     alternatives.extend(lost::alternatives(&plan, others));
-    let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
-    let mut distinct = stages.clone();
+    let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     distinct.dedup();
     alternatives.push(Alternative {
         name: "chosen".into(),
@@ -144,7 +144,7 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         fits: fits(&plan),
         detail: format!(
             "{}, {}, {}",
-            count(stages.len() as u32, "stage", "stages"),
+            lost::stages(&plan),
             count(plan.num_microbatches, "microbatch", "microbatches"),
             distinct.join(" + ")
         ),
@@ -262,7 +262,7 @@ fn within_memory(
     let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
     let mut closest: Option<(u64, String)> = None;
     for _ in 0..32 {
-        let ranked = match searched.ranked(request, freedom, &limits) {
+        let ranked = match variants::asked_for(searched, request, freedom, &limits) {
             Ok(ranked) => ranked,
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
@@ -288,7 +288,17 @@ fn within_memory(
         }
         if !fitting.is_empty() {
             fitting.extend(a_little_too_large(request, freedom, searched, &ranked, cost, progress)?);
-            fitting.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            // Other orders of the calls of pipelines, of which more is asked than to be as fast.
+            let step_s = |p: &Plan| p.predicted.step_time_s;
+            let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
+            let others = match progress.stopped() {
+                true => Vec::new(),
+                false => variants::others(searched, freedom, &ranked, &limits),
+            };
+            let others: Vec<Plan> =
+                others.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+            fitting.extend(others.into_iter().filter(|p| fits(p) && step_s(p) < most_s));
+            fitting.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
             return Ok(fitting);
         }
     }
@@ -311,7 +321,7 @@ fn a_little_too_large(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
-    known: &[inter_op::search::Found<'_>],
+    known: &[Found<'_>],
     cost: &dyn CostModel,
     progress: &dyn Progress,
 ) -> Result<Vec<Plan>, PlanFailure> {
@@ -319,12 +329,12 @@ fn a_little_too_large(
     if progress.stopped() {
         return Ok(Vec::new());
     }
-    let mut new: Vec<inter_op::search::Found<'_>> = Vec::new();
+    let mut new: Vec<Found<'_>> = Vec::new();
     for factor in OVERESTIMATED {
         let limit = (freedom.memory_bytes as f64 * factor) as u64;
         let limits = searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
         let Ok(ranked) = searched.ranked(request, freedom, &limits) else { continue };
-        let unknown = |f: &&inter_op::search::Found<'_>| !known.iter().chain(&new).any(|k| k.is(f));
+        let unknown = |f: &&Found<'_>| !known.iter().chain(&new).any(|k| k.is(f));
         let mut more: Vec<_> = ranked.iter().filter(unknown).cloned().collect();
         more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         new.extend(more.into_iter().take(JUDGED));
@@ -334,11 +344,12 @@ fn a_little_too_large(
 }
 
 /// Writes out, lowers and prices a search result.
-fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+fn judged(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
         num_microbatches: found.candidates.num_microbatches,
         schedule: found.schedule,
+        virtual_stages: found.virtual_stages,
         stages: &found.stages,
     };
     let mut plan = assemble::assemble(request, &parts, cost)?;
@@ -359,9 +370,8 @@ fn leanest_of_the_fastest(mut plans: Vec<Plan>) -> Plan {
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let most_s = plans[0].predicted.step_time_s * (1.0 + UNDECIDED);
     plans.retain(|p| p.predicted.step_time_s <= most_s);
-    let devices = |p: &Plan| p.stages.iter().map(|s| s.devices.len()).sum::<usize>();
-    let fewest = plans.iter().map(devices).min().unwrap_or(0);
-    plans.retain(|p| devices(p) == fewest);
+    let fewest = plans.iter().map(Plan::num_devices).min().unwrap_or(0);
+    plans.retain(|p| p.num_devices() == fewest);
     let least = plans.iter().map(peak_bytes).min().unwrap_or(0);
     let about = least.saturating_add(least / 50);
     let at = plans.iter().position(|p| peak_bytes(p) <= about).unwrap_or(0);
@@ -385,7 +395,8 @@ fn allowed(request: &Request, plan: &Plan) -> bool {
     };
     mesh_is(0, request.dp)
         && mesh_is(1, request.tp)
-        && request.pp.is_none_or(|pp| plan.stages.len() as u32 == pp)
+        && request.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
+        && request.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
         && request.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
 }
 
@@ -413,6 +424,16 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         if value == Some(0) {
             return invalid(option, 0, "must be at least 1");
         }
+    }
+    let shared = request.virtual_stages.unwrap_or(1);
+    if shared == 0 {
+        return invalid("virtual-stages", 0, "must be at least 1");
+    }
+    if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
+        return invalid("virtual-stages", shared.into(), "goes with the schedule 1f1b only");
+    }
+    if shared > 1 && (devices == 1 || request.pp == Some(1)) {
+        return invalid("virtual-stages", shared.into(), "needs a pipeline over two blocks of devices or more");
     }
     if request.zero.is_some_and(|z| z > 3) {
         return invalid("zero", request.zero.unwrap_or(0) as u64, "must be 0, 1, 2 or 3");
@@ -500,6 +521,8 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
         recompute: if request.trains() { request.recompute.or(alpa.then_some(true)) } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
+        virtual_stages: request.virtual_stages,
+        zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups[0].device.memory_bytes,
         lean: false,
@@ -528,6 +551,8 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         tp: Some(tp),
         pp: Some(pp),
         zero: Some(zero),
+        virtual_stages: Some(1),
+        zero_bubble: false,
         all_devices: true,
         recompute: if request.trains() { request.recompute } else { Some(false) },
         alpa: false,

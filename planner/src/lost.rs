@@ -4,7 +4,7 @@
 //! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
 
 use crate::{count, leanest_of_the_fastest, peak_bytes};
-use altiplano_ir::plan::{Alternative, Plan, Stage};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
 
 /// Runners-up that a plan keeps.
 const KEPT: usize = 3;
@@ -45,10 +45,20 @@ pub fn shape(plan: &Plan) -> String {
     };
     format!(
         "{}, {}, {}{recomputed}",
-        count(plan.stages.len() as u32, "stage", "stages"),
+        stages(plan),
         count(plan.num_microbatches, "microbatch", "microbatches"),
         meshes.join(" + ")
     )
+}
+
+/// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
+pub fn stages(plan: &Plan) -> String {
+    let stages = count(plan.stages.len() as u32, "stage", "stages");
+    match (plan.virtual_stages, plan.schedule) {
+        (1, Schedule::ZbH1) => format!("{stages} under {}", plan.schedule),
+        (1, _) => stages,
+        (v, _) => format!("{stages} ({v} on the same devices)"),
+    }
 }
 
 /// Why a plan that fits was not chosen.
@@ -57,9 +67,10 @@ fn reason(chosen: &Plan, lost: &Plan) -> String {
     if theirs <= ours {
         // The other plan was no slower: devices or memory decided.
         let both = vec![lost.clone(), chosen.clone()];
-        let devices = |p: &Plan| p.stages.iter().map(|s| s.devices.len()).sum::<usize>();
         return match leanest_of_the_fastest(both) {
-            leaner if devices(&leaner) < devices(lost) => format!("as fast, on {} devices", devices(lost)),
+            leaner if leaner.num_devices() < lost.num_devices() => {
+                format!("as fast, on {} devices", lost.num_devices())
+            }
             _ => format!("as fast, with {:.1} GB on a device", peak_bytes(lost) as f64 / 1e9),
         };
     }
@@ -101,7 +112,8 @@ pub(crate) mod tests {
             global_batch: 1,
             num_microbatches: 1,
             microbatch: 1,
-            schedule: altiplano_ir::plan::Schedule::OneFOneB,
+            schedule: Schedule::OneFOneB,
+            virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
             execution: Default::default(),
             target: Default::default(),

@@ -1,4 +1,4 @@
-//! What the devices of a stage hold over a step: every tensor from the call that makes it to the one after which it is gone.
+//! What the devices of a lane hold over a step, for all stages that share them: every tensor from the call that makes it to the one after which it is gone.
 //!
 //! Which values of a body are stored, and in whose place, is a property of what runs it: the steps of the CPU runtime
 //! ([`altiplano_ir::storage`]), or the kernels of a GPU. From there on there is one way: the calls of one microbatch are
@@ -135,9 +135,9 @@ pub struct Kind {
     pub left_bytes: i64,
 }
 
-/// The memory of each device of one stage over a step.
+/// The memory of each device of one lane over a step.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StageMemory {
+pub struct LaneMemory {
     pub tensors: Vec<Tensor>,
     pub kinds: Vec<Kind>,
     /// The kind of each call of the schedule.
@@ -152,7 +152,7 @@ pub struct StageMemory {
 /// A tensor that is held at some time, once or for several microbatches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Held {
-    /// Index in [`StageMemory::tensors`].
+    /// Index in [`LaneMemory::tensors`].
     pub tensor: usize,
     pub count: u64,
     /// Position in the schedule and point where the first of them is made, and where the last is gone; `None`: not within
@@ -161,12 +161,13 @@ pub struct Held {
     pub to: Option<(usize, u32)>,
 }
 
-/// The steps of each body of a program on devices of a kind. `work` is what the bodies launch there.
-pub fn steps(program: &Program, kind: DeviceKind, work: &[BodyWork]) -> Vec<Steps<()>> {
+/// The steps of each body of a program on devices of a kind. `work` is what the bodies of each stage launch there.
+pub fn steps(program: &Program, kind: DeviceKind, work: &[Vec<BodyWork>]) -> Vec<Steps<()>> {
     let of = |body: &Body| match kind {
         DeviceKind::Cpu => storage::compile(body).map(|_| ()),
         DeviceKind::Gpu => {
-            let kernels = work.iter().find(|w| w.phase == body.phase).map_or(&[][..], |w| &w.kernels);
+            let is_it = |w: &&BodyWork| (w.stage, w.phase) == (body.stage, body.phase);
+            let kernels = work.iter().flatten().find(is_it).map_or(&[][..], |w| &w.kernels);
             launched(program, body, kernels)
         }
     };
@@ -180,7 +181,7 @@ pub fn cpu_steps(program: &Program) -> Vec<Steps<()>> {
 
 /// The most that each device of each program holds where the CPU runtime runs them.
 pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
-    let peak = |(stage, program)| StageMemory::new(programs, stage, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
+    let peak = |(lane, program)| LaneMemory::new(programs, lane, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
     programs.programs.iter().enumerate().map(peak).collect()
 }
 
@@ -291,10 +292,10 @@ struct Walk<'a> {
     kind: u32,
 }
 
-impl StageMemory {
-    /// Plays the schedule of a stage's program, whose bodies run in these steps on devices of a kind.
-    pub fn new(programs: &Programs, stage: usize, steps: &[Steps<()>], device: DeviceKind) -> StageMemory {
-        let program = &programs.programs[stage];
+impl LaneMemory {
+    /// Plays the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
+    pub fn new(programs: &Programs, lane: usize, steps: &[Steps<()>], device: DeviceKind) -> LaneMemory {
+        let program = &programs.programs[lane];
         let mut kinds: Vec<Kind> = Vec::new();
         let mut number: BTreeMap<CallKind, u32> = BTreeMap::new();
         let mut calls = Vec::with_capacity(program.schedule.len());
@@ -338,7 +339,7 @@ impl StageMemory {
         sum_up(&mut kinds, &tensors);
         let lasting_bytes = tensors.iter().filter(|t| t.born.is_none()).map(|t| t.bytes).sum();
         let mut memory =
-            StageMemory { tensors, kinds, calls, lasting_bytes, peak_bytes: lasting_bytes, peak_at: (0, 0) };
+            LaneMemory { tensors, kinds, calls, lasting_bytes, peak_bytes: lasting_bytes, peak_at: (0, 0) };
         let mut peak = None;
         for (position, (held, kind)) in memory.before_calls().enumerate() {
             let most = held + kind.most_bytes;
@@ -410,9 +411,9 @@ impl StageMemory {
     }
 }
 
-/// What a tensor of a stage is called: by the buffer that lasts, else by the model's name of the value, and its op.
-pub fn name(programs: &Programs, stage: usize, origin: Origin) -> String {
-    let program = &programs.programs[stage];
+/// What a tensor of a lane is called: by the buffer that lasts, else by the model's name of the value, and its op.
+pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
+    let program = &programs.programs[lane];
     match origin {
         Origin::Buffer(buffer) if program.buffer(buffer).kind == BufferKind::Value => {
             let written = |(i, body): (usize, &Body)| {
@@ -420,13 +421,12 @@ pub fn name(programs: &Programs, stage: usize, origin: Origin) -> String {
                 Some((i as u32, *value))
             };
             if let Some((body, value)) = program.bodies.iter().enumerate().find_map(written) {
-                return name(programs, stage, Origin::Value { body, value });
+                return name(programs, lane, Origin::Value { body, value });
             }
             // What is received is called as where it comes from.
-            match programs.transfers.iter().find(|t| t.target == (stage as u32, buffer)) {
-                Some(t) if t.source.0 != stage as u32 => {
-                    name(programs, t.source.0 as usize, Origin::Buffer(t.source.1))
-                }
+            let here = (lane as u32, buffer);
+            match programs.transfers.iter().find(|t| t.target == here) {
+                Some(t) if t.source != here => name(programs, t.source.0 as usize, Origin::Buffer(t.source.1)),
                 _ => program.buffer(buffer).name.clone(),
             }
         }
@@ -452,7 +452,7 @@ pub fn name(programs: &Programs, stage: usize, origin: Origin) -> String {
             }
         }
         Origin::Workspace { body, value } => {
-            format!("workspace of {}", name(programs, stage, Origin::Value { body, value }))
+            format!("workspace of {}", name(programs, lane, Origin::Value { body, value }))
         }
     }
 }

@@ -1,10 +1,11 @@
-//! What a lowered plan will take: seconds and bytes of each stage, and of the step.
+//! What a lowered plan will take: seconds and bytes of each stage, and of the step. Stages that share devices hold what they hold
+//! together.
 //!
 //! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are
 //! those of [`crate::memory`].
 
 use crate::lower::Prices;
-use crate::memory::{StageMemory, steps};
+use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
@@ -17,17 +18,13 @@ use altiplano_ir::program::{Call, Programs};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Devices of all stages.
-fn num_devices(plan: &Plan) -> u32 {
-    plan.stages.iter().map(|s| s.devices.len() as u32).sum()
-}
-
 /// The work of a plan's programs, by stage.
 pub fn work_of(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<Vec<BodyWork>> {
-    let devices = num_devices(plan);
+    let devices = plan.num_devices();
     let at = cost.runtime().map(|r| r.at(devices, devices));
     let cost = at.as_ref().map_or(cost, |r| r.as_cost());
-    programs.programs.par_iter().map(|p| work(p, &plan.execution, cost)).collect()
+    let stages = (0..plan.stages.len()).into_par_iter();
+    stages.map(|i| work(&programs.programs[plan.lane_of(i)], i as u32, &plan.execution, cost)).collect()
 }
 
 /// What every stage of a plan takes, from its programs.
@@ -53,6 +50,7 @@ pub fn timings_of(
         let times = StageTimes {
             forward_s: timing.forward.seconds,
             backward_s: timing.backward.seconds,
+            weights_s: timing.weights.seconds,
             transfer_forward_s: sends[0],
             transfer_backward_s: sends[1],
             step_s: timing.finish_s + sends[2],
@@ -73,9 +71,9 @@ fn shared_timings(
     work: &[Vec<BodyWork>],
     runtime: &dyn Runtime,
 ) -> Vec<(StageTimes, StageTiming)> {
-    let devices = num_devices(plan);
+    let devices = plan.num_devices();
     let mut sums: BTreeSet<u32> = BTreeSet::from([0]);
-    for stage in &plan.stages {
+    for stage in plan.lanes() {
         sums = sums.iter().flat_map(|&n| [n, n + stage.devices.len() as u32]).collect();
     }
     sums.remove(&0);
@@ -83,10 +81,10 @@ fn shared_timings(
     let every = loads.len().div_ceil(MAX_LOADS);
     // Counted from the last, which is all.
     let loads: Vec<u32> = loads.into_iter().rev().step_by(every.max(1)).collect();
-    let copied: Vec<[u64; 6]> = (0..plan.stages.len()).map(|i| copied_bytes(programs, i)).collect();
+    let copied: Vec<[u64; 6]> = (0..plan.stages.len()).map(|i| copied_bytes(plan, programs, i)).collect();
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
-        let program = &programs.programs[i];
+        let program = &programs.programs[plan.lane_of(i)];
         let at = |busy: u32| {
             let cost = runtime.at(devices, busy);
             let prices = Prices::new(cost.as_cost(), &plan.cluster.groups[0], stage.submesh, &stage.mesh);
@@ -94,9 +92,10 @@ fn shared_timings(
             let [f, b, s, rf, rb, rs] = copied[i];
             let copies = |sent: u64, received: u64| cost.send_s(sent) + cost.receive_s(received);
             let times = StageTimes {
-                forward_s: timing.forward.seconds + copies(f, rf) + cost.preparation_s(program, true),
+                forward_s: timing.forward.seconds + copies(f, rf) + cost.preparation_s(program, i as u32, true),
                 backward_s: timing.backward.seconds + copies(b, rb),
-                step_s: timing.finish_s + copies(s, rs) + cost.preparation_s(program, false),
+                weights_s: timing.weights.seconds,
+                step_s: timing.finish_s + copies(s, rs) + cost.preparation_s(program, i as u32, false),
                 ..StageTimes::default()
             };
             (times, timing)
@@ -110,15 +109,19 @@ fn shared_timings(
 
 /// Bytes that the busiest device of a stage sends: with each microbatch forward and backward, and once a step; and that it
 /// receives.
-fn copied_bytes(programs: &Programs, i: usize) -> [u64; 6] {
+fn copied_bytes(plan: &Plan, programs: &Programs, i: usize) -> [u64; 6] {
     let mut bytes = [0; 6];
-    for call in &programs.programs[i].schedule {
+    for call in &programs.programs[plan.lane_of(i)].schedule {
         let (transfer, microbatch, sends) = match *call {
             Call::Send { transfer, microbatch, .. } => (transfer, microbatch, true),
             Call::Receive { transfer, microbatch } => (transfer, microbatch, false),
             Call::Run { .. } => continue,
         };
         if microbatch.is_some_and(|m| m != 0) {
+            continue;
+        }
+        let (source, target) = programs.stages_of(transfer);
+        if i as u32 != if sends { source } else { target } {
             continue;
         }
         let t = &programs.transfers[transfer.0 as usize];
@@ -130,7 +133,7 @@ fn copied_bytes(programs: &Programs, i: usize) -> [u64; 6] {
         }
         let slot = match microbatch {
             None => 2,
-            Some(_) if t.target.0 > t.source.0 => 0,
+            Some(_) if target > source => 0,
             Some(_) => 1,
         };
         bytes[slot + if sends { 0 } else { 3 }] += of_device.into_values().max().unwrap_or(0);
@@ -160,22 +163,25 @@ pub fn played(
 /// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
 fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f64; 3] {
     let group = &plan.cluster.groups[0];
-    let (stage, program) = (&plan.stages[i], &programs.programs[i]);
+    let (stage, program) = (&plan.stages[i], &programs.programs[plan.lane_of(i)]);
     let mut sends = [0.0; 3];
     for call in &program.schedule {
         let Call::Send { transfer, microbatch, .. } = call else { continue };
-        if microbatch.is_some_and(|m| m != 0) {
+        let (from, to) = programs.stages_of(*transfer);
+        // What stays on its devices is copied there, which is nothing beside what goes over a link.
+        let stays = plan.lane_of(from as usize) == plan.lane_of(to as usize);
+        if from != i as u32 || stays || microbatch.is_some_and(|m| m != 0) {
             continue;
         }
         let t = &programs.transfers[transfer.0 as usize];
-        let target = &plan.stages[t.target.0 as usize];
+        let target = &plan.stages[to as usize];
         let node = |d: u32| d / group.devices_per_node;
         let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
         let path = transfer_path(group, stage.submesh, target.submesh, same_node);
         let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
         let slot = match microbatch {
             None => 2,
-            Some(_) if t.target.0 > i as u32 => 0,
+            Some(_) if to > from => 0,
             Some(_) => 1,
         };
         sends[slot] += seconds;
@@ -183,10 +189,10 @@ fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f
     sends
 }
 
-/// What the devices of every stage hold over a step, on the devices that the plan is for.
-pub fn stage_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) -> Vec<StageMemory> {
+/// What the devices of every lane hold over a step, on the devices that the plan is for.
+pub fn lane_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
     let kind = plan.cluster.groups[0].device.kind;
-    let memory = |(i, program)| StageMemory::new(programs, i, &steps(program, kind, &work[i]), kind);
+    let memory = |(i, program)| LaneMemory::new(programs, i, &steps(program, kind, work), kind);
     programs.programs.par_iter().enumerate().map(memory).collect()
 }
 
@@ -194,35 +200,41 @@ pub fn stage_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) 
 pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
     let work = work_of(plan, programs, cost);
     let timings = timings_of(plan, programs, &work, cost);
-    let memories = stage_memories(plan, programs, &work);
-    let order = Order::new(plan.schedule, plan.stages.len(), plan.num_microbatches);
+    let memories = lane_memories(plan, programs, &work);
+    let order = Order::of(plan);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let batches = plan.num_microbatches as f64;
-    for (i, (times, timing)) in timings.iter().enumerate() {
-        let StageTiming { forward, backward, .. } = timing;
-        let memory = memories[i].memory();
+    let parts = timings.iter().map(|(times, timing)| {
+        let bodies = [&timing.forward, &timing.backward, &timing.weights];
+        let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
+        let seconds: f64 = bodies.iter().map(|b| b.seconds).sum();
         // What is sent while something is computed takes no time of its own.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
-        let compute_s =
-            batches * (forward.seconds - forward.exposed_s + backward.seconds - backward.exposed_s) + finish_compute_s;
-        let communication_s =
-            batches * (forward.exposed_s + backward.exposed_s) + sends_s + times.step_s - finish_compute_s;
-        // On a shared machine the stage was faster whenever others waited.
-        let whole_s = compute_s + communication_s;
-        let part =
-            if timing.shared.is_empty() { 1.0 } else { timeline.stages[i].busy_s / whole_s.max(f64::MIN_POSITIVE) };
-        let (compute_s, communication_s) = (part * compute_s, part * communication_s);
-        plan.stages[i].predicted = StagePredicted {
-            forward_s: times.forward_s,
-            backward_s: times.backward_s,
-            step_s: times.step_s,
-            compute_s,
-            communication_s,
-            bubble_s: (timeline.step_s - compute_s - communication_s).max(0.0),
-            peak_bytes: memories[i].peak_bytes,
-            memory,
-        };
+        let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
+        let communication_s = batches * exposed_s + sends_s + times.step_s - finish_compute_s;
+        (compute_s, communication_s)
+    });
+    let parts: Vec<(f64, f64)> = parts.collect();
+    for (lane, (played, memory)) in timeline.stages.iter().zip(&memories).enumerate() {
+        let mut whole_s = plan.stages_of(lane).map(|i| parts[i].0 + parts[i].1).sum::<f64>();
+        // On a shared machine the stages were faster whenever others waited.
+        let is_shared = plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
+        let part = if is_shared { played.busy_s / whole_s.max(f64::MIN_POSITIVE) } else { 1.0 };
+        whole_s *= part;
+        for i in plan.stages_of(lane) {
+            let times = &timings[i].0;
+            plan.stages[i].predicted = StagePredicted {
+                forward_s: times.forward_s,
+                backward_s: times.backward_s + times.weights_s,
+                step_s: times.step_s,
+                compute_s: part * parts[i].0,
+                communication_s: part * parts[i].1,
+                bubble_s: (timeline.step_s - whole_s).max(0.0),
+                peak_bytes: memory.peak_bytes,
+                memory: memory.memory(),
+            };
+        }
     }
     let peak = peak_flops(&plan.cluster, &plan.graph);
     let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;

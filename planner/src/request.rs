@@ -30,6 +30,8 @@ pub struct Request {
     pub pp: Option<u32>,
     /// [`Schedule::Forward`] plans to run the model, not to train it.
     pub schedule: Option<Schedule>,
+    /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
+    pub virtual_stages: Option<u32>,
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
     pub optimizer: Optimizer,
@@ -61,6 +63,7 @@ impl Request {
             tp: None,
             pp: None,
             schedule: None,
+            virtual_stages: None,
             zero: None,
             recompute: None,
             optimizer: Optimizer::adamw(),

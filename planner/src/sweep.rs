@@ -113,6 +113,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let global = global_batch(request);
     let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
     let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
+    let virtual_stages = request.virtual_stages.unwrap_or(1).max(1);
     let mut all = Vec::new();
     for tp in divisors(group.devices_per_node).filter(|&tp| given(request.tp, tp)) {
         for stages in divisors(devices / tp).filter(|&pp| given(request.pp, pp)) {
@@ -135,7 +136,9 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
-                        all.push(Degrees { dp, tp, cp: 1, stages, num_microbatches, zero, recompute });
+                        let stages = stages.saturating_mul(virtual_stages);
+                        let of = Degrees { dp, tp, cp: 1, stages, virtual_stages, num_microbatches, zero, recompute };
+                        all.push(of);
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! How long a program's bodies take: their kernels on the streams of a device.
 //!
-//! Forward and backward bodies are played as they stand. What follows the last backward of a step (gradients reduced, parameters
+//! Forward and backward bodies are played as they stand. What follows the last of them in a step (gradients reduced, parameters
 //! updated) is played together with it, since reductions may start as soon as their gradient is complete.
 //! Reductions of many gradients are sent in buckets, and updates of many small parameters share launches, as they do in
 //! every framework. A runtime that says itself what its kernels are runs them one after the other ([`CostModel::runtime`]).
@@ -25,6 +25,8 @@ const PARAMETERS_PER_LAUNCH: f64 = 30.0;
 /// What a body asks of a device, before anything is priced: its kernels, and for those that send something what it is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BodyWork {
+    /// The plan's stage that the body is of.
+    pub stage: u32,
     pub phase: Phase,
     pub kernels: Vec<Kernel>,
     /// Of a collective: what is done, and local bytes of its operand and result.
@@ -52,6 +54,7 @@ impl BodyWork {
         };
         let sent = kernels.iter().map(sent).collect();
         BodyWork {
+            stage: body.stage,
             phase: body.phase,
             kernels,
             sent,
@@ -139,6 +142,8 @@ pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
 pub struct StageTiming {
     pub forward: Played,
     pub backward: Played,
+    /// The gradients of weights, where they are run apart.
+    pub weights: Played,
     /// From the end of the last backward.
     pub finish_s: f64,
     pub finish_compute_s: f64,
@@ -147,9 +152,10 @@ pub struct StageTiming {
     pub shared: Vec<(u32, StageTimes)>,
 }
 
-/// The work of a program's bodies, in the order in which a step runs them.
-pub fn work(program: &Program, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
-    let mut bodies: Vec<BodyWork> = program.bodies.iter().map(|b| BodyWork::new(b, execution, cost)).collect();
+/// The work of a stage's bodies in its program, in the order in which a step runs them.
+pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
+    let of_stage = program.bodies.iter().filter(|b| b.stage == stage);
+    let mut bodies: Vec<BodyWork> = of_stage.map(|b| BodyWork::new(b, execution, cost)).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }
@@ -179,6 +185,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
             match body.phase {
                 Phase::Forward => timing.forward = played,
                 Phase::Backward => timing.backward = played,
+                Phase::Weights => timing.weights = played,
                 Phase::Reduce | Phase::Update => {
                     timing.finish_s += played.seconds;
                     timing.finish_compute_s += played.compute_s;
@@ -199,10 +206,15 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         let tasks = tasks(&body.kernels, &costs);
         match body.phase {
             Phase::Forward => timing.forward = play(&tasks),
-            Phase::Backward => {
-                timing.backward = play(&tasks);
-                before_s = timing.backward.seconds;
-                append(&mut list, &mut written, body, tasks, None);
+            Phase::Backward | Phase::Weights => {
+                let played = play(&tasks);
+                before_s += played.seconds;
+                let barrier = (body.phase == Phase::Weights).then_some(timing.backward.seconds);
+                match body.phase {
+                    Phase::Weights => timing.weights = played,
+                    _ => timing.backward = played,
+                }
+                append(&mut list, &mut written, body, tasks, barrier);
             }
             Phase::Reduce | Phase::Update => {
                 let mut tasks = tasks;

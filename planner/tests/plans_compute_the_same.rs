@@ -7,9 +7,10 @@ use altiplano_ir::batch::{LossKind, find_batch, rebatch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
-use support::networks::{convolutional, mixture_of_experts};
+use support::networks::{convolutional, mixture_of_experts, skipping};
 use support::{assert_computes_the_same, transformer};
 
 fn request(cluster: &str) -> Request {
@@ -43,7 +44,7 @@ fn every_combination_of_degrees() {
         let mut request = request(&format!("local:{}", dp * tp * pp));
         (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
         let plan = check(&request);
-        assert_eq!(plan.stages.len() as u32, pp);
+        assert_eq!(plan.num_lanes() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
     }
 }
@@ -84,12 +85,80 @@ fn every_way_to_store_and_to_recompute() {
 }
 
 #[test]
-fn both_schedules_and_many_microbatches() {
-    for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+fn all_schedules_and_many_microbatches() {
+    for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1] {
         let mut request = request("local:3");
         (request.pp, request.schedule, request.num_microbatches) = (Some(3), Some(schedule), Some(4));
         assert_eq!(check(&request).schedule, schedule);
     }
+}
+
+/// Stages that share devices, with microbatches that fill all groups and such that do not; of the transformer the table of tokens
+/// is on the first and the last stage.
+#[test]
+fn stages_that_share_devices() {
+    for (cluster, dp, tp, pp, shared, microbatches) in [
+        ("local:2", 1, 1, 2, 2, 4),
+        ("local:2", 1, 1, 2, 3, 2),
+        ("local:2", 1, 1, 2, 2, 1),
+        ("local:3", 1, 1, 3, 2, 4),
+        ("local:4", 2, 1, 2, 2, 2),
+        ("local:4", 1, 2, 2, 3, 4),
+    ] {
+        for (zero, recompute) in [(0, false), (3, true)] {
+            let mut request = request_of(&transformer(5), LossKind::Mean, cluster);
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            (request.virtual_stages, request.num_microbatches) = (Some(shared), Some(microbatches));
+            (request.zero, request.recompute) = (Some(zero), Some(recompute));
+            let plan = check(&request);
+            assert_eq!((plan.virtual_stages, plan.stages.len() as u32), (shared, pp * shared));
+            assert_eq!(plan.num_lanes() as u32, pp);
+        }
+    }
+}
+
+/// The gradients of weights run apart from what earlier stages wait for, however a stage is split and whatever it keeps.
+#[test]
+fn gradients_of_weights_apart() {
+    for (network, dp, tp, microbatches) in [
+        (transformer(4), 1, 1, 4),
+        (transformer(3), 2, 1, 2),
+        (transformer(3), 1, 2, 4),
+        (mixture_of_experts(2), 1, 1, 2),
+        (skipping(6), 2, 1, 2),
+    ] {
+        for (zero, recompute) in [(0, false), (1, true), (3, false)] {
+            let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", 3 * dp * tp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(3));
+            (request.schedule, request.num_microbatches) = (Some(Schedule::ZbH1), Some(microbatches));
+            (request.zero, request.recompute) = (Some(zero), Some(recompute));
+            let plan = check(&request);
+            assert_eq!(plan.schedule, Schedule::ZbH1);
+            let programs = programs(&plan).expect("programs");
+            let mut both = 0;
+            for (stage, program) in (0..).zip(&programs.programs) {
+                let body = |phase: Phase| &program.bodies[program.body_of(stage, phase).expect("a body") as usize];
+                let (backward, weights) = (body(Phase::Backward), body(Phase::Weights));
+                let sums = |b: &(BufferId, _)| matches!(program.buffer(b.0).kind, BufferKind::Accumulator { .. });
+                assert!(!backward.writes.iter().any(sums) && weights.writes.iter().all(sums));
+                both += usize::from(!backward.writes.is_empty() && !weights.writes.is_empty());
+            }
+            // The first stage has nobody who waits for it, and the last may have no weights.
+            assert!(both > 0, "nothing is split");
+        }
+    }
+}
+
+/// Values that skip stages, to devices of their own and of others.
+#[test]
+fn skips_between_stages_that_share_devices() {
+    let network = skipping(8);
+    let mut request = request_of(&network, LossKind::Mean, "local:2");
+    (request.pp, request.virtual_stages, request.num_microbatches) = (Some(2), Some(4), Some(4));
+    let plan = check(&request);
+    let programs = programs(&plan).expect("programs");
+    let (to_itself, to_others): (Vec<_>, Vec<_>) = programs.transfers.iter().partition(|t| t.source.0 == t.target.0);
+    assert!(!to_itself.is_empty() && !to_others.is_empty(), "{to_itself:?} {to_others:?}");
 }
 
 #[test]
@@ -127,6 +196,10 @@ fn contradictions_and_impossible_requests_are_refused() {
         (&|r| r.microbatch = Some(3), "does not divide"),
         (&|r| (r.microbatch, r.num_microbatches, r.global_batch) = (Some(2), Some(2), Some(8)), "--global-batch"),
         (&|r| r.zero = Some(4), "--zero"),
+        (&|r| r.virtual_stages = Some(0), "--virtual-stages"),
+        (&|r| (r.virtual_stages, r.schedule) = (Some(2), Some(Schedule::GPipe)), "1f1b only"),
+        (&|r| (r.virtual_stages, r.pp) = (Some(2), Some(1)), "two blocks"),
+        (&|r| (r.virtual_stages, r.pp) = (Some(9), Some(2)), "too few for 18"),
     ] {
         let (usage, message) = refused(change);
         assert!(usage && message.contains(expected), "{message}");

@@ -10,7 +10,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Op, Parameter, Reducer};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Plan};
+use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};
@@ -223,6 +223,7 @@ fn memory_is_estimated() {
             let mut request = request(&format!("local:{}", dp * tp * pp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
             (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
+            (request.schedule, request.virtual_stages) = (Some(Schedule::OneFOneB), Some(1));
             request.optimizer = Optimizer::adamw();
             let mut plan = plan(&request, &Silent).expect("a plan");
             let lowered = programs(&plan).expect("programs");

@@ -28,6 +28,7 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
     let mut buffers = Vec::new();
     let buffer = |kind, name: &str, ty: &TensorType| Buffer {
         name: name.to_string(),
+        stage: 0,
         kind,
         ty: ty.clone(),
         sharding: Sharding::replicated(&ty.shape),
@@ -60,7 +61,8 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
         Work::Bytes => types.map(|t| t.bytes()).sum::<u64>() as f64,
     };
     let inputs: Vec<(String, TensorType)> = graph.inputs().map(|(v, n)| (n.to_string(), graph.ty(v).clone())).collect();
-    let body = Body { name: name.to_string(), phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
+    let body =
+        Body { name: name.to_string(), stage: 0, phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
     let program = Program {
         devices: vec![0],
         mesh,

@@ -57,7 +57,7 @@ fn programs(graph: &Graph) -> Programs {
     let mut buffers = Vec::new();
     let mut buffer = |name: String, kind: BufferKind, v| {
         let ty = graph.ty(v).clone();
-        buffers.push(Buffer { name, kind, sharding: Sharding::replicated(&ty.shape), ty });
+        buffers.push(Buffer { name, stage: 0, kind, sharding: Sharding::replicated(&ty.shape), ty });
         BufferId(buffers.len() as u32 - 1)
     };
     let (mut reads, mut writes) = (Vec::new(), Vec::new());
@@ -72,7 +72,7 @@ fn programs(graph: &Graph) -> Programs {
         writes.push((buffer(result_name(i), kind, v), v));
     }
     let name = graph.name.clone();
-    let body = Body { name, phase: Phase::Forward, graph: graph.clone(), reads, writes, frees: Vec::new() };
+    let body = Body { name, stage: 0, phase: Phase::Forward, graph: graph.clone(), reads, writes, frees: Vec::new() };
     let program = Program {
         devices: vec![0],
         mesh: Mesh::new(&[("only", 1)]),

@@ -37,11 +37,11 @@ pub fn body_work(body: &Body, threads: usize) -> Vec<Called> {
 
 /// What a device does once a step outside of bodies, or with each microbatch before the forward body: accumulators are zeroed,
 /// inputs are cut out of the batch.
-pub fn preparation(program: &Program, each_microbatch: bool) -> Work {
+pub fn preparation(program: &Program, stage: u32, each_microbatch: bool) -> Work {
     let mut work = Work::new(1);
-    let forward = program.bodies.iter().find(|b| b.phase == Phase::Forward);
+    let forward = program.bodies.iter().find(|b| b.stage == stage && b.phase == Phase::Forward);
     let is_read = |b: u32| forward.is_some_and(|f| f.reads.iter().any(|r| r.1.0 == b));
-    for (b, buffer) in (0u32..).zip(&program.buffers) {
+    for (b, buffer) in (0u32..).zip(&program.buffers).filter(|(_, buffer)| buffer.stage == stage) {
         let elements: u64 = buffer.sharding.local_shape(&program.mesh).iter().product();
         let bytes = elements as f64 * Class::of(buffer.ty.dtype).bytes() as f64;
         match buffer.kind {
@@ -51,7 +51,8 @@ pub fn preparation(program: &Program, each_microbatch: bool) -> Work {
         }
         work.once("dispatch", DType::F32, 1.0);
     }
-    if !each_microbatch {
+    // A step begins once for all stages of a device.
+    if !each_microbatch && program.bodies.first().is_some_and(|b| b.stage == stage) {
         work.once("step", DType::F32, 1.0);
     }
     work
@@ -144,7 +145,8 @@ mod tests {
     fn terms(graph: Graph, leaves: &[ValueId], result: ValueId, threads: usize) -> Vec<String> {
         let reads = (0..).map(BufferId).zip(leaves).map(|(b, &v)| (v, b)).collect();
         let writes = vec![(BufferId(100), result)];
-        let body = Body { name: String::new(), phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
+        let body =
+            Body { name: String::new(), stage: 0, phase: Phase::Forward, graph, reads, writes, frees: Vec::new() };
         let calls = body_work(&body, threads);
         let text = |t: &Term| format!("{} x {} {} {:?} on {}", t.times, t.family, t.dtype, t.size, t.threads);
         calls.iter().flat_map(|c| c.work.terms.iter().map(text).collect::<Vec<_>>()).collect()

@@ -151,9 +151,12 @@ pub struct PlanOptions {
     /// Degree of tensor parallelism
     #[arg(long, value_name = "N")]
     tp: Option<u32>,
-    /// Number of pipeline stages
+    /// Blocks of devices that the stages of a pipeline are on, one stage each unless --virtual-stages says more
     #[arg(long, value_name = "N")]
     pp: Option<u32>,
+    /// Stages of a pipeline that share each block of devices (interleaved 1f1b); 1: none do
+    #[arg(long, value_name = "N")]
+    virtual_stages: Option<u32>,
     /// Lay out parameters and values whose names match: `params*['w']=[{}, {tensor}]`, axes as --dp and --tp size them
     #[arg(long, value_name = "PATTERN=SHARDING")]
     pin: Vec<NamedPin>,
@@ -194,6 +197,7 @@ enum ScheduleName {
     Gpipe,
     #[value(name = "1f1b")]
     OneFOneB,
+    ZbH1,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -274,6 +278,7 @@ impl PlanOptions {
         request.dp = self.dp;
         request.tp = self.tp;
         request.pp = self.pp;
+        request.virtual_stages = self.virtual_stages;
         request.zero = self.zero;
         request.recompute = self.recompute.map(|r| r == Recompute::Full);
         if model.inference {
@@ -282,6 +287,7 @@ impl PlanOptions {
             request.schedule = self.schedule.map(|s| match s {
                 ScheduleName::Gpipe => Schedule::GPipe,
                 ScheduleName::OneFOneB => Schedule::OneFOneB,
+                ScheduleName::ZbH1 => Schedule::ZbH1,
             });
         }
         request.optimizer = match self.optimizer {
@@ -309,6 +315,7 @@ impl PlanOptions {
     fn without_training(&self) -> Result<(), Error> {
         let of_training = [
             ("--schedule", self.schedule.is_some()),
+            ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
             ("--optimizer", self.optimizer.is_some()),
             ("--zero", matches!(self.zero, Some(1 | 2))),

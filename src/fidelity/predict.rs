@@ -5,7 +5,7 @@ use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_cost_models::{CostModel, Devices, Roofline, catalogue};
 use altiplano_ir::batch::rebatch;
-use altiplano_ir::cluster::{Cluster, Device};
+use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::plan::{Execution, Plan, Schedule};
@@ -13,7 +13,7 @@ use altiplano_ir::program::Programs;
 use altiplano_planner::fixed::{Degrees, fixed};
 use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::model::Layered;
-use altiplano_planner::timing::{BodyWork, work};
+use altiplano_planner::timing::BodyWork;
 use altiplano_planner::{PlanFailure, Request, lower, predict};
 use serde_json::json;
 use std::collections::{BTreeSet, HashMap};
@@ -143,7 +143,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
     pin_layers(&mut graph, row);
-    let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, room(cluster, row)) };
+    let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, cluster) };
     wanted.execution = Execution {
         bucket_bytes: u64::MAX,
         overlap: row.sharded_optimizer,
@@ -157,30 +157,20 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
         tp: row.tp,
         cp: row.cp,
         stages: row.pp * row.virtual_stages,
+        virtual_stages: row.virtual_stages,
         num_microbatches,
         zero: u8::from(row.sharded_optimizer),
         recompute,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
-    let work = programs.programs.iter().map(|p| work(p, &plan.execution, &cost)).collect();
+    let work = predict::work_of(&plan, &programs, &cost);
     // Graphs have done their duty.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());
     programs.programs.iter_mut().for_each(|p| p.bodies.clear());
-    let order = Order {
-        schedule: plan.schedule,
-        num_stages: plan.stages.len(),
-        virtual_stages: row.virtual_stages as usize,
-        num_microbatches,
-    };
+    let order = Order::of(&plan);
     Ok(Size { plan, programs, work, order })
-}
-
-/// A cluster on which stages that share devices have devices of their own: their order is the simulator's business.
-fn room(mut cluster: Cluster, row: &Row) -> Cluster {
-    cluster.groups[0].nodes *= row.virtual_stages;
-    cluster
 }
 
 /// Splits what passes between layers by token over the context axis, where there is one.

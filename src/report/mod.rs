@@ -53,8 +53,8 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         device.name,
         bytes(device.memory_bytes)
     )?;
-    let used: usize = plan.stages.iter().map(|s| s.devices.len()).sum();
-    if used < devices as usize {
+    let used = plan.num_devices();
+    if used < devices {
         writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
     }
     if let Some(reduction) = &plan.reduction {
@@ -90,9 +90,14 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let task = if trains { format!("loss            {loss}") } else { "task            run, not trained".to_string() };
     writeln!(out, "  {task}")?;
     let optimizer = if trains { format!("; optimizer {}", plan.optimizer.name()) } else { String::new() };
-    match plan.stages.len() {
-        1 => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
-        n => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,
+    match (plan.stages.len(), plan.virtual_stages) {
+        (1, _) => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
+        (n, 1) => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,
+        (n, v) => writeln!(
+            out,
+            "  schedule        {} over {n} stages, {v} on the same devices (interleaved){optimizer}",
+            plan.schedule
+        )?,
     }
     if let Some(profile) = &plan.profile {
         writeln!(out, "  judged by       {profile}")?;
@@ -170,7 +175,7 @@ fn times(plan: &Plan) -> String {
             seconds(p.compute_s),
             seconds(p.communication_s),
             seconds(p.bubble_s),
-            seconds(p.compute_s + p.communication_s + p.bubble_s),
+            seconds(plan.predicted.step_time_s),
             seconds(p.forward_s),
             seconds(p.backward_s),
             seconds(p.step_s),
@@ -183,7 +188,13 @@ fn times(plan: &Plan) -> String {
         }
         false => "  forward is of one microbatch and includes communication",
     };
-    format!("{}\n{note}", table.right())
+    let shared = match plan.virtual_stages {
+        1 => "",
+        _ => {
+            "\n  stages that share devices compute one after the other: bubble is what is left of the step by all of them"
+        }
+    };
+    format!("{}\n{note}{shared}", table.right())
 }
 
 fn memory(plan: &Plan) -> String {
@@ -200,10 +211,10 @@ fn memory(plan: &Plan) -> String {
     ];
     let shown = |&(_, of_training): &(&str, bool)| plan.schedule.trains() || !of_training;
     let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
-    for (i, stage) in plan.stages.iter().enumerate() {
+    for (i, stage) in plan.lanes().iter().enumerate() {
         let m = &stage.predicted.memory;
         let cells = [
-            format!("stage{i}"),
+            plan.lane_name(i),
             bytes(m.parameters_bytes),
             bytes(m.gradients_bytes),
             bytes(m.optimizer_bytes),
@@ -297,14 +308,19 @@ fn alternatives(plan: &Plan) -> String {
     table.right_but_last()
 }
 
-/// The plan in one line: `2 stages of mesh<data=2, tensor=1>, 4 microbatches of 2, 1f1b`.
+/// The plan in one line: `2 stages of mesh<data=2, tensor=1>, 4 microbatches of 2, 1f1b`; where stages share devices,
+/// `4 stages of mesh<data=2, tensor=1>, 2 on the same devices, 4 microbatches of 2, 1f1b`.
 pub fn one_line(plan: &Plan) -> String {
     let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     meshes.dedup();
     let stages = plural(plan.stages.len() as u64, "stage");
     let microbatches = plural(plan.num_microbatches.into(), "microbatch");
     let meshes = meshes.join(" + ");
-    format!("{stages} of {meshes}, {microbatches} of {}, {}", plan.microbatch, plan.schedule)
+    let shared = match plan.virtual_stages {
+        1 => String::new(),
+        v => format!(", {v} on the same devices"),
+    };
+    format!("{stages} of {meshes}{shared}, {microbatches} of {}, {}", plan.microbatch, plan.schedule)
 }
 
 fn range(start: u32, end: u32) -> String {

@@ -1,12 +1,13 @@
-//! What the devices of each stage hold while the simulator plays a step: what is alive at the peak and since when, sums by
+//! What the devices of each lane hold while the simulator plays a step: what is alive at the peak and since when, sums by
 //! category that add up to it, and how much is held over time.
 
 use super::Simulation;
 use crate::report::Grid;
 use crate::units::{bytes, seconds};
-use altiplano_cost_models::pipeline::PipelineCall;
+use altiplano_cost_models::pipeline::{PipelineCall, StageTimes};
 use altiplano_ir::program::{Call, Phase};
-use altiplano_planner::memory::{Category, Held, StageMemory, name};
+use altiplano_planner::memory::{Category, Held, LaneMemory, name};
+use altiplano_planner::timing::StageTiming;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -33,7 +34,7 @@ impl HeldTensor {
     }
 }
 
-/// A stage's device over the step.
+/// A lane's device over the step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MemoryTimeline {
     pub peak_bytes: u64,
@@ -56,27 +57,30 @@ impl MemoryTimeline {
 }
 
 impl Simulation {
-    /// Start and end of every call of each stage's schedule. Sends and receives take none of a stage's time; what follows the
+    /// Start and end of every call of each lane's schedule. Sends and receives take none of a device's time; what follows the
     /// last backward shares the time that it takes.
     pub(super) fn call_times(&self) -> Vec<Vec<(f64, f64)>> {
-        let mut spans: Vec<BTreeMap<(Phase, u32), (f64, f64)>> = vec![BTreeMap::new(); self.timings.len()];
+        let mut spans: Vec<BTreeMap<(u32, Phase, u32), (f64, f64)>> = vec![BTreeMap::new(); self.plan.num_lanes()];
         self.timeline(&mut |stage, call, start, end| {
             let key = match call {
-                PipelineCall::Forward { microbatch } => (Phase::Forward, microbatch),
-                PipelineCall::Backward { microbatch } => (Phase::Backward, microbatch),
+                PipelineCall::Forward { microbatch } => (stage as u32, Phase::Forward, microbatch),
+                PipelineCall::Backward { microbatch } => (stage as u32, Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => (stage as u32, Phase::Weights, microbatch),
             };
-            spans[stage].insert(key, (start, end));
+            spans[self.plan.lane_of(stage)].insert(key, (start, end));
         });
-        let stages = self.programs.programs.iter().zip(&spans).zip(&self.timings);
-        let times = stages.map(|((program, spans), (times, _))| {
+        let lanes = self.programs.programs.iter().zip(&spans).enumerate();
+        let times = lanes.map(|(lane, (program, spans))| {
+            let once_s: f64 = self.plan.stages_of(lane).map(|stage| self.timings[stage].0.step_s).sum();
             let is_once = |call: &&Call| matches!(call, Call::Run { microbatch: None, .. });
             let once = program.schedule.iter().filter(is_once).count();
             let last_s = spans.values().map(|s| s.1).fold(0.0, f64::max);
-            let share_s = times.step_s / once.max(1) as f64;
+            let share_s = once_s / once.max(1) as f64;
             let mut done = 0;
             let run = |call: &Call| match *call {
                 Call::Run { body, microbatch: Some(microbatch) } => {
-                    spans.get(&(program.bodies[body as usize].phase, microbatch)).copied()
+                    let body = &program.bodies[body as usize];
+                    spans.get(&(body.stage, body.phase, microbatch)).copied()
                 }
                 Call::Run { microbatch: None, .. } => {
                     let start_s = last_s + share_s * done as f64;
@@ -107,15 +111,15 @@ impl Simulation {
         times.collect()
     }
 
-    /// The memory of each stage's devices over the step.
+    /// The memory of each lane's devices over the step; one stage is a lane by itself.
     pub fn memory(&self) -> Vec<MemoryTimeline> {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let times = self.call_times();
-        (0..times.len()).map(|stage| self.memory_of(stage, &times[stage], step_s)).collect()
+        (0..times.len()).map(|lane| self.memory_of(lane, &times[lane], step_s)).collect()
     }
 
-    fn memory_of(&self, stage: usize, times: &[(f64, f64)], step_s: f64) -> MemoryTimeline {
-        let memory: &StageMemory = &self.memories[stage];
+    fn memory_of(&self, lane: usize, times: &[(f64, f64)], step_s: f64) -> MemoryTimeline {
+        let memory: &LaneMemory = &self.memories[lane];
         let at = |(position, point): (usize, u32)| {
             let Some(&(start_s, end_s)) = times.get(position) else { return 0.0 };
             let points = memory.kinds[memory.calls[position] as usize].points + 1;
@@ -124,7 +128,7 @@ impl Simulation {
         let held = |h: &Held| {
             let tensor = &memory.tensors[h.tensor];
             HeldTensor {
-                name: name(&self.programs, stage, tensor.origin),
+                name: name(&self.programs, lane, tensor.origin),
                 category: tensor.category,
                 bytes: tensor.bytes,
                 count: h.count,
@@ -144,19 +148,24 @@ impl Simulation {
         MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_at), held, points }
     }
 
-    /// The call in which most is held by a device of a stage.
-    pub fn moment(&self, stage: usize) -> String {
-        let (position, _) = self.memories[stage].peak_at;
-        let program = &self.programs.programs[stage];
+    /// The call in which most is held by a device of a lane.
+    pub fn moment(&self, lane: usize) -> String {
+        let (position, _) = self.memories[lane].peak_at;
+        let program = &self.programs.programs[lane];
         match program.schedule.get(position) {
             Some(&Call::Run { body, microbatch }) => {
                 let phase = match program.bodies[body as usize].phase {
                     Phase::Forward => "forward",
                     Phase::Backward => "backward",
+                    Phase::Weights => "the gradients of weights",
                     Phase::Reduce => "the reduction of gradients",
                     Phase::Update => "the update",
                 };
-                microbatch.map_or_else(|| phase.to_string(), |m| format!("{phase} of microbatch {m}"))
+                let of = match self.plan.virtual_stages {
+                    1 => String::new(),
+                    _ => format!(" in stage{}", program.bodies[body as usize].stage),
+                };
+                microbatch.map_or_else(|| format!("{phase}{of}"), |m| format!("{phase} of microbatch {m}{of}"))
             }
             Some(Call::Send { .. }) => "a send to another stage".into(),
             Some(Call::Receive { .. }) => "a receive from another stage".into(),
@@ -164,20 +173,20 @@ impl Simulation {
         }
     }
 
-    /// What is held at the peak of every stage, or of one of them, in words.
+    /// What is held at the peak of every lane, or of that of one stage, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let limit = self.plan.cluster.groups[0].device.memory_bytes;
-        let wanted = |(stage, _): &(usize, MemoryTimeline)| only.is_none_or(|o| o == *stage);
-        let stages = self.memory().into_iter().enumerate().filter(wanted);
-        let parts: Vec<String> =
-            stages.map(|(stage, memory)| self.memory_lines(stage, &memory, step_s, limit)).collect();
+        let wanted = |(lane, _): &(usize, MemoryTimeline)| only.is_none_or(|stage| self.plan.lane_of(stage) == *lane);
+        let lanes = self.memory().into_iter().enumerate().filter(wanted);
+        let parts: Vec<String> = lanes.map(|(lane, memory)| self.memory_lines(lane, &memory, step_s, limit)).collect();
         parts.join("\n\n")
     }
 
-    fn memory_lines(&self, stage: usize, memory: &MemoryTimeline, step_s: f64, limit: u64) -> String {
+    fn memory_lines(&self, lane: usize, memory: &MemoryTimeline, step_s: f64, limit: u64) -> String {
         let mut lines = vec![format!(
-            "stage{stage}: {} of {} on each device at the peak, {} into a step of {}",
+            "{}: {} of {} on each device at the peak, {} into a step of {}",
+            self.plan.lane_name(lane),
             bytes(memory.peak_bytes),
             bytes(limit),
             seconds(memory.peak_s),
@@ -210,12 +219,12 @@ impl Simulation {
         lines.join("\n")
     }
 
-    /// Counters of the memory of each stage's devices, for the trace.
+    /// Counters of the memory of each lane's devices, for the trace.
     pub(super) fn memory_events(&self) -> Vec<Value> {
         let mut events = Vec::new();
-        for (stage, memory) in self.memory().into_iter().enumerate() {
+        for (lane, memory) in self.memory().into_iter().enumerate() {
             for (at_s, held) in memory.points {
-                let counter = json!({"name": "memory of a device", "ph": "C", "pid": stage, "ts": at_s * 1e6, "args": {"bytes": held}});
+                let counter = json!({"name": "memory of a device", "ph": "C", "pid": lane, "ts": at_s * 1e6, "args": {"bytes": held}});
                 events.push(counter);
             }
         }
@@ -226,9 +235,10 @@ impl Simulation {
     pub fn json(&self) -> Value {
         let timeline = self.timeline(&mut |_, _, _, _| {});
         let pass = |played: &altiplano_cost_models::timeline::Played| json!({"seconds": played.seconds, "issuing_s": played.host_s, "exposed_s": played.exposed_s});
-        let stage = |(i, memory): (usize, MemoryTimeline)| {
-            let (times, timing) = &self.timings[i];
-            let lane = &timeline.stages[i];
+        let memories = self.memory();
+        let stage = |(i, (times, timing)): (usize, &(StageTimes, StageTiming))| {
+            let lane = &timeline.stages[self.plan.lane_of(i)];
+            let memory = &memories[self.plan.lane_of(i)];
             let held = memory.held.iter().map(|t| {
                 json!({
                     "name": t.name,
@@ -246,6 +256,7 @@ impl Simulation {
                 "devices": self.plan.stages[i].devices,
                 "forward": pass(&timing.forward),
                 "backward": pass(&timing.backward),
+                "weights": pass(&timing.weights),
                 "transfer_forward_s": times.transfer_forward_s,
                 "transfer_backward_s": times.transfer_backward_s,
                 "after_backward_s": times.step_s,
@@ -269,11 +280,12 @@ impl Simulation {
             "cluster": self.plan.cluster.name,
             "device": device,
             "schedule": self.plan.schedule.name(),
+            "virtual_stages": self.plan.virtual_stages,
             "global_batch": self.plan.global_batch,
             "microbatch": self.plan.microbatch,
             "num_microbatches": self.plan.num_microbatches,
             "step_s": timeline.step_s,
-            "stages": self.memory().into_iter().enumerate().map(stage).collect::<Vec<Value>>(),
+            "stages": self.timings.iter().enumerate().map(stage).collect::<Vec<Value>>(),
         })
     }
 }

@@ -67,7 +67,7 @@ pub fn train(
 
 /// Workers for a plan, with nothing loaded yet.
 pub fn session(plan: &Plan) -> Result<Session, Error> {
-    let devices: u32 = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+    let devices = plan.num_devices();
     if devices > MAX_WORKERS {
         return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
     }

@@ -1,4 +1,6 @@
 pub mod compose;
 pub mod dynamic;
+pub mod interleave;
 pub mod search;
 pub mod submesh;
+pub mod variants;

@@ -33,6 +33,10 @@ pub struct Freedom {
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
     pub schedules: Vec<Schedule>,
+    /// Stages that share devices.
+    pub virtual_stages: Option<u32>,
+    /// Pipelines found for `1f1b` are judged under `zb-h1` as well.
+    pub zero_bubble: bool,
     /// Numbers of microbatches to try.
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.
@@ -67,6 +71,8 @@ pub struct Way {
 pub struct Found<'a> {
     pub candidates: &'a Candidates,
     pub schedule: Schedule,
+    /// Stages that share devices.
+    pub virtual_stages: u32,
     pub stages: Vec<ChosenStage>,
     pub step_s: f64,
 }
@@ -76,7 +82,7 @@ impl Found<'_> {
     pub fn is(&self, other: &Found<'_>) -> bool {
         let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.shape == b.shape && a.way == b.way;
         self.candidates.num_microbatches == other.candidates.num_microbatches
-            && self.schedule == other.schedule
+            && (self.schedule, self.virtual_stages) == (other.schedule, other.virtual_stages)
             && self.stages.len() == other.stages.len()
             && self.stages.iter().zip(&other.stages).all(|(a, b)| same(a, b))
     }
@@ -264,9 +270,11 @@ fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
 pub struct Candidates {
     pub layered: Arc<Layered>,
     pub num_microbatches: u32,
-    shapes: Vec<SubmeshShape>,
-    table: StageTable,
-    ways: Vec<Way>,
+    /// Of the cluster.
+    pub num_devices: u64,
+    pub(super) shapes: Vec<SubmeshShape>,
+    pub(super) table: StageTable,
+    pub(super) ways: Vec<Way>,
     /// Answers of the dynamic program, by schedule, memory and number of stages.
     answers: Mutex<BTreeMap<(&'static str, u64, Option<u32>), Result<Stages, NoStages>>>,
 }
@@ -331,7 +339,8 @@ pub fn candidates(
             }
         }
     }
-    Candidates { layered, num_microbatches, shapes, table, ways, answers: Mutex::default() }
+    let (num_devices, answers) = (group.num_devices() as u64, Mutex::default());
+    Candidates { layered, num_microbatches, num_devices, shapes, table, ways, answers }
 }
 
 impl Candidates {
@@ -378,7 +387,7 @@ impl Candidates {
                 way: self.ways[id as usize].clone(),
             })
             .collect();
-        Ok(Found { candidates: self, schedule, stages: chosen, step_s: stages.step_s })
+        Ok(Found { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s: stages.step_s })
     }
 }
 
@@ -399,7 +408,9 @@ impl Candidates {
                     _ if step_s > most_s => {}
                     Some(known) if known.step_s <= step_s => {}
                     Some(known) => (known.stages, known.step_s) = (stages(), step_s),
-                    None => found.push(Found { candidates: self, schedule, stages: stages(), step_s }),
+                    None => {
+                        found.push(Found { candidates: self, schedule, virtual_stages: 1, stages: stages(), step_s })
+                    }
                 }
             }
         }
@@ -445,7 +456,7 @@ impl Candidates {
                 let way = &self.ways[id as usize];
                 let stage = |layers| ChosenStage { layers, shape, way: way.clone() };
                 let stages = ranges.into_iter().map(stage).collect();
-                found.push(Found { candidates: self, schedule, stages, step_s });
+                found.push(Found { candidates: self, schedule, stages, virtual_stages: 1, step_s });
             }
         }
         found

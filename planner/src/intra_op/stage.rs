@@ -13,6 +13,7 @@ use super::solve::{self, Holding, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
 use crate::lower::repeat::Repeats;
+use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -41,7 +42,7 @@ impl Demand {
         Demand {
             levels,
             num_microbatches: plan.num_microbatches,
-            in_flight: plan.schedule.in_flight(plan.num_microbatches, plan.stages.len() as u32, stage as u32),
+            in_flight: Order::of(plan).in_flight(stage),
             recompute: plan.stages[stage].recompute,
             execution: plan.execution,
         }

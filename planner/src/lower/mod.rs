@@ -1,4 +1,4 @@
-//! From a plan to programs: per stage one SPMD program whose collectives are explicit.
+//! From a plan to programs: per lane, the devices that one or more stages share, one SPMD program whose collectives are explicit.
 //!
 //! The forward graph is differentiated once. Each stage then gets a forward body (its nodes under the plan's
 //! strategies), a backward body (the backward nodes of those, under strategies that follow from the forward ones), a
@@ -10,6 +10,7 @@ mod body;
 mod choose;
 pub mod repeat;
 mod schedule;
+mod split;
 mod stage;
 
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
@@ -317,7 +318,8 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
         plan,
         stage: &plan.stages[i],
         index: i as u32,
-        mesh: plan.stages[i].mesh.clone(),
+        // Stages that share devices are one program, whose axes have one name each.
+        mesh: plan.lanes()[plan.lane_of(i)].mesh.clone(),
         training: &training,
         constant: &constant,
         stage_of: &stage_of,
@@ -331,10 +333,21 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
         (0..num_stages).into_par_iter().map(|i| stage::lower_stage(&context(i))).collect();
     let contexts: Vec<StageContext<'_>> = (0..num_stages).map(context).collect();
 
+    for lane in 0..plan.num_lanes() {
+        let mut first = 0;
+        for stage in plan.stages_of(lane) {
+            lowered[stage].number_from(first);
+            first += lowered[stage].buffers.len() as u32;
+        }
+    }
     let mut transfers: Vec<Transfer> = Vec::new();
     let links = stage::connect(&contexts, &mut lowered, &mut transfers);
-    let programs: Vec<Program> =
-        lowered.into_iter().zip(&contexts).map(|(lowered, cx)| schedule::program(cx, lowered, &links)).collect();
+    let mut lanes: Vec<Vec<_>> = (0..plan.num_lanes()).map(|_| Vec::new()).collect();
+    for (stage, with_context) in contexts.iter().zip(lowered).enumerate() {
+        lanes[plan.lane_of(stage)].push(with_context);
+    }
+    let program = |(lane, stages)| schedule::program(lane, stages, &links);
+    let programs: Vec<Program> = lanes.into_iter().enumerate().map(program).collect();
     Ok(Programs {
         programs,
         transfers,

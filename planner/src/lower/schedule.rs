@@ -1,75 +1,131 @@
-//! The order of a stage's calls: microbatches under the plan's schedule, then the reduction and the update.
+//! The order of a lane's calls: microbatches of its stages under the plan's schedule, then the reductions and the updates.
 
 use super::StageContext;
 use super::stage::{Links, Lowered};
-use altiplano_cost_models::pipeline::{PipelineCall, call_at};
+use altiplano_cost_models::pipeline::{Order, PipelineCall};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::program::{BufferId, Call, Program, TransferId};
+use altiplano_ir::program::{Body, Buffer, BufferId, Call, Program, TransferId};
 use std::collections::BTreeMap;
 
-/// Puts a stage's program together.
-pub fn program(cx: &StageContext<'_>, lowered: Lowered, links: &Links) -> Program {
-    const FORWARD: u32 = 0;
-    const BACKWARD: u32 = 1;
-    const REDUCE: u32 = 2;
-    const UPDATE: u32 = 3;
-    let here = cx.index;
-    let outgoing = |links: &BTreeMap<(ValueId, u32, u32), TransferId>, sends: &BTreeMap<ValueId, BufferId>| {
-        let mut sent: Vec<(TransferId, BufferId)> = links
-            .iter()
-            .filter(|((_, s, _), _)| *s == here)
-            .filter_map(|((v, _, _), &t)| sends.get(v).map(|&b| (t, b)))
-            .collect();
-        sent.sort_by_key(|&(t, b)| (b, t));
-        sent
-    };
-    let incoming = |links: &BTreeMap<(ValueId, u32, u32), TransferId>| -> Vec<TransferId> {
-        links.iter().filter(|((_, _, t), _)| *t == here).map(|(_, &t)| t).collect()
-    };
-    // A sent buffer is freed by its last send, unless a later body reads and frees it.
-    let send = |sent: &[(TransferId, BufferId)], kept: &[BufferId], microbatch: Option<u32>| -> Vec<Call> {
-        let mut calls = Vec::new();
-        for (i, &(transfer, buffer)) in sent.iter().enumerate() {
-            let last = sent.get(i + 1).is_none_or(|&(_, next)| next != buffer);
-            calls.push(Call::Send { transfer, microbatch, free: last && !kept.contains(&buffer) });
-        }
-        calls
-    };
-    let forward_out = outgoing(&links.forward, &lowered.sends_forward);
-    let backward_out = outgoing(&links.backward, &lowered.sends_backward);
-    let tied_out = outgoing(&links.tied, &lowered.sends_tied);
-    let forward_in = incoming(&links.forward);
-    let backward_in = incoming(&links.backward);
+/// A stage's bodies by their numbers in the program, and its transfers.
+struct Calls {
+    forward: u32,
+    backward: u32,
+    /// Absent where the backward computes them.
+    weights: Option<u32>,
+    /// Absent where nothing is exchanged once a step.
+    reduce: Option<u32>,
+    update: u32,
+    receives_forward: Vec<TransferId>,
+    receives_backward: Vec<TransferId>,
+    receives_tied: Vec<TransferId>,
+    /// With the buffer that is sent.
+    sends_forward: Vec<(TransferId, BufferId)>,
+    sends_backward: Vec<(TransferId, BufferId)>,
+    sends_tied: Vec<(TransferId, BufferId)>,
+    /// Buffers that the backward, or the gradients of weights, and the update free.
+    backward_frees: Vec<BufferId>,
+    update_frees: Vec<BufferId>,
+}
+
+/// Puts the program of a lane together from its stages, whose buffers are numbered one stage after the other.
+pub fn program(lane: usize, stages: Vec<(&StageContext<'_>, Lowered)>, links: &Links) -> Program {
+    let (first, _) = &stages[0];
+    let (plan, devices, mesh) = (first.plan, first.stage.devices.clone(), first.mesh.clone());
+    let mut buffers: Vec<Buffer> = Vec::new();
+    let mut bodies: Vec<Body> = Vec::new();
+    let mut of_stage: BTreeMap<usize, Calls> = BTreeMap::new();
+    for (cx, lowered) in stages {
+        let calls = Calls::new(cx.index, bodies.len() as u32, &lowered, links);
+        of_stage.insert(cx.index as usize, calls);
+        buffers.extend(lowered.buffers);
+        bodies.extend([lowered.forward, lowered.backward, lowered.reduce, lowered.update]);
+        bodies.extend(lowered.weights);
+    }
 
     let mut schedule = Vec::new();
-    let stages = cx.plan.stages.len();
     // The order is the cost model's, so that what is simulated is what runs.
-    let call = |position| call_at(cx.plan.schedule, here as usize, stages, cx.plan.num_microbatches, position);
-    for call in (0..).map_while(call) {
+    for (stage, call) in Order::of(plan).calls(lane) {
+        let Some(calls) = of_stage.get(&stage) else { continue };
         let (body, receives, sends, kept, m) = match call {
             PipelineCall::Forward { microbatch } => {
-                (FORWARD, &forward_in, &forward_out, lowered.backward.frees.as_slice(), microbatch)
+                let kept = calls.backward_frees.as_slice();
+                (calls.forward, &calls.receives_forward, &calls.sends_forward, kept, microbatch)
             }
-            PipelineCall::Backward { microbatch } => (BACKWARD, &backward_in, &backward_out, [].as_slice(), microbatch),
+            PipelineCall::Backward { microbatch } => {
+                (calls.backward, &calls.receives_backward, &calls.sends_backward, [].as_slice(), microbatch)
+            }
+            PipelineCall::Weights { microbatch } => {
+                let microbatch = Some(microbatch);
+                schedule.extend(calls.weights.map(|body| Call::Run { body, microbatch }));
+                continue;
+            }
         };
         let microbatch = Some(m);
         schedule.extend(receives.iter().map(|&transfer| Call::Receive { transfer, microbatch }));
         schedule.push(Call::Run { body, microbatch });
         schedule.extend(send(sends, kept, microbatch));
     }
-    if !lowered.reduce.writes.is_empty() {
-        schedule.push(Call::Run { body: REDUCE, microbatch: None });
-        schedule.extend(send(&tied_out, &lowered.update.frees, None));
-        schedule.extend(incoming(&links.tied).into_iter().map(|transfer| Call::Receive { transfer, microbatch: None }));
+    // All is sent before anything is waited for, which may come from another stage of this lane.
+    for calls in of_stage.values() {
+        if let Some(body) = calls.reduce {
+            schedule.push(Call::Run { body, microbatch: None });
+            schedule.extend(send(&calls.sends_tied, &calls.update_frees, None));
+        }
     }
-    if cx.plan.schedule.trains() {
-        schedule.push(Call::Run { body: UPDATE, microbatch: None });
+    let tied = of_stage.values().flat_map(|calls| &calls.receives_tied);
+    schedule.extend(tied.map(|&transfer| Call::Receive { transfer, microbatch: None }));
+    if plan.schedule.trains() {
+        schedule.extend(of_stage.values().map(|calls| Call::Run { body: calls.update, microbatch: None }));
     }
-    Program {
-        devices: cx.stage.devices.clone(),
-        mesh: cx.mesh.clone(),
-        buffers: lowered.buffers,
-        bodies: vec![lowered.forward, lowered.backward, lowered.reduce, lowered.update],
-        schedule,
+    Program { devices, mesh, buffers, bodies, schedule }
+}
+
+impl Calls {
+    /// `body`: the number of the stage's first body.
+    fn new(here: u32, body: u32, lowered: &Lowered, links: &Links) -> Calls {
+        let outgoing = |links: &BTreeMap<(ValueId, u32, u32), TransferId>, sends: &BTreeMap<ValueId, BufferId>| {
+            let mut sent: Vec<(TransferId, BufferId)> = links
+                .iter()
+                .filter(|((_, s, _), _)| *s == here)
+                .filter_map(|((v, _, _), &t)| sends.get(v).map(|&b| (t, b)))
+                .collect();
+            sent.sort_by_key(|&(t, b)| (b, t));
+            sent
+        };
+        let incoming = |links: &BTreeMap<(ValueId, u32, u32), TransferId>| -> Vec<TransferId> {
+            links.iter().filter(|((_, _, t), _)| *t == here).map(|(_, &t)| t).collect()
+        };
+        let exchanges = !lowered.reduce.writes.is_empty();
+        Calls {
+            forward: body,
+            backward: body + 1,
+            weights: lowered.weights.as_ref().map(|_| body + 4),
+            reduce: exchanges.then_some(body + 2),
+            update: body + 3,
+            receives_forward: incoming(&links.forward),
+            receives_backward: incoming(&links.backward),
+            receives_tied: incoming(&links.tied),
+            sends_forward: outgoing(&links.forward, &lowered.sends_forward),
+            sends_backward: outgoing(&links.backward, &lowered.sends_backward),
+            sends_tied: outgoing(&links.tied, &lowered.sends_tied),
+            backward_frees: lowered
+                .weights
+                .iter()
+                .chain([&lowered.backward])
+                .flat_map(|body| body.frees.iter().copied())
+                .collect(),
+            update_frees: lowered.update.frees.clone(),
+        }
     }
+}
+
+/// Calls that send buffers. A sent buffer is freed by its last send, unless a later body reads and frees it.
+fn send(sent: &[(TransferId, BufferId)], kept: &[BufferId], microbatch: Option<u32>) -> Vec<Call> {
+    let mut calls = Vec::new();
+    for (i, &(transfer, buffer)) in sent.iter().enumerate() {
+        let last = sent.get(i + 1).is_none_or(|&(_, next)| next != buffer);
+        calls.push(Call::Send { transfer, microbatch, free: last && !kept.contains(&buffer) });
+    }
+    calls
 }

@@ -3,11 +3,13 @@
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::repeat::Repeats;
+use super::split::split;
 use super::{StageContext, by_layout};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer;
+use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -19,6 +21,8 @@ pub struct Lowered {
     pub buffers: Vec<Buffer>,
     pub forward: Body,
     pub backward: Body,
+    /// The gradients of weights, where the schedule runs them apart.
+    pub weights: Option<Body>,
     pub reduce: Body,
     pub update: Body,
     /// Forward values that later stages need, and where they are left.
@@ -39,6 +43,22 @@ pub struct Links {
     pub forward: BTreeMap<(ValueId, u32, u32), TransferId>,
     pub backward: BTreeMap<(ValueId, u32, u32), TransferId>,
     pub tied: BTreeMap<(ValueId, u32, u32), TransferId>,
+}
+
+impl Lowered {
+    /// Numbers the stage's buffers from `first` on, after those of the stages that share its devices.
+    pub fn number_from(&mut self, first: u32) {
+        let bodies = [&mut self.forward, &mut self.backward, &mut self.reduce, &mut self.update];
+        for body in bodies.into_iter().chain(&mut self.weights) {
+            let (reads, writes) = (body.reads.iter_mut().map(|r| &mut r.1), body.writes.iter_mut().map(|w| &mut w.0));
+            reads.chain(writes).chain(&mut body.frees).for_each(|b| b.0 += first);
+        }
+        let of_values =
+            [&mut self.sends_forward, &mut self.receives_forward, &mut self.sends_backward, &mut self.sends_tied];
+        of_values.into_iter().flat_map(BTreeMap::values_mut).for_each(|b| b.0 += first);
+        let of_stages = [&mut self.receives_backward, &mut self.receives_tied];
+        of_stages.into_iter().flat_map(BTreeMap::values_mut).for_each(|b| b.0 += first);
+    }
 }
 
 /// State while one stage is lowered.
@@ -72,7 +92,7 @@ pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
 
 impl<'a> StageLowering<'a> {
     fn buffer(&mut self, name: String, kind: BufferKind, ty: TensorType, sharding: Sharding) -> BufferId {
-        self.buffers.push(Buffer { name, kind, ty, sharding });
+        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding });
         BufferId((self.buffers.len() - 1) as u32)
     }
 
@@ -422,6 +442,7 @@ impl<'a> StageLowering<'a> {
         backward_frees.extend(unread);
         let forward = Body {
             name: format!("stage{} forward", cx.index),
+            stage: cx.index,
             phase: Phase::Forward,
             graph: forward_graph,
             reads: forward_reads,
@@ -430,11 +451,20 @@ impl<'a> StageLowering<'a> {
         };
         let backward = Body {
             name: format!("stage{} backward", cx.index),
+            stage: cx.index,
             phase: Phase::Backward,
             graph: backward_graph,
             reads: backward_reads,
             writes: backward_writes,
             frees: backward_frees,
+        };
+        let (backward, weights) = match cx.plan.schedule {
+            Schedule::ZbH1 => {
+                let sent = sends_backward.values().copied().collect();
+                let (backward, weights) = split(backward, &sent, &mut self.buffers);
+                (backward, Some(weights))
+            }
+            _ => (backward, None),
         };
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let update = self.update(&accumulators, &sends_tied, &receives_tied);
@@ -443,6 +473,7 @@ impl<'a> StageLowering<'a> {
             buffers: self.buffers,
             forward,
             backward,
+            weights,
             reduce,
             update,
             sends_forward,
@@ -485,7 +516,7 @@ impl<'a> StageLowering<'a> {
         }
         let (graph, reads, writes) = b.finish(writes);
         let name = format!("stage{} reduce", cx.index);
-        let body = Body { name, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
+        let body = Body { name, stage: cx.index, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
         (body, own, receives)
     }
 
@@ -503,7 +534,7 @@ impl<'a> StageLowering<'a> {
         if !cx.plan.schedule.trains() {
             let (graph, reads, writes) = b.finish(writes);
             let name = format!("stage{} update", cx.index);
-            return Body { name, phase: Phase::Update, graph, reads, writes, frees: Vec::new() };
+            return Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees: Vec::new() };
         }
         let scalar = TensorType::scalar(DType::F32);
         let whole = Sharding::replicated(&[]);
@@ -564,7 +595,8 @@ impl<'a> StageLowering<'a> {
             writes.extend(state_buffers.into_iter().zip(new.states));
         }
         let (graph, reads, writes) = b.finish(writes);
-        Body { name: format!("stage{} update", cx.index), phase: Phase::Update, graph, reads, writes, frees }
+        let name = format!("stage{} update", cx.index);
+        Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees }
     }
 }
 
@@ -618,11 +650,15 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     repeats.of(cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)))
 }
 
-/// Numbers the transfers between stages.
+/// Numbers the transfers between stages, which go from the program of one lane to that of another or to itself.
 pub fn connect(contexts: &[StageContext<'_>], lowered: &mut [Lowered], transfers: &mut Vec<Transfer>) -> Links {
     let mut links = Links::default();
     let mut link = |source: (u32, BufferId), target: (u32, BufferId)| {
-        transfers.push(Transfer { source, target });
+        let of_lane = |(stage, buffer): (u32, BufferId)| match contexts.first() {
+            Some(cx) => (cx.plan.lane_of(stage as usize) as u32, buffer),
+            None => (stage, buffer),
+        };
+        transfers.push(Transfer { source: of_lane(source), target: of_lane(target) });
         TransferId((transfers.len() - 1) as u32)
     };
     for (t, receiver) in (0u32..).zip(lowered.iter()) {

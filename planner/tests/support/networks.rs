@@ -169,3 +169,24 @@ pub fn mixture_of_experts(layers: usize) -> Graph {
     g.outputs = vec![loss];
     g
 }
+
+/// A perceptron of `layers` layers in which the first layer's result is added to that of every later one. Batch 4.
+pub fn skipping(layers: usize) -> Graph {
+    const WIDTH: u64 = 12;
+    let mut g = Graph::new("skipping");
+    let mut x = input(&mut g, "x", DType::F32, &[4, WIDTH]);
+    let labels = input(&mut g, "labels", DType::I32, &[4]);
+    let mut first = None;
+    for l in 0..layers {
+        let w = parameter(&mut g, format!("w{l}"), &[WIDTH, WIDTH]);
+        let product = dot(&mut g, x, w, [&[], &[]], [&[1], &[0]]);
+        x = g.unary(Unary::Tanh, product);
+        let early = *first.get_or_insert(x);
+        if early != x {
+            x = g.add(x, early);
+        }
+    }
+    let loss = mean_cross_entropy(&mut g, x, labels);
+    g.outputs = vec![loss];
+    g
+}

@@ -1,0 +1,312 @@
+//! Pipelines whose stages share devices: each lane has several stages, which interleaved 1F1B plays in turns, so that the bubble
+//! is that of a lane's part and not of its whole (Narayanan et al. 2021, section 2.2.2).
+//!
+//! All lanes get equal submeshes and all stages one mesh and way, the layers are cut where the longest stage is shortest, and the
+//! pipeline's schedule is played by the estimates of the search. The few that are best by that go to the judge.
+
+use super::dynamic::Candidate;
+use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
+use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
+use altiplano_ir::plan::Schedule;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Pipelines that are judged at most.
+const MOST_JUDGED: usize = 3;
+/// Estimates further than this above the best without shared devices are not worth judging.
+const WORTH_JUDGING: f64 = 1.1;
+/// Ways of running stages that are looked at on each submesh.
+const MOST_WAYS: usize = 2;
+/// Stages on the same devices that are looked at, where their number is free.
+const MOST_VIRTUAL: usize = 8;
+/// Calls that are played at most while cuts are moved.
+const MOST_PLAYED: u64 = 4_000_000;
+
+/// The most promising pipelines whose stages share devices, best first. `least_s` is the best estimate of one without, if there is
+/// any; `memory_bytes` is what a device may use at each number of microbatches.
+pub fn interleaved<'a>(
+    searched: &'a Searched,
+    freedom: &Freedom,
+    memory_bytes: &BTreeMap<u32, u64>,
+    least_s: Option<f64>,
+) -> Vec<Found<'a>> {
+    if !freedom.schedules.contains(&Schedule::OneFOneB) {
+        return Vec::new();
+    }
+    let mut found: Vec<Found<'a>> = Vec::new();
+    for candidates in &searched.candidates {
+        let limit = memory_bytes.get(&candidates.num_microbatches).copied().unwrap_or(u64::MAX);
+        for (shape, lanes) in candidates.lanes(freedom) {
+            for way in candidates.ways_of_layers(shape) {
+                let runs = Runs::new(candidates, shape, way);
+                found.extend(runs.pipelines(lanes, freedom.virtual_stages, limit));
+            }
+        }
+    }
+    let best_first = |found: &mut Vec<Found<'a>>| found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    best_first(&mut found);
+    // Who asks for a number of stages gets it, however slow.
+    let most_s = match (freedom.virtual_stages, least_s) {
+        (None, Some(least_s)) => WORTH_JUDGING * least_s,
+        _ => f64::INFINITY,
+    };
+    found.retain(|f| f.step_s <= most_s);
+    found.truncate(MOST_JUDGED);
+    for found in &mut found {
+        let shape = found.candidates.shapes.iter().position(|s| *s == found.stages[0].shape);
+        let way = found.stages[0].way.clone();
+        shape.into_iter().for_each(|shape| Runs::new(found.candidates, shape, &way).move_cuts(found));
+    }
+    best_first(&mut found);
+    found
+}
+
+impl Candidates {
+    /// Submeshes of which as many as there are lanes make up the cluster, or what the user's degrees leave of it.
+    fn lanes(&self, freedom: &Freedom) -> Vec<(usize, usize)> {
+        let total = self.num_devices;
+        let lanes = |(i, shape): (usize, &super::submesh::SubmeshShape)| {
+            let devices = shape.num_devices();
+            let lanes = freedom.pp.map_or(total / devices, u64::from);
+            let fits =
+                lanes * devices == total || !freedom.all_devices && freedom.pp.is_some() && lanes * devices < total;
+            (lanes > 1 && fits).then_some((i, lanes as usize))
+        };
+        self.shapes.iter().enumerate().filter_map(lanes).collect()
+    }
+
+    /// The ways of running a layer on a submesh that are fastest for all layers together.
+    fn ways_of_layers(&self, shape: usize) -> Vec<&Way> {
+        let layers = self.layered.layers.len();
+        let mut ways: Vec<&Way> = Vec::new();
+        for candidate in (0..layers).flat_map(|l| self.table.candidates(l, l + 1, shape)) {
+            let way = &self.ways[candidate.id as usize];
+            if !ways.contains(&way) {
+                ways.push(way);
+            }
+        }
+        let seconds = |way: &Way| -> f64 {
+            (0..layers).map(|l| self.run(l..l + 1, shape, way).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
+        };
+        let mut timed: Vec<(f64, &Way)> = ways.into_iter().map(|way| (seconds(way), way)).collect();
+        timed.retain(|(seconds, _)| seconds.is_finite());
+        timed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // One that keeps activations and one that computes them again, each the fastest.
+        let fastest = |recompute: bool| timed.iter().find(|t| t.1.recompute == recompute).map(|t| t.1);
+        [false, true].into_iter().filter_map(fastest).take(MOST_WAYS).collect()
+    }
+
+    /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one.
+    fn run(&self, layers: Range<usize>, shape: usize, way: &Way) -> Option<Candidate> {
+        let all = self.table.candidates(layers.start, layers.end, shape);
+        let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
+        same.or_else(|| all.iter().min_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s))).copied()
+    }
+}
+
+/// All runs of layers on one submesh under one way.
+struct Runs<'a> {
+    candidates: &'a Candidates,
+    shape: usize,
+    way: Way,
+    /// By first layer and number of layers less one.
+    rows: Vec<Vec<Option<Candidate>>>,
+}
+
+impl<'a> Runs<'a> {
+    fn new(candidates: &'a Candidates, shape: usize, way: &Way) -> Runs<'a> {
+        let layers = candidates.layered.layers.len();
+        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, shape, way)).collect();
+        Runs { candidates, shape, way: way.clone(), rows: (0..layers).map(row).collect() }
+    }
+
+    fn get(&self, first: usize, end: usize) -> Option<&Candidate> {
+        self.rows[first][end - first - 1].as_ref()
+    }
+
+    fn seconds(&self, first: usize, end: usize) -> f64 {
+        self.get(first, end).map_or(f64::INFINITY, |c| c.microbatch_s)
+    }
+
+    /// The best cuts for each number of stages on the same devices.
+    fn pipelines(&self, lanes: usize, fixed: Option<u32>, limit_bytes: u64) -> Vec<Found<'a>> {
+        let layers = self.rows.len();
+        let numbers: Vec<usize> = match fixed {
+            Some(v) => vec![v as usize],
+            None => (2..=MOST_VIRTUAL).collect(),
+        };
+        let numbers: Vec<usize> = numbers.into_iter().filter(|v| v.saturating_mul(lanes) <= layers).collect();
+        let Some(&most) = numbers.last() else { return Vec::new() };
+        let cuts = even_cuts(layers, most * lanes, |first, end| self.seconds(first, end));
+        let mut found = Vec::new();
+        for v in numbers {
+            let Some(bounds) = &cuts[v * lanes - 1] else { continue };
+            let order = self.order(v * lanes, v);
+            if self.peak_bytes(bounds, &order) <= limit_bytes {
+                let stage = |w: &[usize]| ChosenStage {
+                    layers: w[0]..w[1],
+                    shape: self.candidates.shapes[self.shape],
+                    way: self.way.clone(),
+                };
+                found.push(Found {
+                    candidates: self.candidates,
+                    schedule: Schedule::OneFOneB,
+                    virtual_stages: v as u32,
+                    stages: bounds.windows(2).map(stage).collect(),
+                    step_s: self.played_s(bounds, &order),
+                });
+            }
+        }
+        found
+    }
+
+    fn order(&self, num_stages: usize, virtual_stages: usize) -> Order {
+        let num_microbatches = self.candidates.num_microbatches;
+        Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches }
+    }
+
+    /// Seconds of a step with stages cut at these layers.
+    fn played_s(&self, bounds: &[usize], order: &Order) -> f64 {
+        // Of two matmuls' work in the backward and one's in the forward; with a forward more where it is done again.
+        let part = if self.way.recompute { 0.25 } else { 1.0 / 3.0 };
+        let times = |w: &[usize]| {
+            let candidate = self.get(w[0], w[1])?;
+            let forward_s = part * candidate.microbatch_s;
+            let backward_s = candidate.microbatch_s - forward_s;
+            Some(StageTimes { forward_s, backward_s, step_s: candidate.step_s, ..StageTimes::default() })
+        };
+        let times: Option<Vec<StageTimes>> = bounds.windows(2).map(times).collect();
+        times.map_or(f64::INFINITY, |times| simulate_order(&times, order, &mut |_, _, _, _| {}).step_s)
+    }
+
+    /// Bytes of the fullest lane: what its stages hold all the time and for microbatches in flight, and what one of them needs
+    /// while it runs.
+    fn peak_bytes(&self, bounds: &[usize], order: &Order) -> u64 {
+        let lanes = order.num_lanes();
+        let held = |lane: usize| {
+            let (mut sum, mut transient) = (0u64, 0u64);
+            for s in (lane..order.num_stages).step_by(lanes) {
+                let Some(c) = self.get(bounds[s], bounds[s + 1]) else { return u64::MAX };
+                let kept = c.bytes_per_inflight_microbatch.saturating_mul(u64::from(order.in_flight(s)));
+                sum = sum.saturating_add(c.static_bytes).saturating_add(kept);
+                transient = transient.max(c.transient_bytes);
+            }
+            sum.saturating_add(transient)
+        };
+        (0..lanes).map(held).max().unwrap_or(0)
+    }
+
+    /// Moves one cut at a time as long as that makes the step shorter.
+    fn move_cuts(&self, found: &mut Found<'a>) {
+        let order = self.order(found.stages.len(), found.virtual_stages as usize);
+        let mut bounds: Vec<usize> = found.stages.iter().map(|s| s.layers.start).chain([self.rows.len()]).collect();
+        let calls = 2 * u64::from(order.num_microbatches) * order.num_stages as u64;
+        let mut left = MOST_PLAYED / calls.max(1);
+        let mut moved = true;
+        while std::mem::take(&mut moved) {
+            for cut in 1..bounds.len() - 1 {
+                for to in [bounds[cut] - 1, bounds[cut] + 1] {
+                    let from = bounds[cut];
+                    if left == 0 || to <= bounds[cut - 1] || to >= bounds[cut + 1] {
+                        continue;
+                    }
+                    left -= 1;
+                    bounds[cut] = to;
+                    let step_s = self.played_s(&bounds, &order);
+                    if step_s < found.step_s * (1.0 - 1e-9) {
+                        (found.step_s, moved) = (step_s, true);
+                    } else {
+                        bounds[cut] = from;
+                    }
+                }
+            }
+        }
+        for (stage, w) in found.stages.iter_mut().zip(bounds.windows(2)) {
+            stage.layers = w[0]..w[1];
+        }
+    }
+}
+
+/// For each number of runs up to `most`, layers cut into so many consecutive runs of which the longest is as short as can be;
+/// of those the one whose squares add up to least. `None` where no run is possible somewhere.
+fn even_cuts(layers: usize, most: usize, seconds: impl Fn(usize, usize) -> f64) -> Vec<Option<Vec<usize>>> {
+    // By number of runs less one and end: the longest run and the squares so far, and where the last run starts.
+    let mut rows: Vec<Vec<(f64, f64, usize)>> = Vec::new();
+    for runs in 1..=most.min(layers) {
+        let row = (0..=layers).map(|end| {
+            let mut best = (f64::INFINITY, f64::INFINITY, 0);
+            let starts = if runs == 1 { 0..1 } else { runs - 1..end.max(runs - 1) };
+            for start in starts.filter(|&start| start < end) {
+                let (longest, squares) = match runs {
+                    1 => (0.0, 0.0),
+                    _ => (rows[runs - 2][start].0, rows[runs - 2][start].1),
+                };
+                let last = seconds(start, end);
+                let new = (last.max(longest), squares + last * last);
+                if new.0 < best.0 || new.0 == best.0 && new.1 < best.1 {
+                    best = (new.0, new.1, start);
+                }
+            }
+            best
+        });
+        let row = row.collect();
+        rows.push(row);
+    }
+    let bounds = |runs: usize| {
+        rows[runs][layers].0.is_finite().then(|| {
+            let mut bounds = vec![layers];
+            for row in rows[..=runs].iter().rev() {
+                bounds.push(row[bounds[bounds.len() - 1]].2);
+            }
+            bounds.reverse();
+            bounds
+        })
+    };
+    let mut cuts: Vec<Option<Vec<usize>>> = (0..rows.len()).map(bounds).collect();
+    cuts.resize(most, None);
+    cuts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The longest run of every way of cutting, by trying all.
+    fn least_longest(times: &[f64], runs: usize) -> f64 {
+        if runs == 1 {
+            return times.iter().sum();
+        }
+        let cut = |at: usize| times[..at].iter().sum::<f64>().max(least_longest(&times[at..], runs - 1));
+        (1..=times.len() - (runs - 1)).map(cut).fold(f64::INFINITY, f64::min)
+    }
+
+    #[test]
+    fn cuts_are_as_even_as_can_be() {
+        let mut state = 7u64;
+        for layers in 1..9 {
+            let mut next = || {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                f64::from((state >> 60) as u32 + 1)
+            };
+            let times: Vec<f64> = (0..layers).map(|_| next()).collect();
+            let cuts = even_cuts(layers, layers + 2, |first, end| times[first..end].iter().sum());
+            assert_eq!(cuts.len(), layers + 2);
+            for (runs, bounds) in (1..).zip(&cuts) {
+                let Some(bounds) = bounds else {
+                    assert!(runs > layers, "{layers} layers can be cut into {runs}");
+                    continue;
+                };
+                assert_eq!((bounds[0], bounds[runs], bounds.len()), (0, layers, runs + 1));
+                assert!(bounds.windows(2).all(|w| w[0] < w[1]), "{bounds:?}");
+                let longest = bounds.windows(2).map(|w| times[w[0]..w[1]].iter().sum()).fold(0.0, f64::max);
+                assert_eq!(longest, least_longest(&times, runs), "{times:?} in {runs}");
+            }
+        }
+    }
+
+    #[test]
+    fn layers_that_cannot_be_run_are_not_cut() {
+        let cuts = even_cuts(3, 3, |first, end| if end - first == 2 { f64::INFINITY } else { 1.0 });
+        assert_eq!(cuts, [Some(vec![0, 3]), None, Some(vec![0, 1, 2, 3])]);
+    }
+}

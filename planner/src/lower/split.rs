@@ -1,0 +1,130 @@
+//! A backward body in two: what earlier stages wait for, and the gradients of weights, which nobody waits for.
+//!
+//! The first part computes what is sent and no more. What the second needs of it is left in buffers, unless it is cheap to compute
+//! again from what is there anyway.
+
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::optimizer::leaf;
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase};
+use altiplano_ir::sharding::Sharding;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Splits `backward`; `sent` are the buffers that others wait for. Buffers of what passes between the parts are added to `buffers`.
+pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer>) -> (Body, Body) {
+    let (first, mut second): (Vec<(BufferId, ValueId)>, Vec<(BufferId, ValueId)>) =
+        backward.writes.iter().copied().partition(|w| sent.contains(&w.0));
+    let graph = &backward.graph;
+    let waited = ancestors(graph, first.iter().map(|w| w.1));
+    let rest = ancestors(graph, second.iter().map(|w| w.1));
+    let cheap = cheap(graph);
+    let buffer_of: BTreeMap<ValueId, BufferId> = backward.reads.iter().copied().collect();
+
+    let mut weights = Graph::new(graph.name.clone());
+    let mut map: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    let mut reads = Vec::new();
+    let mut passed: Vec<(BufferId, ValueId)> = Vec::new();
+    // What the second part computes itself: what the first does not, and of the rest what is cheap and needed here.
+    let own: BTreeSet<ValueId> = {
+        let later = rest.iter().filter(|v| !waited.contains(v));
+        let mut own: BTreeSet<ValueId> = later.copied().collect();
+        let results: BTreeSet<ValueId> = second.iter().map(|w| w.1).collect();
+        for v in graph.values().rev().filter(|v| rest.contains(v)) {
+            let needed = results.contains(&v) || own.contains(&v);
+            if needed && (own.contains(&v) || cheap[v.index()]) {
+                own.insert(v);
+                own.extend(graph.node(v).operands.iter().filter(|o| cheap[o.index()]));
+            }
+        }
+        own
+    };
+    let needed: BTreeSet<ValueId> =
+        own.iter().flat_map(|v| graph.node(*v).operands.iter().copied()).chain(second.iter().map(|w| w.1)).collect();
+    for v in graph.values() {
+        let node = graph.node(v);
+        if let Some(&buffer) = buffer_of.get(&v) {
+            if own.contains(&v) || needed.contains(&v) {
+                let new = weights.append(node.clone());
+                reads.push((new, buffer));
+                map.insert(v, new);
+            }
+        } else if own.contains(&v) {
+            let mut node = node.clone();
+            node.operands.iter_mut().for_each(|o| *o = map[o]);
+            map.insert(v, weights.append(node));
+        } else if needed.contains(&v) {
+            // A tensor of each device's own, which is never seen by another: its global type is that of its local part.
+            let id = BufferId(buffers.len() as u32);
+            let (name, ty) = (format!("{v} for the gradients of weights"), node.ty.clone());
+            let sharding = Sharding::replicated(&ty.shape);
+            buffers.push(Buffer { name, stage: backward.stage, kind: BufferKind::Value, ty: ty.clone(), sharding });
+            let new = leaf(&mut weights, id.to_string(), ty);
+            reads.push((new, id));
+            passed.push((id, v));
+            map.insert(v, new);
+        }
+    }
+    second.iter_mut().for_each(|w| w.1 = map[&w.1]);
+    weights.outputs = second.iter().map(|w| w.1).collect();
+
+    let writes = first.into_iter().chain(passed.iter().copied()).collect();
+    let (graph, first_reads, writes) = only(graph, &backward.reads, writes);
+    // What both read is freed by the second, which frees what passes between them as well.
+    let later: BTreeSet<BufferId> = reads.iter().map(|r| r.1).collect();
+    let (mut later_frees, frees): (Vec<BufferId>, Vec<BufferId>) =
+        backward.frees.iter().copied().partition(|b| later.contains(b));
+    later_frees.extend(passed.iter().map(|p| p.0));
+    let stage = backward.stage;
+    let weights = Body {
+        name: format!("stage{stage} weights"),
+        stage,
+        phase: Phase::Weights,
+        graph: weights,
+        reads,
+        writes: second,
+        frees: later_frees,
+    };
+    (Body { graph, reads: first_reads, writes, frees, ..backward }, weights)
+}
+
+/// The part of a graph that some values need, with what it reads and writes.
+fn only(
+    graph: &Graph,
+    reads: &[(ValueId, BufferId)],
+    writes: Vec<(BufferId, ValueId)>,
+) -> (Graph, Vec<(ValueId, BufferId)>, Vec<(BufferId, ValueId)>) {
+    let live = ancestors(graph, writes.iter().map(|w| w.1));
+    let mut kept = Graph::new(graph.name.clone());
+    let mut map: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    for &v in &live {
+        let mut node = graph.node(v).clone();
+        node.operands.iter_mut().for_each(|o| *o = map[o]);
+        map.insert(v, kept.append(node));
+    }
+    let writes: Vec<(BufferId, ValueId)> = writes.into_iter().map(|(b, v)| (b, map[&v])).collect();
+    kept.outputs = writes.iter().map(|w| w.1).collect();
+    let reads = reads.iter().filter_map(|(v, b)| Some((*map.get(v)?, *b))).collect();
+    (kept, reads, writes)
+}
+
+/// Values and all that they are computed from.
+fn ancestors(graph: &Graph, of: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
+    let mut found: BTreeSet<ValueId> = of.collect();
+    for v in graph.values().rev() {
+        if found.contains(&v) {
+            found.extend(graph.node(v).operands.iter().copied());
+        }
+    }
+    found
+}
+
+/// Values that follow from what a body reads by ops that are cheaper to repeat than their results are to keep.
+fn cheap(graph: &Graph) -> Vec<bool> {
+    let mut cheap: Vec<bool> = Vec::with_capacity(graph.len());
+    for v in graph.values() {
+        let node = graph.node(v);
+        let repeats = !super::is_kept(&node.op) && !matches!(node.op, Op::Collective(_));
+        cheap.push(repeats && node.operands.iter().all(|o| cheap[o.index()]));
+    }
+    cheap
+}
