@@ -9,7 +9,7 @@ use altiplano_cost_models::profile::{self, Lookup, Machine, Outliers, Priced, Pr
 use altiplano_cost_models::roofline::OPS_PER_FUSED_KERNEL;
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, Roofline, Runtime, TransferPath};
-use altiplano_ir::cluster::Device;
+use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -67,7 +67,7 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
 /// Plans by a profile, if there is one, and says which in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
     let Some(profile) = profile else { return Ok(plan(request, progress)?) };
-    let device = &request.cluster.groups[0].device;
+    let device = measured_device(&request.cluster)?;
     let devices = request.cluster.num_devices();
     let cost = Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)?;
     let mut found = plan_with(request, &cost, progress)?;
@@ -84,6 +84,17 @@ pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     Ok(())
 }
 
+/// The device that a profile can price: one machine was measured, so all devices are its.
+fn measured_device(cluster: &Cluster) -> Result<&Device, Error> {
+    match cluster.groups.as_slice() {
+        [group] => Ok(&group.device),
+        _ => Err(Error::Option {
+            option: "--profile",
+            problem: "is of one machine, which cannot price a cluster of several groups of nodes",
+        }),
+    }
+}
+
 impl Profiled {
     /// Prices of a plan with so many devices, all of which compute at once.
     pub fn new(profile: Profile, device: &Device, devices: u32) -> Result<Profiled, ProfileError> {
@@ -97,7 +108,7 @@ impl Profiled {
     /// Prices of a plan's devices.
     pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
         let devices = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
-        let device = &plan.cluster.groups[0].device;
+        let device = measured_device(&plan.cluster)?;
         Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)
     }
 

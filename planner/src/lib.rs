@@ -22,12 +22,14 @@ pub mod why;
 pub use lower::lower;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
-use altiplano_cost_models::{CostModel, Roofline, single_group};
+use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::batch::{LossKind, rebatch};
+use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Alternative, Plan, Schedule};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
 use altiplano_ir::program::Programs;
-use inter_op::search::{Freedom, Searched, search};
+use inter_op::search::{Freedom, Searched, num_devices, search};
+use inter_op::submesh::shapes;
 use model::Layered;
 use rayon::prelude::*;
 use std::cell::RefCell;
@@ -36,12 +38,11 @@ use std::sync::Arc;
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    plan_with(request, &cost_model(request)?, progress)
+    plan_with(request, &Rooflines::of(&request.cluster), progress)
 }
 
-/// [`plan`] by the prices of another model of the cluster's device.
-pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    cost_model(request)?;
+/// [`plan`] by other prices of the cluster.
+pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
     let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
@@ -57,37 +58,80 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let searched = best_that_fits(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
+    let (mut best, mut alternatives) = chosen(request, &freedom, costs, &layered, progress);
+    // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
+    for group in (0..request.cluster.groups.len()).filter(|_| request.cluster.groups.len() > 1) {
+        let alone = Freedom { only_group: Some(group), ..freedom.clone() };
+        let (found, lines) = chosen(request, &alone, costs, &layered, progress);
+        best = match (best, found) {
+            (Ok(best), Ok(found)) => Ok(leanest_of_the_fastest(vec![best, found])),
+            (Err(_), Ok(found)) => Ok(found),
+            (best, Err(_)) => best,
+        };
+        alternatives = better_of_each(alternatives, lines);
+    }
+    let mut plan = best?;
+    if !request.baselines {
+        return Ok(plan);
+    }
+    let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    let mut distinct = stages.clone();
+    distinct.dedup();
+    alternatives.push(Alternative {
+        name: "chosen".into(),
+        predicted: Some(plan.predicted.clone()),
+        fits: fits(&plan),
+        detail: format!(
+            "{}, {}, {}",
+            count(stages.len() as u32, "stage", "stages"),
+            count(plan.num_microbatches, "microbatch", "microbatches"),
+            distinct.join(" + ")
+        ),
+    });
+    plan.alternatives = alternatives;
+    Ok(plan)
+}
+
+/// The fastest plan that fits, its stages solved again as a whole, and the baselines that it was judged against. Where groups are
+/// several, baselines are those of one.
+fn chosen(
+    request: &Request,
+    freedom: &Freedom,
+    costs: &dyn Costs,
+    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    progress: &dyn Progress,
+) -> (Result<Plan, PlanFailure>, Vec<Alternative>) {
+    let best = best_that_fits(request, freedom, costs, layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
         failure => failure,
     });
-    if !request.baselines {
-        return refine::refined(request, &freedom, searched?, cost);
-    }
     let mut alternatives = Vec::new();
-    let best = searched;
     let mut candidates: Vec<Plan> = Vec::new();
-    let baselines = baselines(request, &freedom);
+    let baselines = if request.baselines { baselines(request, freedom) } else { Vec::new() };
     let total = baselines.len();
     for (i, (name, freedom)) in baselines.into_iter().enumerate() {
         progress.step(name, i, total);
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
-                "dp{} tp{} pp{}, {}{}",
+                "dp{} tp{} pp{}, {}{}{}",
                 mesh.axes[0].size,
                 mesh.axes[1].size,
                 p.stages.len(),
                 count(p.num_microbatches, "microbatch", "microbatches"),
-                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
+                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" },
+                match freedom.only_group.map(|group| &p.cluster.groups[group]) {
+                    Some(group) => format!(", on the {} x {} alone", group.num_devices(), group.device.name),
+                    None => String::new(),
+                }
             )
         };
         // The best that fits, else the best there is.
-        let mut result = best_that_fits(request, &freedom, cost, &layered, &Silent);
+        let mut result = best_that_fits(request, &freedom, costs, layered, &Silent);
         if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = leanest(request, &freedom, cost, &layered);
+            result = leanest(request, &freedom, costs, layered);
         }
         alternatives.push(match result {
             Ok(plan) => {
@@ -109,43 +153,36 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
             }
         });
     }
-    let mut plan = match (best, candidates.is_empty()) {
-        (best, true) => best?,
-        (best, false) => {
+    let plan = match candidates.is_empty() {
+        true => best,
+        false => {
             candidates.extend(best.ok().filter(fits));
-            leanest_of_the_fastest(candidates)
+            Ok(leanest_of_the_fastest(candidates))
         }
     };
-    plan = refine::refined(request, &freedom, plan, cost)?;
-    let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
-    let mut distinct = stages.clone();
-    distinct.dedup();
-    alternatives.push(Alternative {
-        name: "chosen".into(),
-        predicted: Some(plan.predicted.clone()),
-        fits: fits(&plan),
-        detail: format!(
-            "{}, {}, {}",
-            count(stages.len() as u32, "stage", "stages"),
-            count(plan.num_microbatches, "microbatch", "microbatches"),
-            distinct.join(" + ")
-        ),
-    });
-    plan.alternatives = alternatives;
-    Ok(plan)
+    (plan.and_then(|plan| refine::refined(request, freedom, plan, costs)), alternatives)
+}
+
+/// Of the same baselines on two groups the better ones.
+fn better_of_each(ours: Vec<Alternative>, theirs: Vec<Alternative>) -> Vec<Alternative> {
+    if ours.is_empty() {
+        return theirs;
+    }
+    let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
+    ours.into_iter().zip(theirs).map(|(a, b)| if rank(&b) < rank(&a) { b } else { a }).collect()
 }
 
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
-    let cost = cost_model(request)?;
+    let costs = Rooflines::of(&request.cluster);
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
     let layered = |count: u32| {
         let graph = at_microbatches(request, count)?;
         Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
     };
-    leanest(request, &freedom, &cost, &layered)
+    leanest(request, &freedom, &costs, &layered)
 }
 
 /// `1 stage`, `2 stages`.
@@ -155,29 +192,23 @@ fn count(n: u32, one: &str, many: &str) -> String {
 
 /// Lowers a plan with the default cost model.
 pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
-    Ok(lower(plan, &Roofline::new(plan.cluster.groups[0].device.clone()))?)
-}
-
-fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
-    let groups = request.cluster.groups.len();
-    let group = single_group(&request.cluster).map_err(|_| PlanFailure::SeveralGroups { groups })?;
-    Ok(Roofline::new(group.device.clone()))
+    Ok(lower(plan, &Rooflines::of(&plan.cluster))?)
 }
 
 /// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.
 fn best_that_fits(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
-    let searched = search(request, freedom, cost, layered, progress);
-    match within_memory(request, freedom, &searched, cost) {
+    let searched = search(request, freedom, costs, layered, progress);
+    match within_memory(request, freedom, &searched, costs) {
         Err(PlanFailure::Memory { .. }) => {
             let lean = Freedom { lean: true, ..freedom.clone() };
-            let searched = search(request, &lean, cost, layered, progress);
-            within_memory(request, &lean, &searched, cost)
+            let searched = search(request, &lean, costs, layered, progress);
+            within_memory(request, &lean, &searched, costs)
         }
         result => result,
     }
@@ -187,16 +218,16 @@ fn best_that_fits(
 fn leanest(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
     let recompute = Some(freedom.recompute.unwrap_or(true));
-    let lean =
-        Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes: u64::MAX, ..freedom.clone() };
-    let searched = search(request, &lean, cost, layered, &Silent);
+    let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
+    let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
+    let searched = search(request, &lean, costs, layered, &Silent);
     let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
-    judged(request, &ranked[0], cost)
+    judged(request, &ranked[0], costs)
 }
 
 /// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
@@ -205,12 +236,13 @@ fn within_memory(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
-    let device = freedom.memory_bytes;
-    // Each number of microbatches has its own limit: the estimate is off by another amount for each.
-    let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
-    let mut closest: Option<(u64, String)> = None;
+    let devices = &freedom.memory_bytes;
+    // Each number of microbatches has its own limits: the estimate is off by another amount for each.
+    let mut limits: BTreeMap<u32, Vec<u64>> =
+        searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
+    let mut closest: Option<(f64, PlanFailure)> = None;
     for _ in 0..32 {
         let ranked = match searched.ranked(request, freedom, &limits) {
             Ok(ranked) => ranked,
@@ -218,18 +250,33 @@ fn within_memory(
             Err(_) => break,
         };
         let plans: Vec<Plan> =
-            ranked.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+            ranked.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
         let mut best: Option<Plan> = None;
         for plan in plans {
-            let peak = plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
-            if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
+            // Of each device's memory, how much its stage needs.
+            let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
+            let Some(fullest) = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b))) else { continue };
+            if closest.as_ref().is_none_or(|(least, _)| part(fullest) < *least) {
                 let stages = count(plan.stages.len() as u32, "stage", "stages");
-                let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
-                closest = Some((peak, detail));
+                let (required_bytes, limit_bytes) = (fullest.predicted.peak_bytes, devices[fullest.group as usize]);
+                let failure = PlanFailure::Memory {
+                    required_bytes,
+                    limit_bytes,
+                    over_bytes: required_bytes.saturating_sub(limit_bytes),
+                    device: plan.group_of(fullest).device.name.clone(),
+                    detail: format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches")),
+                };
+                closest = Some((part(fullest), failure));
             }
             if !fits(&plan) {
-                let limit = limits.entry(plan.num_microbatches).or_insert(device);
-                *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
+                let limits = limits.entry(plan.num_microbatches).or_insert_with(|| devices.clone());
+                for (group, limit) in limits.iter_mut().enumerate() {
+                    let of_group = plan.stages.iter().filter(|s| s.group as usize == group);
+                    let peak = of_group.map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
+                    if peak > devices[group] {
+                        *limit = (*limit as f64 * (devices[group] as f64 / peak as f64).min(0.97)) as u64;
+                    }
+                }
             } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
                 best = Some(plan);
             }
@@ -238,28 +285,21 @@ fn within_memory(
             return Ok(plan);
         }
     }
-    let (required_bytes, detail) = closest.unwrap_or_default();
-    Err(PlanFailure::Memory {
-        required_bytes,
-        limit_bytes: device,
-        over_bytes: required_bytes.saturating_sub(device),
-        device: request.cluster.groups[0].device.name.clone(),
-        detail,
-    })
+    Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure))
 }
 
 /// Writes out, lowers and prices a search result.
-fn judged(request: &Request, found: &inter_op::search::Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+fn judged(request: &Request, found: &inter_op::search::Found<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
         num_microbatches: found.candidates.num_microbatches,
         schedule: found.schedule,
         stages: &found.stages,
     };
-    let mut plan = assemble::assemble(request, &parts, cost)?;
+    let mut plan = assemble::assemble(request, &parts, costs)?;
     // What runs must follow from the plan alone, by whatever prices it was chosen.
     let programs = programs(&plan)?;
-    predict::predict(&mut plan, &programs, cost);
+    predict::predict(&mut plan, &programs, costs);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
     Ok(plan)
 }
@@ -289,8 +329,7 @@ fn peak_bytes(plan: &Plan) -> u64 {
 }
 
 fn fits(plan: &Plan) -> bool {
-    let limit = plan.cluster.groups[0].device.memory_bytes;
-    plan.stages.iter().all(|s| s.predicted.peak_bytes <= limit)
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
 }
 
 /// Whether a baseline respects what the user fixed.
@@ -339,14 +378,26 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         }
     }
     let given: u64 = [request.dp, request.tp, request.pp].into_iter().flatten().map(u64::from).product();
-    if given > devices as u64 || devices as u64 % given != 0 {
+    let several = request.cluster.groups.len() > 1;
+    if given > devices as u64 || !several && devices as u64 % given != 0 {
         let (dp, tp, pp) = (request.dp.unwrap_or(1), request.tp.unwrap_or(1), request.pp.unwrap_or(1));
         return Err(PlanFailure::Degrees { dp, tp, pp, product: given, devices });
+    }
+    if several {
+        // Of several groups the stages may have different sizes, but each lies in one group.
+        let of_stage = request.dp.unwrap_or(1) as u64 * request.tp.unwrap_or(1) as u64;
+        let holds = |g: &Group| shapes(g.nodes, g.devices_per_node).iter().any(|s| s.num_devices() % of_stage == 0);
+        let stages = request.dp.is_some() && request.tp.is_some() && request.pp == Some(1);
+        if !request.cluster.groups.iter().any(holds) || stages {
+            let groups = request.cluster.groups.iter().map(Group::num_devices).collect();
+            return Err(PlanFailure::StageOverGroups { of_stage, groups });
+        }
     }
     // Two fixed degrees fix the third.
     let rest = (devices as u64 / given) as u32;
     let (mut dp, mut tp, mut pp) = (request.dp, request.tp, request.pp);
     match (dp, tp, pp) {
+        _ if several => {}
         (None, Some(_), Some(_)) => dp = Some(rest),
         (Some(_), None, Some(_)) => tp = Some(rest),
         (Some(_), Some(_), None) => pp = Some(rest),
@@ -415,15 +466,19 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         recompute: if request.trains() { request.recompute } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         num_microbatches: counts,
-        memory_bytes: request.cluster.groups[0].device.memory_bytes,
+        memory_bytes: request.cluster.groups.iter().map(|g| g.device.memory_bytes).collect(),
+        only_group: None,
         lean: false,
         all_devices: dp.is_some() && tp.is_some() && pp.is_some(),
     })
 }
 
-/// The plain ways to train or run in parallel, on the whole cluster.
+/// The plain ways to train or run in parallel, on the whole cluster or on one of its groups. There are none over several.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
-    let n = request.cluster.num_devices();
+    if freedom.only_group.is_none() && request.cluster.groups.len() > 1 {
+        return Vec::new();
+    }
+    let n = num_devices(request, freedom) as u32;
     // Replicas that share a sample repeat its work: microbatches that the replicas divide come first.
     let global = global_batch(request);
     let counts = |dp: u32| {

@@ -5,6 +5,7 @@ use super::Simulation;
 use crate::report::Grid;
 use crate::units::{bytes, seconds};
 use altiplano_cost_models::pipeline::PipelineCall;
+use altiplano_ir::cluster::Group;
 use altiplano_ir::program::{Call, Phase};
 use altiplano_planner::memory::{Category, Held, StageMemory, name};
 use serde_json::{Value, json};
@@ -167,11 +168,11 @@ impl Simulation {
     /// What is held at the peak of every stage, or of one of them, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
-        let limit = self.plan.cluster.groups[0].device.memory_bytes;
+        let limit = |stage: usize| self.plan.group_of(&self.plan.stages[stage]).device.memory_bytes;
         let wanted = |(stage, _): &(usize, MemoryTimeline)| only.is_none_or(|o| o == *stage);
         let stages = self.memory().into_iter().enumerate().filter(wanted);
         let parts: Vec<String> =
-            stages.map(|(stage, memory)| self.memory_lines(stage, &memory, step_s, limit)).collect();
+            stages.map(|(stage, memory)| self.memory_lines(stage, &memory, step_s, limit(stage))).collect();
         parts.join("\n\n")
     }
 
@@ -226,6 +227,7 @@ impl Simulation {
     pub fn json(&self) -> Value {
         let timeline = self.timeline(&mut |_, _, _, _| {});
         let pass = |played: &altiplano_cost_models::timeline::Played| json!({"seconds": played.seconds, "issuing_s": played.host_s, "exposed_s": played.exposed_s});
+        let device = |group: &Group| json!({"name": group.device.name, "memory_bytes": group.device.memory_bytes});
         let stage = |(i, memory): (usize, MemoryTimeline)| {
             let (times, timing) = &self.timings[i];
             let lane = &timeline.stages[i];
@@ -244,6 +246,7 @@ impl Simulation {
             json!({
                 "stage": i,
                 "devices": self.plan.stages[i].devices,
+                "device": device(self.plan.group_of(&self.plan.stages[i])),
                 "forward": pass(&timing.forward),
                 "backward": pass(&timing.backward),
                 "transfer_forward_s": times.transfer_forward_s,
@@ -260,14 +263,12 @@ impl Simulation {
                 },
             })
         };
-        let device = self.cost.device();
-        let device = json!({"name": device.name, "memory_bytes": device.memory_bytes});
         json!({
             "format": "altiplano.simulation",
             "version": 1,
             "model": self.plan.model,
             "cluster": self.plan.cluster.name,
-            "device": device,
+            "device": device(&self.plan.cluster.groups[0]),
             "schedule": self.plan.schedule.name(),
             "global_batch": self.plan.global_batch,
             "microbatch": self.plan.microbatch,

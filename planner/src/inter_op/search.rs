@@ -4,20 +4,20 @@
 //! others), runs of layers become stage candidates, and the dynamic program puts stages together.
 
 use super::compose::chains;
-use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
-use super::submesh::{SubmeshShape, shapes};
+use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
+use super::submesh::{Block, SubmeshShape, shapes};
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};
-use altiplano_cost_models::{CostModel, transfer_path};
-use altiplano_ir::cluster::Group;
+use altiplano_cost_models::{CostModel, Costs, TransferPath, path_between_groups, transfer_path};
+use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -34,8 +34,10 @@ pub struct Freedom {
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.
     pub all_devices: bool,
-    /// Memory of a device that stages may use.
-    pub memory_bytes: u64,
+    /// By group, the memory of a device that stages may use.
+    pub memory_bytes: Vec<u64>,
+    /// Stages may be in this group only, and devices are those of it.
+    pub only_group: Option<usize>,
     /// Prefer layouts that keep less, even if that takes time.
     pub lean: bool,
 }
@@ -44,7 +46,7 @@ pub struct Freedom {
 #[derive(Clone, Debug)]
 pub struct ChosenStage {
     pub layers: std::ops::Range<usize>,
-    pub shape: SubmeshShape,
+    pub block: Block,
     pub way: Way,
 }
 
@@ -64,6 +66,13 @@ pub struct Found<'a> {
     pub schedule: Schedule,
     pub stages: Vec<ChosenStage>,
     pub step_s: f64,
+}
+
+impl Freedom {
+    /// Whether stages may be in a group.
+    pub fn allows(&self, group: usize) -> bool {
+        self.only_group.is_none_or(|only| only == group)
+    }
 }
 
 /// Logical meshes of a submesh under the degrees that are fixed.
@@ -123,18 +132,14 @@ fn candidates_of_mesh(
         None => vec![1, 3],
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
-    // What enters a stage, and its cotangent where there is one.
-    let ways_across = if request.trains() { 2.0 } else { 1.0 };
+    let ways_across = ways_across(request);
+    let path = entering_path(group, shape);
     let mut found = Vec::new();
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
         let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
         let entering: Vec<f64> = (0..layered.layers.len())
-            .map(|l| {
-                let path =
-                    transfer_path(group, (shape.nodes, shape.devices), (shape.nodes, shape.devices), shape.nodes == 1);
-                if l == 0 { 0.0 } else { ways_across * cost.transfer_s(layered.entering_bytes(l), &path) }
-            })
+            .map(|l| if l == 0 { 0.0 } else { ways_across * cost.transfer_s(layered.entering_bytes(l), &path) })
             .collect();
         for (first, row) in chains(&layered.kinds, &tables).iter().enumerate() {
             for (length, chain) in row.iter().enumerate() {
@@ -197,25 +202,26 @@ fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)
     kept
 }
 
-/// Drops what a smaller submesh does as well: more devices that repeat the same work are no help. `cells` are the
-/// candidates of one run of layers by shape.
-fn drop_idle_growth(cells: &mut [Vec<(Candidate, Way)>], shapes: &[SubmeshShape]) {
+/// Drops what a smaller submesh of the same group does as well: more devices that repeat the same work are no help. `cells` are the
+/// candidates of one run of layers by block.
+fn drop_idle_growth(cells: &mut [Vec<(Candidate, Way)>], blocks: &[Block]) {
     const AS_WELL: f64 = 1.02;
-    let mut order: Vec<usize> = (0..shapes.len()).collect();
-    order.sort_by_key(|&i| shapes[i].num_devices());
-    let mut smaller: Vec<(u64, Candidate)> = Vec::new();
+    let mut order: Vec<usize> = (0..blocks.len()).collect();
+    order.sort_by_key(|&i| blocks[i].shape.num_devices());
+    let mut smaller: Vec<(Block, Candidate)> = Vec::new();
     for i in order {
-        let devices = shapes[i].num_devices();
+        let block = blocks[i];
         cells[i].retain(|(c, _)| {
-            !smaller.iter().any(|(n, k)| {
-                *n < devices
+            !smaller.iter().any(|(b, k)| {
+                b.group == block.group
+                    && b.shape.num_devices() < block.shape.num_devices()
                     && k.microbatch_s <= AS_WELL * c.microbatch_s
                     && k.step_s <= AS_WELL * c.step_s
                     && k.peak_bytes(1) as f64 <= AS_WELL * c.peak_bytes(1) as f64
                     && k.bytes_per_inflight_microbatch as f64 <= AS_WELL * c.bytes_per_inflight_microbatch as f64
             })
         });
-        smaller.extend(cells[i].iter().map(|(c, _)| (devices, *c)));
+        smaller.extend(cells[i].iter().map(|(c, _)| (block, *c)));
     }
 }
 
@@ -226,11 +232,35 @@ fn worth_trying(shape: SubmeshShape, group: &Group) -> bool {
     even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node)
 }
 
+/// Blocks of all groups, of which the smallest go where those of several groups could be combined in too many ways.
+fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
+    const MOST: u64 = 5000;
+    let mut least = vec![1; cluster.groups.len()];
+    loop {
+        let ways = |group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
+        let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
+        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(ways(group)));
+        let most = used.iter().copied().max_by_key(|&group| ways(group));
+        match most {
+            Some(group) if used.len() > 1 && all.is_none_or(|all| all > MOST) => {
+                // Sizes that are left are multiples of the least of them.
+                let larger = |b: &&Block| b.group == group && b.shape.num_devices() > least[group];
+                let Some(next) = blocks.iter().filter(larger).map(|b| b.shape.num_devices()).min() else {
+                    return blocks;
+                };
+                least[group] = next;
+                blocks.retain(|b| b.group != group || b.shape.num_devices() % next == 0);
+            }
+            _ => return blocks,
+        }
+    }
+}
+
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
 pub struct Candidates {
     pub layered: Arc<Layered>,
     pub num_microbatches: u32,
-    shapes: Vec<SubmeshShape>,
+    blocks: Vec<Block>,
     table: StageTable,
     ways: Vec<Way>,
 }
@@ -239,75 +269,112 @@ pub struct Candidates {
 pub fn candidates(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: Arc<Layered>,
     num_microbatches: u32,
 ) -> Candidates {
-    let group = &request.cluster.groups[0];
-    let shapes: Vec<SubmeshShape> = shapes(group.nodes, group.devices_per_node)
-        .into_iter()
-        .filter(|s| {
-            let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
-            let exact = freedom.dp.is_some() && freedom.tp.is_some();
-            let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            !whole && (!exact || product == Some(s.num_devices())) && worth_trying(*s, group)
-        })
-        .collect();
-    let jobs: Vec<(usize, Mesh)> = shapes
+    let cluster = &request.cluster;
+    let blocks_of = |group: usize| {
+        let of_group = &cluster.groups[group];
+        shapes(of_group.nodes, of_group.devices_per_node).into_iter().map(move |shape| Block { group, shape }).filter(
+            |block| {
+                let devices = block.shape.num_devices();
+                let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
+                let exact = freedom.dp.is_some() && freedom.tp.is_some();
+                let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
+                !whole && (!exact || product == Some(devices)) && worth_trying(block.shape, of_group)
+            },
+        )
+    };
+    let groups = (0..cluster.groups.len()).filter(|&group| freedom.allows(group));
+    let blocks = countable(groups.flat_map(blocks_of).collect(), cluster);
+    let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
         .enumerate()
-        .flat_map(|(i, &shape)| meshes(shape, freedom).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, block)| meshes(block.shape, freedom).into_iter().map(move |m| (i, m)))
         .collect();
     let results: Vec<Vec<(usize, usize, Candidate, Way)>> = jobs
         .par_iter()
-        .map(|(shape, mesh)| {
-            candidates_of_mesh(&layered, request, freedom, cost, group, shapes[*shape], mesh, num_microbatches)
+        .map(|(block, mesh)| {
+            let Block { group, shape } = blocks[*block];
+            let (cost, group) = (costs.of_group(group as u32), &cluster.groups[group]);
+            candidates_of_mesh(&layered, request, freedom, cost, group, shape, mesh, num_microbatches)
         })
         .collect();
 
     let layers = layered.layers.len();
-    let mut cells: Vec<Vec<(Candidate, Way)>> = vec![Vec::new(); layers * (layers + 1) * shapes.len()];
-    for ((shape, _), found) in jobs.iter().zip(results) {
+    let mut cells: Vec<Vec<(Candidate, Way)>> = vec![Vec::new(); layers * (layers + 1) * blocks.len()];
+    for ((block, _), found) in jobs.iter().zip(results) {
         for (first, end, candidate, way) in found {
-            cells[(first * (layers + 1) + end) * shapes.len() + shape].push((candidate, way));
+            cells[(first * (layers + 1) + end) * blocks.len() + block].push((candidate, way));
         }
     }
-    let mut table = StageTable::new(layers, shapes.clone());
+    let mut table = StageTable::new(layers, blocks.clone());
+    for (i, &block) in blocks.iter().enumerate() {
+        for first in 1..layers {
+            table.set_crossing(first, i, crossing_s(request, costs, block, layered.entering_bytes(first)));
+        }
+    }
     let mut ways: Vec<Way> = Vec::new();
     let mut kept: Vec<Vec<(Candidate, Way)>> = cells.into_iter().map(|cell| frontier(cell, 6)).collect();
     if !freedom.all_devices {
-        kept.chunks_mut(shapes.len()).for_each(|cells| drop_idle_growth(cells, &shapes));
+        kept.chunks_mut(blocks.len().max(1)).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
     for (at, cell) in kept.into_iter().enumerate() {
-        let (range, shape) = (at / shapes.len(), at % shapes.len());
+        let (range, block) = (at / blocks.len(), at % blocks.len());
         for (candidate, way) in cell {
             let id = ways.len() as u32;
             ways.push(way);
-            table.push(range / (layers + 1), range % (layers + 1), shape, Candidate { id, ..candidate });
+            table.push(range / (layers + 1), range % (layers + 1), block, Candidate { id, ..candidate });
         }
     }
-    Candidates { layered, num_microbatches, shapes, table, ways }
+    Candidates { layered, num_microbatches, blocks, table, ways }
+}
+
+/// Seconds by which what enters a stage on a block takes longer from another group than from its own.
+fn crossing_s(request: &Request, costs: &dyn Costs, block: Block, bytes: u64) -> f64 {
+    let Some(between) = &request.cluster.between_groups else { return 0.0 };
+    let (group, cost) = (&request.cluster.groups[block.group], costs.of_group(block.group as u32));
+    let submesh = (block.shape.nodes, block.shape.devices);
+    let inside = entering_path(group, block.shape);
+    // Of the other side nothing is known here; mostly the link between the groups is what is slow.
+    let outside = path_between_groups((group, submesh), (group, submesh), between);
+    ways_across(request) * (cost.transfer_s(bytes, &outside) - cost.transfer_s(bytes, &inside)).max(0.0)
+}
+
+/// The path on which a stage on a submesh gets what enters it from another of its group, as large.
+fn entering_path(group: &Group, shape: SubmeshShape) -> TransferPath {
+    let submesh = (shape.nodes, shape.devices);
+    transfer_path(group, submesh, submesh, shape.nodes == 1)
+}
+
+/// How often what enters a stage passes: there, and its cotangent back where there is one.
+fn ways_across(request: &Request) -> f64 {
+    if request.trains() { 2.0 } else { 1.0 }
 }
 
 impl Candidates {
-    /// The best stages, each device using at most `memory_bytes`; `num_stages` of them, if that is given.
+    /// The best stages, each device using at most the `memory_bytes` of its group; `num_stages` of them, if that is given.
     pub fn best(
         &self,
         request: &Request,
         freedom: &Freedom,
-        memory_bytes: u64,
+        memory_bytes: &[u64],
         num_stages: Option<u32>,
     ) -> Result<Found<'_>, NoStages> {
-        let group = &request.cluster.groups[0];
+        let room = |(group, (of_group, &device_memory_bytes)): (usize, (&Group, &u64))| Room {
+            nodes: if freedom.allows(group) { of_group.nodes } else { 0 },
+            devices_per_node: of_group.devices_per_node,
+            device_memory_bytes,
+        };
+        let rooms: Vec<Room> = request.cluster.groups.iter().zip(memory_bytes).enumerate().map(room).collect();
         let mut best: Option<(Stages, Schedule)> = None;
         let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
         for &schedule in &freedom.schedules {
             let query = Query {
-                nodes: group.nodes,
-                devices_per_node: group.devices_per_node,
+                rooms: rooms.clone(),
                 num_microbatches: self.num_microbatches,
                 schedule,
-                device_memory_bytes: memory_bytes,
                 num_stages,
                 all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
@@ -324,9 +391,9 @@ impl Candidates {
         let chosen = stages
             .stages
             .into_iter()
-            .map(|(layers, shape, id)| ChosenStage {
+            .map(|(layers, block, id)| ChosenStage {
                 layers,
-                shape: self.shapes[shape],
+                block: self.blocks[block],
                 way: self.ways[id as usize].clone(),
             })
             .collect();
@@ -336,17 +403,18 @@ impl Candidates {
 
 impl Candidates {
     /// The whole model as one stage: the best way on each mesh that takes at most `most_s`, fewest devices first, then fastest.
-    fn singles(&self, freedom: &Freedom, memory_bytes: u64, most_s: f64) -> Vec<Found<'_>> {
+    fn singles(&self, freedom: &Freedom, memory_bytes: &[u64], most_s: f64) -> Vec<Found<'_>> {
         let layers = self.layered.layers.len();
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
         let mut found: Vec<Found<'_>> = Vec::new();
-        for (i, &shape) in self.shapes.iter().enumerate() {
-            let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= memory_bytes);
+        for (i, &block) in self.blocks.iter().enumerate() {
+            let limit = memory_bytes[block.group];
+            let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= limit);
             for candidate in fit {
                 let step_s = self.num_microbatches as f64 * candidate.microbatch_s + candidate.step_s;
                 let way = &self.ways[candidate.id as usize];
-                let known = found.iter_mut().find(|f| f.stages[0].shape == shape && f.stages[0].way.mesh == way.mesh);
-                let stages = || vec![ChosenStage { layers: 0..layers, shape, way: way.clone() }];
+                let known = found.iter_mut().find(|f| f.stages[0].block == block && f.stages[0].way.mesh == way.mesh);
+                let stages = || vec![ChosenStage { layers: 0..layers, block, way: way.clone() }];
                 match known {
                     _ if step_s > most_s => {}
                     Some(known) if known.step_s <= step_s => {}
@@ -355,7 +423,7 @@ impl Candidates {
                 }
             }
         }
-        let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+        let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
         found.sort_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
         found
     }
@@ -370,7 +438,7 @@ pub struct Searched {
 pub fn search(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
     progress: &dyn Progress,
 ) -> Searched {
@@ -381,11 +449,12 @@ pub fn search(
         progress.step(&format!("{count} microbatches"), i, total);
         let Some(at_size) = layered(count) else { continue };
         let last = i + 1 == total;
-        if !last && least_bytes(&at_size, request) > freedom.memory_bytes {
+        let memory_bytes = freedom.memory_bytes.iter().copied().max().unwrap_or(0);
+        if !last && least_bytes(&at_size, request) > memory_bytes {
             continue;
         }
-        let candidates = candidates(request, freedom, cost, at_size, count);
-        if let Ok(found) = candidates.best(request, freedom, freedom.memory_bytes, freedom.pp) {
+        let candidates = candidates(request, freedom, costs, at_size, count);
+        if let Ok(found) = candidates.best(request, freedom, &freedom.memory_bytes, freedom.pp) {
             worse = if found.step_s < least { 0 } else { worse + 1 };
             least = least.min(found.step_s);
         }
@@ -415,7 +484,7 @@ const MOST_MESHES: usize = 3;
 const MOST_JUDGED: usize = 5;
 
 impl Searched {
-    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
+    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device of each group given
     /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, the one on the fewest devices,
     /// and the best meshes for one stage. The search does not see everything that the judge sees (the exchange of tied gradients, how
     /// far the host is ahead), so its second choice may be the better one.
@@ -423,12 +492,13 @@ impl Searched {
         &self,
         request: &Request,
         freedom: &Freedom,
-        memory_bytes: &BTreeMap<u32, u64>,
+        memory_bytes: &BTreeMap<u32, Vec<u64>>,
     ) -> Result<Vec<Found<'_>>, PlanFailure> {
+        let unlimited = vec![u64::MAX; request.cluster.groups.len()];
         let mut all: Vec<Found<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
         for candidates in &self.candidates {
-            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).copied().unwrap_or(u64::MAX);
+            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).unwrap_or(&unlimited);
             match candidates.best(request, freedom, memory_bytes, freedom.pp) {
                 Ok(found) => {
                     if found.stages.len() > 1 && freedom.pp.is_none() {
@@ -461,21 +531,21 @@ impl Searched {
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
-                let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
                 singles.extend(c.singles(freedom, memory_bytes, WORTH_JUDGING * least));
             }
             let unknown = |all: &[Found<'_>], s: &Found<'_>| {
                 let same = |f: &Found<'_>| {
                     f.candidates.num_microbatches == s.candidates.num_microbatches
                         && f.stages.len() == 1
-                        && f.stages[0].shape == s.stages[0].shape
+                        && f.stages[0].block == s.stages[0].block
                         && f.stages[0].way.mesh == s.stages[0].way.mesh
                 };
                 !all.iter().any(same)
             };
-            let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+            let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
             let fewest = singles.iter().map(devices).min();
-            let total = request.cluster.num_devices() as u64;
+            let total = num_devices(request, freedom);
             let mut near = singles.clone();
             near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
             let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
@@ -490,17 +560,23 @@ impl Searched {
     }
 }
 
+/// Devices that stages may use.
+pub fn num_devices(request: &Request, freedom: &Freedom) -> u64 {
+    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+    groups.map(|(_, group)| u64::from(group.num_devices())).sum()
+}
+
 fn explain(error: NoStages, request: &Request) -> PlanFailure {
     match error {
-        NoStages::Memory { required_bytes, limit_bytes, layers, shape, stage, num_stages, in_flight } => {
+        NoStages::Memory { required_bytes, limit_bytes, layers, block, stage, num_stages, in_flight } => {
             PlanFailure::Memory {
                 required_bytes,
                 limit_bytes,
                 over_bytes: required_bytes.saturating_sub(limit_bytes),
-                device: request.cluster.groups[0].device.name.clone(),
+                device: request.cluster.groups[block.group].device.name.clone(),
                 detail: format!(
-                    "stage {stage} of {num_stages}: layers {}..{} on {shape} devices, {in_flight} microbatches in flight",
-                    layers.start, layers.end
+                    "stage {stage} of {num_stages}: layers {}..{} on {} devices, {in_flight} microbatches in flight",
+                    layers.start, layers.end, block.shape
                 ),
             }
         }
