@@ -82,7 +82,8 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 schedules: vec![request.schedule.unwrap_or(altiplano::ir::plan::Schedule::OneFOneB)],
                 num_microbatches: vec![1],
                 all_devices: true,
-                memory_bytes: u64::MAX,
+                memory_bytes: vec![u64::MAX],
+                only_group: None,
                 lean: false,
             };
             let searched = search(request, &freedom, &cost, &|_| Some(layered.clone()), &Silent);

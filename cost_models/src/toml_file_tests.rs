@@ -70,7 +70,7 @@ fn what_a_file_may_say_of_its_network_and_its_caches() {
     assert_eq!((group.device.l2_bytes, group.device.multiprocessors), (Some(40_000_000), Some(108)));
     let plain = parse(GROUP).unwrap().groups.remove(0);
     assert_eq!(plain.inter_node.oversubscription, 1.0);
-    assert!(!print(&parse_file(GROUP).unwrap()).contains("oversubscription"), "what is usual is not printed");
+    assert!(!print(&parse(GROUP).unwrap()).contains("oversubscription"), "what is usual is not printed");
 }
 
 #[test]
@@ -182,9 +182,9 @@ fn groups_are_counted_together_and_need_a_link() {
 fn a_table_of_the_file_comes_before_the_catalogue() {
     let text = GROUP.to_string()
         + "[device.\"A100-SXM-80GB\"]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\n";
-    let file = parse_file(&text).unwrap();
-    assert_eq!(file.cluster.groups[0].device.memory_bytes, 1_000_000_000);
-    assert_eq!(parse_file(&print(&file)), Ok(file));
+    let file = parse(&text).unwrap();
+    assert_eq!(file.groups[0].device.memory_bytes, 1_000_000_000);
+    assert_eq!(parse(&print(&file)), Ok(file));
 }
 
 /// A device may be like one of the catalogue but for what it states, under that name or another.

@@ -200,10 +200,11 @@ impl Graph {
     /// # Panics
     /// Where the op does not take these operands: an error of the pass, not of the user.
     pub fn emit(&mut self, op: Op, operands: &[ValueId]) -> ValueId {
-        match self.push(op.clone(), operands) {
-            Ok(value) => value,
+        let types: Vec<&TensorType> = operands.iter().map(|&v| self.ty(v)).collect();
+        match op.infer(&types) {
+            Ok(ty) => self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() }),
             Err(error) => {
-                let types: Vec<String> = operands.iter().map(|&v| self.ty(v).to_string()).collect();
+                let types: Vec<String> = types.iter().map(|ty| ty.to_string()).collect();
                 panic!("a pass emitted {op:?} on {types:?}, but it {error}")
             }
         }

@@ -7,7 +7,10 @@
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
 use crate::sharding::{DimLayout, Segment, Sharding};
+use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 /// One collective on local tensors. A dimension is seen as `outer` blocks; gathers concatenate and
 /// slices cut within each block, which is how layouts of several segments keep their order.
@@ -157,6 +160,52 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     }
     debug_assert_eq!(&now, to, "reshard must reach its target");
     steps
+}
+
+/// One collective of a reshard, whatever the size of what is resharded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leg {
+    pub collective: Collective,
+    /// Devices over which the operand and the result are split.
+    pub operand_parts: u64,
+    pub result_parts: u64,
+}
+
+thread_local! {
+    /// What [`legs`] found, by the sizes of the mesh and the patterns of both layouts.
+    static KNOWN: RefCell<(FxHashMap<Vec<u64>, Rc<[Leg]>>, Vec<u64>)> = RefCell::default();
+}
+
+/// Reshards that are remembered, at most.
+const MOST_KNOWN: usize = 1 << 20;
+
+/// The collectives of [`reshard`]. They are remembered: the same few patterns of axes come back in values of all sizes, on the
+/// same meshes, and a search asks for millions.
+pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
+    KNOWN.with_borrow_mut(|(known, key)| {
+        key.clear();
+        key.extend(mesh.axes.iter().map(|a| u64::from(a.size)));
+        key.push(u64::MAX);
+        from.pattern(key);
+        to.pattern(key);
+        if let Some(legs) = known.get(key.as_slice()) {
+            return legs.clone();
+        }
+        let parts = |sharding: &Sharding| sharding.split_axes().map(|a| mesh.size(a)).product();
+        let mut operand_parts = parts(from);
+        let leg = |step: Step| {
+            let result_parts = parts(&step.result);
+            let leg = Leg { collective: step.collective, operand_parts, result_parts };
+            operand_parts = result_parts;
+            leg
+        };
+        let legs: Rc<[Leg]> = reshard(from, to, mesh).into_iter().map(leg).collect();
+        if known.len() == MOST_KNOWN {
+            known.clear();
+        }
+        known.insert(key.clone(), legs.clone());
+        legs
+    })
 }
 
 /// Slices in every axis that the target wants next in some dimension and that is replicated now.

@@ -166,7 +166,25 @@ impl Sharding {
 
     /// Bytes that one device holds.
     pub fn local_bytes(&self, ty: &TensorType, mesh: &Mesh) -> u64 {
-        self.local_type(ty, mesh).bytes()
+        let elements = self.dims.iter().fold(1u64, |n, d| n.saturating_mul(d.local_size(mesh)));
+        elements.saturating_mul(ty.dtype.bytes())
+    }
+
+    /// Numbers that name which axes split which dimension. Sizes are among them only where a dimension has several segments:
+    /// what repairs a mismatch between two layouts depends on no others.
+    pub(crate) fn pattern(&self, out: &mut Vec<u64>) {
+        for dim in &self.dims {
+            let segments = dim.segments();
+            out.push(segments.len() as u64);
+            for segment in segments {
+                out.extend((segments.len() > 1).then_some(segment.size));
+                out.push(segment.axes.len() as u64);
+                out.extend(segment.axes.iter().map(|a| u64::from(a.0)));
+            }
+        }
+        out.push(u64::MAX);
+        out.extend(self.partial.iter().map(|&(axis, reducer)| u64::from(axis.0) << 8 | reducer as u64));
+        out.push(u64::MAX);
     }
 
     /// The invariants above, and that every split divides.

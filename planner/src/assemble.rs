@@ -1,6 +1,6 @@
 //! From what the search chose to a plan: strategies and storage of every stage, written out.
 
-use crate::inter_op::compose::chains;
+use crate::inter_op::compose::Runs;
 use crate::inter_op::search::{ChosenStage, layer_tables};
 use crate::inter_op::submesh::{Block, place_blocks};
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
@@ -112,7 +112,8 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     // Solved again: the search keeps only what it cost. The same input gives the same answer.
     let tables = layer_tables(layered, request, spaces, way.variant)?;
     let kinds = &layered.kinds[chosen.layers.clone()];
-    let chain = chains(kinds, &tables).into_iter().next()?.into_iter().next_back()?;
+    let runs = Runs::new(kinds);
+    let chain = runs.chains(&tables).swap_remove(runs.of(0, kinds.len()));
     let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
     let path = chain.path(&of_layers);
 

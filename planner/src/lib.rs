@@ -32,9 +32,8 @@ use inter_op::search::{Freedom, Searched, num_devices, search};
 use inter_op::submesh::shapes;
 use model::Layered;
 use rayon::prelude::*;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
@@ -45,15 +44,14 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
 pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
-    let known: RefCell<BTreeMap<u32, Arc<Layered>>> = RefCell::default();
+    let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
     let layered = |count: u32| {
-        if let Some(known) = known.borrow().get(&count) {
-            return Some(known.clone());
-        }
-        let graph = at_microbatches(request, count)?;
-        let new = Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains()));
-        known.borrow_mut().insert(count, new.clone());
-        Some(new)
+        let cell = known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let new = || {
+            let graph = at_microbatches(request, count)?;
+            Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
+        };
+        cell.get_or_init(new).clone()
     };
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
@@ -98,7 +96,7 @@ fn chosen(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> (Result<Plan, PlanFailure>, Vec<Alternative>) {
     let best = best_that_fits(request, freedom, costs, layered, progress).map_err(|failure| match failure {
@@ -110,9 +108,19 @@ fn chosen(
     let mut alternatives = Vec::new();
     let mut candidates: Vec<Plan> = Vec::new();
     let baselines = if request.baselines { baselines(request, freedom) } else { Vec::new() };
-    let total = baselines.len();
-    for (i, (name, freedom)) in baselines.into_iter().enumerate() {
-        progress.step(name, i, total);
+    progress.step("baselines", 0, baselines.len());
+    let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
+        .into_par_iter()
+        .map(|(name, freedom)| {
+            // The best that fits, else the best there is.
+            let mut result = best_that_fits(request, &freedom, costs, layered, &Silent);
+            if matches!(result, Err(PlanFailure::Memory { .. })) {
+                result = leanest(request, &freedom, costs, layered);
+            }
+            (name, result)
+        })
+        .collect();
+    for (name, result) in judged_baselines {
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
@@ -128,11 +136,6 @@ fn chosen(
                 }
             )
         };
-        // The best that fits, else the best there is.
-        let mut result = best_that_fits(request, &freedom, costs, layered, &Silent);
-        if matches!(result, Err(PlanFailure::Memory { .. })) {
-            result = leanest(request, &freedom, costs, layered);
-        }
         alternatives.push(match result {
             Ok(plan) => {
                 let fits = fits(&plan);
@@ -200,7 +203,7 @@ fn best_that_fits(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let searched = search(request, freedom, costs, layered, progress);
@@ -219,7 +222,7 @@ fn leanest(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
     let recompute = Some(freedom.recompute.unwrap_or(true));
@@ -387,8 +390,7 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         // Of several groups the stages may have different sizes, but each lies in one group.
         let of_stage = request.dp.unwrap_or(1) as u64 * request.tp.unwrap_or(1) as u64;
         let holds = |g: &Group| shapes(g.nodes, g.devices_per_node).iter().any(|s| s.num_devices() % of_stage == 0);
-        let stages = request.dp.is_some() && request.tp.is_some() && request.pp == Some(1);
-        if !request.cluster.groups.iter().any(holds) || stages {
+        if !request.cluster.groups.iter().any(holds) {
             let groups = request.cluster.groups.iter().map(Group::num_devices).collect();
             return Err(PlanFailure::StageOverGroups { of_stage, groups });
         }

@@ -2,11 +2,11 @@
 //!
 //! A run of layers on one mesh costs the cheapest path through its layers' boundary layouts: a min-plus product of
 //! their tables. Runs of equal layers are equal, so a product is made once for each sequence of layer kinds, not for
-//! each pair of ends.
+//! each pair of ends ([`Runs`]).
 
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::statement::Terms;
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 use std::rc::Rc;
 
 /// The cheapest ways through a run of layers, by the layout in which the last one is left.
@@ -79,35 +79,63 @@ impl Chain {
     }
 }
 
-/// The chains of all runs of `kinds` (a kind per layer), made once for each sequence of kinds:
-/// `chains[first][length - 1]`.
-pub fn chains(kinds: &[usize], tables: &[Rc<LayerTable>]) -> Vec<Vec<Rc<Chain>>> {
-    let mut known: HashMap<Vec<(usize, usize)>, Rc<Chain>> = HashMap::new();
-    (0..kinds.len())
-        .map(|first| {
-            let mut runs: Vec<(usize, usize)> = Vec::new();
-            let mut row: Vec<Rc<Chain>> = Vec::new();
+/// The distinct sequences of layer kinds among all runs of layers.
+pub struct Runs {
+    /// The sequence of layers `first..first + length`, at `[first][length - 1]`.
+    of: Vec<Vec<usize>>,
+    /// Without its last layer, the kind of that layer, and of the one before it.
+    sequences: Vec<(Option<usize>, usize, Option<usize>)>,
+    /// Kind of the first layer and number of layers.
+    heads: Vec<(usize, usize)>,
+}
+
+impl Runs {
+    /// `kinds` has a kind per layer.
+    pub fn new(kinds: &[usize]) -> Runs {
+        let mut runs = Runs { of: Vec::new(), sequences: Vec::new(), heads: Vec::new() };
+        let mut known: FxHashMap<(Option<usize>, usize), usize> = FxHashMap::default();
+        for first in 0..kinds.len() {
+            let mut row = Vec::with_capacity(kinds.len() - first);
+            let mut prefix = None;
             for end in first..kinds.len() {
-                match runs.last_mut() {
-                    Some((kind, count)) if *kind == kinds[end] => *count += 1,
-                    _ => runs.push((kinds[end], 1)),
-                }
-                let chain = match known.get(&runs) {
-                    Some(chain) => chain.clone(),
-                    None => {
-                        let table = &tables[kinds[end]];
-                        let chain = match row.last() {
-                            None => Chain::first(table),
-                            Some(before) => before.extend(&tables[kinds[end - 1]], table),
-                        };
-                        let chain = Rc::new(chain);
-                        known.insert(runs.clone(), chain.clone());
-                        chain
-                    }
-                };
-                row.push(chain);
+                let id = *known.entry((prefix, kinds[end])).or_insert_with(|| {
+                    runs.sequences.push((prefix, kinds[end], prefix.map(|_| kinds[end - 1])));
+                    runs.heads.push((kinds[first], end + 1 - first));
+                    runs.sequences.len() - 1
+                });
+                row.push(id);
+                prefix = Some(id);
             }
-            row
-        })
-        .collect()
+            runs.of.push(row);
+        }
+        runs
+    }
+
+    /// How many sequences there are.
+    pub fn len(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// The sequence of layers `first..end`.
+    pub fn of(&self, first: usize, end: usize) -> usize {
+        self.of[first][end - first - 1]
+    }
+
+    /// The kind of a sequence's first layer, and how many layers it has.
+    pub fn head(&self, sequence: usize) -> (usize, usize) {
+        self.heads[sequence]
+    }
+
+    /// The chains of all sequences; `tables` are those of the kinds.
+    pub fn chains(&self, tables: &[Rc<LayerTable>]) -> Vec<Rc<Chain>> {
+        let mut chains: Vec<Rc<Chain>> = Vec::with_capacity(self.len());
+        for &(prefix, kind, before) in &self.sequences {
+            let chain = match (prefix, before) {
+                (Some(prefix), Some(before)) => chains[prefix].extend(&tables[before], &tables[kind]),
+                _ => Chain::first(&tables[kind]),
+            };
+            chains.push(Rc::new(chain));
+        }
+        chains
+    }
 }

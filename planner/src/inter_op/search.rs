@@ -3,7 +3,7 @@
 //! For each number of microbatches every mesh gets its layer tables (in parallel; a mesh is independent of all
 //! others), runs of layers become stage candidates, and the dynamic program puts stages together.
 
-use super::compose::chains;
+use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
@@ -76,14 +76,19 @@ impl Freedom {
 }
 
 /// Logical meshes of a submesh under the degrees that are fixed.
-fn meshes(shape: SubmeshShape, freedom: &Freedom) -> Vec<Mesh> {
+fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
+    // An axis may do anything unless it is named: then one of size 1 may as well be the other one, and within a node, where all
+    // devices are as near to each other, the axes may as well change places.
+    let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
+    let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Most data parallelism first: of equal meshes the one that says what it does.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
         .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
+        .filter(|&(data, tensor)| !known(data, tensor))
         .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
         .collect()
 }
@@ -106,22 +111,23 @@ pub fn layer_tables(
         .collect()
 }
 
-/// Candidates of every run of layers on one mesh.
+/// Candidates of every sequence of layers on one mesh, each with the number of its way.
 fn candidates_of_mesh(
     layered: &Layered,
+    runs: &Runs,
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    group: &Group,
-    shape: SubmeshShape,
+    block: Block,
     mesh: &Mesh,
     num_microbatches: u32,
-) -> Vec<(usize, usize, Candidate, Way)> {
+) -> (Vec<Way>, Vec<(usize, Candidate)>) {
     let roles = AxisRoles {
         first_is_data: freedom.dp.is_some(),
         second_is_model: freedom.tp.is_some(),
         ..AxisRoles::default()
     };
+    let (group, shape) = (&request.cluster.groups[block.group], block.shape);
     let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh);
     let mut spaces = Spaces::new(&prices, roles);
     let levels = match freedom.zero {
@@ -132,29 +138,33 @@ fn candidates_of_mesh(
         None => vec![1, 3],
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
+    // Layers of one kind are entered by values of the same types.
     let ways_across = ways_across(request);
     let path = entering_path(group, shape);
-    let mut found = Vec::new();
+    let entering_s = |&l: &usize| match l {
+        0 => 0.0,
+        l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
+    };
+    let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
+    let (mut ways, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
         let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
-        let entering: Vec<f64> = (0..layered.layers.len())
-            .map(|l| if l == 0 { 0.0 } else { ways_across * cost.transfer_s(layered.entering_bytes(l), &path) })
-            .collect();
-        for (first, row) in chains(&layered.kinds, &tables).iter().enumerate() {
-            for (length, chain) in row.iter().enumerate() {
+        let chains = runs.chains(&tables);
+        for &recompute in &recomputes {
+            let id = ways.len() as u32;
+            ways.push(Way { mesh: mesh.clone(), roles, variant, recompute });
+            for (sequence, chain) in chains.iter().enumerate() {
                 let Some((_, terms, _)) = chain.best() else { continue };
-                for &recompute in &recomputes {
-                    let way = Way { mesh: mesh.clone(), roles, variant, recompute };
-                    let passes_s = terms.passes_s(recompute, cost.runtime().is_some());
-                    let microbatch_s = passes_s.0 + passes_s.1 + entering[first];
-                    let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, recompute, length + 1);
-                    found.push((first, first + length + 1, candidate, way));
-                }
+                let (kind, length) = runs.head(sequence);
+                let passes_s = terms.passes_s(recompute, cost.runtime().is_some());
+                let microbatch_s = passes_s.0 + passes_s.1 + entering[kind];
+                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, recompute, length);
+                found.push((sequence, Candidate { id, ..candidate }));
             }
         }
     }
-    found
+    (ways, found)
 }
 
 fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, recompute: bool, layers: usize) -> Candidate {
@@ -174,11 +184,11 @@ fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, recompute: 
 }
 
 /// Candidates that no other beats in time, per-step time and memory at once; at most `most` of them, fastest first.
-fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)> {
-    all.sort_by(|a, b| a.0.microbatch_s.total_cmp(&b.0.microbatch_s).then(a.0.step_s.total_cmp(&b.0.step_s)));
-    let mut kept: Vec<(Candidate, Way)> = Vec::new();
-    for (candidate, way) in all {
-        let beaten = kept.iter().any(|(k, _)| {
+fn frontier(mut all: Vec<Candidate>, most: usize) -> Vec<Candidate> {
+    all.sort_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s).then(a.step_s.total_cmp(&b.step_s)));
+    let mut kept: Vec<Candidate> = Vec::new();
+    for candidate in all {
+        let beaten = kept.iter().any(|k| {
             k.microbatch_s <= candidate.microbatch_s
                 && k.step_s <= candidate.step_s
                 && k.static_bytes <= candidate.static_bytes
@@ -186,32 +196,31 @@ fn frontier(mut all: Vec<(Candidate, Way)>, most: usize) -> Vec<(Candidate, Way)
                 && k.transient_bytes <= candidate.transient_bytes
         });
         if !beaten {
-            kept.push((candidate, way));
+            kept.push(candidate);
         }
     }
     if kept.len() > most {
         // The fastest and the leanest, and between them an even choice.
-        kept.sort_by(|a, b| a.0.microbatch_s.total_cmp(&b.0.microbatch_s));
         let step = (kept.len() - 1) as f64 / (most - 1) as f64;
-        let leanest = kept.iter().enumerate().min_by_key(|(_, (c, _))| c.peak_bytes(1)).map_or(0, |(i, _)| i);
+        let leanest = kept.iter().enumerate().min_by_key(|(_, c)| c.peak_bytes(1)).map_or(0, |(i, _)| i);
         let mut picks: Vec<usize> = (0..most).map(|i| (i as f64 * step).round() as usize).chain([leanest]).collect();
         picks.sort_unstable();
         picks.dedup();
-        kept = picks.into_iter().map(|i| kept[i].clone()).collect();
+        kept = picks.into_iter().map(|i| kept[i]).collect();
     }
     kept
 }
 
 /// Drops what a smaller submesh of the same group does as well: more devices that repeat the same work are no help. `cells` are the
 /// candidates of one run of layers by block.
-fn drop_idle_growth(cells: &mut [Vec<(Candidate, Way)>], blocks: &[Block]) {
+fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     const AS_WELL: f64 = 1.02;
     let mut order: Vec<usize> = (0..blocks.len()).collect();
     order.sort_by_key(|&i| blocks[i].shape.num_devices());
     let mut smaller: Vec<(Block, Candidate)> = Vec::new();
     for i in order {
         let block = blocks[i];
-        cells[i].retain(|(c, _)| {
+        cells[i].retain(|c| {
             !smaller.iter().any(|(b, k)| {
                 b.group == block.group
                     && b.shape.num_devices() < block.shape.num_devices()
@@ -221,7 +230,7 @@ fn drop_idle_growth(cells: &mut [Vec<(Candidate, Way)>], blocks: &[Block]) {
                     && k.bytes_per_inflight_microbatch as f64 <= AS_WELL * c.bytes_per_inflight_microbatch as f64
             })
         });
-        smaller.extend(cells[i].iter().map(|(c, _)| (block, *c)));
+        smaller.extend(cells[i].iter().map(|c| (block, *c)));
     }
 }
 
@@ -276,56 +285,61 @@ pub fn candidates(
     let cluster = &request.cluster;
     let blocks_of = |group: usize| {
         let of_group = &cluster.groups[group];
-        shapes(of_group.nodes, of_group.devices_per_node).into_iter().map(move |shape| Block { group, shape }).filter(
-            |block| {
-                let devices = block.shape.num_devices();
-                let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
-                let exact = freedom.dp.is_some() && freedom.tp.is_some();
-                let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
-                !whole && (!exact || product == Some(devices)) && worth_trying(block.shape, of_group)
-            },
-        )
+        let wanted = move |block: &Block| {
+            let devices = block.shape.num_devices();
+            let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
+            let exact = freedom.dp.is_some() && freedom.tp.is_some();
+            let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
+            !whole && (!exact || product == Some(devices)) && worth_trying(block.shape, of_group)
+        };
+        let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
+        shapes.map(move |shape| Block { group, shape }).filter(wanted)
     };
     let groups = (0..cluster.groups.len()).filter(|&group| freedom.allows(group));
     let blocks = countable(groups.flat_map(blocks_of).collect(), cluster);
+    let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
         .enumerate()
-        .flat_map(|(i, block)| meshes(block.shape, freedom).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, block)| meshes(block.shape, freedom, pinned).into_iter().map(move |m| (i, m)))
         .collect();
-    let results: Vec<Vec<(usize, usize, Candidate, Way)>> = jobs
+    let runs = Runs::new(&layered.kinds);
+    let results: Vec<(Vec<Way>, Vec<(usize, Candidate)>)> = jobs
         .par_iter()
         .map(|(block, mesh)| {
-            let Block { group, shape } = blocks[*block];
-            let (cost, group) = (costs.of_group(group as u32), &cluster.groups[group]);
-            candidates_of_mesh(&layered, request, freedom, cost, group, shape, mesh, num_microbatches)
+            let block = blocks[*block];
+            let cost = costs.of_group(block.group as u32);
+            candidates_of_mesh(&layered, &runs, request, freedom, cost, block, mesh, num_microbatches)
         })
         .collect();
 
-    let layers = layered.layers.len();
-    let mut cells: Vec<Vec<(Candidate, Way)>> = vec![Vec::new(); layers * (layers + 1) * blocks.len()];
-    for ((block, _), found) in jobs.iter().zip(results) {
-        for (first, end, candidate, way) in found {
-            cells[(first * (layers + 1) + end) * blocks.len() + block].push((candidate, way));
-        }
-    }
-    let mut table = StageTable::new(layers, blocks.clone());
-    for (i, &block) in blocks.iter().enumerate() {
-        for first in 1..layers {
-            table.set_crossing(first, i, crossing_s(request, costs, block, layered.entering_bytes(first)));
-        }
-    }
+    // By sequence and block.
+    let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.len() * blocks.len()];
     let mut ways: Vec<Way> = Vec::new();
-    let mut kept: Vec<Vec<(Candidate, Way)>> = cells.into_iter().map(|cell| frontier(cell, 6)).collect();
-    if !freedom.all_devices {
-        kept.chunks_mut(blocks.len().max(1)).for_each(|cells| drop_idle_growth(cells, &blocks));
+    for ((block, _), (new, found)) in jobs.iter().zip(results) {
+        for (sequence, candidate) in found {
+            let id = ways.len() as u32 + candidate.id;
+            cells[sequence * blocks.len() + block].push(Candidate { id, ..candidate });
+        }
+        ways.extend(new);
     }
-    for (at, cell) in kept.into_iter().enumerate() {
-        let (range, block) = (at / blocks.len(), at % blocks.len());
-        for (candidate, way) in cell {
-            let id = ways.len() as u32;
-            ways.push(way);
-            table.push(range / (layers + 1), range % (layers + 1), block, Candidate { id, ..candidate });
+    let mut kept: Vec<Vec<Candidate>> = cells.into_par_iter().map(|cell| frontier(cell, 6)).collect();
+    if !freedom.all_devices && !blocks.is_empty() {
+        kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
+    }
+    let layers = layered.layers.len();
+    let mut table = StageTable::new(layers, blocks.clone());
+    for first in 0..layers {
+        if first > 0 {
+            for (i, &block) in blocks.iter().enumerate() {
+                table.set_crossing(first, i, crossing_s(request, costs, block, layered.entering_bytes(first)));
+            }
+        }
+        for end in first + 1..=layers {
+            let cells = &kept[runs.of(first, end) * blocks.len()..][..blocks.len()];
+            for (block, cell) in cells.iter().enumerate() {
+                cell.iter().for_each(|&candidate| table.push(first, end, block, candidate));
+            }
         }
     }
     Candidates { layered, num_microbatches, blocks, table, ways }
@@ -434,39 +448,71 @@ pub struct Searched {
     pub candidates: Vec<Candidates>,
 }
 
-/// Walks through the numbers of microbatches, fewest first. `layered` gives the layered graph at each.
+/// Walks through the numbers of microbatches, both ways from one that fills a pipeline over all nodes, until two in a row are no
+/// better, neither for the best plan nor for the best without a pipeline: more microbatches shrink the bubble and what is held, fewer
+/// the work per call; once that only costs, it stays so. `layered` gives the layered graph at each.
 pub fn search(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
-    layered: &dyn Fn(u32) -> Option<Arc<Layered>>,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Searched {
-    let mut searched = Searched { candidates: Vec::new() };
-    let total = freedom.num_microbatches.len();
-    let (mut least, mut worse) = (f64::INFINITY, 0);
-    for (i, &count) in freedom.num_microbatches.iter().enumerate() {
-        progress.step(&format!("{count} microbatches"), i, total);
-        let Some(at_size) = layered(count) else { continue };
-        let last = i + 1 == total;
-        let memory_bytes = freedom.memory_bytes.iter().copied().max().unwrap_or(0);
-        if !last && least_bytes(&at_size, request) > memory_bytes {
-            continue;
+    let counts = &freedom.num_microbatches;
+    let total = counts.len();
+    let mut found: Vec<Candidates> = Vec::new();
+    let mut least = [f64::INFINITY; 2];
+    let mut done = 0;
+    // Whether a number of microbatches is better than those before; `None` where nothing fits.
+    let mut tried = |i: usize| -> Option<bool> {
+        let count = counts[i];
+        progress.step(&format!("{count} microbatches"), done, total);
+        done += 1;
+        let at_size = layered(count)?;
+        if i + 1 < total && least_bytes(&at_size, request) > freedom.memory_bytes.iter().copied().max().unwrap_or(0) {
+            return None;
         }
         let candidates = candidates(request, freedom, costs, at_size, count);
-        if let Ok(found) = candidates.best(request, freedom, &freedom.memory_bytes, freedom.pp) {
-            worse = if found.step_s < least { 0 } else { worse + 1 };
-            least = least.min(found.step_s);
+        let step_s = |pp| candidates.best(request, freedom, &freedom.memory_bytes, pp).ok().map(|found| found.step_s);
+        let best = step_s(freedom.pp);
+        let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };
+        found.push(candidates);
+        let mut better = false;
+        for (least, step_s) in least.iter_mut().zip([best, single]) {
+            better |= step_s.is_some_and(|s| s < *least);
+            *least = least.min(step_s.unwrap_or(f64::INFINITY));
         }
-        searched.candidates.push(candidates);
-        // More microbatches shrink the bubble and the work per call; once that only costs, it stays so.
+        best.map(|_| better)
+    };
+    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+    let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
+    let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
+    let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
+    let mut worse = 0;
+    for i in start..total {
+        worse = match tried(i) {
+            Some(true) => 0,
+            Some(false) => worse + 1,
+            None => worse,
+        };
+        if worse == 2 {
+            break;
+        }
+    }
+    worse = 0;
+    for i in (0..start).rev() {
+        worse = if tried(i) == Some(true) { 0 } else { worse + 1 };
         if worse == 2 {
             break;
         }
     }
     progress.step("done", total, total);
-    searched
+    found.sort_by_key(|c| c.num_microbatches);
+    Searched { candidates: found }
 }
+
+/// Microbatches for each stage with which a pipeline is mostly full.
+const FULL: u32 = 4;
 
 /// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
 /// of that, and parameters with gradient and state, split over all devices.

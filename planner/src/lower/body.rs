@@ -9,22 +9,24 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::program::BufferId;
 use altiplano_ir::reshard::reshard;
-use altiplano_ir::rule::{ShardingRule, Strategy};
+use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
-use std::collections::BTreeMap;
+use rustc_hash::FxHashMap;
 
 /// A local graph under construction.
 pub struct BodyBuilder<'a> {
     pub stage: &'a StageContext<'a>,
     pub graph: Graph,
     /// For each value of the training graph the layouts it exists in here, oldest first.
-    have: BTreeMap<ValueId, Vec<(Sharding, ValueId)>>,
+    have: FxHashMap<ValueId, Vec<(Sharding, ValueId)>>,
     pub reads: Vec<(ValueId, BufferId)>,
+    leaves: FxHashMap<BufferId, ValueId>,
 }
 
 impl<'a> BodyBuilder<'a> {
     pub fn new(stage: &'a StageContext<'a>, name: String) -> Self {
-        BodyBuilder { stage, graph: Graph::new(name), have: BTreeMap::new(), reads: Vec::new() }
+        let graph = Graph::new(name);
+        BodyBuilder { stage, graph, have: FxHashMap::default(), reads: Vec::new(), leaves: FxHashMap::default() }
     }
 
     /// Records that `value` exists as `local` in this layout.
@@ -42,12 +44,13 @@ impl<'a> BodyBuilder<'a> {
 
     /// Emits a leaf bound to a buffer whose local part it is.
     pub fn read(&mut self, buffer: BufferId, sharding: &Sharding, ty: &altiplano_ir::types::TensorType) -> ValueId {
-        if let Some(&(v, _)) = self.reads.iter().find(|(_, b)| *b == buffer) {
+        if let Some(&v) = self.leaves.get(&buffer) {
             return v;
         }
         let local = sharding.local_type(ty, &self.stage.mesh);
         let leaf = altiplano_ir::optimizer::leaf(&mut self.graph, buffer.to_string(), local);
         self.reads.push((leaf, buffer));
+        self.leaves.insert(buffer, leaf);
         leaf
     }
 
@@ -92,7 +95,10 @@ impl<'a> BodyBuilder<'a> {
         } else {
             let rule = self.stage.training.graph.rule(value);
             match self.strategy_for(&rule, to) {
-                Some(strategy) => self.apply(value, &rule, &strategy).1,
+                Some(strategy) => {
+                    let shardings = rule.shardings(&strategy, &self.stage.mesh);
+                    self.apply(value, &rule, &strategy, &shardings)
+                }
                 None => {
                     let replicated = Sharding::replicated(self.stage.training.graph.shape(value));
                     let whole = self.want(value, &replicated);
@@ -118,17 +124,16 @@ impl<'a> BodyBuilder<'a> {
         rule.strategies(mesh, &outers, false).into_iter().find(|s| rule.shardings(s, mesh).result == *to)
     }
 
-    /// Emits a node of the training graph under `strategy` and records its result.
-    pub fn emit(&mut self, value: ValueId, strategy: &Strategy) {
-        let rule = self.stage.training.graph.rule(value);
-        let (sharding, local) = self.apply(value, &rule, strategy);
-        self.define(value, sharding, local);
+    /// Emits a node of the training graph under `strategy`, from which by its rule these shardings follow, and records its
+    /// result.
+    pub fn emit(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) {
+        let local = self.apply(value, rule, strategy, shardings);
+        self.define(value, shardings.result.clone(), local);
     }
 
-    fn apply(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy) -> (Sharding, ValueId) {
+    fn apply(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) -> ValueId {
         let stage = self.stage;
         let node = stage.training.graph.node(value);
-        let shardings = rule.shardings(strategy, &stage.mesh);
         let operands: Vec<ValueId> =
             node.operands.iter().zip(&shardings.operands).map(|(&o, s)| self.want(o, s)).collect();
         let mut cx = Local {
@@ -141,7 +146,7 @@ impl<'a> BodyBuilder<'a> {
         };
         let local = node.op.local(&mut cx);
         self.graph.nodes[local.index()].name.clone_from(&node.name);
-        (shardings.result, local)
+        local
     }
 
     /// Finishes the graph: only what the writes need stays. Gives the graph, its reads and its writes.
@@ -160,10 +165,9 @@ impl<'a> BodyBuilder<'a> {
         }
         let mut map = vec![ValueId(u32::MAX); graph.len()];
         let mut kept = Graph::new(graph.name.clone());
-        for v in graph.values().filter(|v| live[v.index()]) {
-            let mut node = graph.node(v).clone();
+        for (i, mut node) in std::mem::take(&mut graph.nodes).into_iter().enumerate().filter(|(i, _)| live[*i]) {
             node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
-            map[v.index()] = kept.append(node);
+            map[i] = kept.append(node);
         }
         kept.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
         let reads = self.reads.into_iter().filter(|(v, _)| live[v.index()]).map(|(v, b)| (map[v.index()], b)).collect();

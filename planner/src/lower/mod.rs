@@ -24,10 +24,11 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{Program, Programs, Transfer};
-use altiplano_ir::reshard::{Collective, reshard};
+use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use rayon::prelude::*;
 use rustc_hash::FxHashMap;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -98,13 +99,11 @@ impl<'a> Prices<'a> {
     pub fn once_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding, bucket_bytes: u64) -> f64 {
         let bucket_bytes = if self.cost.runtime().is_some() { 0 } else { bucket_bytes };
         let mut seconds = 0.0;
-        let mut bytes = from.local_bytes(ty, &self.mesh);
-        for step in reshard(from, to, &self.mesh) {
-            let result = step.result.local_bytes(ty, &self.mesh);
+        for leg in legs(from, to, &self.mesh).iter() {
+            let (bytes, result) = (ty.bytes() / leg.operand_parts, ty.bytes() / leg.result_parts);
             let parts = (bucket_bytes as f64 / bytes.max(result).max(1) as f64).max(1.0);
             let all = |bytes: u64| (bytes as f64 * parts) as u64;
-            seconds += self.waited_s(&step.collective, all(bytes), all(result)) / parts;
-            bytes = result;
+            seconds += self.waited_s(&leg.collective, all(bytes), all(result)) / parts;
         }
         seconds
     }
@@ -126,12 +125,10 @@ impl<'a> Prices<'a> {
     /// [`Prices::reshard_s`] with what it takes of the host, for callers that keep what they learn.
     pub fn reshard_uncached(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> Price {
         let mut price = Price::default();
-        let mut bytes = from.local_bytes(ty, &self.mesh);
-        for step in reshard(from, to, &self.mesh) {
-            let result = step.result.local_bytes(ty, &self.mesh);
-            price.seconds += self.waited_s(&step.collective, bytes, result);
-            price.issue_s += if step.collective.communicates() { self.collective_issue_s } else { 0.0 };
-            bytes = result;
+        let bytes = ty.bytes();
+        for leg in legs(from, to, &self.mesh).iter() {
+            price.seconds += self.waited_s(&leg.collective, bytes / leg.operand_parts, bytes / leg.result_parts);
+            price.issue_s += if leg.collective.communicates() { self.collective_issue_s } else { 0.0 };
         }
         price
     }
@@ -316,27 +313,28 @@ pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> 
         .map(|layer| layer.and_then(|l| plan.stages.iter().position(|s| s.layers.contains(&l)).map(|s| s as u32)))
         .collect();
     let users = plan.graph.users();
-    let contexts: Vec<StageContext<'_>> = plan
-        .stages
-        .iter()
-        .enumerate()
-        .map(|(i, stage)| StageContext {
-            plan,
-            stage,
-            index: i as u32,
-            mesh: stage.mesh.clone(),
-            training: &training,
-            constant: &constant,
-            stage_of: &stage_of,
-            layer_of: &layer_of,
-            users: &users,
-            prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
-            choices: RefCell::new(FxHashMap::default()),
-        })
-        .collect();
+    let context = |i: usize| StageContext {
+        plan,
+        stage: &plan.stages[i],
+        index: i as u32,
+        mesh: plan.stages[i].mesh.clone(),
+        training: &training,
+        constant: &constant,
+        stage_of: &stage_of,
+        layer_of: &layer_of,
+        users: &users,
+        prices: {
+            let stage = &plan.stages[i];
+            Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh)
+        },
+        choices: RefCell::new(FxHashMap::default()),
+    };
+    let num_stages = plan.stages.len();
+    let mut lowered: Vec<stage::Lowered> =
+        (0..num_stages).into_par_iter().map(|i| stage::lower_stage(&context(i))).collect();
+    let contexts: Vec<StageContext<'_>> = (0..num_stages).map(context).collect();
 
     let mut transfers: Vec<Transfer> = Vec::new();
-    let mut lowered: Vec<stage::Lowered> = contexts.iter().map(stage::lower_stage).collect();
     let links = stage::connect(&contexts, &mut lowered, &mut transfers);
     let programs: Vec<Program> =
         lowered.into_iter().zip(&contexts).map(|(lowered, cx)| schedule::program(cx, lowered, &links)).collect();

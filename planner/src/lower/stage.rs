@@ -11,6 +11,7 @@ use altiplano_ir::optimizer;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A stage's bodies and what they exchange with other stages.
@@ -123,12 +124,12 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index));
         for v in cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
-            let strategy = cx.strategy(v);
-            let shardings = cx.plan.graph.rule(v).shardings(strategy, &cx.mesh);
+            let (rule, strategy) = (cx.plan.graph.rule(v), cx.strategy(v));
+            let shardings = rule.shardings(strategy, &cx.mesh);
             for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
                 self.fetch_outer(&mut b, o, to);
             }
-            b.emit(v, strategy);
+            b.emit(v, &rule, strategy, &shardings);
         }
         b
     }
@@ -144,12 +145,12 @@ impl<'a> StageLowering<'a> {
         }
         if self.again.contains(&v) {
             if b.layouts(v).is_empty() {
-                let strategy = cx.strategy(v);
-                let shardings = cx.plan.graph.rule(v).shardings(strategy, &cx.mesh);
+                let (rule, strategy) = (cx.plan.graph.rule(v), cx.strategy(v));
+                let shardings = rule.shardings(strategy, &cx.mesh);
                 for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
                     self.fetch(b, forward, o, to);
                 }
-                b.emit(v, strategy);
+                b.emit(v, &rule, strategy, &shardings);
             }
             return;
         }
@@ -295,14 +296,24 @@ impl<'a> StageLowering<'a> {
         let training = cx.training;
         let graph = &training.graph;
         let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index));
-        let mut owned: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
+        let here = |v: ValueId| cx.stage_of[v.index()] == Some(cx.index);
+        let mut owned: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
         for n in graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
-            owned.entry(training.owner[n.index()]).or_default().push(n);
+            let owner = training.owner[n.index()];
+            if here(owner) {
+                owned.entry(owner).or_default().push(n);
+            }
         }
         let parts = parts_of(cx);
         let mut receives_backward = BTreeMap::new();
         let mut writes = Vec::new();
         let accumulators = self.accumulators();
+        let mut first_used: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
+        for &p in accumulators.keys() {
+            if let Some(&user) = cx.users[p.index()].iter().find(|u| here(**u)) {
+                first_used.entry(user).or_default().push(p);
+            }
+        }
         for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
             'contributions: {
                 let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
@@ -321,20 +332,18 @@ impl<'a> StageLowering<'a> {
                     let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
                     let wanted = parts.get(&n).map(|&of| cx.resting(of));
                     let strategy = cx.choose(n, &available, wanted);
-                    let shardings = graph.rule(n).shardings(&strategy, &cx.mesh);
+                    let rule = graph.rule(n);
+                    let shardings = rule.shardings(&strategy, &cx.mesh);
                     for (&o, to) in operands.iter().zip(&shardings.operands) {
                         self.fetch(&mut b, &forward, o, to);
                     }
-                    b.emit(n, &strategy);
+                    b.emit(n, &rule, &strategy, &shardings);
                 }
             }
             // A gradient joins its accumulator as soon as its last contribution is there, although the parameter's first
             // user may itself have no cotangent.
-            for (&p, &buffer) in &accumulators {
-                let here = |u: &&ValueId| cx.stage_of[u.index()] == Some(cx.index);
-                if cx.users[p.index()].iter().find(here) == Some(&v) {
-                    self.accumulate(&mut b, p, buffer, &mut writes);
-                }
+            for &p in first_used.get(&v).into_iter().flatten() {
+                self.accumulate(&mut b, p, accumulators[&p], &mut writes);
             }
         }
 

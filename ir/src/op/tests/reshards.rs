@@ -3,7 +3,7 @@
 use super::numbers::{Rng, difference, random, shard_randomly};
 use super::*;
 use crate::program::messages;
-use crate::reshard::reshard;
+use crate::reshard::{legs, reshard};
 use crate::sharding::{DimLayout, Segment, Sharding};
 use proptest::prelude::*;
 
@@ -100,6 +100,28 @@ proptest! {
             for device in 0..mesh.num_devices() {
                 let expected = crate::interpret::shard(&whole, &to, &mesh, device);
                 prop_assert_eq!(difference(&parts[device as usize], &expected, 1e-9), None, "{}", &path);
+            }
+        }
+    }
+
+    #[test]
+    fn remembered_reshards_are_those_of_any_size(seed in any::<u64>()) {
+        let rng = &mut Rng::new(seed);
+        let mesh = some_mesh(rng);
+        for _ in 0..20 {
+            let shape = some_shape(rng);
+            let from = random_sharding(&shape, &mesh, Some(Reducer::Sum), rng);
+            let to = random_sharding(&shape, &mesh, Some(Reducer::Sum), rng);
+            let path = format!("{} to {} on {mesh}", from.display(&mesh), to.display(&mesh));
+            let ty = TensorType::new(DType::F32, shape);
+            let (steps, known) = (reshard(&from, &to, &mesh), legs(&from, &to, &mesh));
+            prop_assert_eq!(steps.len(), known.len(), "{}", &path);
+            let mut now = from;
+            for (step, leg) in steps.into_iter().zip(known.iter()) {
+                prop_assert_eq!(&step.collective, &leg.collective, "{}", &path);
+                prop_assert_eq!(now.local_bytes(&ty, &mesh), ty.bytes() / leg.operand_parts, "{}", &path);
+                prop_assert_eq!(step.result.local_bytes(&ty, &mesh), ty.bytes() / leg.result_parts, "{}", &path);
+                now = step.result;
             }
         }
     }
