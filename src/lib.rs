@@ -21,6 +21,7 @@
 
 pub mod arguments;
 mod cluster;
+pub mod compare;
 mod error;
 pub mod fidelity;
 pub mod inference;

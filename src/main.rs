@@ -23,6 +23,7 @@ struct Cli {
 enum Command {
     Plan(commands::plan::Plan),
     Inspect(commands::inspect::Inspect),
+    Compare(commands::compare::Compare),
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
     Probe(commands::probe::Probe),
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Plan(command) => command.run(),
         Command::Inspect(command) => command.run(),
+        Command::Compare(command) => command.run(),
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),
         Command::Probe(command) => command.run(),

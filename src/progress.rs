@@ -1,13 +1,20 @@
-//! A progress bar on stderr for work that lasts longer than a second, where stderr is a terminal.
+//! A progress bar on stderr for work that lasts longer than a second, where stderr is a terminal; and Ctrl-C, which ends a search
+//! with the best that it has found, and at the second time the program.
 
 use altiplano::planner::Progress;
+use altiplano::units::seconds;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// A bar that shows itself after a second, and goes when it is dropped.
 pub struct Bar {
     bar: ProgressBar,
+    /// What is known of the best plan so far.
+    best: Mutex<String>,
+    stopped: Arc<AtomicBool>,
     /// Dropped with the bar, which ends the thread that waits to show it.
     _done: Sender<()>,
 }
@@ -27,7 +34,21 @@ impl Bar {
                 late.enable_steady_tick(Duration::from_millis(200));
             }
         });
-        Bar { bar, _done: done }
+        Bar { bar, best: Mutex::default(), stopped: Arc::default(), _done: done }
+    }
+
+    /// A bar whose work is stopped by Ctrl-C.
+    pub fn stoppable() -> Self {
+        let bar = Bar::new();
+        let stopped = bar.stopped.clone();
+        // Where no handler can be set, Ctrl-C ends the program at once, as ever.
+        let _ = ctrlc::set_handler(move || {
+            if stopped.swap(true, Ordering::Relaxed) {
+                std::process::exit(INTERRUPTED);
+            }
+            eprintln!("stopping with the best plan so far (once more to stop without)");
+        });
+        bar
     }
 
     /// Prints a line of results without tearing the bar.
@@ -40,9 +61,22 @@ impl Progress for Bar {
     fn step(&self, what: &str, done: usize, total: usize) {
         self.bar.set_length(total as u64);
         self.bar.set_position(done as u64);
-        self.bar.set_message(what.to_string());
+        let best = self.best.lock().unwrap_or_else(PoisonError::into_inner);
+        self.bar.set_message(format!("{what}{best}"));
+    }
+
+    fn best(&self, step_s: f64, bound_s: f64) {
+        let best = format!("; best so far about {}, lower bound {}", seconds(step_s), seconds(bound_s));
+        *self.best.lock().unwrap_or_else(PoisonError::into_inner) = best;
+    }
+
+    fn stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
     }
 }
+
+/// What shells expect of a program that Ctrl-C ended.
+const INTERRUPTED: i32 = 130;
 
 impl Drop for Bar {
     fn drop(&mut self) {

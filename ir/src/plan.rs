@@ -225,6 +225,38 @@ impl Execution {
     }
 }
 
+/// The software that runs a plan: it decides which plans there are, and how kernels, reductions and transfers overlap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Target {
+    /// This project's runtime: every plan of the search space.
+    #[default]
+    Altiplano,
+    /// Megatron-LM: uniform stages, the same degrees everywhere, tensor parallelism within a node.
+    Megatron,
+    /// PyTorch FSDP: one stage of replicas that share out what they store.
+    Fsdp,
+    /// XLA's partitioner: one program for all devices, without a pipeline.
+    Xla,
+}
+
+impl Target {
+    pub const ALL: [Target; 4] = [Target::Altiplano, Target::Megatron, Target::Fsdp, Target::Xla];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Target::Altiplano => "altiplano",
+            Target::Megatron => "megatron",
+            Target::Fsdp => "fsdp",
+            Target::Xla => "xla",
+        }
+    }
+
+    fn is_ours(&self) -> bool {
+        *self == Target::Altiplano
+    }
+}
+
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -241,6 +273,9 @@ pub struct Plan {
     pub optimizer: Optimizer,
     #[serde(default)]
     pub execution: Execution,
+    /// What the plan was made for.
+    #[serde(default, skip_serializing_if = "Target::is_ours")]
+    pub target: Target,
     pub loss: LossKind,
     /// Values through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -55,6 +55,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         schedule: parts.schedule,
         optimizer: request.optimizer,
         execution: request.execution,
+        target: request.target,
         loss: request.loss,
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,

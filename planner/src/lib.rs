@@ -10,23 +10,28 @@ pub mod fixed;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
+pub mod lost;
 pub mod lower;
 pub mod memory;
 pub mod model;
 pub mod predict;
 pub mod refine;
 pub mod request;
+pub mod sweep;
+pub mod target;
 pub mod timing;
 pub mod why;
 
 pub use lower::lower;
+use request::Muted;
+pub use request::SearchKind;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::batch::{LossKind, rebatch};
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage, Target};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Freedom, Searched, num_devices, search};
 use inter_op::submesh::shapes;
@@ -42,7 +47,11 @@ pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFail
 
 /// [`plan`] by other prices of the cluster.
 pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
+    if request.target == Target::Megatron {
+        return best_of_sweep(request, costs, progress);
+    }
     let starts = layers::cluster(&request.graph);
     let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
     let layered = |count: u32| {
@@ -56,26 +65,27 @@ pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let (mut best, mut alternatives) = chosen(request, &freedom, costs, &layered, progress);
+    let mut found = choose(request, &freedom, costs, &layered, progress);
     // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
-    for group in (0..request.cluster.groups.len()).filter(|_| request.cluster.groups.len() > 1) {
+    let several = request.cluster.groups.len() > 1;
+    for group in (0..request.cluster.groups.len()).filter(|_| several) {
+        if progress.stopped() && found.plan.is_ok() {
+            break;
+        }
         let alone = Freedom { only_group: Some(group), ..freedom.clone() };
-        let (found, lines) = chosen(request, &alone, costs, &layered, progress);
-        best = match (best, found) {
-            (Ok(best), Ok(found)) => Ok(leanest_of_the_fastest(vec![best, found])),
-            (Err(_), Ok(found)) => Ok(found),
-            (best, Err(_)) => best,
-        };
-        alternatives = better_of_each(alternatives, lines);
+        found = found.or(choose(request, &alone, costs, &layered, progress));
     }
-    let mut plan = best?;
-    if !request.baselines {
+    let Choice { plan, mut baselines, mut others } = found;
+    let mut plan = plan?;
+    if progress.stopped() || !request.baselines {
         return Ok(plan);
     }
+    others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    baselines.extend(lost::alternatives(&plan, others));
     let stages: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     let mut distinct = stages.clone();
     distinct.dedup();
-    alternatives.push(Alternative {
+    baselines.push(Alternative {
         name: "chosen".into(),
         predicted: Some(plan.predicted.clone()),
         fits: fits(&plan),
@@ -86,34 +96,79 @@ pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
             distinct.join(" + ")
         ),
     });
-    plan.alternatives = alternatives;
+    plan.alternatives = baselines;
     Ok(plan)
 }
 
-/// The fastest plan that fits, its stages solved again as a whole, and the baselines that it was judged against. Where groups are
-/// several, baselines are those of one.
-fn chosen(
+/// A plan and what it was chosen over.
+struct Choice {
+    plan: Result<Plan, PlanFailure>,
+    /// Lines of the plain baselines.
+    baselines: Vec<Alternative>,
+    /// Plans of the search that were not chosen.
+    others: Vec<Plan>,
+}
+
+impl Choice {
+    /// The better of two choices of the same request, each on other groups.
+    fn or(self, other: Choice) -> Choice {
+        let mut others = self.others;
+        others.extend(other.others);
+        let plan = match (self.plan, other.plan) {
+            (Ok(a), Ok(b)) => {
+                others.extend([a.clone(), b.clone()]);
+                Ok(leanest_of_the_fastest(vec![a, b]))
+            }
+            (Err(_), Ok(plan)) => Ok(plan),
+            (plan, Err(_)) => plan,
+        };
+        let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
+        let baselines = match (self.baselines, other.baselines) {
+            (ours, theirs) if ours.is_empty() => theirs,
+            (ours, theirs) => {
+                ours.into_iter().zip(theirs).map(|(a, b)| if rank(&b) < rank(&a) { b } else { a }).collect()
+            }
+        };
+        Choice { plan, baselines, others }
+    }
+}
+
+/// The fastest plan that fits, its stages solved again as a whole, judged against the baselines.
+fn choose(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
-) -> (Result<Plan, PlanFailure>, Vec<Alternative>) {
-    let best = best_that_fits(request, freedom, costs, layered, progress).map_err(|failure| match failure {
+) -> Choice {
+    let searched = plans_that_fit(request, freedom, costs, layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
         failure => failure,
     });
+    let (best, others) = match searched {
+        Ok(mut plans) => (Ok(plans.remove(0)), plans),
+        Err(failure) => (Err(failure), Vec::new()),
+    };
+    let again = |plan: Plan| match progress.stopped() || freedom.alpa {
+        true => Ok(plan),
+        false => refine::refined(request, freedom, plan, costs),
+    };
+    if progress.stopped() || !request.baselines {
+        return Choice { plan: best.and_then(again), baselines: Vec::new(), others };
+    }
     let mut alternatives = Vec::new();
     let mut candidates: Vec<Plan> = Vec::new();
-    let baselines = if request.baselines { baselines(request, freedom) } else { Vec::new() };
+    let baselines = baselines(request, freedom);
     progress.step("baselines", 0, baselines.len());
     let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
         .into_par_iter()
         .map(|(name, freedom)| {
             // The best that fits, else the best there is.
-            let mut result = best_that_fits(request, &freedom, costs, layered, &Silent);
+            let quietly = Muted(progress);
+            let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly);
+            let mut result = fitting.map(|mut plans| plans.swap_remove(0));
             if matches!(result, Err(PlanFailure::Memory { .. })) {
                 result = leanest(request, &freedom, costs, layered);
             }
@@ -146,7 +201,7 @@ fn chosen(
                     detail: degrees(&plan),
                 };
                 // The judge has the last word: a baseline may be the plan.
-                if fits && allowed(request, &plan) {
+                if fits && allowed(request, &plan) && !freedom.alpa {
                     candidates.push(plan);
                 }
                 line
@@ -163,22 +218,23 @@ fn chosen(
             Ok(leanest_of_the_fastest(candidates))
         }
     };
-    (plan.and_then(|plan| refine::refined(request, freedom, plan, costs)), alternatives)
+    Choice { plan: plan.and_then(again), baselines: alternatives, others }
 }
 
-/// Of the same baselines on two groups the better ones.
-fn better_of_each(ours: Vec<Alternative>, theirs: Vec<Alternative>) -> Vec<Alternative> {
-    if ours.is_empty() {
-        return theirs;
-    }
-    let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
-    ours.into_iter().zip(theirs).map(|(a, b)| if rank(&b) < rank(&a) { b } else { a }).collect()
+/// The best configuration of a sweep, with those that come after it as alternatives.
+fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let swept = sweep::sweep(request, &sweep::Space::default(), costs, progress)?;
+    let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
+    let mut best = plans.remove(0);
+    best.alternatives = lost::alternatives(&best, plans);
+    Ok(best)
 }
 
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     let costs = Rooflines::of(&request.cluster);
+    let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     let starts = layers::cluster(&request.graph);
     let layered = |count: u32| {
@@ -198,20 +254,20 @@ pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
     Ok(lower(plan, &Rooflines::of(&plan.cluster))?)
 }
 
-/// The fastest plan that fits; layouts that keep less are looked at only where nothing else does.
-fn best_that_fits(
+/// The plans that fit of those that were judged, fastest first; layouts that keep less are looked at only where nothing else does.
+fn plans_that_fit(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
-) -> Result<Plan, PlanFailure> {
+) -> Result<Vec<Plan>, PlanFailure> {
     let searched = search(request, freedom, costs, layered, progress);
-    match within_memory(request, freedom, &searched, costs) {
+    match within_memory(request, freedom, &searched, costs, progress) {
         Err(PlanFailure::Memory { .. }) => {
             let lean = Freedom { lean: true, ..freedom.clone() };
             let searched = search(request, &lean, costs, layered, progress);
-            within_memory(request, &lean, &searched, costs)
+            within_memory(request, &lean, &searched, costs, progress)
         }
         result => result,
     }
@@ -233,14 +289,15 @@ fn leanest(
     judged(request, &ranked[0], costs)
 }
 
-/// The fastest of the candidates that the judge finds to fit. The search estimates memory; where the lowered program
+/// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
 /// needs more, it looks again under a limit that is lower by as much.
 fn within_memory(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
     costs: &dyn Costs,
-) -> Result<Plan, PlanFailure> {
+    progress: &dyn Progress,
+) -> Result<Vec<Plan>, PlanFailure> {
     let devices = &freedom.memory_bytes;
     // Each number of microbatches has its own limits: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, Vec<u64>> =
@@ -252,9 +309,11 @@ fn within_memory(
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
+        // Whoever is told to stop judges one.
+        let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
         let plans: Vec<Plan> =
-            ranked.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
-        let mut best: Option<Plan> = None;
+            worth.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
+        let mut fitting: Vec<Plan> = Vec::new();
         for plan in plans {
             // Of each device's memory, how much its stage needs.
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
@@ -280,12 +339,13 @@ fn within_memory(
                         *limit = (*limit as f64 * (devices[group] as f64 / peak as f64).min(0.97)) as u64;
                     }
                 }
-            } else if best.as_ref().is_none_or(|b| plan.predicted.step_time_s < b.predicted.step_time_s) {
-                best = Some(plan);
+            } else {
+                fitting.push(plan);
             }
         }
-        if let Some(plan) = best {
-            return Ok(plan);
+        if !fitting.is_empty() {
+            fitting.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            return Ok(fitting);
         }
     }
     Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure))
@@ -460,20 +520,26 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
             "would change the loss, which is not a mean over samples; --allow-microbatch-semantics permits it",
         );
     }
+    let alpa = request.search == SearchKind::Alpa;
     Ok(Freedom {
         dp,
         tp,
         pp,
-        zero: request.zero,
-        recompute: if request.trains() { request.recompute } else { Some(false) },
+        zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
+        recompute: if request.trains() { request.recompute.or(alpa.then_some(true)) } else { Some(false) },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         num_microbatches: counts,
         memory_bytes: request.cluster.groups.iter().map(|g| g.device.memory_bytes).collect(),
         only_group: None,
         lean: false,
-        all_devices: dp.is_some() && tp.is_some() && pp.is_some(),
+        all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
+        alpa,
     })
 }
+
+/// Alpa turns reductions of gradients into reduce-scatters where it can, and updates what is left on each device (section 4.2,
+/// "post-ILP optimization").
+const ALPA_ZERO: u8 = 2;
 
 /// The plain ways to train or run in parallel, on the whole cluster or on one of its groups. There are none over several.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
@@ -495,6 +561,8 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         pp: Some(pp),
         zero: Some(zero),
         all_devices: true,
+        recompute: if request.trains() { request.recompute } else { Some(false) },
+        alpa: false,
         ..freedom.clone()
     };
     let layers = layers::cluster(&request.graph).len() as u32 - 1;

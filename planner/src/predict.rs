@@ -9,7 +9,7 @@ use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_between_groups, transfer_path};
-use altiplano_ir::cluster::Group;
+use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
@@ -242,9 +242,8 @@ pub fn predict(plan: &mut Plan, programs: &Programs, costs: &dyn Costs) {
             memory,
         };
     }
-    let peak = cluster_peak_flops(plan);
-    let passes = if plan.schedule.trains() { TRAINING_PASSES } else { 1.0 };
-    let model_flop = passes * forward_flop(&without_composites(&plan.graph)) * plan.num_microbatches as f64;
+    let peak = peak_flops(&plan.cluster, &plan.graph);
+    let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
         lower_bound_s: model_flop / peak,
@@ -258,6 +257,12 @@ pub fn predict(plan: &mut Plan, programs: &Programs, costs: &dyn Costs) {
 /// The work of training in units of the forward's: the backward of a matmul is two of its size.
 const TRAINING_PASSES: f64 = 3.0;
 
+/// FLOPs of a microbatch's forward and, where the model is trained, of its backward.
+pub fn step_flop(graph: &Graph, trains: bool) -> f64 {
+    let passes = if trains { TRAINING_PASSES } else { 1.0 };
+    passes * forward_flop(&without_composites(graph))
+}
+
 /// FLOPs of matmuls and convolutions of the forward graph.
 pub fn forward_flop(graph: &Graph) -> f64 {
     let matmul = |v: &ValueId| graph.node(*v).op.is_contraction();
@@ -265,12 +270,11 @@ pub fn forward_flop(graph: &Graph) -> f64 {
 }
 
 /// Peak rate of all devices together for the element type of most of the model's matmuls.
-fn cluster_peak_flops(plan: &Plan) -> f64 {
-    let graph = &plan.graph;
+pub fn peak_flops(cluster: &Cluster, graph: &Graph) -> f64 {
     let dots = graph.values().filter(|v| graph.node(*v).op.is_contraction());
     let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
     let peak = |group: &Group| {
         altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * f64::from(group.num_devices())
     };
-    plan.cluster.groups.iter().map(peak).sum()
+    cluster.groups.iter().map(peak).sum()
 }

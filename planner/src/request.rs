@@ -5,7 +5,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Schedule};
+use altiplano_ir::plan::{Execution, Schedule, Target};
 use altiplano_ir::reduce::Reduction;
 
 /// A planning problem. What is `None` is searched.
@@ -34,6 +34,10 @@ pub struct Request {
     pub recompute: Option<bool>,
     pub optimizer: Optimizer,
     pub execution: Execution,
+    /// What is to run the plan; see [`crate::target::aimed`].
+    pub target: Target,
+    /// Which part of the space is searched.
+    pub search: SearchKind,
     /// Split a loss that is no mean or sum over samples into microbatches all the same.
     pub allow_microbatch_semantics: bool,
     /// Price the plain baselines as well.
@@ -61,6 +65,8 @@ impl Request {
             recompute: None,
             optimizer: Optimizer::adamw(),
             execution: Execution::default(),
+            target: Target::Altiplano,
+            search: SearchKind::Whole,
             allow_microbatch_semantics: false,
             baselines: true,
         }
@@ -72,11 +78,25 @@ impl Request {
     }
 }
 
+/// Which part of the space is searched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SearchKind {
+    #[default]
+    Whole,
+    /// What Alpa searches (Zheng et al. 2022): submeshes of a power of two within a node or of whole nodes, all devices used,
+    /// every layer recomputed, storage at one level, and nothing known of what stages send each other.
+    Alpa,
+}
+
 /// Why there is no plan.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanFailure {
     #[error(transparent)]
     Autodiff(#[from] AutodiffError),
+    #[error("{option} {value} is for devices that are all alike; the cluster has {groups} groups of nodes")]
+    OneGroup { option: &'static str, value: &'static str, groups: usize },
+    #[error("--{option} {given} is not {allowed}, which is what {target} runs")]
+    Target { target: &'static str, option: &'static str, given: u32, allowed: u32 },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
     #[error("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}")]
@@ -116,10 +136,29 @@ impl PlanFailure {
 pub trait Progress: Sync {
     /// `done` of `total` pieces of work, and what the current one is.
     fn step(&self, what: &str, done: usize, total: usize);
+
+    /// The fastest step found so far, as the search estimates it, and what no plan on these devices falls below.
+    fn best(&self, _step_s: f64, _bound_s: f64) {}
+
+    /// Whether to look no further and give the best plan found so far.
+    fn stopped(&self) -> bool {
+        false
+    }
 }
 
 /// No one is watching.
 pub struct Silent;
+
+/// Says nothing, and stops when another one does.
+pub struct Muted<'a>(pub &'a dyn Progress);
+
+impl Progress for Muted<'_> {
+    fn step(&self, _: &str, _: usize, _: usize) {}
+
+    fn stopped(&self) -> bool {
+        self.0.stopped()
+    }
+}
 
 impl Progress for Silent {
     fn step(&self, _: &str, _: usize, _: usize) {}

@@ -2,6 +2,7 @@
 
 pub mod calibrate;
 pub mod clusters;
+pub mod compare;
 pub mod demo;
 pub mod fidelity;
 pub mod import;

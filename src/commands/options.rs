@@ -5,10 +5,10 @@ use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::ir::plan::{Plan, Schedule, Target};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::NamedPin;
-use altiplano::planner::{Progress, Request};
+use altiplano::planner::{Progress, Request, SearchKind};
 use altiplano::profiled::{load_profile, plan_by, repredict, uncovered};
 use altiplano::training::Training;
 use altiplano::{
@@ -171,6 +171,12 @@ pub struct PlanOptions {
     /// Judge plans by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Plan what this software can run, as it runs it [default: altiplano]
+    #[arg(long)]
+    target: Option<TargetName>,
+    /// Search only what Alpa does, for comparison
+    #[arg(long)]
+    search: Option<SearchName>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -187,6 +193,20 @@ enum ScheduleName {
     Gpipe,
     #[value(name = "1f1b")]
     OneFOneB,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum TargetName {
+    Altiplano,
+    Megatron,
+    Fsdp,
+    Xla,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum SearchName {
+    Whole,
+    Alpa,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -263,6 +283,15 @@ impl PlanOptions {
             Some(OptimizerName::Adamw) => Optimizer::adamw(),
             None => request.optimizer,
         };
+        request.target = match self.target {
+            None | Some(TargetName::Altiplano) => Target::Altiplano,
+            Some(TargetName::Megatron) => Target::Megatron,
+            Some(TargetName::Fsdp) => Target::Fsdp,
+            Some(TargetName::Xla) => Target::Xla,
+        };
+        if self.search == Some(SearchName::Alpa) {
+            request.search = SearchKind::Alpa;
+        }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         Ok((request, model.given))
     }

@@ -3,7 +3,7 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::say;
 use crate::progress::Bar;
-use altiplano::planner::PlanFailure;
+use altiplano::planner::{PlanFailure, Progress};
 use altiplano::remedies::shortage;
 use altiplano::{Error, expect_writable, report, write_file};
 use clap::Args;
@@ -30,7 +30,7 @@ impl Plan {
     pub fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let request = self.plan.request(&self.model, &self.options)?;
-        let bar = Bar::new();
+        let bar = Bar::stoppable();
         let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
             if let Error::Plan(failure) = error
                 && let PlanFailure::Memory { required_bytes, .. } = **failure
@@ -39,6 +39,9 @@ impl Plan {
                 bar.suspend(|| eprintln!("{shortage}"));
             }
         })?;
+        if bar.stopped() {
+            bar.suspend(|| eprintln!("note: the search was stopped; this is the best plan that it had found"));
+        }
         drop(bar);
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;

@@ -14,7 +14,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted};
+use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted, Target};
 use comfy_table::{CellAlignment, Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -91,6 +91,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     if let Some(profile) = &plan.profile {
         writeln!(out, "  judged by       {profile}")?;
+    }
+    if plan.target != Target::Altiplano {
+        writeln!(out, "  run by          {}, as far as its options and overlap go", plan.target.name())?;
     }
     let p = &plan.predicted;
     let step = if trains { "step " } else { "batch" };

@@ -11,6 +11,7 @@ use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::Prices;
 use crate::model::Layered;
+use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::{CostModel, Costs, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
@@ -19,7 +20,7 @@ use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is left open of a request: one baseline fixes what another searches.
 #[derive(Clone, Debug)]
@@ -40,6 +41,8 @@ pub struct Freedom {
     pub only_group: Option<usize>,
     /// Prefer layouts that keep less, even if that takes time.
     pub lean: bool,
+    /// [`crate::SearchKind::Alpa`].
+    pub alpa: bool,
 }
 
 /// One stage as the search chose it.
@@ -143,6 +146,7 @@ fn candidates_of_mesh(
     let path = entering_path(group, shape);
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
+        _ if freedom.alpa => 0.0,
         l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
@@ -234,11 +238,15 @@ fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     }
 }
 
-/// On large clusters only submeshes that divide them evenly: their number would grow with the square of the devices.
-fn worth_trying(shape: SubmeshShape, group: &Group) -> bool {
+/// On large clusters only submeshes that divide them evenly, and none far smaller than an even share of as many stages as there
+/// are layers: their number would grow with the square of the devices, and the dynamic program with the number of the smallest.
+fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     const SMALL: u32 = 16;
+    const FAR: u64 = 8;
     let even = |part: u32, whole: u32| whole <= SMALL || whole % part == 0;
-    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node)
+    let large = group.nodes > SMALL && shape.num_devices() != group.num_devices() as u64;
+    let tiny = large && shape.num_devices() * FAR * (num_layers as u64) < group.num_devices() as u64;
+    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
 /// Blocks of all groups, of which the smallest go where those of several groups could be combined in too many ways.
@@ -272,6 +280,8 @@ pub struct Candidates {
     blocks: Vec<Block>,
     table: StageTable,
     ways: Vec<Way>,
+    /// Answers of the dynamic program, by schedule, memory and number of stages.
+    answers: Mutex<BTreeMap<(&'static str, Vec<u64>, Option<u32>), Result<Stages, NoStages>>>,
 }
 
 /// Solves every mesh for one number of microbatches.
@@ -283,6 +293,7 @@ pub fn candidates(
     num_microbatches: u32,
 ) -> Candidates {
     let cluster = &request.cluster;
+    let num_layers = layered.layers.len();
     let blocks_of = |group: usize| {
         let of_group = &cluster.groups[group];
         let wanted = move |block: &Block| {
@@ -290,7 +301,9 @@ pub fn candidates(
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
             let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
-            !whole && (!exact || product == Some(devices)) && worth_trying(block.shape, of_group)
+            let alpas = !freedom.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
+            let worth = worth_trying(block.shape, of_group, num_layers);
+            alpas && !whole && (!exact || product == Some(devices)) && worth
         };
         let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
         shapes.map(move |shape| Block { group, shape }).filter(wanted)
@@ -342,7 +355,7 @@ pub fn candidates(
             }
         }
     }
-    Candidates { layered, num_microbatches, blocks, table, ways }
+    Candidates { layered, num_microbatches, blocks, table, ways, answers: Mutex::default() }
 }
 
 /// Seconds by which what enters a stage on a block takes longer from another group than from its own.
@@ -393,7 +406,10 @@ impl Candidates {
                 all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
             };
-            match plan_stages(&self.table, &query) {
+            let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
+            let key = (schedule.name(), memory_bytes.to_vec(), num_stages);
+            let answer = answers.entry(key).or_insert_with(|| plan_stages(&self.table, &query)).clone();
+            match answer {
                 Ok(stages) if best.as_ref().is_none_or(|(b, _)| stages.step_s < b.step_s) => {
                     best = Some((stages, schedule));
                 }
@@ -463,6 +479,7 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
+    let bound_s = bound_s(request, counts, layered);
     // Whether a number of microbatches is better than those before; `None` where nothing fits.
     let mut tried = |i: usize| -> Option<bool> {
         let count = counts[i];
@@ -482,29 +499,37 @@ pub fn search(
             better |= step_s.is_some_and(|s| s < *least);
             *least = least.min(step_s.unwrap_or(f64::INFINITY));
         }
+        if least[0].is_finite() {
+            progress.best(least[0], bound_s);
+        }
         best.map(|_| better)
     };
+    let mut any = false;
     let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
     let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
     let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
     for i in start..total {
-        worse = match tried(i) {
+        let better = tried(i);
+        any |= better.is_some();
+        worse = match better {
             Some(true) => 0,
             Some(false) => worse + 1,
             None => worse,
         };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
     }
     worse = 0;
     for i in (0..start).rev() {
-        worse = if tried(i) == Some(true) { 0 } else { worse + 1 };
-        if worse == 2 {
+        if worse == 2 || any && progress.stopped() {
             break;
         }
+        let better = tried(i);
+        any |= better.is_some();
+        worse = if better == Some(true) { 0 } else { worse + 1 };
     }
     progress.step("done", total, total);
     found.sort_by_key(|c| c.num_microbatches);
@@ -513,6 +538,12 @@ pub fn search(
 
 /// Microbatches for each stage with which a pipeline is mostly full.
 const FULL: u32 = 4;
+
+/// The FLOPs of a step at the peak rate of all devices, whatever the number of microbatches.
+fn bound_s(request: &Request, counts: &[u32], layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync)) -> f64 {
+    let Some((count, at_size)) = counts.iter().find_map(|&c| Some((c, layered(c)?))) else { return 0.0 };
+    step_flop(&at_size.graph, request.trains()) * count as f64 / peak_flops(&request.cluster, &at_size.graph)
+}
 
 /// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
 /// of that, and parameters with gradient and state, split over all devices.
@@ -528,6 +559,8 @@ const WORTH_JUDGING: f64 = 1.5;
 const MOST_MESHES: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
+/// Nodes of all search results that are judged, as far as there are more of them than one.
+const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device of each group given
@@ -568,11 +601,15 @@ impl Searched {
         let Some(least) = all.first().map(|f| f.step_s) else {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
+        // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
+        let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
+        let num_nodes = self.candidates[0].layered.graph.len();
+        let most_judged = most_judged.min(NODES_JUDGED / num_nodes.max(1)).max(1);
         let simplest = all.iter().position(|f| f.stages.len() == 1);
         let mut rank = 0;
         all.retain(|f| {
             rank += 1;
-            rank <= MOST_JUDGED && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
+            rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
@@ -595,7 +632,10 @@ impl Searched {
             let mut near = singles.clone();
             near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
             let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
-            let near = near.into_iter().filter(|s| !freedom.all_devices || devices(s) == total).take(MOST_MESHES);
+            let near = near
+                .into_iter()
+                .filter(|s| !freedom.all_devices || devices(s) == total)
+                .take(most_judged.min(MOST_MESHES));
             for single in smallest.into_iter().chain(near) {
                 if unknown(&all, &single) {
                     all.push(single);

@@ -24,8 +24,10 @@ pub struct BodyBuilder<'a> {
 }
 
 impl<'a> BodyBuilder<'a> {
-    pub fn new(stage: &'a StageContext<'a>, name: String) -> Self {
-        let graph = Graph::new(name);
+    /// `num_nodes` of the training graph are about to be emitted.
+    pub fn new(stage: &'a StageContext<'a>, name: String, num_nodes: usize) -> Self {
+        let mut graph = Graph::new(name);
+        graph.nodes.reserve(num_nodes + num_nodes / 2);
         BodyBuilder { stage, graph, have: FxHashMap::default(), reads: Vec::new(), leaves: FxHashMap::default() }
     }
 
@@ -164,14 +166,20 @@ impl<'a> BodyBuilder<'a> {
             }
         }
         let mut map = vec![ValueId(u32::MAX); graph.len()];
-        let mut kept = Graph::new(graph.name.clone());
-        for (i, mut node) in std::mem::take(&mut graph.nodes).into_iter().enumerate().filter(|(i, _)| live[*i]) {
-            node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
-            map[i] = kept.append(node);
-        }
-        kept.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
+        let (mut at, mut kept) = (0, 0);
+        graph.nodes.retain_mut(|node| {
+            let lives = live[at];
+            if lives {
+                node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
+                map[at] = ValueId(kept);
+                kept += 1;
+            }
+            at += 1;
+            lives
+        });
+        graph.outputs.iter_mut().for_each(|o| *o = map[o.index()]);
         let reads = self.reads.into_iter().filter(|(v, _)| live[v.index()]).map(|(v, b)| (map[v.index()], b)).collect();
         let writes = writes.into_iter().map(|(b, v)| (b, map[v.index()])).collect();
-        (kept, reads, writes)
+        (graph, reads, writes)
     }
 }

@@ -3,7 +3,8 @@
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
-use std::collections::{BTreeMap, BTreeSet};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeSet;
 
 /// What decides between keeping and computing again.
 pub struct Repeats<'a> {
@@ -27,21 +28,21 @@ impl Repeats<'_> {
         let Repeats { graph, layer_of, users, recompute, fused_attention } = *self;
         let mut again = BTreeSet::new();
         // Large kept values that a value is made of by ops that are computed again.
-        let mut sources: BTreeMap<ValueId, BTreeSet<ValueId>> = BTreeMap::new();
+        let mut sources: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
         for v in nodes {
             let node = graph.node(v);
             let layer = layer_of[v.index()];
             let leaves_layer = users[v.index()].iter().any(|u| layer_of[u.index()] != layer);
-            let mut from: BTreeSet<ValueId> = BTreeSet::new();
+            let mut from: Vec<ValueId> = Vec::new();
             let is_constant = |o: ValueId| layer_of[o.index()].is_none() && !graph.node(o).op.is_leaf();
             for &o in node.operands.iter().filter(|o| !is_constant(**o)) {
                 match sources.get(&o) {
                     Some(s) => from.extend(s),
-                    None => {
-                        from.insert(o);
-                    }
+                    None => from.push(o),
                 }
             }
+            from.sort_unstable();
+            from.dedup();
             let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
             let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
             let product = fused_attention
@@ -51,7 +52,7 @@ impl Repeats<'_> {
                 again.insert(v);
                 sources.insert(v, from);
             } else {
-                sources.insert(v, BTreeSet::from([v]));
+                sources.insert(v, vec![v]);
             }
         }
         again

@@ -122,8 +122,10 @@ impl<'a> StageLowering<'a> {
 
     fn forward(&mut self) -> BodyBuilder<'a> {
         let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index));
-        for v in cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+        let here = |v: &ValueId| cx.stage_of[v.index()] == Some(cx.index);
+        let nodes: Vec<ValueId> = cx.plan.graph.values().filter(here).collect();
+        let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index), nodes.len());
+        for v in nodes {
             let (rule, strategy) = (cx.plan.graph.rule(v), cx.strategy(v));
             let shardings = rule.shardings(strategy, &cx.mesh);
             for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
@@ -295,7 +297,6 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let training = cx.training;
         let graph = &training.graph;
-        let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index));
         let here = |v: ValueId| cx.stage_of[v.index()] == Some(cx.index);
         let mut owned: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
         for n in graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
@@ -304,6 +305,8 @@ impl<'a> StageLowering<'a> {
                 owned.entry(owner).or_default().push(n);
             }
         }
+        let num_nodes = owned.values().map(Vec::len).sum();
+        let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index), num_nodes);
         let parts = parts_of(cx);
         let mut receives_backward = BTreeMap::new();
         let mut writes = Vec::new();
@@ -457,7 +460,7 @@ impl<'a> StageLowering<'a> {
         accumulators: &BTreeMap<ValueId, BufferId>,
     ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>) {
         let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index));
+        let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index), accumulators.len());
         let mut writes = Vec::new();
         let mut own = BTreeMap::new();
         let mut receives = BTreeMap::new();
@@ -495,7 +498,7 @@ impl<'a> StageLowering<'a> {
         others: &BTreeMap<(ValueId, u32), BufferId>,
     ) -> Body {
         let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index));
+        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 8 * accumulators.len());
         let mut writes = Vec::new();
         if !cx.plan.schedule.trains() {
             let (graph, reads, writes) = b.finish(writes);
@@ -579,7 +582,7 @@ fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
 }
 
 /// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests.
-fn parts_of(cx: &StageContext<'_>) -> BTreeMap<ValueId, ValueId> {
+fn parts_of(cx: &StageContext<'_>) -> FxHashMap<ValueId, ValueId> {
     let here = |v: &ValueId| cx.stage_of[v.index()] == Some(cx.index) && !is_of_parameter(cx, *v);
     let of = |v: ValueId| cx.training.contributions[v.index()].iter().map(move |(_, part)| (*part, v));
     cx.plan.graph.values().filter(here).flat_map(of).collect()

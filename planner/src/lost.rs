@@ -1,0 +1,85 @@
+//! What else was found, and why it was not chosen.
+//!
+//! The search hands the judge its best few plans. Those that lost stay in the plan as alternatives, each with where its time goes
+//! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
+
+use crate::{count, leanest_of_the_fastest, peak_bytes};
+use altiplano_ir::plan::{Alternative, Plan, Stage};
+
+/// Runners-up that a plan keeps.
+const KEPT: usize = 3;
+
+/// The fastest plans that lost to `chosen` and look different from it and each other, with the reason of each.
+pub fn alternatives(chosen: &Plan, others: Vec<Plan>) -> Vec<Alternative> {
+    let mut shown = vec![shape(chosen)];
+    let mut kept = Vec::new();
+    for plan in others {
+        if kept.len() < KEPT && !shown.contains(&shape(&plan)) {
+            shown.push(shape(&plan));
+            kept.push(Alternative {
+                name: format!("runner-up {}", kept.len() + 1),
+                predicted: Some(plan.predicted.clone()),
+                fits: true,
+                detail: format!("{}; {}", shape(&plan), reason(chosen, &plan)),
+            });
+        }
+    }
+    kept
+}
+
+/// `2 stages, 8 microbatches, mesh<data=2, tensor=4>, recomputed`.
+pub fn shape(plan: &Plan) -> String {
+    let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    meshes.dedup();
+    const SHOWN: usize = 3;
+    if meshes.len() > SHOWN {
+        let more = meshes.len() - SHOWN;
+        meshes.truncate(SHOWN);
+        meshes.push(format!("{more} more"));
+    }
+    let recomputed = plan.stages.iter().filter(|s| s.recompute).count();
+    let recomputed = match recomputed {
+        0 => String::new(),
+        n if n == plan.stages.len() => ", recomputed".to_string(),
+        n => format!(", {n} of them recomputed"),
+    };
+    format!(
+        "{}, {}, {}{recomputed}",
+        count(plan.stages.len() as u32, "stage", "stages"),
+        count(plan.num_microbatches, "microbatch", "microbatches"),
+        meshes.join(" + ")
+    )
+}
+
+/// Why a plan that fits was not chosen.
+fn reason(chosen: &Plan, lost: &Plan) -> String {
+    let (ours, theirs) = (chosen.predicted.step_time_s, lost.predicted.step_time_s);
+    if theirs <= ours {
+        // The other plan was no slower: devices or memory decided.
+        let both = vec![lost.clone(), chosen.clone()];
+        let devices = |p: &Plan| p.stages.iter().map(|s| s.devices.len()).sum::<usize>();
+        return match leanest_of_the_fastest(both) {
+            leaner if devices(&leaner) < devices(lost) => format!("as fast, on {} devices", devices(lost)),
+            _ => format!("as fast, with {:.1} GB on a device", peak_bytes(lost) as f64 / 1e9),
+        };
+    }
+    let (a, b) = (busiest(chosen), busiest(lost));
+    let parts = [
+        ("computing", b.predicted.compute_s - a.predicted.compute_s),
+        ("communicating", b.predicted.communication_s - a.predicted.communication_s),
+        ("waiting", b.predicted.bubble_s - a.predicted.bubble_s),
+    ];
+    let most = parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("computing", 0.0));
+    let slower = 100.0 * (theirs / ours - 1.0);
+    let share = 100.0 * most.1 / ours;
+    match most.1 > 0.0 {
+        true => format!("{slower:.1} % slower: {} takes {share:.1} % of a step more", most.0),
+        false => format!("{slower:.1} % slower"),
+    }
+}
+
+/// The stage that computes and communicates longest.
+fn busiest(plan: &Plan) -> &Stage {
+    let busy = |s: &Stage| s.predicted.compute_s + s.predicted.communication_s;
+    plan.stages.iter().max_by(|a, b| busy(a).total_cmp(&busy(b))).unwrap_or(&plan.stages[0])
+}

@@ -1,0 +1,202 @@
+//! A plan against a configuration that somebody runs today.
+//!
+//! The configuration is stated as its users state it (`tp=4 pp=2 mbs=1 recompute`), becomes a plan on the same cluster, and is
+//! judged by the same judge. Where its step was measured, the error of the judge on it is a correction for the plan as well.
+
+use crate::error::Error;
+use crate::units::{bytes, digits, percent, seconds};
+use altiplano_cost_models::Rooflines;
+use altiplano_ir::plan::{Plan, Stage, Target};
+use altiplano_planner::fixed::Degrees;
+use altiplano_planner::lost::shape;
+use altiplano_planner::sweep::configured;
+use altiplano_planner::target::execution;
+use altiplano_planner::{PlanFailure, Request};
+use std::fmt::Write;
+use std::str::FromStr;
+
+/// A configuration as its users state it; what is left out follows from the cluster, or is not done.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Baseline {
+    pub target: Target,
+    pub tp: u32,
+    pub pp: u32,
+    /// Default: the devices that tensor and pipeline parallelism leave.
+    pub dp: Option<u32>,
+    /// Samples that one replica takes at a time.
+    pub micro_batch: u64,
+    pub zero: u8,
+    pub recompute: bool,
+}
+
+impl FromStr for Baseline {
+    type Err = String;
+
+    /// Reads `tp=4 pp=2 dp=8 mbs=1 zero=1 recompute target=megatron`, in any order, split by spaces or commas.
+    fn from_str(text: &str) -> Result<Baseline, String> {
+        let target = Target::Megatron;
+        let mut baseline = Baseline { target, tp: 1, pp: 1, dp: None, micro_batch: 1, zero: 0, recompute: false };
+        for word in text.split([' ', ',']).filter(|word| !word.is_empty()) {
+            let (name, value) = word.split_once('=').unwrap_or((word, ""));
+            let number = || match value.parse::<u32>() {
+                Ok(0) if name != "zero" => Err(format!("{word}: must be at least 1")),
+                Ok(number) => Ok(number),
+                Err(_) => Err(format!("{word}: expected {name}=N with a whole number")),
+            };
+            match name {
+                "tp" => baseline.tp = number()?,
+                "pp" => baseline.pp = number()?,
+                "dp" => baseline.dp = Some(number()?),
+                "mbs" => baseline.micro_batch = u64::from(number()?),
+                "zero" => {
+                    baseline.zero = number().and_then(|z| match u8::try_from(z) {
+                        Ok(z @ 0..=3) => Ok(z),
+                        _ => Err(format!("{word}: must be 0, 1, 2 or 3")),
+                    })?
+                }
+                "recompute" => {
+                    baseline.recompute = match value {
+                        "" | "full" => true,
+                        "none" => false,
+                        _ => return Err(format!("{word}: expected recompute, recompute=full or recompute=none")),
+                    }
+                }
+                "target" => {
+                    let known = Target::ALL.into_iter().find(|t| t.name() == value);
+                    baseline.target =
+                        known.ok_or_else(|| format!("{word}: expected altiplano, megatron, fsdp or xla"))?;
+                }
+                _ => return Err(format!("{word}: not one of tp, pp, dp, mbs, zero, recompute, target")),
+            }
+        }
+        Ok(baseline)
+    }
+}
+
+impl Baseline {
+    /// The plan of this configuration for the model, batch and cluster of another one.
+    ///
+    /// # Errors
+    /// Where the degrees do not fit the cluster or the batch, or there is no such plan.
+    pub fn plan(&self, like: &Plan) -> Result<Plan, Error> {
+        let option = |problem| Error::Option { option: "--baseline", problem };
+        let devices = like.cluster.num_devices();
+        let each = u64::from(self.tp) * u64::from(self.pp);
+        let dp = self.dp.map_or(u64::from(devices) / each.max(1), u64::from);
+        if dp == 0 || each.saturating_mul(dp) > u64::from(devices) {
+            return Err(option("has more devices than the plan's cluster: tp x pp x dp is too large"));
+        }
+        if self.dp.is_none() && each * dp != u64::from(devices) {
+            return Err(option("does not divide the plan's cluster: tp x pp must divide its devices, or give dp"));
+        }
+        let together = self.micro_batch.saturating_mul(dp);
+        if like.graph.batch == 0 {
+            return Err(option("cannot be planned: the plan's graph keeps to the batch it was traced at"));
+        }
+        if like.global_batch % together != 0 {
+            return Err(option("does not divide the global batch: mbs x dp must"));
+        }
+        let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
+        let device = &like.cluster.groups[0].device;
+        let mut request = Request::new(like.model.clone(), like.graph.clone(), like.loss, like.cluster.clone());
+        request.stop_gradients = like.stop_gradients.clone();
+        request.optimizer = like.optimizer;
+        request.reduction = like.reduction;
+        request.global_batch = Some(like.global_batch);
+        request.schedule = Some(like.schedule);
+        request.allow_microbatch_semantics = true;
+        request.target = self.target;
+        request.execution = execution(self.target, &device.name, &like.graph, Some(self.zero));
+        let degrees = Degrees {
+            dp: dp as u32,
+            tp: self.tp,
+            cp: 1,
+            stages: self.pp,
+            num_microbatches,
+            zero: self.zero,
+            recompute: self.recompute,
+        };
+        configured(&request, &degrees, &Rooflines::of(&request.cluster)).map_err(|failure| match failure {
+            PlanFailure::NoCombination => {
+                option("has no plan: a stage's devices must be within a node, or whole nodes")
+            }
+            failure => failure.into(),
+        })
+    }
+}
+
+/// Two plans side by side; `measured_s` are seconds of a step of the baseline.
+pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> String {
+    let mut out = String::new();
+    let mut line = |name: &str, p: &Plan| {
+        let peak = p.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
+        let held = |s: &Stage| s.predicted.peak_bytes <= p.group_of(s).device.memory_bytes;
+        let fits = if p.stages.iter().all(held) { "fits" } else { "does not fit" };
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            out,
+            "{name}  {} a step, {} samples/s, {} MFU, {} on a device ({fits}), for {}\n          {}",
+            seconds(p.predicted.step_time_s),
+            digits(p.predicted.samples_per_s),
+            percent(p.predicted.mfu),
+            bytes(peak),
+            p.target.name(),
+            shape(p),
+        );
+    };
+    line("plan    ", plan);
+    line("baseline", baseline);
+    let (ours, theirs) = (plan.predicted.step_time_s, baseline.predicted.step_time_s);
+    let _ = writeln!(out, "\nthe plan is predicted {} times as fast", digits(theirs / ours));
+    if let Some(measured_s) = measured_s {
+        let off = measured_s / theirs;
+        let how = if off >= 1.0 { "slower" } else { "faster" };
+        let _ = writeln!(
+            out,
+            "the baseline's {} measured is {} {how} than its prediction; off by as much, the plan takes {} a step",
+            seconds(measured_s),
+            percent((off - 1.0).abs()),
+            seconds(ours * off)
+        );
+    }
+    out.trim_end().to_string()
+}
+
+/// Seconds as people write them: `5.3`, `5.3s`, `830ms`.
+pub fn duration(text: &str) -> Result<f64, &'static str> {
+    let (number, unit) = match text.strip_suffix("ms") {
+        Some(number) => (number, 1e-3),
+        None => (text.strip_suffix('s').unwrap_or(text), 1.0),
+    };
+    let value: f64 = number.trim().parse().map_err(|_| "expected seconds such as 5.3s or 830ms")?;
+    let seconds = value * unit;
+    if seconds.is_finite() && seconds > 0.0 { Ok(seconds) } else { Err("must be more than 0") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn baselines_are_read_in_any_order() {
+        let read: Baseline = "pp=2, tp=4 recompute mbs=8 zero=1 target=fsdp".parse().unwrap();
+        let target = Target::Fsdp;
+        assert_eq!(read, Baseline { target, tp: 4, pp: 2, dp: None, micro_batch: 8, zero: 1, recompute: true });
+    }
+
+    #[test]
+    fn what_a_baseline_lacks_is_said() {
+        let said = |text: &str| text.parse::<Baseline>().unwrap_err();
+        assert_eq!(said("tp=x"), "tp=x: expected tp=N with a whole number");
+        assert_eq!(said("tp=0"), "tp=0: must be at least 1");
+        assert_eq!(said("zero=4"), "zero=4: must be 0, 1, 2 or 3");
+        assert_eq!(said("ep=2"), "ep=2: not one of tp, pp, dp, mbs, zero, recompute, target");
+    }
+
+    #[test]
+    fn durations() {
+        assert_eq!(duration("5.3s"), Ok(5.3));
+        assert_eq!(duration("830ms"), Ok(0.83));
+        assert!(duration("-1").is_err() && duration("soon").is_err() && duration("inf").is_err());
+    }
+}
