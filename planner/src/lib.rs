@@ -65,17 +65,17 @@ pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let mut found = choose(request, &freedom, costs, &layered, progress);
+    let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
     // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
     let several = request.cluster.groups.len() > 1;
     for group in (0..request.cluster.groups.len()).filter(|_| several) {
-        if progress.stopped() && found.plan.is_ok() {
+        if progress.stopped() && found[0].plan.is_ok() {
             break;
         }
         let alone = Freedom { only_group: Some(group), ..freedom.clone() };
-        found = found.or(choose(request, &alone, costs, &layered, progress));
+        found.push(choose(request, &alone, costs, &layered, progress));
     }
-    let Choice { plan, mut baselines, mut others } = found;
+    let Choice { plan, mut baselines, mut others } = best_choice(found);
     let mut plan = plan?;
     if progress.stopped() || !request.baselines {
         return Ok(plan);
@@ -109,28 +109,34 @@ struct Choice {
     others: Vec<Plan>,
 }
 
-impl Choice {
-    /// The better of two choices of the same request, each on other groups.
-    fn or(self, other: Choice) -> Choice {
-        let mut others = self.others;
-        others.extend(other.others);
-        let plan = match (self.plan, other.plan) {
-            (Ok(a), Ok(b)) => {
-                others.extend([a.clone(), b.clone()]);
-                Ok(leanest_of_the_fastest(vec![a, b]))
+/// The best of choices of the same request, each on other groups, with the better of their lines; the first failure where all fail.
+fn best_choice(choices: Vec<Choice>) -> Choice {
+    let (mut plans, mut failure) = (Vec::new(), None);
+    let (mut baselines, mut others): (Vec<Alternative>, Vec<Plan>) = (Vec::new(), Vec::new());
+    let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
+    for choice in choices {
+        match choice.plan {
+            Ok(plan) => plans.push(plan),
+            Err(why) => failure = failure.or(Some(why)),
+        }
+        others.extend(choice.others);
+        if baselines.is_empty() {
+            baselines = choice.baselines;
+            continue;
+        }
+        for (line, other) in baselines.iter_mut().zip(choice.baselines) {
+            if rank(&other) < rank(line) {
+                *line = other;
             }
-            (Err(_), Ok(plan)) => Ok(plan),
-            (plan, Err(_)) => plan,
-        };
-        let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
-        let baselines = match (self.baselines, other.baselines) {
-            (ours, theirs) if ours.is_empty() => theirs,
-            (ours, theirs) => {
-                ours.into_iter().zip(theirs).map(|(a, b)| if rank(&b) < rank(&a) { b } else { a }).collect()
-            }
-        };
-        Choice { plan, baselines, others }
+        }
     }
+    // What is chosen loses to nothing: lines of those that lost leave out what looks like it.
+    others.extend(plans.iter().cloned());
+    let plan = match plans.is_empty() {
+        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        false => Ok(leanest_of_the_fastest(plans)),
+    };
+    Choice { plan, baselines, others }
 }
 
 /// The fastest plan that fits, its stages solved again as a whole, judged against the baselines.
