@@ -84,8 +84,8 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 all_devices: true,
                 memory_bytes: vec![u64::MAX],
                 only_group: None,
-                alpa: false,
                 lean: false,
+                alpa: false,
             };
             let searched = search(request, &freedom, &cost, &|_| Some(layered.clone()), &Silent);
             let Ok(found) = searched.ranked(request, &freedom, &Default::default()) else { continue };

@@ -8,7 +8,7 @@ use altiplano_cost_models::kernels::{Kernel, of_runtime};
 use altiplano_cost_models::profile::{self, Lookup, Machine, Outliers, Priced, Profile, ProfileError, Series};
 use altiplano_cost_models::roofline::OPS_PER_FUSED_KERNEL;
 use altiplano_cost_models::timeline::Price;
-use altiplano_cost_models::{AxisLink, CostModel, Roofline, Runtime, TransferPath};
+use altiplano_cost_models::{AxisLink, CostModel, Roofline, Rooflines, Runtime, TransferPath};
 use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -19,6 +19,7 @@ use altiplano_ir::program::{Body, BufferId, Phase, Program, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::work::{Term, Work};
+use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::predict::{predict, work_of};
 use altiplano_planner::{Progress, Request, plan, plan_with, programs};
 use altiplano_runtime::measure::{Options, measure};
@@ -73,6 +74,16 @@ pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Prog
     let mut found = plan_with(request, &cost, progress)?;
     found.profile = Some(profile.label());
     Ok(found)
+}
+
+/// The frontier of plans, by a profile if there is one.
+pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
+    let Some(profile) = profile else { return Ok(frontier(request, &Rooflines::of(&request.cluster), progress)?) };
+    let device = measured_device(&request.cluster)?;
+    let cost = Profiled::new(profile.clone(), device, request.cluster.num_devices()).map_err(Error::profile_option)?;
+    let mut points = frontier(request, &cost, progress)?;
+    points.iter_mut().for_each(|p| p.plan.profile = Some(profile.label()));
+    Ok(points)
 }
 
 /// Predicts a plan anew by a profile.

@@ -117,6 +117,10 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     let chain = runs.chains(&tables).swap_remove(runs.of(0, kinds.len()));
     let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
     let path = chain.path(&of_layers);
+    // Where the demands on the axes leave some layer no way there is none through all of them.
+    if path.len() != of_layers.len() {
+        return None;
+    }
 
     let mut strategies = Vec::new();
     let mut parameters: BTreeMap<ValueId, Kept> = BTreeMap::new();

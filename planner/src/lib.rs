@@ -7,6 +7,7 @@
 
 pub mod assemble;
 pub mod fixed;
+pub mod frontier;
 pub mod inter_op;
 pub mod intra_op;
 pub mod layers;
@@ -52,16 +53,8 @@ pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
     if request.target == Target::Megatron {
         return best_of_sweep(request, costs, progress);
     }
-    let starts = layers::cluster(&request.graph);
-    let known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>> = Mutex::default();
-    let layered = |count: u32| {
-        let cell = known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
-        let new = || {
-            let graph = at_microbatches(request, count)?;
-            Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
-        };
-        cell.get_or_init(new).clone()
-    };
+    let sizes = Sizes::new(request);
+    let layered = |count: u32| sizes.at(count);
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
@@ -242,12 +235,33 @@ pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     let costs = Rooflines::of(&request.cluster);
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
-    let starts = layers::cluster(&request.graph);
-    let layered = |count: u32| {
-        let graph = at_microbatches(request, count)?;
-        Some(Arc::new(Layered::new(graph, starts.clone(), &request.stop_gradients, request.trains())))
-    };
+    let sizes = Sizes::new(request);
+    let layered = |count: u32| sizes.at(count);
     leanest(request, &freedom, &costs, &layered)
+}
+
+/// The model cut into layers, at every size of microbatch that it is asked for.
+struct Sizes<'a> {
+    request: &'a Request,
+    starts: Vec<u32>,
+    known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>>,
+}
+
+impl<'a> Sizes<'a> {
+    fn new(request: &'a Request) -> Self {
+        Sizes { request, starts: layers::cluster(&request.graph), known: Mutex::default() }
+    }
+
+    /// At so many microbatches; `None` where the batch does not divide.
+    fn at(&self, count: u32) -> Option<Arc<Layered>> {
+        let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let Request { stop_gradients, .. } = self.request;
+        let new = || {
+            let graph = at_microbatches(self.request, count)?;
+            Some(Arc::new(Layered::new(graph, self.starts.clone(), stop_gradients, self.request.trains())))
+        };
+        cell.get_or_init(new).clone()
+    }
 }
 
 /// `1 stage`, `2 stages`.

@@ -83,3 +83,74 @@ fn busiest(plan: &Plan) -> &Stage {
     let busy = |s: &Stage| s.predicted.compute_s + s.predicted.communication_s;
     plan.stages.iter().max_by(|a, b| busy(a).total_cmp(&busy(b))).unwrap_or(&plan.stages[0])
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use altiplano_ir::mesh::Mesh;
+
+    /// A plan of nothing, whose predictions a test fills in.
+    pub(crate) fn empty() -> Plan {
+        let graph = altiplano_ir::graph::Graph::new("nothing");
+        Plan {
+            format: String::new(),
+            version: 1,
+            model: String::new(),
+            graph_hash: String::new(),
+            cluster: altiplano_cost_models::preset("local:4").unwrap(),
+            global_batch: 1,
+            num_microbatches: 1,
+            microbatch: 1,
+            schedule: altiplano_ir::plan::Schedule::OneFOneB,
+            optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
+            execution: Default::default(),
+            target: Default::default(),
+            loss: altiplano_ir::batch::LossKind::Mean,
+            stop_gradients: Vec::new(),
+            reduction: None,
+            profile: None,
+            predicted: Default::default(),
+            alternatives: Vec::new(),
+            layers: vec![0, 1],
+            stages: Vec::new(),
+            graph,
+        }
+    }
+
+    fn with_stage(data: u32, compute_s: f64, communication_s: f64, bubble_s: f64) -> Plan {
+        let mut plan = empty();
+        let predicted =
+            altiplano_ir::plan::StagePredicted { compute_s, communication_s, bubble_s, ..Default::default() };
+        plan.predicted.step_time_s = compute_s + communication_s + bubble_s;
+        plan.stages.push(Stage {
+            layers: 0..1,
+            group: 0,
+            submesh: (1, 4),
+            devices: (0..4).collect(),
+            mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),
+            recompute: false,
+            zero: 0,
+            shardings: Default::default(),
+            parameters: Default::default(),
+            receives: Default::default(),
+            solved: None,
+            predicted,
+        });
+        plan
+    }
+
+    #[test]
+    fn the_reason_names_what_takes_longer() {
+        let chosen = with_stage(4, 1.0, 0.2, 0.0);
+        let others = vec![with_stage(2, 1.1, 0.7, 0.0), with_stage(4, 1.3, 0.2, 0.0), with_stage(1, 1.0, 0.3, 0.5)];
+        let kept = alternatives(&chosen, others);
+        let details: Vec<&str> = kept.iter().map(|a| a.detail.as_str()).collect();
+        assert_eq!(
+            details,
+            [
+                "1 stage, 1 microbatch, mesh<data=2, tensor=2>; 50.0 % slower: communicating takes 41.7 % of a step more",
+                "1 stage, 1 microbatch, mesh<data=1, tensor=4>; 50.0 % slower: waiting takes 41.7 % of a step more",
+            ]
+        );
+    }
+}

@@ -8,8 +8,9 @@ use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule, Target};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::NamedPin;
+use altiplano::planner::frontier::Point;
 use altiplano::planner::{Progress, Request, SearchKind};
-use altiplano::profiled::{load_profile, plan_by, repredict, uncovered};
+use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::training::Training;
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
@@ -223,6 +224,12 @@ impl PlanOptions {
         let plan = plan_by(request, profile.as_ref(), progress)?;
         say_uncovered(&plan, profile.as_ref())?;
         Ok(plan)
+    }
+
+    /// The plans that none beats in seconds, bytes, devices and price at once.
+    pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
+        let profile = self.profile.as_deref().map(load_profile).transpose()?;
+        frontier_by(request, profile.as_ref(), progress)
     }
 
     /// The planning problem that a model file and these options pose.

@@ -5,9 +5,9 @@ use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::{PlanFailure, Progress};
 use altiplano::remedies::shortage;
-use altiplano::{Error, expect_writable, report, write_file};
+use altiplano::{Error, expect_writable, frontier_json, frontier_text, report, write_file};
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Plan how a model is trained on a cluster
 #[derive(Args)]
@@ -21,6 +21,10 @@ pub struct Plan {
     /// Write the plan to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Print what faster plans cost: the plans that none beats in seconds, bytes, devices and price at once. With -o, each is
+    /// written to a file of its own, numbered
+    #[arg(long)]
+    frontier: bool,
     /// Print the plan file itself instead of the report
     #[arg(long)]
     json: bool,
@@ -31,6 +35,16 @@ impl Plan {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::stoppable();
+        if self.frontier {
+            let points = self.plan.frontier(&request, &bar)?;
+            drop(bar);
+            for (i, point) in (1..).zip(&points) {
+                if let Some(file) = &self.output {
+                    write_file(&numbered(file, i), &point.plan.to_json())?;
+                }
+            }
+            return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
+        }
         let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
             if let Error::Plan(failure) = error
                 && let PlanFailure::Memory { required_bytes, .. } = **failure
@@ -48,4 +62,15 @@ impl Plan {
         }
         if self.json { say(plan.to_json()) } else { say(report(&plan)) }
     }
+}
+
+/// `plan.3.json` for `plan.json`.
+fn numbered(file: &Path, number: usize) -> PathBuf {
+    let mut name = file.file_stem().unwrap_or_default().to_os_string();
+    name.push(format!(".{number}"));
+    if let Some(extension) = file.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    file.with_file_name(name)
 }

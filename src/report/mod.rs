@@ -1,10 +1,12 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod frontier;
 mod held;
 mod programs;
 mod why;
 mod words;
 
+pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub use programs::programs;
 pub use why::why_text;

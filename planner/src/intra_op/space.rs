@@ -147,10 +147,13 @@ impl<'a> Spaces<'a> {
         let of_inputs = self.input_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs));
-        // Heavy ops use every axis where they can: an idle axis multiplies their work.
+        // Heavy ops use every axis where they can: an idle axis multiplies their work. One that splits features alone may have
+        // nothing to split, as where a vocabulary is odd.
         if node.op.is_contraction() {
+            let features = self.roles.features_axis;
+            let splits = |a: AxisId| mesh.size(a) > 1 && features != Some(a);
             let idle = |s: &Strategy| {
-                s.0.iter().zip(mesh.axis_ids()).filter(|(u, a)| mesh.size(*a) > 1 && **u == AxisUse::Replicated).count()
+                s.0.iter().zip(mesh.axis_ids()).filter(|(u, a)| splits(*a) && **u == AxisUse::Replicated).count()
             };
             let least = strategies.iter().map(idle).min().unwrap_or(0);
             strategies.retain(|s| idle(s) == least);

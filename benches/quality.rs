@@ -1,0 +1,98 @@
+//! How good chosen plans are beside what simpler searches find, all judged alike: every Megatron-style configuration (replicas x
+//! tensor-parallel devices x stages x microbatch x recomputation x ZeRO-0 and ZeRO-1), and Alpa's search.
+//!
+//!     cargo bench --bench quality -- FOLDER_OF_MODELS [NAME...]
+
+use altiplano::planner::sweep::{Space, sweep};
+use altiplano::planner::{PlanFailure, SearchKind, Silent, plan};
+use altiplano::{ImportOptions, cost_models::Roofline, load_cluster, load_model, request};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Model, cluster and global batch.
+const CASES: [(&str, &str, u64); 16] = [
+    ("gpt2-small.mlir", "dgx-a100:1", 64),
+    ("gpt2-small.mlir", "p3.16xlarge:4", 256),
+    ("gpt3-2.6b.mlir", "p3.16xlarge:1", 128),
+    ("gpt3-2.6b.mlir", "p3.16xlarge:2", 256),
+    ("gpt3-2.6b.mlir", "p3.16xlarge:8", 1024),
+    ("gpt3-2.6b.mlir", "dgx-h100:64", 1024),
+    ("gpt3-39b.mlir", "p3.16xlarge:8", 1024),
+    ("gpt3-39b.mlir", "dgx-a100:16", 1024),
+    ("gpt3-39b.mlir", "dgx-h100:64", 2048),
+    ("llama3-8b.mlir", "dgx-a100:1", 64),
+    ("llama3-8b.mlir", "dgx-h100:8", 512),
+    ("llama3-8b.mlir", "dgx-h100:64", 1024),
+    ("moe-2.4b.mlir", "p3.16xlarge:2", 256),
+    ("moe-2.4b.mlir", "dgx-a100:8", 1024),
+    ("wresnet50-1b.mlir", "p3.16xlarge:1", 256),
+    ("wresnet50-1b.mlir", "p3.16xlarge:2", 1536),
+];
+
+fn main() {
+    let mut arguments = std::env::args().skip(1).filter(|a| a != "--bench");
+    let Some(folder) = arguments.next().map(PathBuf::from) else {
+        println!("give the folder with the models; nothing was measured");
+        return;
+    };
+    let only: Vec<String> = arguments.collect();
+    println!(
+        "| model | cluster | batch | chosen s | search s | Megatron's best s | of | which | ratio | Alpa's search s | ratio |"
+    );
+    println!("|---|---|--:|--:|--:|--:|--:|---|--:|--:|--:|");
+    for (model, cluster, batch) in CASES {
+        if !only.is_empty() && !only.iter().any(|name| model.contains(name) || cluster.contains(name)) {
+            continue;
+        }
+        let loaded = match load_model(&folder.join(model), &ImportOptions::default()) {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                println!("skipped: {error}");
+                continue;
+            }
+        };
+        let mut wanted = match load_cluster(cluster) {
+            Ok(cluster) => request(&loaded, cluster),
+            Err(error) => panic!("{error}"),
+        };
+        wanted.global_batch = Some(batch);
+        let start = Instant::now();
+        let chosen = plan(&wanted, &Silent);
+        let search_s = start.elapsed().as_secs_f64();
+        let cost = Roofline::new(wanted.cluster.groups[0].device.clone());
+        let swept = sweep(&wanted, &Space::default(), &cost, &Silent);
+        let mut alpas = wanted.clone();
+        alpas.search = SearchKind::Alpa;
+        alpas.baselines = false;
+        let alpa = plan(&alpas, &Silent);
+        let seconds = |plan: &Result<_, PlanFailure>| {
+            plan.as_ref().ok().map(|p: &altiplano::ir::plan::Plan| p.predicted.step_time_s)
+        };
+        let ours = seconds(&chosen);
+        let ratio = |theirs: Option<f64>| match (ours, theirs) {
+            (Some(ours), Some(theirs)) => format!("{:.3}", ours / theirs),
+            _ => "-".into(),
+        };
+        let number = |s: Option<f64>| s.map_or("does not fit".into(), |s| format!("{s:.4}"));
+        let (best, count, which) = match &swept {
+            Ok(found) => {
+                let d = &found[0].degrees;
+                let recompute = if d.recompute { " recomputed" } else { "" };
+                let which = format!(
+                    "dp{} tp{} pp{}, {} microbatches, ZeRO-{}{recompute}",
+                    d.dp, d.tp, d.stages, d.num_microbatches, d.zero
+                );
+                (Some(found[0].plan.predicted.step_time_s), found.len(), which)
+            }
+            Err(_) => (None, 0, "-".into()),
+        };
+        println!(
+            "| {model} | {cluster} | {batch} | {} | {search_s:.1} | {} | {count} | {which} | {} | {} | {} |",
+            number(ours),
+            number(best),
+            ratio(best),
+            number(seconds(&alpa)),
+            ratio(seconds(&alpa)),
+        );
+    }
+}

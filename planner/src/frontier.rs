@@ -1,0 +1,209 @@
+//! What faster plans cost: the plans that no other beats in seconds, bytes, devices and price at once.
+//!
+//! The search is made for parts of the cluster, from one device to all nodes, and for parts of the memory that devices have; its
+//! best few plans for each are judged. What is left when every plan goes that another one beats is what there is to choose from.
+
+use crate::inter_op::search::{Freedom, search};
+use crate::request::{PlanFailure, Progress, Request};
+use crate::{Muted, Sizes, fits, freedom, judged, peak_bytes, refine, target};
+use altiplano_cost_models::Costs;
+use altiplano_ir::plan::Plan;
+use rayon::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A plan that no other beats.
+#[derive(Clone, Debug)]
+pub struct Point {
+    pub plan: Plan,
+    pub devices: u32,
+    /// Bytes of the fullest device.
+    pub peak_bytes: u64,
+    /// Of a step, where the cluster says what a node costs.
+    pub price: Option<f64>,
+}
+
+/// Parts of a device's memory that plans are looked for within.
+const SHARES: [f64; 6] = [1.0, 0.75, 0.5, 0.35, 0.25, 0.15];
+
+/// Differences below this are none: of two plans that are nearer, the one that needs less is enough.
+const ALIKE: f64 = 0.01;
+
+/// The frontier, fastest first.
+///
+/// # Errors
+/// As [`crate::plan`], where there is no plan on the whole cluster either.
+pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
+    let request = &target::aimed(request)?;
+    let sizes = Sizes::new(request);
+    let parts = parts(request);
+    let total = parts.len();
+    let mut all: Vec<Point> = Vec::new();
+    let mut failure = None;
+    for (i, (part, only_group)) in parts.iter().enumerate() {
+        progress.step(&part.cluster.name, i, total);
+        if progress.stopped() && !all.is_empty() {
+            break;
+        }
+        // Degrees that the user fixed are of the whole cluster.
+        let freedom = match freedom(part) {
+            Ok(freedom) => Freedom { only_group: *only_group, ..freedom },
+            Err(error) if i + 1 == total => return Err(error),
+            Err(_) => continue,
+        };
+        match points(part, &freedom, costs, &sizes, progress) {
+            Ok(points) => all.extend(points),
+            Err(error) => failure = Some(error),
+        }
+    }
+    match (all.is_empty(), failure) {
+        (true, Some(failure)) => Err(failure),
+        _ => Ok(not_beaten(all)),
+    }
+}
+
+/// The request on ever larger parts of its cluster: of one node, then of all; of several groups on each alone, which comes with it.
+/// The last one is the whole.
+fn parts(request: &Request) -> Vec<(Request, Option<usize>)> {
+    let groups = &request.cluster.groups;
+    let [group] = groups.as_slice() else {
+        let alone = (0..groups.len()).map(|group| (request.clone(), Some(group)));
+        return alone.chain([(request.clone(), None)]).collect();
+    };
+    let mut sizes: Vec<(u32, u32)> = Vec::new();
+    let doubled = |most: u32| (0..32).map(|i| 1u32 << i).take_while(move |&n| n < most);
+    sizes.extend(doubled(group.devices_per_node).map(|devices| (1, devices)));
+    sizes.extend(doubled(group.nodes).map(|nodes| (nodes, group.devices_per_node)));
+    sizes.push((group.nodes, group.devices_per_node));
+    let part = |(nodes, devices): (u32, u32)| {
+        let mut part = request.clone();
+        let name = &request.cluster.name;
+        if devices < group.devices_per_node {
+            part.cluster.name = format!("{devices} of {} devices of a node of {name}", group.devices_per_node);
+        } else if nodes < group.nodes {
+            part.cluster.name = format!("{nodes} of {} nodes of {name}", group.nodes);
+        }
+        part.cluster.groups[0].nodes = nodes;
+        part.cluster.groups[0].devices_per_node = devices;
+        // A node costs what it costs, whichever part of it works.
+        (part, None)
+    };
+    sizes.into_iter().map(part).collect()
+}
+
+/// Good plans on one part of the cluster within every share of memory.
+fn points(
+    request: &Request,
+    freedom: &Freedom,
+    costs: &dyn Costs,
+    sizes: &Sizes<'_>,
+    progress: &dyn Progress,
+) -> Result<Vec<Point>, PlanFailure> {
+    let layered = |count: u32| sizes.at(count);
+    let quietly = Muted(progress);
+    let mut found: Vec<Plan> = Vec::new();
+    let mut failure = None;
+    for lean in [false, true] {
+        let freedom = Freedom { lean, ..freedom.clone() };
+        let searched = search(request, &freedom, costs, &layered, &quietly);
+        let within: Vec<Result<Vec<Plan>, PlanFailure>> = SHARES
+            .par_iter()
+            .map(|share| {
+                let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * share) as u64).collect();
+                let limits: BTreeMap<u32, Vec<u64>> =
+                    searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
+                let ranked = searched.ranked(request, &freedom, &limits)?;
+                ranked.iter().take(JUDGED).map(|found| judged(request, found, costs)).collect()
+            })
+            .collect();
+        for result in within {
+            match result {
+                Ok(plans) => found.extend(plans.into_iter().filter(fits)),
+                Err(error) => failure = Some(error),
+            }
+        }
+        if progress.stopped() {
+            break;
+        }
+    }
+    match (found.is_empty(), failure) {
+        (true, Some(failure)) => return Err(failure),
+        (true, None) => return Err(PlanFailure::NoCombination),
+        _ => {}
+    }
+    let kept = not_beaten(found.into_iter().map(point).collect());
+    // Those that stay are worth solving again as a whole, within the memory that they need.
+    let again = |p: Point| {
+        let memory_bytes = freedom.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
+        let within = Freedom { memory_bytes, ..freedom.clone() };
+        match refine::refined(request, &within, p.plan.clone(), costs) {
+            Ok(plan) if peak_bytes(&plan) <= p.peak_bytes => point(plan),
+            _ => p,
+        }
+    };
+    Ok(kept.into_par_iter().map(again).collect())
+}
+
+/// Plans of each share of memory that are judged.
+const JUDGED: usize = 3;
+
+fn point(plan: Plan) -> Point {
+    let devices = plan.stages.iter().map(|s| s.devices.len() as u32).sum();
+    let node = |group: u32, device: u32| device / plan.cluster.groups[group as usize].devices_per_node.max(1);
+    let nodes: BTreeSet<(u32, u32)> = plan
+        .stages
+        .iter()
+        .flat_map(|s| {
+            let first = plan.cluster.devices_of(s.group as usize).start;
+            s.devices.iter().map(move |&device| (s.group, node(s.group, device - first)))
+        })
+        .collect();
+    let prices: Option<f64> = nodes.iter().map(|&(group, _)| plan.cluster.groups[group as usize].price_per_hour).sum();
+    let price = prices.map(|an_hour| an_hour / 3600.0 * plan.predicted.step_time_s);
+    Point { devices, peak_bytes: peak_bytes(&plan), price, plan }
+}
+
+/// Drops every point that another is as good as in all respects, fastest first.
+fn not_beaten(mut all: Vec<Point>) -> Vec<Point> {
+    let step = |p: &Point| p.plan.predicted.step_time_s;
+    all.sort_by(|a, b| {
+        step(a).total_cmp(&step(b)).then(a.devices.cmp(&b.devices)).then(a.peak_bytes.cmp(&b.peak_bytes))
+    });
+    let mut kept: Vec<Point> = Vec::new();
+    for new in all {
+        let as_good = |old: &Point| {
+            let price = match (old.price, new.price) {
+                (Some(old), Some(new)) => old <= new * (1.0 + ALIKE),
+                _ => true,
+            };
+            old.devices <= new.devices && old.peak_bytes as f64 <= new.peak_bytes as f64 * (1.0 + ALIKE) && price
+        };
+        if !kept.iter().any(as_good) {
+            kept.push(new);
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_beaten_in_everything_goes() {
+        let at = |seconds: f64, devices: u32, gigabytes: u64, price: f64| {
+            let mut plan = crate::lost::tests::empty();
+            plan.predicted.step_time_s = seconds;
+            Point { plan, devices, peak_bytes: gigabytes << 30, price: Some(price) }
+        };
+        let all = vec![
+            at(1.0, 8, 40, 1.0),
+            at(2.0, 8, 40, 0.5),
+            at(2.0, 8, 50, 2.0),
+            at(4.0, 4, 60, 1.0),
+            at(5.0, 4, 60, 1.1),
+            at(6.0, 8, 20, 3.0),
+        ];
+        let kept: Vec<f64> = not_beaten(all).iter().map(|p| p.plan.predicted.step_time_s).collect();
+        assert_eq!(kept, [1.0, 2.0, 4.0, 6.0]);
+    }
+}
