@@ -249,28 +249,28 @@ fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
-/// Blocks of all groups, of which the smallest go where those of several groups could be combined in too many ways.
+/// Blocks of all groups, of which the smallest go where the devices of several groups could be combined in too many ways.
 fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     const MOST: u64 = 5000;
+    let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
     let mut least = vec![1; cluster.groups.len()];
-    loop {
-        let ways = |group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
-        let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
-        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(ways(group)));
-        let most = used.iter().copied().max_by_key(|&group| ways(group));
-        match most {
-            Some(group) if used.len() > 1 && all.is_none_or(|all| all > MOST) => {
-                // Sizes that are left are multiples of the least of them.
-                let larger = |b: &&Block| b.group == group && b.shape.num_devices() > least[group];
-                let Some(next) = blocks.iter().filter(larger).map(|b| b.shape.num_devices()).min() else {
-                    return blocks;
-                };
-                least[group] = next;
-                blocks.retain(|b| b.group != group || b.shape.num_devices() % next == 0);
-            }
-            _ => return blocks,
+    let ways = |least: &[u64], group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
+    while used.len() > 1 {
+        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(ways(&least, group)));
+        if all.is_some_and(|all| all <= MOST) {
+            break;
         }
+        // Of the group that has most, the next larger size becomes the least, and what stays is a multiple of it.
+        let next = |group: usize| {
+            let sizes = blocks.iter().filter(|b| b.group == group).map(|b| b.shape.num_devices());
+            sizes.filter(|&size| size > least[group]).min()
+        };
+        let larger = used.iter().filter_map(|&group| Some((group, next(group)?)));
+        let Some((group, size)) = larger.max_by_key(|&(group, _)| ways(&least, group)) else { break };
+        least[group] = size;
+        blocks.retain(|b| b.group != group || b.shape.num_devices() % size == 0);
     }
+    blocks
 }
 
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
