@@ -5,7 +5,7 @@
 
 use altiplano::planner::sweep::{Space, sweep};
 use altiplano::planner::{PlanFailure, SearchKind, Silent, plan};
-use altiplano::{ImportOptions, cost_models::Roofline, load_cluster, load_model, request};
+use altiplano::{ImportOptions, cost_models::Roofline, load_cluster, load_model, model_of, request};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -20,14 +20,21 @@ const CASES: [(&str, &str, u64); 16] = [
     ("gpt3-39b.mlir", "p3.16xlarge:8", 1024),
     ("gpt3-39b.mlir", "dgx-a100:16", 1024),
     ("gpt3-39b.mlir", "dgx-h100:64", 2048),
-    ("llama3-8b.mlir", "dgx-a100:1", 64),
-    ("llama3-8b.mlir", "dgx-h100:8", 512),
-    ("llama3-8b.mlir", "dgx-h100:64", 1024),
+    ("llama3-8b", "dgx-a100:1", 64),
+    ("llama3-8b", "dgx-h100:8", 512),
+    ("llama3-8b", "dgx-h100:64", 1024),
     ("moe-2.4b.mlir", "p3.16xlarge:2", 256),
     ("moe-2.4b.mlir", "dgx-a100:8", 1024),
     ("wresnet50-1b.mlir", "p3.16xlarge:1", 256),
     ("wresnet50-1b.mlir", "p3.16xlarge:2", 1536),
 ];
+
+/// The sizes of Llama 3 8B (Meta 2024).
+const LLAMA3_8B: &str = r#"{
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16"
+}"#;
 
 fn main() {
     let mut arguments = std::env::args().skip(1).filter(|a| a != "--bench");
@@ -44,7 +51,14 @@ fn main() {
         if !only.is_empty() && !only.iter().any(|name| model.contains(name) || cluster.contains(name)) {
             continue;
         }
-        let loaded = match load_model(&folder.join(model), &ImportOptions::default()) {
+        let loaded = match model {
+            "llama3-8b" => {
+                let options = ImportOptions { sequence: Some(4096), ..ImportOptions::default() };
+                model_of(model.as_ref(), LLAMA3_8B.as_bytes(), &options)
+            }
+            file => load_model(&folder.join(file), &ImportOptions::default()),
+        };
+        let loaded = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
                 println!("skipped: {error}");

@@ -75,7 +75,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<
 
 /// Deals the layers of the most common kind out to stages, the first stages getting one more where it does not come out
 /// even; what lies between two layers goes with the one before, what lies before the first with the first.
-fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
+pub fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
     let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
     let common = (0..=kinds.iter().copied().max()?).max_by_key(|&k| (count(k), std::cmp::Reverse(k)))?;
     let repeated: Vec<usize> = (0..kinds.len()).filter(|&l| kinds[l] == common).collect();

@@ -122,8 +122,10 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
             if !given(request.dp, dp) {
                 continue;
             }
-            for &size in &space.micro_batches {
-                let together = size * u64::from(dp);
+            // A graph that keeps to the batch it was traced at goes through as often as is asked for.
+            let sizes: &[u64] = if request.graph.batch == 0 { &[1] } else { &space.micro_batches };
+            for &size in sizes {
+                let together = if request.graph.batch == 0 { 1 } else { size * u64::from(dp) };
                 if global % together != 0 || request.microbatch.is_some_and(|m| m != together) {
                     continue;
                 }

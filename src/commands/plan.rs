@@ -5,7 +5,7 @@ use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::{PlanFailure, Progress};
 use altiplano::remedies::shortage;
-use altiplano::{Error, expect_writable, frontier_json, frontier_text, report, write_file};
+use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, report, write_file};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,9 @@ pub struct Plan {
     /// Write the plan to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Say what moved from this plan, of the same model or of one like it
+    #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"])]
+    from: Option<PathBuf>,
     /// Print what faster plans cost: the plans that none beats in seconds, bytes, devices and price at once. With -o, each is
     /// written to a file of its own, numbered
     #[arg(long)]
@@ -33,6 +36,7 @@ pub struct Plan {
 impl Plan {
     pub fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
+        let old = self.from.as_deref().map(load_plan).transpose()?;
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::stoppable();
         if self.frontier {
@@ -60,7 +64,14 @@ impl Plan {
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;
         }
-        if self.json { say(plan.to_json()) } else { say(report(&plan)) }
+        if self.json {
+            return say(plan.to_json());
+        }
+        say(report(&plan))?;
+        match (old, self.from) {
+            (Some(old), Some(file)) => say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan))),
+            _ => Ok(()),
+        }
     }
 }
 

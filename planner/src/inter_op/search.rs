@@ -6,6 +6,7 @@
 use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
+use crate::fixed::evenly;
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
@@ -13,12 +14,13 @@ use crate::lower::Prices;
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
-use altiplano_cost_models::{CostModel, Costs, TransferPath, path_between_groups, transfer_path};
+use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -142,12 +144,10 @@ fn candidates_of_mesh(
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
     // Layers of one kind are entered by values of the same types.
-    let ways_across = ways_across(request);
-    let path = entering_path(group, shape);
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
         _ if freedom.alpa => 0.0,
-        l => ways_across * cost.transfer_s(layered.entering_bytes(l), &path),
+        l => ways_across(request) * inside_s(cost, group, shape, layered.entering_bytes(l)),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
     let (mut ways, mut found) = (Vec::new(), Vec::new());
@@ -363,19 +363,26 @@ fn crossing_s(request: &Request, costs: &dyn Costs, block: Block, bytes: u64) ->
     let Some(between) = &request.cluster.between_groups else { return 0.0 };
     let (group, cost) = (&request.cluster.groups[block.group], costs.of_group(block.group as u32));
     let submesh = (block.shape.nodes, block.shape.devices);
-    let inside = entering_path(group, block.shape);
     // Of the other side nothing is known here; mostly the link between the groups is what is slow.
     let outside = path_between_groups((group, submesh), (group, submesh), between);
-    ways_across(request) * (cost.transfer_s(bytes, &outside) - cost.transfer_s(bytes, &inside)).max(0.0)
+    let inside_s = inside_s(cost, group, block.shape, bytes);
+    ways_across(request) * (cost.transfer_s(bytes, &outside) - inside_s).max(0.0)
 }
 
-/// The path on which a stage on a submesh gets what enters it from another of its group, as large.
-fn entering_path(group: &Group, shape: SubmeshShape) -> TransferPath {
+/// Seconds of what enters a stage on a submesh from another stage of its group, as large. Of stages that lie side by side on a node,
+/// the first is entered from another one.
+fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64) -> f64 {
     let submesh = (shape.nodes, shape.devices);
-    transfer_path(group, submesh, submesh, shape.nodes == 1)
+    let seconds = |same_node: bool| cost.transfer_s(bytes, &transfer_path(group, submesh, submesh, same_node));
+    if group.nodes == 1 {
+        return seconds(true);
+    }
+    let crossing = if shape.nodes > 1 { 1.0 } else { f64::from(shape.devices) / f64::from(group.devices_per_node) };
+    crossing * seconds(false) + (1.0 - crossing) * seconds(true)
 }
 
-/// How often what enters a stage passes: there, and its cotangent back where there is one.
+/// How often what enters a stage passes: there, and its cotangent back where there is one. In a pipeline of one forward and one
+/// backward in turn, each microbatch waits for both.
 fn ways_across(request: &Request) -> f64 {
     if request.trains() { 2.0 } else { 1.0 }
 }
@@ -455,6 +462,51 @@ impl Candidates {
         }
         let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
         found.sort_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
+        found
+    }
+}
+
+impl Candidates {
+    /// Pipelines whose stages are all alike: for every submesh that tiles its group, layers dealt out evenly and the best way
+    /// that all stages can go. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates
+    /// are as good as equal, the simple pipeline may be the better one.
+    fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: &[u64]) -> Vec<Found<'_>> {
+        let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
+        let mut found = Vec::new();
+        for (i, &block) in self.blocks.iter().enumerate() {
+            let devices = u64::from(request.cluster.groups[block.group].num_devices());
+            // Memory is estimated; the judge says whether what is a little too large fits.
+            let about = memory_bytes[block.group].saturating_add(memory_bytes[block.group] / 8);
+            let stages = devices / block.shape.num_devices();
+            let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != stages);
+            if fixed || stages < 2 || devices % block.shape.num_devices() != 0 {
+                continue;
+            }
+            let Some(ranges) = evenly(&self.layered.kinds, stages as usize) else { continue };
+            let of = |range: &Range<usize>| self.table.candidates(range.start, range.end, i);
+            let way = |first: &Candidate| {
+                let mut sum_s = 0.0;
+                let (mut longest_s, mut step_s) = (0.0f64, 0.0f64);
+                for (s, range) in (0u32..).zip(&ranges) {
+                    let c = of(range).iter().find(|c| c.id == first.id)?;
+                    let held = schedule.in_flight(self.num_microbatches, stages as u32, s);
+                    if c.peak_bytes(held) > about {
+                        return None;
+                    }
+                    sum_s += c.microbatch_s;
+                    longest_s = longest_s.max(c.microbatch_s);
+                    step_s = step_s.max(c.step_s);
+                }
+                Some((first.id, sum_s + f64::from(self.num_microbatches - 1) * longest_s + step_s))
+            };
+            let best = of(&ranges[0]).iter().filter_map(way).min_by(|a, b| a.1.total_cmp(&b.1));
+            if let Some((id, step_s)) = best {
+                let way = &self.ways[id as usize];
+                let stage = |layers| ChosenStage { layers, block, way: way.clone() };
+                let stages = ranges.into_iter().map(stage).collect();
+                found.push(Found { candidates: self, schedule, stages, step_s });
+            }
+        }
         found
     }
 }
@@ -557,6 +609,8 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 const WORTH_JUDGING: f64 = 1.5;
 /// Meshes for the whole model as one stage that are judged beside them.
 const MOST_MESHES: usize = 3;
+/// Pipelines of equal stages that are judged beside them.
+const MOST_UNIFORM: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
 /// Nodes of all search results that are judged, as far as there are more of them than one.
@@ -611,6 +665,17 @@ impl Searched {
             rank += 1;
             rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
+        if !freedom.all_devices && freedom.dp.is_none() && freedom.tp.is_none() {
+            let mut uniform: Vec<Found<'_>> = Vec::new();
+            for c in &self.candidates {
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
+                uniform.extend(c.uniform(request, freedom, memory_bytes));
+            }
+            uniform.retain(|f| f.step_s <= WORTH_JUDGING * least);
+            uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+            uniform.truncate(most_judged.min(MOST_UNIFORM));
+            all.extend(uniform);
+        }
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
