@@ -84,7 +84,8 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 zero_bubble: false,
                 num_microbatches: vec![1],
                 all_devices: true,
-                memory_bytes: u64::MAX,
+                memory_bytes: vec![u64::MAX],
+                only_group: None,
                 lean: false,
                 alpa: false,
             };

@@ -1,7 +1,7 @@
 //! The cluster that `--cluster` names: a preset with a count, or a TOML file.
 
 use crate::error::Error;
-use altiplano_cost_models::{ClusterFile, Devices, parse_devices, parse_file, preset};
+use altiplano_cost_models::{Devices, parse, parse_devices, preset};
 use altiplano_ir::cluster::Cluster;
 use std::path::Path;
 
@@ -16,27 +16,27 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
     let path = Path::new(text);
     let is_file = path.exists() && !path.is_dir() || path.extension().is_some_and(|e| e == "toml");
     if is_file {
-        return Ok(load_cluster_file(path)?.cluster);
+        return load_cluster_file(path);
     }
     match preset(text) {
         Ok(cluster) => Ok(cluster),
         // No preset has a slash in its name (`local:1/2` has one in its count): what is wrong is the path.
         Err(_) if path.is_dir() || text.split(':').next().is_some_and(|name| name.contains('/')) => {
-            Ok(load_cluster_file(path)?.cluster)
+            load_cluster_file(path)
         }
         Err(error) => Err(Error::Cluster { text: text.to_string(), error: Box::new(error) }),
     }
 }
 
-/// All that a cluster's TOML file says, the links between groups of nodes included.
-pub fn load_cluster_file(file: &Path) -> Result<ClusterFile, Error> {
+/// The cluster of a TOML file.
+pub fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     cluster_of(file, &text)
 }
 
 /// [`load_cluster_file`] of a file that was read already, which a pipe can be only once.
-pub fn cluster_of(file: &Path, text: &str) -> Result<ClusterFile, Error> {
-    parse_file(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
+pub fn cluster_of(file: &Path, text: &str) -> Result<Cluster, Error> {
+    parse(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }
 
 /// Devices in a TOML file, which take the place of the catalogue's of the same names.

@@ -5,8 +5,8 @@
 
 use crate::error::Error;
 use crate::units::{bytes, digits, percent, seconds};
-use altiplano_cost_models::Roofline;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_cost_models::Rooflines;
+use altiplano_ir::plan::{Plan, Stage, Target};
 use altiplano_planner::fixed::Degrees;
 use altiplano_planner::lost::shape;
 use altiplano_planner::sweep::configured;
@@ -117,7 +117,7 @@ impl Baseline {
             zero: self.zero,
             recompute: self.recompute,
         };
-        configured(&request, &degrees, &Roofline::new(device.clone())).map_err(|failure| match failure {
+        configured(&request, &degrees, &Rooflines::of(&request.cluster)).map_err(|failure| match failure {
             PlanFailure::NoCombination => {
                 option("has no plan: a stage's devices must be within a node, or whole nodes")
             }
@@ -129,10 +129,10 @@ impl Baseline {
 /// Two plans side by side; `measured_s` are seconds of a step of the baseline.
 pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> String {
     let mut out = String::new();
-    let limit = plan.cluster.groups[0].device.memory_bytes;
     let mut line = |name: &str, p: &Plan| {
         let peak = p.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
-        let fits = if peak <= limit { "fits" } else { "does not fit" };
+        let held = |s: &Stage| s.predicted.peak_bytes <= p.group_of(s).device.memory_bytes;
+        let fits = if p.stages.iter().all(held) { "fits" } else { "does not fit" };
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::model::{Format, read_bytes};
-use altiplano_cost_models::Roofline;
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::predict::predict;
 use altiplano_planner::programs;
@@ -42,8 +42,7 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
         return Ok(None);
     }
     let mut again = plan.clone();
-    let cost = Roofline::new(plan.cluster.groups[0].device.clone());
-    predict(&mut again, &programs(plan)?, &cost);
+    predict(&mut again, &programs(plan)?, &Rooflines::of(&plan.cluster));
     let differs = |(a, b): (&Stage, &Stage)| a.predicted != b.predicted;
     let stage = again.stages.iter().zip(&plan.stages).position(differs);
     let whole = (again.predicted != plan.predicted).then(|| "predicted".to_string());

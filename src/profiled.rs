@@ -8,8 +8,8 @@ use altiplano_cost_models::kernels::{Kernel, of_runtime};
 use altiplano_cost_models::profile::{self, Lookup, Machine, Outliers, Priced, Profile, ProfileError, Series};
 use altiplano_cost_models::roofline::OPS_PER_FUSED_KERNEL;
 use altiplano_cost_models::timeline::Price;
-use altiplano_cost_models::{AxisLink, CostModel, Roofline, Runtime, TransferPath};
-use altiplano_ir::cluster::Device;
+use altiplano_cost_models::{AxisLink, CostModel, Roofline, Rooflines, Runtime, TransferPath};
+use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -68,7 +68,7 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
 /// Plans by a profile, if there is one, and says which in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
     let Some(profile) = profile else { return Ok(plan(request, progress)?) };
-    let device = &request.cluster.groups[0].device;
+    let device = measured_device(&request.cluster)?;
     let devices = request.cluster.num_devices();
     let cost = Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)?;
     let mut found = plan_with(request, &cost, progress)?;
@@ -78,8 +78,8 @@ pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Prog
 
 /// The frontier of plans, by a profile if there is one.
 pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
-    let device = &request.cluster.groups[0].device;
-    let Some(profile) = profile else { return Ok(frontier(request, &Roofline::new(device.clone()), progress)?) };
+    let Some(profile) = profile else { return Ok(frontier(request, &Rooflines::of(&request.cluster), progress)?) };
+    let device = measured_device(&request.cluster)?;
     let cost = Profiled::new(profile.clone(), device, request.cluster.num_devices()).map_err(Error::profile_option)?;
     let mut points = frontier(request, &cost, progress)?;
     points.iter_mut().for_each(|p| p.plan.profile = Some(profile.label()));
@@ -95,6 +95,17 @@ pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     Ok(())
 }
 
+/// The device that a profile can price: one machine was measured, so all devices are its.
+fn measured_device(cluster: &Cluster) -> Result<&Device, Error> {
+    match cluster.groups.as_slice() {
+        [group] => Ok(&group.device),
+        _ => Err(Error::Option {
+            option: "--profile",
+            problem: "is of one machine, which cannot price a cluster of several groups of nodes",
+        }),
+    }
+}
+
 impl Profiled {
     /// Prices of a plan with so many devices, all of which compute at once.
     pub fn new(profile: Profile, device: &Device, devices: u32) -> Result<Profiled, ProfileError> {
@@ -108,7 +119,7 @@ impl Profiled {
     /// Prices of a plan's devices.
     pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
         let devices = plan.num_devices();
-        let device = &plan.cluster.groups[0].device;
+        let device = measured_device(&plan.cluster)?;
         Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)
     }
 

@@ -2,7 +2,7 @@
 //! followed tensor by tensor to its fullest moment; of what is held there the fewest tensors are named that are too much by
 //! themselves. Then each change that a user could make is planned in full, so that what is advised is known to fit.
 
-use crate::simulate::{HeldTensor, Simulation};
+use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
 use altiplano_ir::optimizer::Optimizer;
@@ -60,13 +60,16 @@ const LISTED: usize = 6;
 pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
     let closest = closest_plan(request)?;
-    let limit_bytes = closest.cluster.groups[0].device.memory_bytes;
+    let limits: Vec<u64> = closest.stages.iter().map(|s| closest.group_of(s).device.memory_bytes).collect();
     let simulation = Simulation::new(closest, None)?;
     let timelines = simulation.memory();
-    let fullest = timelines.iter().enumerate().max_by_key(|(i, m)| (m.peak_bytes, std::cmp::Reverse(*i)));
+    let over = |stage: usize, m: &MemoryTimeline| m.peak_bytes as f64 / limits[stage].max(1) as f64;
+    let fullest =
+        timelines.iter().enumerate().max_by(|a, b| over(a.0, a.1).total_cmp(&over(b.0, b.1)).then(b.0.cmp(&a.0)));
     let Some((stage, memory)) = fullest else {
         return Err(PlanFailure::NoCombination.into());
     };
+    let limit_bytes = limits[stage];
     let mut sum = 0;
     let too_much = memory.held.iter().take_while(|tensor| {
         let before = sum;
@@ -122,10 +125,12 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     });
     changes.push(halved.collect());
     if request.dp.or(request.tp).or(request.pp).is_none() {
-        let nodes = request.cluster.groups[0].nodes;
         let grown = (1..).map(|n| 1_u32 << n).take_while(|&by| by <= MOST_GROWTH).filter_map(|by| {
-            let nodes = nodes.checked_mul(by)?;
-            Some(changed(&format!("{by} times the nodes"), &|r| r.cluster.groups[0].nodes = nodes).remove(0))
+            let groups = &request.cluster.groups;
+            let devices = groups.iter().map(|g| u64::from(g.num_devices())).sum::<u64>();
+            u32::try_from(devices.checked_mul(by.into())?).ok()?;
+            let grow = |r: &mut Request| r.cluster.groups.iter_mut().for_each(|g| g.nodes *= by);
+            Some(changed(&format!("{by} times the nodes"), &grow).remove(0))
         });
         changes.push(grown.collect());
     }
@@ -138,8 +143,7 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
                 change,
                 step_s: plan.predicted.step_time_s,
                 peak_bytes: plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0),
-                devices: u64::from(request.cluster.groups[0].nodes)
-                    * u64::from(request.cluster.groups[0].devices_per_node),
+                devices: request.cluster.num_devices().into(),
                 samples: global_batch(&request),
             })
         })

@@ -14,7 +14,8 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
 use altiplano_cost_models::profile::Profile;
 use altiplano_cost_models::timeline::{Played, Stream, play, tasks};
-use altiplano_cost_models::{Compute, CostModel, Roofline, catalogue};
+use altiplano_cost_models::{Compute, CostModel, Costs, Rooflines, catalogue};
+use altiplano_ir::cluster::Device;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
@@ -24,13 +25,14 @@ use altiplano_planner::memory::LaneMemory;
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// A plan's step, played.
 pub struct Simulation {
     plan: Plan,
     programs: Programs,
-    cost: Box<dyn CostModel + Send>,
+    costs: Box<dyn Costs + Send>,
     /// The same, where it is a measured profile.
     profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
@@ -44,14 +46,14 @@ impl Simulation {
     pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
         let programs = crate::programs(&plan)?;
         let profiled = profile.map(|p| Profiled::of_plan(p, &plan)).transpose()?;
-        let cost: Box<dyn CostModel + Send> = match &profiled {
+        let costs: Box<dyn Costs + Send> = match &profiled {
             Some(profiled) => Box::new(profiled.clone()),
-            None => Box::new(Roofline::new(plan.cluster.groups[0].device.clone())),
+            None => Box::new(Rooflines::of(&plan.cluster)),
         };
-        let work = work_of(&plan, &programs, &*cost);
-        let timings = timings_of(&plan, &programs, &work, &*cost);
+        let work = work_of(&plan, &programs, &*costs);
+        let timings = timings_of(&plan, &programs, &work, &*costs);
         let memories = lane_memories(&plan, &programs, &work);
-        Ok(Simulation { plan, programs, cost, profiled, work, timings, memories })
+        Ok(Simulation { plan, programs, costs, profiled, work, timings, memories })
     }
 
     pub fn num_stages(&self) -> usize {
@@ -69,7 +71,13 @@ impl Simulation {
     /// Prices on a stage's mesh.
     fn prices(&self, stage: usize) -> Prices<'_> {
         let stage = &self.plan.stages[stage];
-        Prices::new(&*self.cost, &self.plan.cluster.groups[0], stage.submesh, &stage.mesh)
+        Prices::new(self.costs.of_group(stage.group), self.plan.group_of(stage), stage.submesh, &stage.mesh)
+    }
+
+    /// The cost model of each group that a stage is in.
+    fn used(&self) -> impl Iterator<Item = &dyn CostModel> {
+        let groups: BTreeSet<u32> = self.plan.stages.iter().map(|s| s.group).collect();
+        groups.into_iter().map(|group| self.costs.of_group(group))
     }
 
     /// What each stage does, in words. Equal neighbours are one line.
@@ -120,21 +128,22 @@ impl Simulation {
         }
         let _ = write!(
             out,
-            "\n  issuing: the host's part, while the device may be busy; sending alone: nothing is computed meanwhile\n  figures of {}: {}",
-            self.cost.device().name,
-            self.source()
+            "\n  issuing: the host's part, while the device may be busy; sending alone: nothing is computed meanwhile"
         );
+        for cost in self.used() {
+            let _ = write!(out, "\n  figures of {}: {}", cost.device().name, self.source(cost));
+        }
         out
     }
 
-    /// Where the figures of the device come from.
-    fn source(&self) -> String {
+    /// Where the figures of a device come from.
+    fn source(&self, cost: &dyn CostModel) -> String {
         if let Some(profiled) = &self.profiled {
             return profiled.profile().label();
         }
-        if self.cost.device().constants.is_some() {
+        if cost.device().constants.is_some() {
             "calibrated, with the constants that the plan's device has".into()
-        } else if catalogue::is_fitted(&self.cost.device().name) {
+        } else if catalogue::is_fitted(&cost.device().name) {
             "calibrated on published steps of this device (cost_models/src/fitted.rs)".into()
         } else {
             "roofline of its datasheet".into()
@@ -179,12 +188,14 @@ impl Simulation {
                                 seconds(best.start_s),
                                 seconds(best.hops_s),
                                 seconds(best.wire_s),
-                                seconds(self.cost.waiting_s(link.devices))
+                                seconds(prices.cost.waiting_s(link.devices))
                             )
                         }
                         // A profile that lacks the kernel leaves it to the roofline.
-                        None if self.profiled.is_some() => format!("source roofline: {}", self.why(kernel)),
-                        None => self.why(kernel),
+                        None if self.profiled.is_some() => {
+                            format!("source roofline: {}", why(prices.cost.device(), kernel))
+                        }
+                        None => why(prices.cost.device(), kernel),
                     };
                     let _ = writeln!(
                         out,
@@ -199,55 +210,9 @@ impl Simulation {
         if out.is_empty() {
             return None;
         }
-        let _ = write!(out, "figures of {}: {}", self.cost.device().name, self.source());
+        let figures = self.used().map(|cost| format!("figures of {}: {}", cost.device().name, self.source(cost)));
+        out.push_str(&figures.collect::<Vec<_>>().join("\n"));
         Some(out)
-    }
-
-    fn why(&self, kernel: &Kernel) -> String {
-        let compute = Compute::new(self.cost.device().clone());
-        let moved = kernel.read_bytes + kernel.written_bytes;
-        let c = &compute.constants;
-        let memory = format!(
-            "{} read and {} written at {:.3} of {}/s: {}",
-            bytes(kernel.read_bytes),
-            bytes(kernel.written_bytes),
-            c.memory_efficiency,
-            bytes(compute.device.memory_bytes_per_s as u64),
-            seconds(compute.memory_s(moved as f64))
-        );
-        let arithmetic = match &kernel.kind {
-            KernelKind::Matmul(m) => format!(
-                "{} x [{}, {}] x [{}, {}] {}: {:.3e} FLOP in tiles at {:.3} of the peak: {}",
-                m.batch,
-                m.m,
-                m.k,
-                m.k,
-                m.n,
-                m.dtype,
-                m.flop(),
-                c.matmul_efficiency,
-                seconds(compute.matmul_s(m))
-            ),
-            KernelKind::Convolution { flop, .. } => {
-                format!("{flop:.3e} FLOP at {:.3} of the peak", c.matmul_efficiency)
-            }
-            KernelKind::Attention { flop, share, .. } => {
-                format!("fused attention: {share} of {flop:.3e} FLOP at {:.3} of the peak", c.attention_efficiency)
-            }
-            KernelKind::Fused { operations } if c.vector_flops > 0.0 => {
-                format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops)
-            }
-            KernelKind::Fused { operations } => format!("{operations:.3e} operations"),
-            KernelKind::Indexed => "lookups".into(),
-            KernelKind::Sort { passes } => format!("{passes} passes"),
-            KernelKind::Collective => String::new(),
-        };
-        let bound = match compute.kernel(kernel).bound {
-            Bound::Arithmetic => "bound by arithmetic",
-            Bound::Memory => "bound by memory",
-            Bound::Launch => "bound by its launch",
-        };
-        format!("{bound}; {arithmetic}; {memory}; launch {}", seconds(compute.device.launch_s))
     }
 
     /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each lane with a track of its calls,
@@ -309,6 +274,54 @@ impl Simulation {
         events.extend(self.memory_events());
         json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
     }
+}
+
+/// What a kernel takes by the formulas, and what bounds it.
+fn why(device: &Device, kernel: &Kernel) -> String {
+    let compute = Compute::new(device.clone());
+    let moved = kernel.read_bytes + kernel.written_bytes;
+    let c = &compute.constants;
+    let memory = format!(
+        "{} read and {} written at {:.3} of {}/s: {}",
+        bytes(kernel.read_bytes),
+        bytes(kernel.written_bytes),
+        c.memory_efficiency,
+        bytes(compute.device.memory_bytes_per_s as u64),
+        seconds(compute.memory_s(moved as f64))
+    );
+    let arithmetic = match &kernel.kind {
+        KernelKind::Matmul(m) => format!(
+            "{} x [{}, {}] x [{}, {}] {}: {:.3e} FLOP in tiles at {:.3} of the peak: {}",
+            m.batch,
+            m.m,
+            m.k,
+            m.k,
+            m.n,
+            m.dtype,
+            m.flop(),
+            c.matmul_efficiency,
+            seconds(compute.matmul_s(m))
+        ),
+        KernelKind::Convolution { flop, .. } => {
+            format!("{flop:.3e} FLOP at {:.3} of the peak", c.matmul_efficiency)
+        }
+        KernelKind::Attention { flop, share, .. } => {
+            format!("fused attention: {share} of {flop:.3e} FLOP at {:.3} of the peak", c.attention_efficiency)
+        }
+        KernelKind::Fused { operations } if c.vector_flops > 0.0 => {
+            format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops)
+        }
+        KernelKind::Fused { operations } => format!("{operations:.3e} operations"),
+        KernelKind::Indexed => "lookups".into(),
+        KernelKind::Sort { passes } => format!("{passes} passes"),
+        KernelKind::Collective => String::new(),
+    };
+    let bound = match compute.kernel(kernel).bound {
+        Bound::Arithmetic => "bound by arithmetic",
+        Bound::Memory => "bound by memory",
+        Bound::Launch => "bound by its launch",
+    };
+    format!("{bound}; {arithmetic}; {memory}; launch {}", seconds(compute.device.launch_s))
 }
 
 /// A kernel by the terms of a profile: `source profile: 3 x multiply f32 [4096]: 1.2 us`. `None` where the profile lacks one.

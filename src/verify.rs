@@ -236,6 +236,7 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     let mut cluster = plan.cluster.clone();
     cluster.name = "one device".to_string();
     cluster.groups.truncate(1);
+    cluster.between_groups = None;
     for group in &mut cluster.groups {
         group.nodes = 1;
         group.devices_per_node = 1;

@@ -4,8 +4,8 @@
 mod common;
 
 use altiplano::ir::plan::Schedule;
-use altiplano::planner::inter_op::dynamic::{Candidate, Query, StageTable, Stages, plan_stages};
-use altiplano::planner::inter_op::submesh::SubmeshShape;
+use altiplano::planner::inter_op::dynamic::{Candidate, Query, Room, StageTable, Stages, plan_stages};
+use altiplano::planner::inter_op::submesh::{Block, SubmeshShape};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -42,18 +42,19 @@ fn runs(folder: &std::path::Path) -> BTreeMap<u32, Run> {
     fn number<T: std::str::FromStr>(row: &BTreeMap<String, String>, name: &str) -> T {
         row[name].parse().ok().unwrap_or_else(|| panic!("{name} is {}", row[name]))
     }
-    let shape = |devices: u32| SubmeshShape { nodes: devices.div_ceil(8), devices: devices.min(8) };
+    let block =
+        |devices: u32| Block { group: 0, shape: SubmeshShape { nodes: devices.div_ceil(8), devices: devices.min(8) } };
     let mut runs: BTreeMap<u32, Run> = BTreeMap::new();
     for row in rows("dp_replay.csv") {
         let devices: u32 = number(&row, "gpus");
-        let shapes = (0..).map(|n| 1_u32 << n).take_while(|&n| n <= devices).map(shape).collect();
+        let blocks = (0..).map(|n| 1_u32 << n).take_while(|&n| n <= devices).map(block).collect();
         let run = Run {
             devices,
             num_microbatches: number(&row, "B"),
             logged_s: number(&row, "predicted_s_of_logged_plan"),
             best_s: number(&row, "replayed_dp_optimum_s"),
             logged: stages(&row["logged_plan"]),
-            table: StageTable::new(number(&row, "L"), shapes),
+            table: StageTable::new(number(&row, "L"), blocks),
         };
         runs.insert(number(&row, "run"), run);
     }
@@ -61,7 +62,8 @@ fn runs(folder: &std::path::Path) -> BTreeMap<u32, Run> {
         let run = runs.get_mut(&number(&row, "run")).expect("a run that was replayed");
         let after: i64 = number(&row, "max_n_succ_stages");
         let devices = number::<u32>(&row, "submesh_hosts") * number::<u32>(&row, "submesh_devs");
-        let at = run.table.shapes.iter().position(|s| s.num_devices() == u64::from(devices)).expect("a submesh");
+        let blocks = &run.table.blocks;
+        let at = blocks.iter().position(|b| b.shape.num_devices() == u64::from(devices)).expect("a submesh");
         // Where nothing may come after and nothing be held, the configuration did not fit.
         if let Ok(after) = u64::try_from(after) {
             let candidate = Candidate {
@@ -80,12 +82,12 @@ fn runs(folder: &std::path::Path) -> BTreeMap<u32, Run> {
 }
 
 fn solved(run: &Run) -> Stages {
+    let room =
+        Room { nodes: run.devices.div_ceil(8), devices_per_node: run.devices.min(8), device_memory_bytes: MEMORY };
     let query = Query {
-        nodes: run.devices.div_ceil(8),
-        devices_per_node: run.devices.min(8),
+        rooms: vec![room],
         num_microbatches: run.num_microbatches,
         schedule: Schedule::OneFOneB,
-        device_memory_bytes: MEMORY,
         num_stages: None,
         all_devices: true,
         relative_tolerance: 0.0,
@@ -107,9 +109,9 @@ fn the_plans_of_real_searches_are_found() {
         // The tables have milliseconds, and a stage counts as often as there are microbatches.
         assert!(found.step_s <= run.best_s + 5e-4, "run {number}: {} s, the best is {} s", found.step_s, run.best_s);
         assert!(found.step_s <= run.logged_s + 5e-4, "run {number}");
-        let shapes = &run.table.shapes;
+        let devices = |block: usize| run.table.blocks[block].shape.num_devices();
         let stages: Vec<(usize, usize, u64)> =
-            found.stages.iter().map(|(layers, s, _)| (layers.start, layers.end, shapes[*s].num_devices())).collect();
+            found.stages.iter().map(|(layers, b, _)| (layers.start, layers.end, devices(*b))).collect();
         as_logged += u32::from(stages == run.logged);
     }
     println!("nine tables in {:.1} ms, {as_logged} plans as they were chosen", spent.as_secs_f64() * 1e3);

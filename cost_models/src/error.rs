@@ -105,8 +105,6 @@ pub enum ClusterError {
     OtherDevices { devices: u32, nodes: u32, devices_per_node: u32 },
     #[error("the log has {bytes} bytes in {seconds:.3e} s, less than starts and latencies alone take here")]
     TooFast { bytes: u64, seconds: f64 },
-    #[error("the cluster has {groups} groups of nodes, and a plan can use one; give a file with one [[group]]")]
-    SeveralGroups { groups: usize },
 }
 
 /// "did you mean `x`? known: `x`, `y`".

@@ -24,15 +24,13 @@ pub mod toml_file;
 pub use catalogue::{preset, presets};
 pub use compute::Compute;
 pub use error::ClusterError;
-pub use link::{AxisLink, TransferPath, axis_link, transfer_path};
+pub use link::{AxisLink, TransferPath, axis_link, path_between_groups, transfer_path};
 pub use roofline::{Roofline, fallback};
-pub use toml_file::{
-    BetweenGroups, ClusterFile, Devices, parse, parse_devices, parse_file, quoted, single_group, write_constants,
-};
+pub use toml_file::{Devices, parse, parse_devices, quoted, write_constants};
 
 use crate::kernels::Kernel;
 use crate::timeline::Price;
-use altiplano_ir::cluster::Device;
+use altiplano_ir::cluster::{Cluster, Device};
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
@@ -71,6 +69,38 @@ pub trait CostModel: Sync {
     /// The runtime of the devices, where it is known what it does and measured how long that takes.
     fn runtime(&self) -> Option<&dyn Runtime> {
         None
+    }
+}
+
+/// The prices of a cluster: those of each of its groups. One cost model prices a cluster all of whose devices are alike.
+pub trait Costs: Sync {
+    fn of_group(&self, group: u32) -> &dyn CostModel;
+
+    /// [`CostModel::runtime`] of a cluster that is one machine.
+    fn runtime(&self) -> Option<&dyn Runtime> {
+        self.of_group(0).runtime()
+    }
+}
+
+impl<T: CostModel> Costs for T {
+    fn of_group(&self, _: u32) -> &dyn CostModel {
+        self
+    }
+}
+
+/// Each group of a cluster by the figures of its device.
+#[derive(Clone, Debug)]
+pub struct Rooflines(Vec<Roofline>);
+
+impl Rooflines {
+    pub fn of(cluster: &Cluster) -> Rooflines {
+        Rooflines(cluster.groups.iter().map(|group| Roofline::new(group.device.clone())).collect())
+    }
+}
+
+impl Costs for Rooflines {
+    fn of_group(&self, group: u32) -> &dyn CostModel {
+        &self.0[group as usize]
     }
 }
 

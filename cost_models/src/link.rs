@@ -4,7 +4,7 @@
 
 use crate::collective::{self, Operation};
 use crate::node_link::{Network, NodeLink};
-use altiplano_ir::cluster::Group;
+use altiplano_ir::cluster::{BetweenGroups, Group};
 use altiplano_ir::mesh::{AxisId, Mesh};
 
 /// The links of one collective's group of devices, while every other group of the same axes runs the same collective.
@@ -216,16 +216,35 @@ pub fn transfer_path(group: &Group, source: (u32, u32), target: (u32, u32), same
         let bytes_per_s = f64::from(devices) * pair_bytes_per_s;
         return TransferPath { bytes_per_s, latency_s: intra.latency_s, across: false, kind, network };
     }
+    let bytes_per_s = network_side(group, source).min(network_side(group, target));
+    TransferPath { bytes_per_s, latency_s: group.inter_node.latency_s, across: true, kind, network }
+}
+
+/// The links from a submesh of one group to one of another, each given as its group and (nodes, devices per node). Both sides drive
+/// their share of their own nodes' NICs, and all of it goes over the link between the groups.
+pub fn path_between_groups(
+    source: (&Group, (u32, u32)),
+    target: (&Group, (u32, u32)),
+    between: &BetweenGroups,
+) -> TransferPath {
+    let sides = network_side(source.0, source.1).min(network_side(target.0, target.1));
+    TransferPath {
+        bytes_per_s: sides.min(between.bytes_per_s),
+        latency_s: between.latency_s,
+        across: true,
+        kind: NodeLink::of(source.0),
+        network: Network::of(source.0),
+    }
+}
+
+/// Bytes/s between a submesh and other nodes for a transfer.
+fn network_side(group: &Group, (nodes, devices_per_node): (u32, u32)) -> f64 {
     let inter = &group.inter_node;
-    let side = |(nodes, devices_per_node): (u32, u32)| {
-        let devices_per_node = devices_per_node.max(1);
-        let nics_per_device = inter.nics.div_ceil(group.devices_per_node.max(1));
-        let nics = inter.nics.min(devices_per_node.saturating_mul(nics_per_device));
-        let by_network = f64::from(nics) * inter.bytes_per_s / inter.oversubscription.max(1.0);
-        f64::from(nodes.max(1)) * by_network.min(f64::from(devices_per_node) * intra.bytes_per_s)
-    };
-    let bytes_per_s = side(source).min(side(target));
-    TransferPath { bytes_per_s, latency_s: inter.latency_s, across: true, kind, network }
+    let devices_per_node = devices_per_node.max(1);
+    let nics_per_device = inter.nics.div_ceil(group.devices_per_node.max(1));
+    let nics = inter.nics.min(devices_per_node.saturating_mul(nics_per_device));
+    let by_network = f64::from(nics) * inter.bytes_per_s / inter.oversubscription.max(1.0);
+    f64::from(nodes.max(1)) * by_network.min(f64::from(devices_per_node) * group.intra_node.bytes_per_s)
 }
 
 #[cfg(test)]

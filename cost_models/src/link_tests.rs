@@ -208,3 +208,27 @@ proptest! {
         }
     }
 }
+
+/// What the link between groups lets through, or else the slower of the two sides.
+#[test]
+fn paths_between_groups_by_hand() {
+    let (fast, slow) = (group("dgx-a100:1"), group("p3.16xlarge:2"));
+    for (source, target, between, expect) in [
+        // One NIC of a V100 node, whatever the A100 have.
+        ((&fast, (1, 8)), (&slow, (1, 8)), 1e12, 3.125e9),
+        ((&slow, (1, 1)), (&fast, (1, 8)), 1e12, 3.125e9),
+        ((&fast, (1, 8)), (&slow, (2, 8)), 1e12, 6.25e9),
+        ((&fast, (1, 8)), (&slow, (2, 8)), 1e9, 1e9),
+        ((&fast, (1, 1)), (&fast, (1, 8)), 1e12, 25e9),
+    ] {
+        let between = BetweenGroups { bytes_per_s: between, latency_s: 2e-5 };
+        let path = path_between_groups(source, target, &between);
+        assert_eq!(
+            (path.bytes_per_s, path.latency_s, path.across),
+            (expect, 2e-5, true),
+            "{:?} {:?}",
+            source.1,
+            target.1
+        );
+    }
+}

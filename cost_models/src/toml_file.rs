@@ -3,29 +3,14 @@
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
-use altiplano_ir::cluster::{Cluster, Constants, Device, DeviceKind, Group, InterNode, IntraNode};
+use altiplano_ir::cluster::{BetweenGroups, Cluster, Constants, Device, DeviceKind, Group, InterNode, IntraNode};
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use toml::Spanned;
 
-/// The link between groups of nodes, per direction.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BetweenGroups {
-    pub bytes_per_s: f64,
-    pub latency_s: f64,
-}
-
-/// All that a file says: the cluster, and how its groups reach each other.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ClusterFile {
-    pub cluster: Cluster,
-    /// `Some` where there are several groups.
-    pub between_groups: Option<BetweenGroups>,
-}
-
-/// The cluster of a TOML file. Of several groups, the link between them is in [`parse_file`]'s answer only.
+/// The cluster of a TOML file.
 ///
 /// ```
 /// let cluster = altiplano_cost_models::parse(r#"
@@ -41,20 +26,6 @@ pub struct ClusterFile {
 /// # Ok::<(), altiplano_cost_models::ClusterError>(())
 /// ```
 pub fn parse(text: &str) -> Result<Cluster, ClusterError> {
-    Ok(parse_file(text)?.cluster)
-}
-
-/// The only group of a cluster, which is what a plan can use.
-pub fn single_group(cluster: &Cluster) -> Result<&Group, ClusterError> {
-    match cluster.groups.as_slice() {
-        [] => Err(ClusterError::NoGroup),
-        [group] => Ok(group),
-        groups => Err(ClusterError::SeveralGroups { groups: groups.len() }),
-    }
-}
-
-/// All of a TOML file.
-pub fn parse_file(text: &str) -> Result<ClusterFile, ClusterError> {
     let file: FileToml = toml::from_str(text).map_err(|e| ClusterError::Toml {
         place: Place::of(text, e.span().map_or(text.len(), |s| s.start)),
         message: e.message().to_string(),
@@ -85,7 +56,7 @@ pub fn parse_file(text: &str) -> Result<ClusterFile, ClusterError> {
         None if groups.len() > 1 => return Err(ClusterError::NoLinkBetweenGroups),
         None => None,
     };
-    Ok(ClusterFile { cluster: Cluster { name: file.name, groups }, between_groups })
+    Ok(Cluster { name: file.name, groups, between_groups })
 }
 
 #[derive(Deserialize)]
@@ -385,17 +356,17 @@ pub fn parse_devices(text: &str) -> Result<Devices, ClusterError> {
     Ok(Devices(devices.collect::<Result<_, _>>()?))
 }
 
-/// The TOML text of a cluster; [`parse_file`] reads the same back. Devices that are not the catalogue's get a table.
-pub fn print(file: &ClusterFile) -> String {
+/// The TOML text of a cluster; [`parse`] reads the same back. Devices that are not the catalogue's get a table.
+pub fn print(cluster: &Cluster) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
-    let _ = write_file(&mut out, file);
+    let _ = write_file(&mut out, cluster);
     out
 }
 
-fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
-    writeln!(out, "name = {}", quoted(&file.cluster.name))?;
-    for group in &file.cluster.groups {
+fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
+    writeln!(out, "name = {}", quoted(&cluster.name))?;
+    for group in &cluster.groups {
         let (intra, inter) = (&group.intra_node, &group.inter_node);
         writeln!(out, "\n[[group]]")?;
         writeln!(out, "nodes = {}", group.nodes)?;
@@ -418,13 +389,13 @@ fn write_file(out: &mut String, file: &ClusterFile) -> std::fmt::Result {
             writeln!(out, "price_per_hour = {}", float(price))?;
         }
     }
-    if let Some(link) = &file.between_groups {
+    if let Some(link) = &cluster.between_groups {
         writeln!(out, "\n[between_groups]")?;
         writeln!(out, "bytes_per_s = {}", float(link.bytes_per_s))?;
         writeln!(out, "latency_s = {}", float(link.latency_s))?;
     }
     let mut written = BTreeSet::new();
-    for device in file.cluster.groups.iter().map(|g| &g.device) {
+    for device in cluster.groups.iter().map(|g| &g.device) {
         if catalogue::device(&device.name).as_ref() == Some(device) || !written.insert(&device.name) {
             continue;
         }

@@ -44,8 +44,7 @@ latency_s = 2e-5
 
 #[test]
 fn a_file_with_everything() {
-    let file = parse_file(TWO_GROUPS).unwrap();
-    let cluster = &file.cluster;
+    let cluster = parse(TWO_GROUPS).unwrap();
     assert_eq!((cluster.name.as_str(), cluster.groups.len(), cluster.num_devices()), ("two kinds of node", 2, 40));
     assert_eq!(cluster.groups[0].device, catalogue::device("A100-SXM-80GB").unwrap());
     assert_eq!(cluster.groups[0].price_per_hour, Some(32.8));
@@ -56,10 +55,8 @@ fn a_file_with_everything() {
     assert_eq!(own.device.launch_s, GPU_LAUNCH_S);
     assert_eq!((own.intra_node.bytes_per_s, own.intra_node.kind.as_str()), (32e9, ""));
     assert_eq!((own.inter_node.nics, own.price_per_hour), (1, None));
-    assert_eq!(file.between_groups, Some(BetweenGroups { bytes_per_s: 12.5e9, latency_s: 2e-5 }));
-    assert_eq!(parse(TWO_GROUPS).as_ref(), Ok(cluster));
-    assert_eq!(single_group(cluster), Err(ClusterError::SeveralGroups { groups: 2 }));
-    assert_eq!(single_group(&parse(GROUP).unwrap()).map(|g| g.nodes), Ok(4));
+    assert_eq!(cluster.between_groups, Some(BetweenGroups { bytes_per_s: 12.5e9, latency_s: 2e-5 }));
+    assert_eq!((cluster.devices_of(0), cluster.devices_of(1)), (0..32, 32..40));
 }
 
 #[test]
@@ -73,7 +70,7 @@ fn what_a_file_may_say_of_its_network_and_its_caches() {
     assert_eq!((group.device.l2_bytes, group.device.multiprocessors), (Some(40_000_000), Some(108)));
     let plain = parse(GROUP).unwrap().groups.remove(0);
     assert_eq!(plain.inter_node.oversubscription, 1.0);
-    assert!(!print(&parse_file(GROUP).unwrap()).contains("oversubscription"), "what is usual is not printed");
+    assert!(!print(&parse(GROUP).unwrap()).contains("oversubscription"), "what is usual is not printed");
 }
 
 #[test]
@@ -185,9 +182,9 @@ fn groups_are_counted_together_and_need_a_link() {
 fn a_table_of_the_file_comes_before_the_catalogue() {
     let text = GROUP.to_string()
         + "[device.\"A100-SXM-80GB\"]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9 }\n";
-    let file = parse_file(&text).unwrap();
-    assert_eq!(file.cluster.groups[0].device.memory_bytes, 1_000_000_000);
-    assert_eq!(parse_file(&print(&file)), Ok(file));
+    let file = parse(&text).unwrap();
+    assert_eq!(file.groups[0].device.memory_bytes, 1_000_000_000);
+    assert_eq!(parse(&print(&file)), Ok(file));
 }
 
 /// A device may be like one of the catalogue but for what it states, under that name or another.
@@ -225,13 +222,13 @@ fn a_device_is_like_another() {
 
 #[test]
 fn what_is_printed_reads_back_the_same() {
-    let two = parse_file(TWO_GROUPS).unwrap();
-    assert_eq!(parse_file(&print(&two)).as_ref(), Ok(&two));
+    let two = parse(TWO_GROUPS).unwrap();
+    assert_eq!(parse(&print(&two)).as_ref(), Ok(&two));
     for (name, _) in presets() {
-        let file = ClusterFile { cluster: preset(&format!("{name}:3")).unwrap(), between_groups: None };
-        let text = print(&file);
+        let cluster = preset(&format!("{name}:3")).unwrap();
+        let text = print(&cluster);
         assert!(!text.contains("[device"), "devices of the catalogue are named only");
-        assert_eq!(parse_file(&text), Ok(file), "{name}");
+        assert_eq!(parse(&text), Ok(cluster), "{name}");
     }
 }
 
@@ -279,7 +276,7 @@ proptest! {
             inter_node: InterNode { kind: name.chars().rev().collect(), bytes_per_s: rates[4], nics: nodes, latency_s, oversubscription },
             price_per_hour: price,
         };
-        let file = ClusterFile { cluster: Cluster { name, groups: vec![group] }, between_groups: None };
-        prop_assert_eq!(parse_file(&print(&file)), Ok(file));
+        let cluster = Cluster { name, groups: vec![group], between_groups: None };
+        prop_assert_eq!(parse(&print(&cluster)), Ok(cluster));
     }
 }

@@ -4,6 +4,7 @@
 use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// What runs programs on a device, which decides what of them is kept in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -177,11 +178,22 @@ pub struct Group {
     pub price_per_hour: Option<f64>,
 }
 
+/// The link from each group of nodes to the others, per direction: all that two groups send each other goes over it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BetweenGroups {
+    pub bytes_per_s: f64,
+    pub latency_s: f64,
+}
+
 /// A cluster. Global device ids count through groups, nodes and devices in order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cluster {
     pub name: String,
     pub groups: Vec<Group>,
+    /// Where there are several groups, how they reach each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_groups: Option<BetweenGroups>,
 }
 
 impl Group {
@@ -193,5 +205,11 @@ impl Group {
 impl Cluster {
     pub fn num_devices(&self) -> u32 {
         self.groups.iter().map(Group::num_devices).sum()
+    }
+
+    /// Global ids of a group's devices.
+    pub fn devices_of(&self, group: usize) -> Range<u32> {
+        let first = self.groups[..group].iter().map(Group::num_devices).sum();
+        first..first + self.groups[group].num_devices()
     }
 }

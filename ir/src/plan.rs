@@ -4,7 +4,7 @@
 //! it against the graph and the cluster that it contains before anything is done with it.
 
 use crate::batch::LossKind;
-use crate::cluster::Cluster;
+use crate::cluster::{BetweenGroups, Cluster, Group};
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::import::json;
@@ -147,6 +147,9 @@ pub struct ValueSharding {
 pub struct Stage {
     /// Numbers of the first layer and of the one after the last.
     pub layers: Range<u32>,
+    /// The group of the cluster that the stage's devices belong to.
+    #[serde(default, skip_serializing_if = "is_first_group")]
+    pub group: u32,
     /// `nodes x devices per node`.
     pub submesh: (u32, u32),
     /// Global device ids in mesh order.
@@ -165,6 +168,10 @@ pub struct Stage {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub solved: Option<Solved>,
     pub predicted: StagePredicted,
+}
+
+fn is_first_group(group: &u32) -> bool {
+    *group == 0
 }
 
 /// How near a stage's shardings are to the best of the space that they were chosen from, by the prices of the search: seconds per
@@ -342,6 +349,11 @@ impl Plan {
         self.graph.values().map(layer).collect()
     }
 
+    /// The group of the cluster that a stage runs on.
+    pub fn group_of(&self, stage: &Stage) -> &Group {
+        &self.cluster.groups[stage.group as usize]
+    }
+
     pub fn num_layers(&self) -> u32 {
         self.layers.len() as u32 - 1
     }
@@ -430,6 +442,21 @@ impl Plan {
                 fail(format!("cluster.groups[{i}]"), "counts, sizes and rates must be positive, waits not negative");
             }
         }
+        let sizes = self.cluster.groups.iter().map(|g| g.nodes.checked_mul(g.devices_per_node));
+        if sizes.reduce(|sum, size| sum?.checked_add(size?)).flatten().is_none() {
+            fail("cluster.groups".into(), "must have one device or more, as many as can be counted");
+            return errors;
+        }
+        let between = self.cluster.between_groups.as_ref();
+        let link = |l: &BetweenGroups| {
+            l.bytes_per_s.is_finite() && l.bytes_per_s > 0.0 && l.latency_s.is_finite() && l.latency_s >= 0.0
+        };
+        if !between.map_or(self.cluster.groups.len() == 1, link) {
+            fail(
+                "cluster.between_groups".into(),
+                "must give several groups a positive rate and a wait that is not negative",
+            );
+        }
         if self.stop_gradients.iter().any(|v| v.index() >= self.graph.len()) {
             fail("stop_gradients".into(), "names no value of the graph");
         }
@@ -475,9 +502,16 @@ impl Plan {
                 fail(here("mesh"), "must have as many positions as the stage has devices");
                 continue;
             }
+            if stage.group as usize >= self.cluster.groups.len() {
+                fail(here("group"), "names a group that the cluster does not have");
+                continue;
+            }
+            let of_group = self.cluster.devices_of(stage.group as usize);
             for &device in &stage.devices {
                 if device >= self.cluster.num_devices() {
                     fail(here("devices"), "names a device that the cluster does not have");
+                } else if !of_group.contains(&device) {
+                    fail(here("devices"), "names a device of another group than the stage's");
                 } else if i < self.num_lanes() && !used.insert(device) {
                     fail(here("devices"), "a device may serve one stage only, or the stages of one lane");
                 }

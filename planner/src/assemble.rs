@@ -2,13 +2,13 @@
 
 use crate::inter_op::compose::Runs;
 use crate::inter_op::search::{ChosenStage, layer_tables};
-use crate::inter_op::submesh::place;
+use crate::inter_op::submesh::{Block, place_blocks};
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use altiplano_cost_models::CostModel;
+use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
@@ -30,18 +30,18 @@ pub struct Parts<'a> {
 }
 
 /// Writes a plan out, predictions left open.
-pub fn assemble(request: &Request, parts: &Parts<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
-    let group = &request.cluster.groups[0];
+pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    let sizes: Vec<(u32, u32)> = request.cluster.groups.iter().map(|g| (g.nodes, g.devices_per_node)).collect();
     let lanes = parts.stages.len() / parts.virtual_stages.max(1) as usize;
-    let shapes: Vec<_> = parts.stages[..lanes].iter().map(|s| s.shape).collect();
-    let Some(placement) = place(&shapes, group.nodes, group.devices_per_node) else {
+    let blocks: Vec<Block> = parts.stages[..lanes].iter().map(|s| s.block).collect();
+    let Some(placement) = place_blocks(&blocks, &sizes) else {
         return Err(PlanFailure::NoCombination);
     };
     let stages = parts
         .stages
         .iter()
         .zip(placement.iter().cycle())
-        .map(|(chosen, devices)| stage(request, parts.layered, cost, chosen, devices.clone()))
+        .map(|(chosen, devices)| stage(request, parts.layered, costs, chosen, devices.clone()))
         .collect::<Option<Vec<Stage>>>()
         .ok_or(PlanFailure::NoCombination)?;
     let graph = parts.layered.graph.clone();
@@ -83,17 +83,19 @@ pub struct Shardings {
 fn stage(
     request: &Request,
     layered: &Layered,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     chosen: &ChosenStage,
     devices: Vec<u32>,
 ) -> Option<Stage> {
     let way = &chosen.way;
-    let submesh = (chosen.shape.nodes, chosen.shape.devices);
-    let prices = Prices::new(cost, &request.cluster.groups[0], submesh, &way.mesh);
+    let Block { group, shape } = chosen.block;
+    let submesh = (shape.nodes, shape.devices);
+    let prices = Prices::new(costs.of_group(group as u32), &request.cluster.groups[group], submesh, &way.mesh);
     let mut spaces = Spaces::new(&prices, way.roles);
     let shardings = composed(request, layered, &mut spaces, chosen)?;
     let stage = Stage {
         layers: chosen.layers.start as u32..chosen.layers.end as u32,
+        group: group as u32,
         submesh,
         devices,
         mesh: way.mesh.clone(),

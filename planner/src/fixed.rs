@@ -3,13 +3,13 @@
 
 use crate::assemble::{Parts, assemble};
 use crate::inter_op::search::{ChosenStage, Way};
-use crate::inter_op::submesh::SubmeshShape;
+use crate::inter_op::submesh::{Block, SubmeshShape};
 use crate::intra_op::layer::Variant;
 use crate::intra_op::space::AxisRoles;
 use crate::layers::cluster_finely;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use altiplano_cost_models::CostModel;
+use altiplano_cost_models::Costs;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
 use std::ops::Range;
@@ -32,8 +32,8 @@ pub struct Degrees {
 
 /// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
 ///
-/// The cluster must have room for every stage, those that share devices counted once.
-pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+/// The cluster's first group must have room for every stage, those that share devices counted once.
+pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
     let starts = cluster_finely(&request.graph, usize::MAX);
     let layered = Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains());
@@ -48,6 +48,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
         true => SubmeshShape { nodes: 1, devices },
         false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
     };
+    let block = Block { group: 0, shape };
     let way = Way {
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
@@ -64,7 +65,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
         recompute: degrees.recompute,
     };
     let stages: Vec<ChosenStage> =
-        runs.into_iter().map(|layers| ChosenStage { layers, shape, way: way.clone() }).collect();
+        runs.into_iter().map(|layers| ChosenStage { layers, block, way: way.clone() }).collect();
     let parts = Parts {
         layered: &layered,
         num_microbatches: degrees.num_microbatches,
@@ -72,7 +73,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Resu
         virtual_stages: degrees.virtual_stages,
         stages: &stages,
     };
-    assemble(request, &parts, cost)
+    assemble(request, &parts, costs)
 }
 
 /// Deals the layers of the most common kind out to stages, the first stages getting one more where it does not come out

@@ -7,10 +7,10 @@ use crate::inter_op::search::{Freedom, search};
 use crate::inter_op::variants;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::{Muted, Sizes, fits, freedom, judged, peak_bytes, refine, target};
-use altiplano_cost_models::CostModel;
+use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A plan that no other beats.
 #[derive(Clone, Debug)]
@@ -33,25 +33,25 @@ const ALIKE: f64 = 0.01;
 ///
 /// # Errors
 /// As [`crate::plan`], where there is no plan on the whole cluster either.
-pub fn frontier(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
+pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
     let request = &target::aimed(request)?;
     let sizes = Sizes::new(request);
     let parts = parts(request);
     let total = parts.len();
     let mut all: Vec<Point> = Vec::new();
     let mut failure = None;
-    for (i, part) in parts.iter().enumerate() {
+    for (i, (part, only_group)) in parts.iter().enumerate() {
         progress.step(&part.cluster.name, i, total);
         if progress.stopped() && !all.is_empty() {
             break;
         }
         // Degrees that the user fixed are of the whole cluster.
         let freedom = match freedom(part) {
-            Ok(freedom) => freedom,
+            Ok(freedom) => Freedom { only_group: *only_group, ..freedom },
             Err(error) if i + 1 == total => return Err(error),
             Err(_) => continue,
         };
-        match points(part, &freedom, cost, &sizes, progress) {
+        match points(part, &freedom, costs, &sizes, progress) {
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
         }
@@ -62,15 +62,18 @@ pub fn frontier(request: &Request, cost: &dyn CostModel, progress: &dyn Progress
     }
 }
 
-/// The request on ever larger parts of its cluster: of one node, then of all. The last one is the whole.
-fn parts(request: &Request) -> Vec<Request> {
-    let group = &request.cluster.groups[0];
+/// The request on ever larger parts of its cluster: of one node, then of all; of several groups on each alone, which comes with it.
+/// The last one is the whole.
+fn parts(request: &Request) -> Vec<(Request, Option<usize>)> {
+    let groups = &request.cluster.groups;
+    let [group] = groups.as_slice() else {
+        let alone = (0..groups.len()).map(|group| (request.clone(), Some(group)));
+        return alone.chain([(request.clone(), None)]).collect();
+    };
     let mut sizes: Vec<(u32, u32)> = Vec::new();
     let doubled = |most: u32| (0..32).map(|i| 1u32 << i).take_while(move |&n| n < most);
-    if request.cluster.groups.len() == 1 {
-        sizes.extend(doubled(group.devices_per_node).map(|devices| (1, devices)));
-        sizes.extend(doubled(group.nodes).map(|nodes| (nodes, group.devices_per_node)));
-    }
+    sizes.extend(doubled(group.devices_per_node).map(|devices| (1, devices)));
+    sizes.extend(doubled(group.nodes).map(|nodes| (nodes, group.devices_per_node)));
     sizes.push((group.nodes, group.devices_per_node));
     let part = |(nodes, devices): (u32, u32)| {
         let mut part = request.clone();
@@ -83,7 +86,7 @@ fn parts(request: &Request) -> Vec<Request> {
         part.cluster.groups[0].nodes = nodes;
         part.cluster.groups[0].devices_per_node = devices;
         // A node costs what it costs, whichever part of it works.
-        part
+        (part, None)
     };
     sizes.into_iter().map(part).collect()
 }
@@ -92,7 +95,7 @@ fn parts(request: &Request) -> Vec<Request> {
 fn points(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     sizes: &Sizes<'_>,
     progress: &dyn Progress,
 ) -> Result<Vec<Point>, PlanFailure> {
@@ -102,15 +105,15 @@ fn points(
     let mut failure = None;
     for lean in [false, true] {
         let freedom = Freedom { lean, ..freedom.clone() };
-        let searched = search(request, &freedom, cost, &layered, &quietly);
+        let searched = search(request, &freedom, costs, &layered, &quietly);
         let within: Vec<Result<Vec<Plan>, PlanFailure>> = SHARES
             .par_iter()
             .map(|share| {
-                let limit = (freedom.memory_bytes as f64 * share) as u64;
-                let limits: BTreeMap<u32, u64> =
-                    searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
+                let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * share) as u64).collect();
+                let limits: BTreeMap<u32, Vec<u64>> =
+                    searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
                 let ranked = variants::asked_for(&searched, request, &freedom, &limits)?;
-                ranked.iter().take(JUDGED).map(|found| judged(request, found, cost)).collect()
+                ranked.iter().take(JUDGED).map(|found| judged(request, found, costs)).collect()
             })
             .collect();
         for result in within {
@@ -131,8 +134,9 @@ fn points(
     let kept = not_beaten(found.into_iter().map(point).collect());
     // Those that stay are worth solving again as a whole, within the memory that they need.
     let again = |p: Point| {
-        let within = Freedom { memory_bytes: p.peak_bytes, ..freedom.clone() };
-        match refine::refined(request, &within, p.plan.clone(), cost) {
+        let memory_bytes = freedom.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
+        let within = Freedom { memory_bytes, ..freedom.clone() };
+        match refine::refined(request, &within, p.plan.clone(), costs) {
             Ok(plan) if peak_bytes(&plan) <= p.peak_bytes => point(plan),
             _ => p,
         }
@@ -145,10 +149,17 @@ const JUDGED: usize = 3;
 
 fn point(plan: Plan) -> Point {
     let devices = plan.num_devices();
-    let group = &plan.cluster.groups[0];
-    let nodes: std::collections::BTreeSet<u32> =
-        plan.stages.iter().flat_map(|s| &s.devices).map(|d| d / group.devices_per_node.max(1)).collect();
-    let price = group.price_per_hour.map(|p| p * nodes.len() as f64 / 3600.0 * plan.predicted.step_time_s);
+    let node = |group: u32, device: u32| device / plan.cluster.groups[group as usize].devices_per_node.max(1);
+    let nodes: BTreeSet<(u32, u32)> = plan
+        .stages
+        .iter()
+        .flat_map(|s| {
+            let first = plan.cluster.devices_of(s.group as usize).start;
+            s.devices.iter().map(move |&device| (s.group, node(s.group, device - first)))
+        })
+        .collect();
+    let prices: Option<f64> = nodes.iter().map(|&(group, _)| plan.cluster.groups[group as usize].price_per_hour).sum();
+    let price = prices.map(|an_hour| an_hour / 3600.0 * plan.predicted.step_time_s);
     Point { devices, peak_bytes: peak_bytes(&plan), price, plan }
 }
 

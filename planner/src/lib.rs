@@ -28,12 +28,14 @@ use request::Muted;
 pub use request::SearchKind;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
-use altiplano_cost_models::{CostModel, Roofline, single_group};
+use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::batch::{LossKind, rebatch};
+use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage, Target};
 use altiplano_ir::program::Programs;
-use inter_op::search::{Found, Freedom, Searched, search};
+use inter_op::search::{Found, Freedom, Searched, num_devices, search};
+use inter_op::submesh::shapes;
 use inter_op::variants;
 use model::Layered;
 use rayon::prelude::*;
@@ -42,23 +44,103 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    plan_with(request, &cost_model(request)?, progress)
+    plan_with(request, &Rooflines::of(&request.cluster), progress)
 }
 
-/// [`plan`] by the prices of another model of the cluster's device.
-pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    cost_model(request)?;
+/// [`plan`] by other prices of the cluster.
+pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
-        return best_of_sweep(request, cost, progress);
+        return best_of_sweep(request, costs, progress);
     }
     let sizes = Sizes::new(request);
     let layered = |count: u32| sizes.at(count);
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
     }
-    let searched = plans_that_fit(request, &freedom, cost, &layered, progress).map_err(|failure| match failure {
+    let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
+    // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
+    let several = request.cluster.groups.len() > 1;
+    for group in (0..request.cluster.groups.len()).filter(|_| several) {
+        if progress.stopped() && found[0].plan.is_ok() {
+            break;
+        }
+        let alone = Freedom { only_group: Some(group), ..freedom.clone() };
+        found.push(choose(request, &alone, costs, &layered, progress));
+    }
+    let Choice { plan, mut baselines, mut others } = best_choice(found);
+    let mut plan = plan?;
+    if progress.stopped() || !request.baselines {
+        return Ok(plan);
+    }
+    others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    baselines.extend(lost::alternatives(&plan, others));
+    let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
+    distinct.dedup();
+    baselines.push(Alternative {
+        name: "chosen".into(),
+        predicted: Some(plan.predicted.clone()),
+        fits: fits(&plan),
+        detail: format!(
+            "{}, {}, {}",
+            lost::stages(&plan),
+            count(plan.num_microbatches, "microbatch", "microbatches"),
+            distinct.join(" + ")
+        ),
+    });
+    plan.alternatives = baselines;
+    Ok(plan)
+}
+
+/// A plan and what it was chosen over.
+struct Choice {
+    plan: Result<Plan, PlanFailure>,
+    /// Lines of the plain baselines.
+    baselines: Vec<Alternative>,
+    /// Plans of the search that were not chosen.
+    others: Vec<Plan>,
+}
+
+/// The best of choices of the same request, each on other groups, with the better of their lines; the first failure where all fail.
+fn best_choice(choices: Vec<Choice>) -> Choice {
+    let (mut plans, mut failure) = (Vec::new(), None);
+    let (mut baselines, mut others): (Vec<Alternative>, Vec<Plan>) = (Vec::new(), Vec::new());
+    let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
+    for choice in choices {
+        match choice.plan {
+            Ok(plan) => plans.push(plan),
+            Err(why) => failure = failure.or(Some(why)),
+        }
+        others.extend(choice.others);
+        if baselines.is_empty() {
+            baselines = choice.baselines;
+            continue;
+        }
+        for (line, other) in baselines.iter_mut().zip(choice.baselines) {
+            if rank(&other) < rank(line) {
+                *line = other;
+            }
+        }
+    }
+    // What is chosen loses to nothing: lines of those that lost leave out what looks like it.
+    others.extend(plans.iter().cloned());
+    let plan = match plans.is_empty() {
+        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        false => Ok(leanest_of_the_fastest(plans)),
+    };
+    Choice { plan, baselines, others }
+}
+
+/// The fastest plan that fits, its stages solved again as a whole, judged against the baselines.
+fn choose(
+    request: &Request,
+    freedom: &Freedom,
+    costs: &dyn Costs,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
+    progress: &dyn Progress,
+) -> Choice {
+    let searched = plans_that_fit(request, freedom, costs, layered, progress).map_err(|failure| match failure {
         PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
             PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
         }
@@ -68,27 +150,26 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         Ok(mut plans) => (Ok(plans.remove(0)), plans),
         Err(failure) => (Err(failure), Vec::new()),
     };
+    let again = |plan: Plan| match progress.stopped() || freedom.alpa {
+        true => Ok(plan),
+        false => refine::refined(request, freedom, plan, costs),
+    };
     if progress.stopped() || !request.baselines {
-        let best = best?;
-        return if progress.stopped() || freedom.alpa {
-            Ok(best)
-        } else {
-            refine::refined(request, &freedom, best, cost)
-        };
+        return Choice { plan: best.and_then(again), baselines: Vec::new(), others };
     }
     let mut alternatives = Vec::new();
     let mut candidates: Vec<Plan> = Vec::new();
-    let baselines = baselines(request, &freedom);
+    let baselines = baselines(request, freedom);
     progress.step("baselines", 0, baselines.len());
     let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
         .into_par_iter()
         .map(|(name, freedom)| {
             // The best that fits, else the best there is.
             let quietly = Muted(progress);
-            let fitting = plans_that_fit(request, &freedom, cost, &layered, &quietly);
+            let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly);
             let mut result = fitting.map(|mut plans| plans.swap_remove(0));
             if matches!(result, Err(PlanFailure::Memory { .. })) {
-                result = leanest(request, &freedom, cost, &layered);
+                result = leanest(request, &freedom, costs, layered);
             }
             (name, result)
         })
@@ -97,12 +178,16 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
             format!(
-                "dp{} tp{} pp{}, {}{}",
+                "dp{} tp{} pp{}, {}{}{}",
                 mesh.axes[0].size,
                 mesh.axes[1].size,
                 p.stages.len(),
                 count(p.num_microbatches, "microbatch", "microbatches"),
-                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" }
+                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" },
+                match freedom.only_group.map(|group| &p.cluster.groups[group]) {
+                    Some(group) => format!(", on the {} x {} alone", group.num_devices(), group.device.name),
+                    None => String::new(),
+                }
             )
         };
         alternatives.push(match result {
@@ -125,37 +210,19 @@ pub fn plan_with(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
             }
         });
     }
-    let mut plan = match (best, candidates.is_empty()) {
-        (best, true) => best?,
-        (best, false) => {
+    let plan = match candidates.is_empty() {
+        true => best,
+        false => {
             candidates.extend(best.ok().filter(fits));
-            leanest_of_the_fastest(candidates)
+            Ok(leanest_of_the_fastest(candidates))
         }
     };
-    if !freedom.alpa {
-        plan = refine::refined(request, &freedom, plan, cost)?;
-    }
-    alternatives.extend(lost::alternatives(&plan, others));
-    let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
-    distinct.dedup();
-    alternatives.push(Alternative {
-        name: "chosen".into(),
-        predicted: Some(plan.predicted.clone()),
-        fits: fits(&plan),
-        detail: format!(
-            "{}, {}, {}",
-            lost::stages(&plan),
-            count(plan.num_microbatches, "microbatch", "microbatches"),
-            distinct.join(" + ")
-        ),
-    });
-    plan.alternatives = alternatives;
-    Ok(plan)
+    Choice { plan: plan.and_then(again), baselines: alternatives, others }
 }
 
 /// The best configuration of a sweep, with those that come after it as alternatives.
-fn best_of_sweep(request: &Request, cost: &dyn CostModel, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let swept = sweep::sweep(request, &sweep::Space::default(), cost, progress)?;
+fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let swept = sweep::sweep(request, &sweep::Space::default(), costs, progress)?;
     let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
     let mut best = plans.remove(0);
     best.alternatives = lost::alternatives(&best, plans);
@@ -165,12 +232,12 @@ fn best_of_sweep(request: &Request, cost: &dyn CostModel, progress: &dyn Progres
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
-    let cost = cost_model(request)?;
+    let costs = Rooflines::of(&request.cluster);
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     let sizes = Sizes::new(request);
     let layered = |count: u32| sizes.at(count);
-    leanest(request, &freedom, &cost, &layered)
+    leanest(request, &freedom, &costs, &layered)
 }
 
 /// The model cut into layers, at every size of microbatch that it is asked for.
@@ -204,29 +271,23 @@ fn count(n: u32, one: &str, many: &str) -> String {
 
 /// Lowers a plan with the default cost model.
 pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
-    Ok(lower(plan, &Roofline::new(plan.cluster.groups[0].device.clone()))?)
-}
-
-fn cost_model(request: &Request) -> Result<Roofline, PlanFailure> {
-    let groups = request.cluster.groups.len();
-    let group = single_group(&request.cluster).map_err(|_| PlanFailure::SeveralGroups { groups })?;
-    Ok(Roofline::new(group.device.clone()))
+    Ok(lower(plan, &Rooflines::of(&plan.cluster))?)
 }
 
 /// The plans that fit of those that were judged, fastest first; layouts that keep less are looked at only where nothing else does.
 fn plans_that_fit(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Result<Vec<Plan>, PlanFailure> {
-    let searched = search(request, freedom, cost, layered, progress);
-    match within_memory(request, freedom, &searched, cost, progress) {
+    let searched = search(request, freedom, costs, layered, progress);
+    match within_memory(request, freedom, &searched, costs, progress) {
         Err(PlanFailure::Memory { .. }) => {
             let lean = Freedom { lean: true, ..freedom.clone() };
-            let searched = search(request, &lean, cost, layered, progress);
-            within_memory(request, &lean, &searched, cost, progress)
+            let searched = search(request, &lean, costs, layered, progress);
+            within_memory(request, &lean, &searched, costs, progress)
         }
         result => result,
     }
@@ -236,16 +297,16 @@ fn plans_that_fit(
 fn leanest(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
     let recompute = Some(freedom.recompute.unwrap_or(true));
-    let lean =
-        Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes: u64::MAX, ..freedom.clone() };
-    let searched = search(request, &lean, cost, layered, &Silent);
+    let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
+    let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
+    let searched = search(request, &lean, costs, layered, &Silent);
     let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
-    judged(request, &ranked[0], cost)
+    judged(request, &ranked[0], costs)
 }
 
 /// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
@@ -254,13 +315,14 @@ fn within_memory(
     request: &Request,
     freedom: &Freedom,
     searched: &Searched,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Plan>, PlanFailure> {
-    let device = freedom.memory_bytes;
-    // Each number of microbatches has its own limit: the estimate is off by another amount for each.
-    let mut limits: BTreeMap<u32, u64> = searched.candidates.iter().map(|c| (c.num_microbatches, device)).collect();
-    let mut closest: Option<(u64, String)> = None;
+    let devices = &freedom.memory_bytes;
+    // Each number of microbatches has its own limits: the estimate is off by another amount for each.
+    let mut limits: BTreeMap<u32, Vec<u64>> =
+        searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
+    let mut closest: Option<(f64, PlanFailure)> = None;
     for _ in 0..32 {
         let ranked = match variants::asked_for(searched, request, freedom, &limits) {
             Ok(ranked) => ranked,
@@ -270,24 +332,39 @@ fn within_memory(
         // Whoever is told to stop judges one.
         let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
         let plans: Vec<Plan> =
-            worth.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+            worth.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
         let mut fitting: Vec<Plan> = Vec::new();
         for plan in plans {
-            let peak = plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
-            if closest.as_ref().is_none_or(|(b, _)| peak < *b) {
+            // Of each device's memory, how much its stage needs.
+            let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
+            let Some(fullest) = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b))) else { continue };
+            if closest.as_ref().is_none_or(|(least, _)| part(fullest) < *least) {
                 let stages = count(plan.stages.len() as u32, "stage", "stages");
-                let detail = format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches"));
-                closest = Some((peak, detail));
+                let (required_bytes, limit_bytes) = (fullest.predicted.peak_bytes, devices[fullest.group as usize]);
+                let failure = PlanFailure::Memory {
+                    required_bytes,
+                    limit_bytes,
+                    over_bytes: required_bytes.saturating_sub(limit_bytes),
+                    device: plan.group_of(fullest).device.name.clone(),
+                    detail: format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches")),
+                };
+                closest = Some((part(fullest), failure));
             }
             if !fits(&plan) {
-                let limit = limits.entry(plan.num_microbatches).or_insert(device);
-                *limit = (*limit as f64 * (device as f64 / peak as f64).min(0.97)) as u64;
+                let limits = limits.entry(plan.num_microbatches).or_insert_with(|| devices.clone());
+                for (group, limit) in limits.iter_mut().enumerate() {
+                    let of_group = plan.stages.iter().filter(|s| s.group as usize == group);
+                    let peak = of_group.map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
+                    if peak > devices[group] {
+                        *limit = (*limit as f64 * (devices[group] as f64 / peak as f64).min(0.97)) as u64;
+                    }
+                }
             } else {
                 fitting.push(plan);
             }
         }
         if !fitting.is_empty() {
-            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, cost, progress)?);
+            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress)?);
             // Other orders of the calls of pipelines, of which more is asked than to be as fast.
             let step_s = |p: &Plan| p.predicted.step_time_s;
             let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
@@ -296,20 +373,13 @@ fn within_memory(
                 false => variants::others(searched, freedom, &ranked, &limits),
             };
             let others: Vec<Plan> =
-                others.par_iter().map(|found| judged(request, found, cost)).collect::<Result<_, PlanFailure>>()?;
+                others.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
             fitting.extend(others.into_iter().filter(|p| fits(p) && step_s(p) < most_s));
             fitting.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
             return Ok(fitting);
         }
     }
-    let (required_bytes, detail) = closest.unwrap_or_default();
-    Err(PlanFailure::Memory {
-        required_bytes,
-        limit_bytes: device,
-        over_bytes: required_bytes.saturating_sub(device),
-        device: request.cluster.groups[0].device.name.clone(),
-        detail,
-    })
+    Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure))
 }
 
 /// How far above the limit an estimate of memory may be while the plan fits.
@@ -322,7 +392,7 @@ fn a_little_too_large(
     freedom: &Freedom,
     searched: &Searched,
     known: &[Found<'_>],
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Plan>, PlanFailure> {
     const JUDGED: usize = 4;
@@ -331,20 +401,20 @@ fn a_little_too_large(
     }
     let mut new: Vec<Found<'_>> = Vec::new();
     for factor in OVERESTIMATED {
-        let limit = (freedom.memory_bytes as f64 * factor) as u64;
-        let limits = searched.candidates.iter().map(|c| (c.num_microbatches, limit)).collect();
-        let Ok(ranked) = searched.ranked(request, freedom, &limits) else { continue };
+        let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * factor) as u64).collect();
+        let limits = searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
+        let Ok(ranked) = variants::asked_for(searched, request, freedom, &limits) else { continue };
         let unknown = |f: &&Found<'_>| !known.iter().chain(&new).any(|k| k.is(f));
         let mut more: Vec<_> = ranked.iter().filter(unknown).cloned().collect();
         more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         new.extend(more.into_iter().take(JUDGED));
     }
-    let plans: Result<Vec<Plan>, PlanFailure> = new.par_iter().map(|found| judged(request, found, cost)).collect();
+    let plans: Result<Vec<Plan>, PlanFailure> = new.par_iter().map(|found| judged(request, found, costs)).collect();
     Ok(plans?.into_iter().filter(fits).collect())
 }
 
 /// Writes out, lowers and prices a search result.
-fn judged(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+fn judged(request: &Request, found: &Found<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
         num_microbatches: found.candidates.num_microbatches,
@@ -352,10 +422,10 @@ fn judged(request: &Request, found: &Found<'_>, cost: &dyn CostModel) -> Result<
         virtual_stages: found.virtual_stages,
         stages: &found.stages,
     };
-    let mut plan = assemble::assemble(request, &parts, cost)?;
+    let mut plan = assemble::assemble(request, &parts, costs)?;
     // What runs must follow from the plan alone, by whatever prices it was chosen.
     let programs = programs(&plan)?;
-    predict::predict(&mut plan, &programs, cost);
+    predict::predict(&mut plan, &programs, costs);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
     Ok(plan)
 }
@@ -384,8 +454,7 @@ fn peak_bytes(plan: &Plan) -> u64 {
 }
 
 fn fits(plan: &Plan) -> bool {
-    let limit = plan.cluster.groups[0].device.memory_bytes;
-    plan.stages.iter().all(|s| s.predicted.peak_bytes <= limit)
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
 }
 
 /// Whether a baseline respects what the user fixed.
@@ -445,14 +514,25 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         }
     }
     let given: u64 = [request.dp, request.tp, request.pp].into_iter().flatten().map(u64::from).product();
-    if given > devices as u64 || devices as u64 % given != 0 {
+    let several = request.cluster.groups.len() > 1;
+    if given > devices as u64 || !several && devices as u64 % given != 0 {
         let (dp, tp, pp) = (request.dp.unwrap_or(1), request.tp.unwrap_or(1), request.pp.unwrap_or(1));
         return Err(PlanFailure::Degrees { dp, tp, pp, product: given, devices });
+    }
+    if several {
+        // Of several groups the stages may have different sizes, but each lies in one group.
+        let of_stage = request.dp.unwrap_or(1) as u64 * request.tp.unwrap_or(1) as u64;
+        let holds = |g: &Group| shapes(g.nodes, g.devices_per_node).iter().any(|s| s.num_devices() % of_stage == 0);
+        if !request.cluster.groups.iter().any(holds) {
+            let groups = request.cluster.groups.iter().map(Group::num_devices).collect();
+            return Err(PlanFailure::StageOverGroups { of_stage, groups });
+        }
     }
     // Two fixed degrees fix the third.
     let rest = (devices as u64 / given) as u32;
     let (mut dp, mut tp, mut pp) = (request.dp, request.tp, request.pp);
     match (dp, tp, pp) {
+        _ if several => {}
         (None, Some(_), Some(_)) => dp = Some(rest),
         (Some(_), None, Some(_)) => tp = Some(rest),
         (Some(_), Some(_), None) => pp = Some(rest),
@@ -524,7 +604,8 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         virtual_stages: request.virtual_stages,
         zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
-        memory_bytes: request.cluster.groups[0].device.memory_bytes,
+        memory_bytes: request.cluster.groups.iter().map(|g| g.device.memory_bytes).collect(),
+        only_group: None,
         lean: false,
         all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
         alpa,
@@ -535,9 +616,12 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
 /// "post-ILP optimization").
 const ALPA_ZERO: u8 = 2;
 
-/// The plain ways to train or run in parallel, on the whole cluster.
+/// The plain ways to train or run in parallel, on the whole cluster or on one of its groups. There are none over several.
 fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
-    let n = request.cluster.num_devices();
+    if freedom.only_group.is_none() && request.cluster.groups.len() > 1 {
+        return Vec::new();
+    }
+    let n = num_devices(request, freedom) as u32;
     // Replicas that share a sample repeat its work: microbatches that the replicas divide come first.
     let global = global_batch(request);
     let counts = |dp: u32| {

@@ -136,6 +136,7 @@ pub(crate) mod tests {
         plan.predicted.step_time_s = compute_s + communication_s + bubble_s;
         plan.stages.push(Stage {
             layers: 0..1,
+            group: 0,
             submesh: (1, 4),
             devices: (0..4).collect(),
             mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),

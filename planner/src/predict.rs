@@ -9,8 +9,8 @@ use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
-use altiplano_cost_models::{CostModel, Runtime, transfer_path};
-use altiplano_ir::cluster::Cluster;
+use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_between_groups, transfer_path};
+use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
@@ -19,17 +19,19 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The work of a plan's programs, by stage.
-pub fn work_of(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<Vec<BodyWork>> {
+pub fn work_of(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
     let devices = plan.num_devices();
-    let at = cost.runtime().map(|r| r.at(devices, devices));
-    let cost = at.as_ref().map_or(cost, |r| r.as_cost());
-    let stages = (0..plan.stages.len()).into_par_iter();
-    stages.map(|i| work(&programs.programs[plan.lane_of(i)], i as u32, &plan.execution, cost)).collect()
+    let at = costs.runtime().map(|r| r.at(devices, devices));
+    let of_stage = |i: usize| {
+        let cost = at.as_ref().map_or(costs.of_group(plan.stages[i].group), |r| r.as_cost());
+        work(&programs.programs[plan.lane_of(i)], i as u32, &plan.execution, cost)
+    };
+    (0..plan.stages.len()).into_par_iter().map(of_stage).collect()
 }
 
 /// What every stage of a plan takes, from its programs.
-pub fn stage_timings(plan: &Plan, programs: &Programs, cost: &dyn CostModel) -> Vec<(StageTimes, StageTiming)> {
-    timings_of(plan, programs, &work_of(plan, programs, cost), cost)
+pub fn stage_timings(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<(StageTimes, StageTiming)> {
+    timings_of(plan, programs, &work_of(plan, programs, costs), costs)
 }
 
 /// [`stage_timings`] of work that is known already.
@@ -37,14 +39,15 @@ pub fn timings_of(
     plan: &Plan,
     programs: &Programs,
     work: &[Vec<BodyWork>],
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
 ) -> Vec<(StageTimes, StageTiming)> {
-    if let Some(runtime) = cost.runtime() {
+    if let Some(runtime) = costs.runtime() {
         return shared_timings(plan, programs, work, runtime);
     }
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
-        let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+        let cost = costs.of_group(stage.group);
+        let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
         let timing = stage_timing(bodies, &prices, &plan.execution);
         let sends = sends(plan, programs, i, cost);
         let times = StageTimes {
@@ -87,7 +90,7 @@ fn shared_timings(
         let program = &programs.programs[plan.lane_of(i)];
         let at = |busy: u32| {
             let cost = runtime.at(devices, busy);
-            let prices = Prices::new(cost.as_cost(), &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+            let prices = Prices::new(cost.as_cost(), plan.group_of(stage), stage.submesh, &stage.mesh);
             let timing = stage_timing(bodies, &prices, &plan.execution);
             let [f, b, s, rf, rb, rs] = copied[i];
             let copies = |sent: u64, received: u64| cost.send_s(sent) + cost.receive_s(received);
@@ -162,7 +165,6 @@ pub fn played(
 
 /// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
 fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f64; 3] {
-    let group = &plan.cluster.groups[0];
     let (stage, program) = (&plan.stages[i], &programs.programs[plan.lane_of(i)]);
     let mut sends = [0.0; 3];
     for call in &program.schedule {
@@ -175,10 +177,7 @@ fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f
         }
         let t = &programs.transfers[transfer.0 as usize];
         let target = &plan.stages[to as usize];
-        let node = |d: u32| d / group.devices_per_node;
-        let same_node = stage.devices.iter().chain(&target.devices).all(|&d| node(d) == node(stage.devices[0]));
-        let path = transfer_path(group, stage.submesh, target.submesh, same_node);
-        let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path);
+        let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path(plan, stage, target));
         let slot = match microbatch {
             None => 2,
             Some(_) if to > from => 0,
@@ -189,17 +188,35 @@ fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f
     sends
 }
 
+/// The links from a stage to another.
+fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
+    let group = plan.group_of(source);
+    match &plan.cluster.between_groups {
+        Some(between) if source.group != target.group => {
+            path_between_groups((group, source.submesh), (plan.group_of(target), target.submesh), between)
+        }
+        _ => {
+            let first = plan.cluster.devices_of(source.group as usize).start;
+            let node = |d: u32| (d - first) / group.devices_per_node;
+            let same_node = source.devices.iter().chain(&target.devices).all(|&d| node(d) == node(source.devices[0]));
+            transfer_path(group, source.submesh, target.submesh, same_node)
+        }
+    }
+}
+
 /// What the devices of every lane hold over a step, on the devices that the plan is for.
 pub fn lane_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
-    let kind = plan.cluster.groups[0].device.kind;
-    let memory = |(i, program)| LaneMemory::new(programs, i, &steps(program, kind, work), kind);
+    let memory = |(i, program)| {
+        let kind = plan.group_of(&plan.stages[i]).device.kind;
+        LaneMemory::new(programs, i, &steps(program, kind, work), kind)
+    };
     programs.programs.par_iter().enumerate().map(memory).collect()
 }
 
 /// Fills in all predictions of a plan from its programs.
-pub fn predict(plan: &mut Plan, programs: &Programs, cost: &dyn CostModel) {
-    let work = work_of(plan, programs, cost);
-    let timings = timings_of(plan, programs, &work, cost);
+pub fn predict(plan: &mut Plan, programs: &Programs, costs: &dyn Costs) {
+    let work = work_of(plan, programs, costs);
+    let timings = timings_of(plan, programs, &work, costs);
     let memories = lane_memories(plan, programs, &work);
     let order = Order::of(plan);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
@@ -267,6 +284,8 @@ pub fn forward_flop(graph: &Graph) -> f64 {
 pub fn peak_flops(cluster: &Cluster, graph: &Graph) -> f64 {
     let dots = graph.values().filter(|v| graph.node(*v).op.is_contraction());
     let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
-    let group = &cluster.groups[0];
-    altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * group.num_devices() as f64
+    let peak = |group: &Group| {
+        altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * f64::from(group.num_devices())
+    };
+    cluster.groups.iter().map(peak).sum()
 }

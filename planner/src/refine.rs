@@ -15,7 +15,7 @@ use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
 use crate::{fits, leanest_of_the_fastest, predict, programs};
-use altiplano_cost_models::CostModel;
+use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Solved, Stage};
@@ -41,12 +41,7 @@ struct Again {
 
 /// Solves every stage of a judged plan again. The plan that comes back is the plan itself or a better one, with
 /// [`Stage::solved`] filled in.
-pub fn refined(
-    request: &Request,
-    freedom: &Freedom,
-    mut plan: Plan,
-    cost: &dyn CostModel,
-) -> Result<Plan, PlanFailure> {
+pub fn refined(request: &Request, freedom: &Freedom, mut plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     if !fits(&plan) {
         return Ok(plan);
     }
@@ -56,14 +51,17 @@ pub fn refined(
         true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
         false => Vec::new(),
     };
-    let device = freedom.memory_bytes as f64;
+    let device = |stage: &Stage| freedom.memory_bytes[stage.group as usize] as f64;
     // Of its memory, the part that each stage may use by the estimate.
     let mut shares = vec![1.0; plan.stages.len()];
     let mut first = true;
     for _ in 0..TRIES {
         let again: Vec<Option<Again>> = (0..plan.stages.len())
             .into_par_iter()
-            .map(|i| solved_again(request, freedom, &plan, &layered, &readers, cost, i, device * shares[i]))
+            .map(|i| {
+                let limit_bytes = device(&plan.stages[i]) * shares[i];
+                solved_again(request, freedom, &plan, &layered, &readers, costs, i, limit_bytes)
+            })
             .collect();
         if std::mem::take(&mut first) {
             for (stage, again) in plan.stages.iter_mut().zip(&again) {
@@ -80,13 +78,13 @@ pub fn refined(
             }
         }
         let lowered = programs(&other)?;
-        predict::predict(&mut other, &lowered, cost);
+        predict::predict(&mut other, &lowered, costs);
         debug_assert!(other.verify().is_empty(), "{:?}", other.verify());
         if fits(&other) {
             return Ok(leanest_of_the_fastest(vec![plan, other]));
         }
         for (share, stage) in shares.iter_mut().zip(&other.stages) {
-            let peak = stage.predicted.peak_bytes as f64;
+            let (peak, device) = (stage.predicted.peak_bytes as f64, device(stage));
             if peak > device {
                 *share *= (device / peak).min(0.97);
             }
@@ -112,7 +110,7 @@ fn solved_again(
     plan: &Plan,
     layered: &Layered,
     readers: &[Vec<ValueId>],
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     index: usize,
     limit_bytes: f64,
 ) -> Option<Again> {
@@ -123,7 +121,7 @@ fn solved_again(
         second_is_model: freedom.tp.is_some(),
         ..AxisRoles::default()
     };
-    let prices = Prices::new(cost, &plan.cluster.groups[0], stage.submesh, &stage.mesh);
+    let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles);
     let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains));
     let model = layered.model(trains.then_some(&request.optimizer));

@@ -96,14 +96,19 @@ pub enum SearchKind {
 pub enum PlanFailure {
     #[error(transparent)]
     Autodiff(#[from] AutodiffError),
-    #[error("planning over several groups of different nodes is not supported yet; the cluster has {groups}")]
-    SeveralGroups { groups: usize },
+    #[error("{option} {value} is for devices that are all alike; the cluster has {groups} groups of nodes")]
+    OneGroup { option: &'static str, value: &'static str, groups: usize },
     #[error("--{option} {given} is not {allowed}, which is what {target} runs")]
     Target { target: &'static str, option: &'static str, given: u32, allowed: u32 },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
     #[error("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}")]
     Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
+    #[error(
+        "--dp x --tp puts {of_stage} devices into a stage, which lies in one group of nodes; the groups of the cluster have {}",
+        .groups.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ")
+    )]
+    StageOverGroups { of_stage: u64, groups: Vec<u32> },
     #[error("the model has {layers} layers, too few for {stages} pipeline stages")]
     TooFewLayers { layers: u32, stages: u32 },
     #[error(

@@ -7,8 +7,9 @@
 
 use crate::fixed::{Degrees, fixed};
 use crate::request::{PlanFailure, Progress, Request};
+use crate::target::one_group;
 use crate::{at_microbatches, fits, global_batch, peak_bytes, predict, programs};
-use altiplano_cost_models::CostModel;
+use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -37,12 +38,13 @@ pub struct Swept {
 }
 
 /// The plan of a configuration, judged. `request.graph` may be of any batch; it is brought to the microbatch that the degrees say.
-pub fn configured(request: &Request, degrees: &Degrees, cost: &dyn CostModel) -> Result<Plan, PlanFailure> {
+pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    one_group(request, "--baseline", request.target.name())?;
     let graph = at_microbatches(request, degrees.num_microbatches).ok_or(PlanFailure::NoCombination)?;
     let at_size = Request { graph, ..request.clone() };
-    let mut plan = fixed(&at_size, degrees, cost)?;
+    let mut plan = fixed(&at_size, degrees, costs)?;
     let lowered = programs(&plan)?;
-    predict::predict(&mut plan, &lowered, cost);
+    predict::predict(&mut plan, &lowered, costs);
     Ok(plan)
 }
 
@@ -54,7 +56,7 @@ pub fn configured(request: &Request, degrees: &Degrees, cost: &dyn CostModel) ->
 pub fn sweep(
     request: &Request,
     space: &Space,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
     // By stages and replicas: where the leanest does not fit, no other needs to be tried.
@@ -77,7 +79,7 @@ pub fn sweep(
                 if progress.stopped() {
                     break;
                 }
-                let Ok(plan) = configured(request, &degrees, cost) else { continue };
+                let Ok(plan) = configured(request, &degrees, costs) else { continue };
                 if fits(&plan) {
                     fitting.push(Swept { degrees, plan });
                     continue;

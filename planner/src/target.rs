@@ -3,7 +3,7 @@
 //! A target narrows what is searched to what its users can configure, and says how it runs that: which reductions hide behind the
 //! backward pass, whether attention is one kernel, in which type gradients are summed. Everything else is as for any plan.
 
-use crate::request::{PlanFailure, Request};
+use crate::request::{PlanFailure, Request, SearchKind};
 use altiplano_cost_models::catalogue::fuses_attention;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
@@ -32,11 +32,26 @@ pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) 
     }
 }
 
+/// Refuses what is uniform over all devices where those are of several groups.
+pub fn one_group(request: &Request, option: &'static str, value: &'static str) -> Result<(), PlanFailure> {
+    match request.cluster.groups.len() {
+        1 => Ok(()),
+        groups => Err(PlanFailure::OneGroup { option, value, groups }),
+    }
+}
+
 /// A request with what its target leaves no choice in.
 ///
 /// # Errors
-/// [`PlanFailure::Target`] where the request fixes a degree that the target does not have.
+/// [`PlanFailure::Target`] where the request fixes a degree that the target does not have, and [`PlanFailure::OneGroup`] where
+/// the target or the search is for devices that are all alike, and the cluster's are not.
 pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
+    if request.target != Target::Altiplano {
+        one_group(request, "--target", request.target.name())?;
+    }
+    if request.search == SearchKind::Alpa {
+        one_group(request, "--search", "alpa")?;
+    }
     let mut aimed = request.clone();
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {

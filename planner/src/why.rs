@@ -10,7 +10,7 @@ use crate::lower::Prices;
 use crate::model::Layered;
 use crate::refine::{as_given, levels};
 use crate::request::PlanFailure;
-use altiplano_cost_models::Roofline;
+use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
 
@@ -54,11 +54,11 @@ pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
         true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
         false => Vec::new(),
     };
-    let group = &plan.cluster.groups[0];
-    let cost = Roofline::new(group.device.clone());
+    let costs = Rooflines::of(&plan.cluster);
     let mut found = Vec::new();
     for (index, stage) in plan.stages.iter().enumerate() {
-        let prices = Prices::new(&cost, group, stage.submesh, &stage.mesh);
+        let group = plan.group_of(stage);
+        let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
         let model = layered.model(trains.then_some(&plan.optimizer));

@@ -5,7 +5,7 @@ use altiplano::cost_models::probe::{
     Connections, Gpu, Measured, Nic, cpu_group, fit, gpu_group, parse_cores, parse_gpus, parse_memory,
     parse_nccl_tests, parse_rate, parse_topology,
 };
-use altiplano::cost_models::{ClusterError, ClusterFile, toml_file::print};
+use altiplano::cost_models::{ClusterError, toml_file::print};
 use altiplano::ir::cluster::Cluster;
 use altiplano::{Error, write_file};
 use clap::Args;
@@ -63,11 +63,8 @@ impl Probe {
             fit(&mut group, &measured).map_err(|error| of_file(file, error))?;
         }
         let name = format!("{} x {}", group.devices_per_node, group.device.name);
-        let cluster = Cluster { name, groups: vec![group] };
-        let text = format!(
-            "# What was found; latencies are usual ones.\n{}",
-            print(&ClusterFile { cluster, between_groups: None })
-        );
+        let cluster = Cluster { name, groups: vec![group], between_groups: None };
+        let text = format!("# What was found; latencies are usual ones.\n{}", print(&cluster));
         match &self.output {
             Some(file) => write_file(file, &text),
             None => say(text.trim_end()),

@@ -2,7 +2,7 @@
 
 use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
-use altiplano::cost_models::{ClusterFile, toml_file::print};
+use altiplano::cost_models::toml_file::print;
 use altiplano::ir::dot::to_dot;
 use altiplano::{Error, Format, cluster_of, load_cluster, model_of, plan_of, read_bytes, report};
 use clap::Args;
@@ -25,7 +25,7 @@ impl Show {
         let path = Path::new(&self.file);
         if !path.exists() {
             return match load_cluster(&self.file) {
-                Ok(cluster) => say(print(&ClusterFile { cluster, between_groups: None }).trim_end()),
+                Ok(cluster) => say(print(&cluster).trim_end()),
                 // Whoever names a file wants to hear about the file.
                 Err(Error::Cluster { .. }) if is_path(path) => read_bytes(path).map(|_| ()),
                 Err(error) => Err(error),

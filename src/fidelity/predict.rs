@@ -3,7 +3,7 @@
 use super::table::{MicroBatch, Row, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
-use altiplano_cost_models::{CostModel, Devices, Roofline, catalogue};
+use altiplano_cost_models::{CostModel, Costs, Devices, Roofline, catalogue};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
@@ -121,9 +121,9 @@ impl Prepared {
     }
 
     /// Predicted seconds of a step.
-    pub fn step_s(&self, cost: &dyn CostModel) -> f64 {
+    pub fn step_s(&self, costs: &dyn Costs) -> f64 {
         let seconds = |size: &Size| {
-            let timings = predict::timings_of(&size.plan, &size.programs, &size.work, cost);
+            let timings = predict::timings_of(&size.plan, &size.programs, &size.work, costs);
             let times: Vec<StageTimes> = timings.into_iter().map(|t| t.0).collect();
             simulate_order(&times, &size.order, &mut |_, _, _, _| {}).step_s
         };

@@ -13,6 +13,7 @@ pub use why::why_text;
 
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
+use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted, Target};
@@ -42,17 +43,13 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
 }
 
 fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
-    let group = &plan.cluster.groups[0];
     let devices = plan.cluster.num_devices();
-    let device = &group.device;
-    writeln!(
-        out,
-        "{} on {} ({devices} x {}, {} each)\n",
-        plan.model,
-        plan.cluster.name,
-        device.name,
-        bytes(device.memory_bytes)
-    )?;
+    let of_group = |group: &Group| {
+        let device = &group.device;
+        format!("{} x {}, {} each", group.num_devices(), device.name, bytes(device.memory_bytes))
+    };
+    let groups: Vec<String> = plan.cluster.groups.iter().map(of_group).collect();
+    writeln!(out, "{} on {} ({})\n", plan.model, plan.cluster.name, groups.join("; "))?;
     let used = plan.num_devices();
     if used < devices {
         writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
@@ -138,7 +135,11 @@ fn proven(plan: &Plan) -> Option<String> {
 const PROVEN: f64 = 1e-6;
 
 fn stages(plan: &Plan) -> String {
-    let mut table = Grid::new(&["stage", "layers", "submesh", "devices", "mesh", "recompute", "storage"]);
+    let several = plan.cluster.groups.len() > 1;
+    // Which kind of device a stage is on is a question only where there are several groups.
+    let columns = ["stage", "layers", "submesh", "of", "devices", "mesh", "recompute", "storage"];
+    let shown = |column: usize| several || columns[column] != "of";
+    let mut table = Grid::new(&(0..columns.len()).filter(|&c| shown(c)).map(|c| columns[c]).collect::<Vec<_>>());
     let users = plan.graph.users();
     for (i, stage) in plan.stages.iter().enumerate() {
         let values = plan.graph.parameters().filter_map(|(v, name)| Some((v, stage.parameters.get(name)?)));
@@ -148,15 +149,17 @@ fn stages(plan: &Plan) -> String {
             _ if stage.zero == 0 => "not sharded (ZeRO-0)".to_string(),
             _ => format!("ZeRO-{}", stage.zero),
         };
-        table.row([
+        let cells = [
             format!("stage{i}"),
             range(stage.layers.start, stage.layers.end),
             format!("{}x{}", stage.submesh.0, stage.submesh.1),
+            format!("group{}, {}", stage.group, plan.group_of(stage).device.name),
             devices(&stage.devices),
             stage.mesh.to_string(),
             if stage.recompute { "full" } else { "none" }.to_string(),
             zero,
-        ]);
+        ];
+        table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));
     }
     table.left()
 }
@@ -198,7 +201,6 @@ fn times(plan: &Plan) -> String {
 }
 
 fn memory(plan: &Plan) -> String {
-    let limit = plan.cluster.groups[0].device.memory_bytes;
     // Columns, and whether only training has them.
     let columns = [
         ("stage", false),
@@ -213,6 +215,7 @@ fn memory(plan: &Plan) -> String {
     let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
     for (i, stage) in plan.lanes().iter().enumerate() {
         let m = &stage.predicted.memory;
+        let limit = plan.group_of(stage).device.memory_bytes;
         let cells = [
             plan.lane_name(i),
             bytes(m.parameters_bytes),
@@ -301,8 +304,7 @@ fn alternatives(plan: &Plan) -> String {
         row(name, predicted.as_ref(), *fits, detail);
     }
     if !plan.alternatives.iter().any(|a| a.name == "chosen") {
-        let limit = plan.cluster.groups[0].device.memory_bytes;
-        let fits = plan.predicted.peak_bytes.iter().all(|&b| b <= limit);
+        let fits = plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes);
         row("chosen", Some(&plan.predicted), fits, &one_line(plan));
     }
     table.right_but_last()

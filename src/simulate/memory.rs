@@ -5,6 +5,7 @@ use super::Simulation;
 use crate::report::Grid;
 use crate::units::{bytes, seconds};
 use altiplano_cost_models::pipeline::{PipelineCall, StageTimes};
+use altiplano_ir::cluster::Group;
 use altiplano_ir::program::{Call, Phase};
 use altiplano_planner::memory::{Category, Held, LaneMemory, name};
 use altiplano_planner::timing::StageTiming;
@@ -176,10 +177,11 @@ impl Simulation {
     /// What is held at the peak of every lane, or of that of one stage, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
-        let limit = self.plan.cluster.groups[0].device.memory_bytes;
+        let limit = |lane: usize| self.plan.group_of(&self.plan.stages[lane]).device.memory_bytes;
         let wanted = |(lane, _): &(usize, MemoryTimeline)| only.is_none_or(|stage| self.plan.lane_of(stage) == *lane);
         let lanes = self.memory().into_iter().enumerate().filter(wanted);
-        let parts: Vec<String> = lanes.map(|(lane, memory)| self.memory_lines(lane, &memory, step_s, limit)).collect();
+        let parts: Vec<String> =
+            lanes.map(|(lane, memory)| self.memory_lines(lane, &memory, step_s, limit(lane))).collect();
         parts.join("\n\n")
     }
 
@@ -235,6 +237,7 @@ impl Simulation {
     pub fn json(&self) -> Value {
         let timeline = self.timeline(&mut |_, _, _, _| {});
         let pass = |played: &altiplano_cost_models::timeline::Played| json!({"seconds": played.seconds, "issuing_s": played.host_s, "exposed_s": played.exposed_s});
+        let device = |group: &Group| json!({"name": group.device.name, "memory_bytes": group.device.memory_bytes});
         let memories = self.memory();
         let stage = |(i, (times, timing)): (usize, &(StageTimes, StageTiming))| {
             let lane = &timeline.stages[self.plan.lane_of(i)];
@@ -254,6 +257,7 @@ impl Simulation {
             json!({
                 "stage": i,
                 "devices": self.plan.stages[i].devices,
+                "device": device(self.plan.group_of(&self.plan.stages[i])),
                 "forward": pass(&timing.forward),
                 "backward": pass(&timing.backward),
                 "weights": pass(&timing.weights),
@@ -271,14 +275,12 @@ impl Simulation {
                 },
             })
         };
-        let device = self.cost.device();
-        let device = json!({"name": device.name, "memory_bytes": device.memory_bytes});
         json!({
             "format": "altiplano.simulation",
             "version": 1,
             "model": self.plan.model,
             "cluster": self.plan.cluster.name,
-            "device": device,
+            "device": device(&self.plan.cluster.groups[0]),
             "schedule": self.plan.schedule.name(),
             "virtual_stages": self.plan.virtual_stages,
             "global_batch": self.plan.global_batch,

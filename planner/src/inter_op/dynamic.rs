@@ -6,16 +6,20 @@
 //! it to the end. Where the paper enumerates the slowest stage's time in increasing order, here
 //! regions of (slowest stage, largest per-step cost) are searched best bound first, which solves the
 //! recurrence for a few dozen limits instead of thousands and is as exact.
+//!
+//! In a cluster of several groups `d` counts the devices of each group, a stage takes its devices from one of them, and what enters
+//! a stage takes longer where the stage before it is in another group; so the recurrence also runs over the group of that stage.
 
+mod counts;
 mod recurrence;
 mod search;
 
 use std::ops::Range;
 
-use self::recurrence::{Space, usable_shapes};
+use self::recurrence::{Space, units, usable_blocks};
 use altiplano_ir::plan::Schedule;
 
-use super::submesh::{SubmeshShape, packable_families, place};
+use super::submesh::{Block, packable_block_families, place_blocks};
 
 /// What one stage costs on one submesh in one way of running it. Bytes are per device.
 ///
@@ -50,64 +54,95 @@ impl Candidate {
     }
 }
 
-/// The candidates of every (layer range, submesh shape); what is not pushed does not exist.
+/// The candidates of every (layer range, block); what is not pushed does not exist.
 #[derive(Debug, Clone)]
 pub struct StageTable {
     pub num_layers: usize,
-    pub shapes: Vec<SubmeshShape>,
-    /// By range (first layer, then end) and shape.
+    pub blocks: Vec<Block>,
+    /// By range (first layer, then end) and block.
     candidates: Vec<Vec<Candidate>>,
+    /// By first layer and block: see [`StageTable::set_crossing`].
+    crossing_s: Vec<f64>,
 }
 
 impl StageTable {
-    pub fn new(num_layers: usize, shapes: Vec<SubmeshShape>) -> Self {
+    pub fn new(num_layers: usize, blocks: Vec<Block>) -> Self {
         let num_ranges = num_layers * (num_layers + 1) / 2;
-        let candidates = vec![Vec::new(); num_ranges * shapes.len()];
-        StageTable { num_layers, shapes, candidates }
+        let candidates = vec![Vec::new(); num_ranges * blocks.len()];
+        let crossing_s = vec![0.0; num_layers * blocks.len()];
+        StageTable { num_layers, blocks, candidates, crossing_s }
     }
 
-    /// Adds a way of running layers `first..end` on a submesh of `shapes[shape]`.
+    /// Adds a way of running layers `first..end` on a submesh of `blocks[block]`.
     ///
     /// # Panics
-    /// If the range is empty or ends after the last layer, or there is no such shape.
-    pub fn push(&mut self, first: usize, end: usize, shape: usize, candidate: Candidate) {
-        let cell = self.cell(first, end, shape);
-        assert!(cell.is_some(), "no layers {first}..{end} or shape {shape}");
+    /// If the range is empty or ends after the last layer, or there is no such block.
+    pub fn push(&mut self, first: usize, end: usize, block: usize, candidate: Candidate) {
+        let cell = self.cell(first, end, block);
+        assert!(cell.is_some(), "no layers {first}..{end} or block {block}");
         if let Some(cell) = cell {
             self.candidates[cell].push(candidate);
         }
     }
 
-    /// The ways of running layers `first..end` (`end` exclusive) on `shapes[shape]`, in the order they were
-    /// pushed; empty for a range or shape that does not exist.
-    pub fn candidates(&self, first: usize, end: usize, shape: usize) -> &[Candidate] {
-        self.cell(first, end, shape).map_or(&[], |cell| &self.candidates[cell])
+    /// The ways of running layers `first..end` (`end` exclusive) on `blocks[block]`, in the order they were
+    /// pushed; empty for a range or block that does not exist.
+    pub fn candidates(&self, first: usize, end: usize, block: usize) -> &[Candidate] {
+        self.cell(first, end, block).map_or(&[], |cell| &self.candidates[cell])
     }
 
-    fn cell(&self, first: usize, end: usize, shape: usize) -> Option<usize> {
-        if first >= end || end > self.num_layers || shape >= self.shapes.len() {
+    /// Sets the seconds by which a microbatch of a stage that starts at layer `first` on `blocks[block]` takes longer
+    /// where the stage before it is in another group. Must be as times of candidates must be.
+    ///
+    /// # Panics
+    /// If there is no such layer or block.
+    pub fn set_crossing(&mut self, first: usize, block: usize, seconds: f64) {
+        self.crossing_s[first * self.blocks.len() + block] = seconds;
+    }
+
+    /// What a stage pays on top of a candidate's time, after a stage in group `before`.
+    pub fn entering_s(&self, first: usize, block: usize, before: usize) -> f64 {
+        let same = first == 0 || self.blocks[block].group == before;
+        if same { 0.0 } else { self.crossing_s[first * self.blocks.len() + block] }
+    }
+
+    fn cell(&self, first: usize, end: usize, block: usize) -> Option<usize> {
+        if first >= end || end > self.num_layers || block >= self.blocks.len() {
             return None;
         }
         // There are `num_layers - f` ranges that start at layer `f`.
         let before = first * self.num_layers - first * first.saturating_sub(1) / 2;
-        Some((before + end - first - 1) * self.shapes.len() + shape)
+        Some((before + end - first - 1) * self.blocks.len() + block)
+    }
+}
+
+/// What a query may use of one group. Without nodes: nothing.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Room {
+    pub nodes: u32,
+    pub devices_per_node: u32,
+    pub device_memory_bytes: u64,
+}
+
+impl Room {
+    fn num_devices(&self) -> u64 {
+        u64::from(self.nodes) * u64::from(self.devices_per_node)
     }
 }
 
 /// What is asked of [`plan_stages`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Query {
-    pub nodes: u32,
-    pub devices_per_node: u32,
+    /// By group.
+    pub rooms: Vec<Room>,
     /// `B`; zero counts as one.
     pub num_microbatches: u32,
     /// Its step time must be `sum t + (B - 1) max t`, and what a stage holds may depend on the stage only through its
     /// distance from the last one and must never fall with that: true of both schedules.
     pub schedule: Schedule,
-    pub device_memory_bytes: u64,
     /// Fixed by the user; `None` leaves it to the search.
     pub num_stages: Option<u32>,
-    /// Every device must be used; otherwise some may be left idle.
+    /// Every device of the rooms must be used; otherwise some may be left idle.
     pub all_devices: bool,
     /// Stop when no plan can be faster by more than this fraction. Zero finds an optimum; 0.01 saves time on
     /// tables with many distinct times.
@@ -117,39 +152,41 @@ pub struct Query {
 /// The stages found, first to last.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stages {
-    /// Layers, index of the shape in the table, id of the candidate.
+    /// Layers, index of the block in the table, id of the candidate.
     pub stages: Vec<(Range<usize>, usize, u32)>,
     /// `sum microbatch_s + (B - 1) max microbatch_s + max step_s`.
     pub step_s: f64,
     /// No plan from this table is faster than this. Equals `step_s` unless a tolerance was given, or
-    /// the fastest stages do not pack into the nodes (see [`place`]).
+    /// the fastest stages do not pack into the nodes (see [`super::submesh::place`]).
     pub bound_s: f64,
 }
 
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum NoStages {
-    /// Of all plans the one whose fullest stage needs the least memory still does not fit; this is that stage.
+    /// Of all plans the one whose fullest stage needs the least part of its device's memory still does not fit; this is that
+    /// stage.
     #[error(
-        "stage {stage} of {num_stages} (layers {}..{} on {shape}) needs at least {required_bytes} bytes per device with \
+        "stage {stage} of {num_stages} (layers {}..{} on {}) needs at least {required_bytes} bytes per device with \
          {in_flight} microbatches in flight, {} more than the limit of {limit_bytes}",
-        layers.start, layers.end, required_bytes - limit_bytes
+        layers.start, layers.end, block.shape, required_bytes - limit_bytes
     )]
     Memory {
         required_bytes: u64,
         limit_bytes: u64,
         layers: Range<usize>,
-        shape: SubmeshShape,
+        block: Block,
         stage: u32,
         num_stages: u32,
         in_flight: u32,
     },
     #[error(
-        "no combination of submeshes gives {} on {nodes} nodes of {devices_per_node} devices{}",
+        "no combination of submeshes gives {} on {}{}",
         num_stages.map_or("any stages".to_string(), |n| format!("{n} stages")),
+        sizes.iter().map(|(nodes, devices)| format!("{nodes} nodes of {devices} devices")).collect::<Vec<_>>().join(" and "),
         if *all_devices { " and uses every device" } else { "" }
     )]
-    NoTiling { nodes: u32, devices_per_node: u32, num_stages: Option<u32>, all_devices: bool },
+    NoTiling { sizes: Vec<(u32, u32)>, num_stages: Option<u32>, all_devices: bool },
     #[error("{num_stages} stages were asked for, but there are only {num_layers} layers to put into them")]
     MoreStagesThanLayers { num_stages: u32, num_layers: usize },
     /// Submeshes fit the cluster, but the table has no candidates for the ranges of layers that would need them.
@@ -164,24 +201,22 @@ pub enum NoStages {
 /// returned, then the one whose first stage ends earliest, and so on.
 ///
 /// Devices are counted, not placed, during the search; this loses nothing if the sizes of the shapes divide one
-/// another (see [`place`]). If they do not and the fastest stages cannot be placed, the answer is the
-/// best plan from one family of shapes that always can (see [`packable_families`]), and `bound_s` tells
+/// another (see [`super::submesh::place`]). If they do not and the fastest stages cannot be placed, the answer is the
+/// best plan from one family of shapes that always can (see [`super::submesh::packable_families`]), and `bound_s` tells
 /// what this may have cost.
 ///
 /// # Errors
 /// [`NoStages`] if nothing fits; all of it is about the input.
 pub fn plan_stages(table: &StageTable, query: &Query) -> Result<Stages, NoStages> {
-    let every_shape: Vec<usize> = (0..table.shapes.len()).collect();
-    let unrestricted = search_stages(table, query, &every_shape)?;
-    let packs = |found: &Stages| {
-        let shapes: Vec<SubmeshShape> = found.stages.iter().map(|(_, shape, _)| table.shapes[*shape]).collect();
-        place(&shapes, query.nodes, query.devices_per_node).is_some()
-    };
-    if packs(&unrestricted) {
+    let every_block: Vec<usize> = (0..table.blocks.len()).collect();
+    let unrestricted = search_stages(table, query, &every_block)?;
+    let sizes = sizes(query);
+    let blocks: Vec<Block> = unrestricted.stages.iter().map(|(_, block, _)| table.blocks[*block]).collect();
+    if place_blocks(&blocks, &sizes).is_some() {
         return Ok(unrestricted);
     }
     let mut best: Result<Stages, NoStages> = Err(no_tiling(query));
-    for family in packable_families(&table.shapes, query.nodes, query.devices_per_node) {
+    for family in packable_block_families(&table.blocks, &sizes) {
         let found = search_stages(table, query, &family);
         best = match (best, found) {
             (Ok(best), Ok(found)) if found.step_s < best.step_s => Ok(found),
@@ -193,24 +228,24 @@ pub fn plan_stages(table: &StageTable, query: &Query) -> Result<Stages, NoStages
     best.map(|found| Stages { bound_s: unrestricted.bound_s, ..found })
 }
 
-fn no_tiling(query: &Query) -> NoStages {
-    NoStages::NoTiling {
-        nodes: query.nodes,
-        devices_per_node: query.devices_per_node,
-        num_stages: query.num_stages,
-        all_devices: query.all_devices,
-    }
+fn sizes(query: &Query) -> Vec<(u32, u32)> {
+    query.rooms.iter().map(|room| (room.nodes, room.devices_per_node)).collect()
 }
 
-/// [`plan_stages`] with some of the table's shapes, counting devices only.
-fn search_stages(table: &StageTable, query: &Query, shapes: &[usize]) -> Result<Stages, NoStages> {
-    let space = Space::new(table, query, shapes, true);
+fn no_tiling(query: &Query) -> NoStages {
+    let sizes = sizes(query).into_iter().filter(|&(nodes, _)| nodes > 0).collect();
+    NoStages::NoTiling { sizes, num_stages: query.num_stages, all_devices: query.all_devices }
+}
+
+/// [`plan_stages`] with some of the table's blocks, counting devices only.
+fn search_stages(table: &StageTable, query: &Query, blocks: &[usize]) -> Result<Stages, NoStages> {
+    let space = Space::new(table, query, blocks, true);
     let Some(found) = space.as_ref().and_then(|space| space.search()) else {
-        return Err(explain_failure(table, query, shapes));
+        return Err(explain_failure(table, query, blocks));
     };
     let bound_s = found.step_s * (1.0 - tolerance(query));
     Ok(Stages {
-        stages: found.legs.iter().map(|leg| (leg.first..leg.end, leg.shape, leg.choice.id)).collect(),
+        stages: found.legs.iter().map(|leg| (leg.first..leg.end, leg.block, leg.choice.id)).collect(),
         step_s: found.step_s,
         bound_s,
     })
@@ -221,58 +256,58 @@ fn tolerance(query: &Query) -> f64 {
 }
 
 /// Says why the search found nothing.
-fn explain_failure(table: &StageTable, query: &Query, shapes: &[usize]) -> NoStages {
+fn explain_failure(table: &StageTable, query: &Query, blocks: &[usize]) -> NoStages {
     let num_layers = table.num_layers;
     if let Some(num_stages) = query.num_stages
         && usize::try_from(num_stages).map_or(true, |n| n > num_layers)
     {
         return NoStages::MoreStagesThanLayers { num_stages, num_layers };
     }
-    if num_layers > 0 && !tiles(table, query, shapes) {
+    if num_layers > 0 && !tiles(table, query, blocks) {
         return no_tiling(query);
     }
     let no_candidates = NoStages::NoCandidates { num_layers };
-    let Some(space) = Space::new(table, query, shapes, false) else {
+    let Some(space) = Space::new(table, query, blocks, false) else {
         return no_candidates;
     };
     space.least_memory(table, query).unwrap_or(no_candidates)
 }
 
 /// Whether some number of blocks that the query allows covers the cluster, by counting devices.
-fn tiles(table: &StageTable, query: &Query, shapes: &[usize]) -> bool {
-    let shapes = usable_shapes(table, query, shapes);
-    let total = u64::from(query.nodes) * u64::from(query.devices_per_node);
-    let Ok(total) = usize::try_from(total) else {
+fn tiles(table: &StageTable, query: &Query, blocks: &[usize]) -> bool {
+    let blocks = usable_blocks(table, query, blocks);
+    let Some((units, counts)) = units(table, query, &blocks) else {
         return false;
     };
-    let sizes = distinct_sizes(table, &shapes);
+    let taken = |&i: &usize| {
+        let block = table.blocks[i];
+        (block.group, (block.shape.num_devices() / units[block.group]) as usize)
+    };
+    let mut takes: Vec<(usize, usize)> = blocks.iter().map(taken).collect();
+    takes.sort_unstable();
+    takes.dedup();
     let (at_least, at_most) = match query.num_stages {
         Some(n) => (n as usize, n as usize),
         None => (1, table.num_layers),
     };
-    let mut reached = vec![false; total + 1];
+    let mut reached = vec![false; counts.width()];
     reached[0] = true;
-    for count in 1..=at_most.min(total) {
-        let mut next = vec![false; total + 1];
-        for &size in &sizes {
-            for devices in size..=total {
-                next[devices] |= reached[devices - size];
-            }
+    for count in 1..=at_most.min(counts.sum()) {
+        let mut next = vec![false; counts.width()];
+        for &(group, taken) in &takes {
+            counts.for_each_run(group, taken, 0..counts.width(), |from, shift| {
+                for at in from {
+                    next[at + shift] |= reached[at];
+                }
+            });
         }
         reached = next;
-        let done = if query.all_devices { reached[total] } else { reached.contains(&true) };
+        let done = if query.all_devices { reached[counts.width() - 1] } else { reached.contains(&true) };
         if done && count >= at_least {
             return true;
         }
     }
     false
-}
-
-fn distinct_sizes(table: &StageTable, shapes: &[usize]) -> Vec<usize> {
-    let mut sizes: Vec<usize> = shapes.iter().map(|&i| table.shapes[i].num_devices() as usize).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ const MOST_PLAYED: u64 = 4_000_000;
 pub fn interleaved<'a>(
     searched: &'a Searched,
     freedom: &Freedom,
-    memory_bytes: &BTreeMap<u32, u64>,
+    memory_bytes: &BTreeMap<u32, Vec<u64>>,
     least_s: Option<f64>,
 ) -> Vec<Found<'a>> {
     if !freedom.schedules.contains(&Schedule::OneFOneB) {
@@ -35,10 +35,11 @@ pub fn interleaved<'a>(
     }
     let mut found: Vec<Found<'a>> = Vec::new();
     for candidates in &searched.candidates {
-        let limit = memory_bytes.get(&candidates.num_microbatches).copied().unwrap_or(u64::MAX);
-        for (shape, lanes) in candidates.lanes(freedom) {
-            for way in candidates.ways_of_layers(shape) {
-                let runs = Runs::new(candidates, shape, way);
+        for (block, lanes) in candidates.lanes(freedom) {
+            let group = candidates.blocks[block].group;
+            let limit = memory_bytes.get(&candidates.num_microbatches).map_or(u64::MAX, |bytes| bytes[group]);
+            for way in candidates.ways_of_layers(block) {
+                let runs = Runs::new(candidates, block, way);
                 found.extend(runs.pipelines(lanes, freedom.virtual_stages, limit));
             }
         }
@@ -53,40 +54,39 @@ pub fn interleaved<'a>(
     found.retain(|f| f.step_s <= most_s);
     found.truncate(MOST_JUDGED);
     for found in &mut found {
-        let shape = found.candidates.shapes.iter().position(|s| *s == found.stages[0].shape);
+        let block = found.candidates.blocks.iter().position(|b| *b == found.stages[0].block);
         let way = found.stages[0].way.clone();
-        shape.into_iter().for_each(|shape| Runs::new(found.candidates, shape, &way).move_cuts(found));
+        block.into_iter().for_each(|block| Runs::new(found.candidates, block, &way).move_cuts(found));
     }
     best_first(&mut found);
     found
 }
 
 impl Candidates {
-    /// Submeshes of which as many as there are lanes make up the cluster, or what the user's degrees leave of it.
+    /// Blocks of which as many as there are lanes make up their group, or what the user's degrees leave of it.
     fn lanes(&self, freedom: &Freedom) -> Vec<(usize, usize)> {
-        let total = self.num_devices;
-        let lanes = |(i, shape): (usize, &super::submesh::SubmeshShape)| {
-            let devices = shape.num_devices();
+        let lanes = |(i, block): (usize, &super::submesh::Block)| {
+            let (total, devices) = (self.num_devices[block.group], block.shape.num_devices());
             let lanes = freedom.pp.map_or(total / devices, u64::from);
             let fits =
                 lanes * devices == total || !freedom.all_devices && freedom.pp.is_some() && lanes * devices < total;
             (lanes > 1 && fits).then_some((i, lanes as usize))
         };
-        self.shapes.iter().enumerate().filter_map(lanes).collect()
+        self.blocks.iter().enumerate().filter_map(lanes).collect()
     }
 
     /// The ways of running a layer on a submesh that are fastest for all layers together.
-    fn ways_of_layers(&self, shape: usize) -> Vec<&Way> {
+    fn ways_of_layers(&self, block: usize) -> Vec<&Way> {
         let layers = self.layered.layers.len();
         let mut ways: Vec<&Way> = Vec::new();
-        for candidate in (0..layers).flat_map(|l| self.table.candidates(l, l + 1, shape)) {
+        for candidate in (0..layers).flat_map(|l| self.table.candidates(l, l + 1, block)) {
             let way = &self.ways[candidate.id as usize];
             if !ways.contains(&way) {
                 ways.push(way);
             }
         }
         let seconds = |way: &Way| -> f64 {
-            (0..layers).map(|l| self.run(l..l + 1, shape, way).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
+            (0..layers).map(|l| self.run(l..l + 1, block, way).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
         };
         let mut timed: Vec<(f64, &Way)> = ways.into_iter().map(|way| (seconds(way), way)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
@@ -97,8 +97,8 @@ impl Candidates {
     }
 
     /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one.
-    fn run(&self, layers: Range<usize>, shape: usize, way: &Way) -> Option<Candidate> {
-        let all = self.table.candidates(layers.start, layers.end, shape);
+    fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
+        let all = self.table.candidates(layers.start, layers.end, block);
         let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
         same.or_else(|| all.iter().min_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s))).copied()
     }
@@ -107,17 +107,17 @@ impl Candidates {
 /// All runs of layers on one submesh under one way.
 struct Runs<'a> {
     candidates: &'a Candidates,
-    shape: usize,
+    block: usize,
     way: Way,
     /// By first layer and number of layers less one.
     rows: Vec<Vec<Option<Candidate>>>,
 }
 
 impl<'a> Runs<'a> {
-    fn new(candidates: &'a Candidates, shape: usize, way: &Way) -> Runs<'a> {
+    fn new(candidates: &'a Candidates, block: usize, way: &Way) -> Runs<'a> {
         let layers = candidates.layered.layers.len();
-        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, shape, way)).collect();
-        Runs { candidates, shape, way: way.clone(), rows: (0..layers).map(row).collect() }
+        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, block, way)).collect();
+        Runs { candidates, block, way: way.clone(), rows: (0..layers).map(row).collect() }
     }
 
     fn get(&self, first: usize, end: usize) -> Option<&Candidate> {
@@ -145,7 +145,7 @@ impl<'a> Runs<'a> {
             if self.peak_bytes(bounds, &order) <= limit_bytes {
                 let stage = |w: &[usize]| ChosenStage {
                     layers: w[0]..w[1],
-                    shape: self.candidates.shapes[self.shape],
+                    block: self.candidates.blocks[self.block],
                     way: self.way.clone(),
                 };
                 found.push(Found {

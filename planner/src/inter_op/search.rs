@@ -4,8 +4,8 @@
 //! others), runs of layers become stage candidates, and the dynamic program puts stages together.
 
 use super::compose::Runs;
-use super::dynamic::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
-use super::submesh::{SubmeshShape, shapes};
+use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
+use super::submesh::{Block, SubmeshShape, shapes};
 use crate::fixed::evenly;
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -14,12 +14,12 @@ use crate::lower::Prices;
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
-use altiplano_cost_models::{CostModel, transfer_path};
-use altiplano_ir::cluster::Group;
+use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
+use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,8 +41,10 @@ pub struct Freedom {
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.
     pub all_devices: bool,
-    /// Memory of a device that stages may use.
-    pub memory_bytes: u64,
+    /// By group, the memory of a device that stages may use.
+    pub memory_bytes: Vec<u64>,
+    /// Stages may be in this group only, and devices are those of it.
+    pub only_group: Option<usize>,
     /// Prefer layouts that keep less, even if that takes time.
     pub lean: bool,
     /// [`crate::SearchKind::Alpa`].
@@ -53,7 +55,7 @@ pub struct Freedom {
 #[derive(Clone, Debug)]
 pub struct ChosenStage {
     pub layers: std::ops::Range<usize>,
-    pub shape: SubmeshShape,
+    pub block: Block,
     pub way: Way,
 }
 
@@ -77,10 +79,17 @@ pub struct Found<'a> {
     pub step_s: f64,
 }
 
+impl Freedom {
+    /// Whether stages may be in a group.
+    pub fn allows(&self, group: usize) -> bool {
+        self.only_group.is_none_or(|only| only == group)
+    }
+}
+
 impl Found<'_> {
     /// Whether another one is the same plan.
     pub fn is(&self, other: &Found<'_>) -> bool {
-        let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.shape == b.shape && a.way == b.way;
+        let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.block == b.block && a.way == b.way;
         self.candidates.num_microbatches == other.candidates.num_microbatches
             && (self.schedule, self.virtual_stages) == (other.schedule, other.virtual_stages)
             && self.stages.len() == other.stages.len()
@@ -131,7 +140,7 @@ fn candidates_of_mesh(
     request: &Request,
     freedom: &Freedom,
     cost: &dyn CostModel,
-    shape: SubmeshShape,
+    block: Block,
     mesh: &Mesh,
     num_microbatches: u32,
 ) -> (Vec<Way>, Vec<(usize, Candidate)>) {
@@ -140,9 +149,8 @@ fn candidates_of_mesh(
         second_is_model: freedom.tp.is_some(),
         ..AxisRoles::default()
     };
-    let group = &request.cluster.groups[0];
-    let submesh = (shape.nodes, shape.devices);
-    let prices = Prices::new(cost, group, submesh, mesh);
+    let (group, shape) = (&request.cluster.groups[block.group], block.shape);
+    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh);
     let mut spaces = Spaces::new(&prices, roles);
     let levels = match freedom.zero {
         Some(level) => vec![level],
@@ -152,20 +160,11 @@ fn candidates_of_mesh(
         None => vec![1, 3],
     };
     let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
-    // What enters a stage, and its cotangent where there is one: in a pipeline of one forward and one backward in turn, each
-    // microbatch waits for both. Of stages that lie side by side on a node, the first is entered from another one. Layers of one
-    // kind are entered by values of the same types.
-    let ways_across = if request.trains() { 2.0 } else { 1.0 };
-    let crossing = if shape.nodes > 1 { 1.0 } else { f64::from(shape.devices) / f64::from(group.devices_per_node) };
-    let path = |same_node: bool| transfer_path(group, submesh, submesh, same_node);
+    // Layers of one kind are entered by values of the same types.
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
         _ if freedom.alpa => 0.0,
-        _ if group.nodes == 1 => ways_across * cost.transfer_s(layered.entering_bytes(l), &path(true)),
-        l => {
-            let seconds = |same_node| cost.transfer_s(layered.entering_bytes(l), &path(same_node));
-            ways_across * (crossing * seconds(false) + (1.0 - crossing) * seconds(true))
-        }
+        l => ways_across(request) * inside_s(cost, group, shape, layered.entering_bytes(l)),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
     let (mut ways, mut found) = (Vec::new(), Vec::new());
@@ -233,25 +232,26 @@ fn frontier(mut all: Vec<Candidate>, most: usize) -> Vec<Candidate> {
     kept
 }
 
-/// Drops what a smaller submesh does as well: more devices that repeat the same work are no help. `cells` are the
-/// candidates of one run of layers by shape.
-fn drop_idle_growth(cells: &mut [Vec<Candidate>], shapes: &[SubmeshShape]) {
+/// Drops what a smaller submesh of the same group does as well: more devices that repeat the same work are no help. `cells` are the
+/// candidates of one run of layers by block.
+fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     const AS_WELL: f64 = 1.02;
-    let mut order: Vec<usize> = (0..shapes.len()).collect();
-    order.sort_by_key(|&i| shapes[i].num_devices());
-    let mut smaller: Vec<(u64, Candidate)> = Vec::new();
+    let mut order: Vec<usize> = (0..blocks.len()).collect();
+    order.sort_by_key(|&i| blocks[i].shape.num_devices());
+    let mut smaller: Vec<(Block, Candidate)> = Vec::new();
     for i in order {
-        let devices = shapes[i].num_devices();
+        let block = blocks[i];
         cells[i].retain(|c| {
-            !smaller.iter().any(|(n, k)| {
-                *n < devices
+            !smaller.iter().any(|(b, k)| {
+                b.group == block.group
+                    && b.shape.num_devices() < block.shape.num_devices()
                     && k.microbatch_s <= AS_WELL * c.microbatch_s
                     && k.step_s <= AS_WELL * c.step_s
                     && k.peak_bytes(1) as f64 <= AS_WELL * c.peak_bytes(1) as f64
                     && k.bytes_per_inflight_microbatch as f64 <= AS_WELL * c.bytes_per_inflight_microbatch as f64
             })
         });
-        smaller.extend(cells[i].iter().map(|c| (devices, *c)));
+        smaller.extend(cells[i].iter().map(|c| (block, *c)));
     }
 }
 
@@ -266,108 +266,175 @@ fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
+/// Blocks of all groups, of which the smallest go where the devices of several groups could be combined in too many ways.
+fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
+    const MOST: u64 = 5000;
+    let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
+    let mut least = vec![1; cluster.groups.len()];
+    let ways = |least: &[u64], group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
+    while used.len() > 1 {
+        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(ways(&least, group)));
+        if all.is_some_and(|all| all <= MOST) {
+            break;
+        }
+        // Of the group that has most, the next larger size becomes the least, and what stays is a multiple of it.
+        let next = |group: usize| {
+            let sizes = blocks.iter().filter(|b| b.group == group).map(|b| b.shape.num_devices());
+            sizes.filter(|&size| size > least[group]).min()
+        };
+        let larger = used.iter().filter_map(|&group| Some((group, next(group)?)));
+        let Some((group, size)) = larger.max_by_key(|&(group, _)| ways(&least, group)) else { break };
+        least[group] = size;
+        blocks.retain(|b| b.group != group || b.shape.num_devices() % size == 0);
+    }
+    blocks
+}
+
 /// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
 pub struct Candidates {
     pub layered: Arc<Layered>,
     pub num_microbatches: u32,
-    /// Of the cluster.
-    pub num_devices: u64,
-    pub(super) shapes: Vec<SubmeshShape>,
+    /// Of each group of the cluster.
+    pub num_devices: Vec<u64>,
+    pub(super) blocks: Vec<Block>,
     pub(super) table: StageTable,
     pub(super) ways: Vec<Way>,
     /// Answers of the dynamic program, by schedule, memory and number of stages.
-    answers: Mutex<BTreeMap<(&'static str, u64, Option<u32>), Result<Stages, NoStages>>>,
+    answers: Mutex<BTreeMap<(&'static str, Vec<u64>, Option<u32>), Result<Stages, NoStages>>>,
 }
 
 /// Solves every mesh for one number of microbatches.
 pub fn candidates(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: Arc<Layered>,
     num_microbatches: u32,
 ) -> Candidates {
-    let group = &request.cluster.groups[0];
-    let shapes: Vec<SubmeshShape> = shapes(group.nodes, group.devices_per_node)
-        .into_iter()
-        .filter(|s| {
+    let cluster = &request.cluster;
+    let num_layers = layered.layers.len();
+    let blocks_of = |group: usize| {
+        let of_group = &cluster.groups[group];
+        let wanted = move |block: &Block| {
+            let devices = block.shape.num_devices();
             let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
             let exact = freedom.dp.is_some() && freedom.tp.is_some();
-            let whole = freedom.all_devices && freedom.pp == Some(1) && s.num_devices() != group.num_devices() as u64;
-            let alpas = !freedom.alpa || s.nodes > 1 || s.devices.is_power_of_two();
-            alpas
-                && !whole
-                && (!exact || product == Some(s.num_devices()))
-                && worth_trying(*s, group, layered.layers.len())
-        })
-        .collect();
+            let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
+            let alpas = !freedom.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
+            let worth = worth_trying(block.shape, of_group, num_layers);
+            alpas && !whole && (!exact || product == Some(devices)) && worth
+        };
+        let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
+        shapes.map(move |shape| Block { group, shape }).filter(wanted)
+    };
+    let groups = (0..cluster.groups.len()).filter(|&group| freedom.allows(group));
+    let blocks = countable(groups.flat_map(blocks_of).collect(), cluster);
     let pinned = !layered.graph.pins.is_empty();
-    let jobs: Vec<(usize, Mesh)> = shapes
+    let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
         .enumerate()
-        .flat_map(|(i, &shape)| meshes(shape, freedom, pinned).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, block)| meshes(block.shape, freedom, pinned).into_iter().map(move |m| (i, m)))
         .collect();
     let runs = Runs::new(&layered.kinds);
     let results: Vec<(Vec<Way>, Vec<(usize, Candidate)>)> = jobs
         .par_iter()
-        .map(|(shape, mesh)| {
-            candidates_of_mesh(&layered, &runs, request, freedom, cost, shapes[*shape], mesh, num_microbatches)
+        .map(|(block, mesh)| {
+            let block = blocks[*block];
+            let cost = costs.of_group(block.group as u32);
+            candidates_of_mesh(&layered, &runs, request, freedom, cost, block, mesh, num_microbatches)
         })
         .collect();
 
-    // By sequence and shape.
-    let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.count() * shapes.len()];
+    // By sequence and block.
+    let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.count() * blocks.len()];
     let mut ways: Vec<Way> = Vec::new();
-    for ((shape, _), (new, found)) in jobs.iter().zip(results) {
+    for ((block, _), (new, found)) in jobs.iter().zip(results) {
         for (sequence, candidate) in found {
             let id = ways.len() as u32 + candidate.id;
-            cells[sequence * shapes.len() + shape].push(Candidate { id, ..candidate });
+            cells[sequence * blocks.len() + block].push(Candidate { id, ..candidate });
         }
         ways.extend(new);
     }
     let mut kept: Vec<Vec<Candidate>> = cells.into_par_iter().map(|cell| frontier(cell, 6)).collect();
-    if !freedom.all_devices && !shapes.is_empty() {
-        kept.par_chunks_mut(shapes.len()).for_each(|cells| drop_idle_growth(cells, &shapes));
+    if !freedom.all_devices && !blocks.is_empty() {
+        kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
     let layers = layered.layers.len();
-    let mut table = StageTable::new(layers, shapes.clone());
+    let mut table = StageTable::new(layers, blocks.clone());
     for first in 0..layers {
+        if first > 0 {
+            for (i, &block) in blocks.iter().enumerate() {
+                table.set_crossing(first, i, crossing_s(request, costs, block, layered.entering_bytes(first)));
+            }
+        }
         for end in first + 1..=layers {
-            let cells = &kept[runs.of(first, end) * shapes.len()..][..shapes.len()];
-            for (shape, cell) in cells.iter().enumerate() {
-                cell.iter().for_each(|&candidate| table.push(first, end, shape, candidate));
+            let cells = &kept[runs.of(first, end) * blocks.len()..][..blocks.len()];
+            for (block, cell) in cells.iter().enumerate() {
+                cell.iter().for_each(|&candidate| table.push(first, end, block, candidate));
             }
         }
     }
-    let (num_devices, answers) = (group.num_devices() as u64, Mutex::default());
-    Candidates { layered, num_microbatches, num_devices, shapes, table, ways, answers }
+    let num_devices = cluster.groups.iter().map(|g| g.num_devices() as u64).collect();
+    Candidates { layered, num_microbatches, num_devices, blocks, table, ways, answers: Mutex::default() }
+}
+
+/// Seconds by which what enters a stage on a block takes longer from another group than from its own.
+fn crossing_s(request: &Request, costs: &dyn Costs, block: Block, bytes: u64) -> f64 {
+    let Some(between) = &request.cluster.between_groups else { return 0.0 };
+    let (group, cost) = (&request.cluster.groups[block.group], costs.of_group(block.group as u32));
+    let submesh = (block.shape.nodes, block.shape.devices);
+    // Of the other side nothing is known here; mostly the link between the groups is what is slow.
+    let outside = path_between_groups((group, submesh), (group, submesh), between);
+    let inside_s = inside_s(cost, group, block.shape, bytes);
+    ways_across(request) * (cost.transfer_s(bytes, &outside) - inside_s).max(0.0)
+}
+
+/// Seconds of what enters a stage on a submesh from another stage of its group, as large. Of stages that lie side by side on a node,
+/// the first is entered from another one.
+fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64) -> f64 {
+    let submesh = (shape.nodes, shape.devices);
+    let seconds = |same_node: bool| cost.transfer_s(bytes, &transfer_path(group, submesh, submesh, same_node));
+    if group.nodes == 1 {
+        return seconds(true);
+    }
+    let crossing = if shape.nodes > 1 { 1.0 } else { f64::from(shape.devices) / f64::from(group.devices_per_node) };
+    crossing * seconds(false) + (1.0 - crossing) * seconds(true)
+}
+
+/// How often what enters a stage passes: there, and its cotangent back where there is one. In a pipeline of one forward and one
+/// backward in turn, each microbatch waits for both.
+fn ways_across(request: &Request) -> f64 {
+    if request.trains() { 2.0 } else { 1.0 }
 }
 
 impl Candidates {
-    /// The best stages, each device using at most `memory_bytes`; `num_stages` of them, if that is given.
+    /// The best stages, each device using at most the `memory_bytes` of its group; `num_stages` of them, if that is given.
     pub fn best(
         &self,
         request: &Request,
         freedom: &Freedom,
-        memory_bytes: u64,
+        memory_bytes: &[u64],
         num_stages: Option<u32>,
     ) -> Result<Found<'_>, NoStages> {
-        let group = &request.cluster.groups[0];
+        let room = |(group, (of_group, &device_memory_bytes)): (usize, (&Group, &u64))| Room {
+            nodes: if freedom.allows(group) { of_group.nodes } else { 0 },
+            devices_per_node: of_group.devices_per_node,
+            device_memory_bytes,
+        };
+        let rooms: Vec<Room> = request.cluster.groups.iter().zip(memory_bytes).enumerate().map(room).collect();
         let mut best: Option<(Stages, Schedule)> = None;
         let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
         for &schedule in &freedom.schedules {
             let query = Query {
-                nodes: group.nodes,
-                devices_per_node: group.devices_per_node,
+                rooms: rooms.clone(),
                 num_microbatches: self.num_microbatches,
                 schedule,
-                device_memory_bytes: memory_bytes,
                 num_stages,
                 all_devices: freedom.all_devices,
                 relative_tolerance: 1e-3,
             };
             let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
-            let key = (schedule.name(), memory_bytes, num_stages);
+            let key = (schedule.name(), memory_bytes.to_vec(), num_stages);
             let answer = answers.entry(key).or_insert_with(|| plan_stages(&self.table, &query)).clone();
             match answer {
                 Ok(stages) if best.as_ref().is_none_or(|(b, _)| stages.step_s < b.step_s) => {
@@ -381,9 +448,9 @@ impl Candidates {
         let chosen = stages
             .stages
             .into_iter()
-            .map(|(layers, shape, id)| ChosenStage {
+            .map(|(layers, block, id)| ChosenStage {
                 layers,
-                shape: self.shapes[shape],
+                block: self.blocks[block],
                 way: self.ways[id as usize].clone(),
             })
             .collect();
@@ -393,17 +460,18 @@ impl Candidates {
 
 impl Candidates {
     /// The whole model as one stage: the best way on each mesh that takes at most `most_s`, fewest devices first, then fastest.
-    fn singles(&self, freedom: &Freedom, memory_bytes: u64, most_s: f64) -> Vec<Found<'_>> {
+    fn singles(&self, freedom: &Freedom, memory_bytes: &[u64], most_s: f64) -> Vec<Found<'_>> {
         let layers = self.layered.layers.len();
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
         let mut found: Vec<Found<'_>> = Vec::new();
-        for (i, &shape) in self.shapes.iter().enumerate() {
-            let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= memory_bytes);
+        for (i, &block) in self.blocks.iter().enumerate() {
+            let limit = memory_bytes[block.group];
+            let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= limit);
             for candidate in fit {
                 let step_s = self.num_microbatches as f64 * candidate.microbatch_s + candidate.step_s;
                 let way = &self.ways[candidate.id as usize];
-                let known = found.iter_mut().find(|f| f.stages[0].shape == shape && f.stages[0].way.mesh == way.mesh);
-                let stages = || vec![ChosenStage { layers: 0..layers, shape, way: way.clone() }];
+                let known = found.iter_mut().find(|f| f.stages[0].block == block && f.stages[0].way.mesh == way.mesh);
+                let stages = || vec![ChosenStage { layers: 0..layers, block, way: way.clone() }];
                 match known {
                     _ if step_s > most_s => {}
                     Some(known) if known.step_s <= step_s => {}
@@ -414,24 +482,26 @@ impl Candidates {
                 }
             }
         }
-        let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+        let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
         found.sort_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
         found
     }
 }
 
 impl Candidates {
-    /// Pipelines whose stages are all alike: for every submesh that tiles the cluster, layers dealt out evenly and the best way
+    /// Pipelines whose stages are all alike: for every submesh that tiles its group, layers dealt out evenly and the best way
     /// that all stages can go. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates
     /// are as good as equal, the simple pipeline may be the better one.
-    fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: u64) -> Vec<Found<'_>> {
-        let devices = request.cluster.groups[0].num_devices() as u64;
+    fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: &[u64]) -> Vec<Found<'_>> {
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
         let mut found = Vec::new();
-        for (i, &shape) in self.shapes.iter().enumerate() {
-            let stages = devices / shape.num_devices();
+        for (i, &block) in self.blocks.iter().enumerate() {
+            let devices = u64::from(request.cluster.groups[block.group].num_devices());
+            // Memory is estimated; the judge says whether what is a little too large fits.
+            let about = memory_bytes[block.group].saturating_add(memory_bytes[block.group] / 8);
+            let stages = devices / block.shape.num_devices();
             let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != stages);
-            if fixed || stages < 2 || devices % shape.num_devices() != 0 {
+            if fixed || stages < 2 || devices % block.shape.num_devices() != 0 {
                 continue;
             }
             let Some(ranges) = evenly(&self.layered.kinds, stages as usize) else { continue };
@@ -442,7 +512,7 @@ impl Candidates {
                 for (s, range) in (0u32..).zip(&ranges) {
                     let c = of(range).iter().find(|c| c.id == first.id)?;
                     let held = schedule.in_flight(self.num_microbatches, stages as u32, s);
-                    if c.peak_bytes(held) > memory_bytes {
+                    if c.peak_bytes(held) > about {
                         return None;
                     }
                     sum_s += c.microbatch_s;
@@ -454,7 +524,7 @@ impl Candidates {
             let best = of(&ranges[0]).iter().filter_map(way).min_by(|a, b| a.1.total_cmp(&b.1));
             if let Some((id, step_s)) = best {
                 let way = &self.ways[id as usize];
-                let stage = |layers| ChosenStage { layers, shape, way: way.clone() };
+                let stage = |layers| ChosenStage { layers, block, way: way.clone() };
                 let stages = ranges.into_iter().map(stage).collect();
                 found.push(Found { candidates: self, schedule, stages, virtual_stages: 1, step_s });
             }
@@ -474,7 +544,7 @@ pub struct Searched {
 pub fn search(
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Searched {
@@ -490,11 +560,11 @@ pub fn search(
         progress.step(&format!("{count} microbatches"), done, total);
         done += 1;
         let at_size = layered(count)?;
-        if i + 1 < total && least_bytes(&at_size, request) > freedom.memory_bytes {
+        if i + 1 < total && least_bytes(&at_size, request) > freedom.memory_bytes.iter().copied().max().unwrap_or(0) {
             return None;
         }
-        let candidates = candidates(request, freedom, cost, at_size, count);
-        let step_s = |pp| candidates.best(request, freedom, freedom.memory_bytes, pp).ok().map(|found| found.step_s);
+        let candidates = candidates(request, freedom, costs, at_size, count);
+        let step_s = |pp| candidates.best(request, freedom, &freedom.memory_bytes, pp).ok().map(|found| found.step_s);
         let best = step_s(freedom.pp);
         let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };
         found.push(candidates);
@@ -509,7 +579,8 @@ pub fn search(
         best.map(|_| better)
     };
     let mut any = false;
-    let nodes = request.cluster.groups[0].nodes;
+    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+    let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
     let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
@@ -568,7 +639,7 @@ const MOST_JUDGED: usize = 5;
 const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
-    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device given
+    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device of each group given
     /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, the one on the fewest devices,
     /// and the best meshes for one stage. The search does not see everything that the judge sees (the exchange of tied gradients, how
     /// far the host is ahead), so its second choice may be the better one.
@@ -576,12 +647,13 @@ impl Searched {
         &self,
         request: &Request,
         freedom: &Freedom,
-        memory_bytes: &BTreeMap<u32, u64>,
+        memory_bytes: &BTreeMap<u32, Vec<u64>>,
     ) -> Result<Vec<Found<'_>>, PlanFailure> {
+        let unlimited = vec![u64::MAX; request.cluster.groups.len()];
         let mut all: Vec<Found<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
         for candidates in &self.candidates {
-            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).copied().unwrap_or(u64::MAX);
+            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).unwrap_or(&unlimited);
             match candidates.best(request, freedom, memory_bytes, freedom.pp) {
                 Ok(found) => {
                     if found.stages.len() > 1 && freedom.pp.is_none() {
@@ -618,10 +690,8 @@ impl Searched {
         if !freedom.all_devices && freedom.dp.is_none() && freedom.tp.is_none() {
             let mut uniform: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
-                let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
-                // Memory is estimated; the judge says whether what is a little too large fits.
-                let about = memory_bytes.saturating_add(memory_bytes / 8);
-                uniform.extend(c.uniform(request, freedom, about));
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
+                uniform.extend(c.uniform(request, freedom, memory_bytes));
             }
             uniform.retain(|f| f.step_s <= WORTH_JUDGING * least);
             uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
@@ -631,21 +701,21 @@ impl Searched {
         if freedom.pp.is_none_or(|pp| pp == 1) {
             let mut singles: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
-                let memory_bytes = memory_bytes.get(&c.num_microbatches).copied().unwrap_or(u64::MAX);
+                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
                 singles.extend(c.singles(freedom, memory_bytes, WORTH_JUDGING * least));
             }
             let unknown = |all: &[Found<'_>], s: &Found<'_>| {
                 let same = |f: &Found<'_>| {
                     f.candidates.num_microbatches == s.candidates.num_microbatches
                         && f.stages.len() == 1
-                        && f.stages[0].shape == s.stages[0].shape
+                        && f.stages[0].block == s.stages[0].block
                         && f.stages[0].way.mesh == s.stages[0].way.mesh
                 };
                 !all.iter().any(same)
             };
-            let devices = |f: &Found<'_>| f.stages[0].shape.num_devices();
+            let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
             let fewest = singles.iter().map(devices).min();
-            let total = request.cluster.num_devices() as u64;
+            let total = num_devices(request, freedom);
             let mut near = singles.clone();
             near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
             let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
@@ -663,17 +733,23 @@ impl Searched {
     }
 }
 
+/// Devices that stages may use.
+pub fn num_devices(request: &Request, freedom: &Freedom) -> u64 {
+    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+    groups.map(|(_, group)| u64::from(group.num_devices())).sum()
+}
+
 fn explain(error: NoStages, request: &Request) -> PlanFailure {
     match error {
-        NoStages::Memory { required_bytes, limit_bytes, layers, shape, stage, num_stages, in_flight } => {
+        NoStages::Memory { required_bytes, limit_bytes, layers, block, stage, num_stages, in_flight } => {
             PlanFailure::Memory {
                 required_bytes,
                 limit_bytes,
                 over_bytes: required_bytes.saturating_sub(limit_bytes),
-                device: request.cluster.groups[0].device.name.clone(),
+                device: request.cluster.groups[block.group].device.name.clone(),
                 detail: format!(
-                    "stage {stage} of {num_stages}: layers {}..{} on {shape} devices, {in_flight} microbatches in flight",
-                    layers.start, layers.end
+                    "stage {stage} of {num_stages}: layers {}..{} on {} devices, {in_flight} microbatches in flight",
+                    layers.start, layers.end, block.shape
                 ),
             }
         }

@@ -130,6 +130,55 @@ fn lay_blocks(
     Some(devices)
 }
 
+/// A submesh shape in one group of a cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Block {
+    /// Position of the group in the cluster.
+    pub group: usize,
+    pub shape: SubmeshShape,
+}
+
+/// [`place`] in a cluster of several groups, each given by its nodes and devices per node: every block lies in its own group, and
+/// devices are counted through the groups.
+///
+/// ```
+/// use altiplano_planner::inter_op::submesh::{Block, SubmeshShape, place_blocks};
+/// let block = |group, devices| Block { group, shape: SubmeshShape { nodes: 1, devices } };
+/// let stages = [block(1, 4), block(0, 2), block(1, 4)];
+/// let placed = place_blocks(&stages, &[(1, 2), (2, 4)]);
+/// assert_eq!(placed, Some(vec![vec![2, 3, 4, 5], vec![0, 1], vec![6, 7, 8, 9]]));
+/// ```
+pub fn place_blocks(blocks: &[Block], groups: &[(u32, u32)]) -> Option<Vec<Vec<u32>>> {
+    let mut devices = vec![Vec::new(); blocks.len()];
+    let mut first = 0u32;
+    for (group, &(nodes, devices_per_node)) in groups.iter().enumerate() {
+        let here: Vec<usize> = (0..blocks.len()).filter(|&i| blocks[i].group == group).collect();
+        let shapes: Vec<SubmeshShape> = here.iter().map(|&i| blocks[i].shape).collect();
+        for (i, placed) in here.into_iter().zip(place(&shapes, nodes, devices_per_node)?) {
+            devices[i] = placed.into_iter().map(|local| first + local).collect();
+        }
+        first = first.checked_add(nodes.checked_mul(devices_per_node)?)?;
+    }
+    devices.iter().all(|placed| !placed.is_empty()).then_some(devices)
+}
+
+/// [`packable_families`] of blocks in several groups: every combination of a family of each.
+pub fn packable_block_families(blocks: &[Block], groups: &[(u32, u32)]) -> Vec<Vec<usize>> {
+    let mut families: Vec<Vec<usize>> = vec![Vec::new()];
+    for (group, &(nodes, devices_per_node)) in groups.iter().enumerate() {
+        let here: Vec<usize> = (0..blocks.len()).filter(|&i| blocks[i].group == group).collect();
+        let shapes: Vec<SubmeshShape> = here.iter().map(|&i| blocks[i].shape).collect();
+        let of_group = packable_families(&shapes, nodes, devices_per_node);
+        let with = |family: &Vec<usize>, more: &Vec<usize>| -> Vec<usize> {
+            let mut all: Vec<usize> = family.iter().copied().chain(more.iter().map(|&i| here[i])).collect();
+            all.sort_unstable();
+            all
+        };
+        families = families.iter().flat_map(|family| of_group.iter().map(move |more| with(family, more))).collect();
+    }
+    families
+}
+
 /// Splits shapes into families in which counting devices is enough for [`place`] to succeed: in each,
 /// the sizes below a node divide one another, and all whole-node shapes are in every family. The answer holds
 /// indices into `shapes`, ascending; families overlap and none contains another. A single node

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 const MOST_ZERO_BUBBLE: usize = 2;
 
 /// What the search found of the kind that was asked for, best first: plain pipelines, unless stages are to share devices.
-/// `memory_bytes` is what a device may use at each number of microbatches.
+/// `memory_bytes` is what a device of each group may use at each number of microbatches.
 pub fn asked_for<'a>(
     searched: &'a Searched,
     request: &Request,
     freedom: &Freedom,
-    memory_bytes: &BTreeMap<u32, u64>,
+    memory_bytes: &BTreeMap<u32, Vec<u64>>,
 ) -> Result<Vec<Found<'a>>, PlanFailure> {
     let Some(shared) = freedom.virtual_stages.filter(|&v| v > 1) else {
         return searched.ranked(request, freedom, memory_bytes);
@@ -41,7 +41,7 @@ pub fn others<'a>(
     searched: &'a Searched,
     freedom: &Freedom,
     found: &[Found<'a>],
-    memory_bytes: &BTreeMap<u32, u64>,
+    memory_bytes: &BTreeMap<u32, Vec<u64>>,
 ) -> Vec<Found<'a>> {
     if freedom.alpa {
         return Vec::new();

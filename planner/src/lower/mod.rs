@@ -15,7 +15,7 @@ mod stage;
 
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::timeline::Price;
-use altiplano_cost_models::{AxisLink, CostModel, axis_link};
+use altiplano_cost_models::{AxisLink, CostModel, Costs, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
@@ -300,7 +300,7 @@ impl StageContext<'_> {
 }
 
 /// Lowers a verified plan.
-pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffError> {
+pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> {
     let plan = &*expanded_plan(plan);
     let training = match plan.schedule.trains() {
         true => differentiate(&plan.graph, &plan.stop_gradients)?,
@@ -325,7 +325,10 @@ pub fn lower(plan: &Plan, cost: &dyn CostModel) -> Result<Programs, AutodiffErro
         stage_of: &stage_of,
         layer_of: &layer_of,
         users: &users,
-        prices: Prices::new(cost, &plan.cluster.groups[0], plan.stages[i].submesh, &plan.stages[i].mesh),
+        prices: {
+            let stage = &plan.stages[i];
+            Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh)
+        },
         choices: RefCell::new(FxHashMap::default()),
     };
     let num_stages = plan.stages.len();

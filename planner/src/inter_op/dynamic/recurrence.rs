@@ -2,31 +2,35 @@
 
 use std::ops::Range;
 
+use super::counts::Counts;
 use super::{Candidate, NoStages, Query, StageTable, tolerance};
 
-/// A layer range on a shape that has at least one candidate.
+/// A layer range on a block that has at least one candidate, after a stage in some group.
 #[derive(Debug, Clone)]
 pub(super) struct Arc {
     pub(super) first: usize,
     pub(super) end: usize,
-    pub(super) shape: usize,
-    /// In units of the greatest common divisor of all block sizes.
-    pub(super) devices: usize,
+    pub(super) block: usize,
+    /// The node that it leads to.
+    to: usize,
+    group: usize,
+    /// Devices in the units of its group.
+    units: usize,
     /// Into `Space::choices`.
     pub(super) choices: Range<usize>,
 }
 
-/// Arcs sorted by first layer, end, shape.
+/// Arcs sorted by the node they start at, end, block.
 #[derive(Debug, Default)]
 pub(super) struct Arcs {
     list: Vec<Arc>,
-    /// `list[starts[k]..starts[k + 1]]` start at layer `k`.
+    /// `list[starts[n]..starts[n + 1]]` start at node `n`.
     starts: Vec<usize>,
 }
 
 impl Arcs {
-    fn starting_at(&self, layer: usize) -> &[Arc] {
-        &self.list[self.starts[layer]..self.starts[layer + 1]]
+    fn starting_at(&self, node: usize) -> &[Arc] {
+        &self.list[self.starts[node]..self.starts[node + 1]]
     }
 }
 
@@ -44,7 +48,7 @@ pub(super) struct Choice {
 pub(super) struct Leg {
     pub(super) first: usize,
     pub(super) end: usize,
-    pub(super) shape: usize,
+    pub(super) block: usize,
     pub(super) choice: Choice,
 }
 
@@ -56,10 +60,15 @@ pub(super) struct Limits {
 }
 
 /// The input, compiled for one query.
+///
+/// The recurrence goes over nodes: a layer, and which of the groups that stages can be in has the stage before it. Nothing is before
+/// the first layer, of which only the first node counts.
 pub(super) struct Space {
     pub(super) num_layers: usize,
-    /// Number of devices in units of the greatest common divisor of all block sizes.
-    pub(super) budget: usize,
+    /// Groups that stages can be in.
+    num_groups: usize,
+    /// Devices left, in units of the greatest common divisor of the sizes of a group's blocks.
+    counts: Counts,
     pub(super) all_devices: bool,
     pub(super) num_stages: Option<usize>,
     /// More stages than this cannot be.
@@ -74,27 +83,26 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// `None` if the cluster has no devices, no usable shape or no layers. Without `check_memory` every
+    /// `None` if the cluster has no devices, no usable block or no layers. Without `check_memory` every
     /// candidate is kept and fits everywhere.
-    pub(super) fn new(table: &StageTable, query: &Query, shapes: &[usize], check_memory: bool) -> Option<Self> {
-        let shapes = usable_shapes(table, query, shapes);
-        let total = u64::from(query.nodes) * u64::from(query.devices_per_node);
-        let sizes = shapes.iter().map(|&i| table.shapes[i].num_devices());
-        let unit = sizes.fold(0, greatest_common_divisor);
-        if unit == 0 || table.num_layers == 0 || (query.all_devices && !total.is_multiple_of(unit)) {
+    pub(super) fn new(table: &StageTable, query: &Query, blocks: &[usize], check_memory: bool) -> Option<Self> {
+        let blocks = usable_blocks(table, query, blocks);
+        let (units, counts) = units(table, query, &blocks)?;
+        let groups: Vec<usize> = (0..units.len()).filter(|&group| units[group] > 0).collect();
+        if groups.is_empty() || table.num_layers == 0 {
             return None;
         }
-        let budget = usize::try_from(total / unit).ok()?;
         let max_stages = match query.num_stages {
             Some(n) => usize::try_from(n).ok()?,
-            None => table.num_layers.min(budget),
+            None => table.num_layers.min(counts.sum()),
         };
-        if max_stages == 0 || max_stages > table.num_layers.min(budget) {
+        if max_stages == 0 || max_stages > table.num_layers.min(counts.sum()) {
             return None;
         }
         let mut space = Space {
             num_layers: table.num_layers,
-            budget,
+            num_groups: groups.len(),
+            counts,
             all_devices: query.all_devices,
             num_stages: query.num_stages.map(|_| max_stages),
             max_stages,
@@ -104,23 +112,30 @@ impl Space {
             arcs: Arcs::default(),
             choices: Vec::new(),
         };
-        let max_position = |candidate: &Candidate| {
-            if check_memory { max_position(candidate, query, max_stages as u32) } else { u32::MAX }
+        let max_position = |candidate: &Candidate, group: usize| {
+            let limit_bytes = query.rooms[group].device_memory_bytes;
+            if check_memory { max_position(candidate, query, limit_bytes, max_stages as u32) } else { u32::MAX }
         };
-        for first in 0..table.num_layers {
+        for (first, &before) in (0..table.num_layers).flat_map(|first| groups.iter().map(move |group| (first, group))) {
             space.arcs.starts.push(space.arcs.list.len());
+            if first == 0 && before != groups[0] {
+                continue;
+            }
             for end in first + 1..=table.num_layers {
-                for &shape in &shapes {
+                for &block in &blocks {
                     let start = space.choices.len();
-                    let candidates = table.candidates(first, end, shape);
-                    space.add_choices(candidates, &max_position);
+                    let group = table.blocks[block].group;
+                    let entering_s = table.entering_s(first, block, before);
+                    space.add_choices(table.candidates(first, end, block), entering_s, &|c| max_position(c, group));
                     if space.choices.len() > start {
-                        let devices = table.shapes[shape].num_devices() / unit;
+                        let position = groups.iter().position(|&g| g == group)?;
                         space.arcs.list.push(Arc {
                             first,
                             end,
-                            shape,
-                            devices: devices as usize,
+                            block,
+                            to: end * groups.len() + position,
+                            group,
+                            units: (table.blocks[block].shape.num_devices() / units[group]) as usize,
                             choices: start..space.choices.len(),
                         });
                     }
@@ -140,11 +155,11 @@ impl Space {
 
     /// Appends the candidates that can be chosen at all, fastest first, without those that an
     /// earlier one beats in time, step and memory.
-    fn add_choices(&mut self, candidates: &[Candidate], max_position: &impl Fn(&Candidate) -> u32) {
+    fn add_choices(&mut self, candidates: &[Candidate], entering_s: f64, max_position: &impl Fn(&Candidate) -> u32) {
         let start = self.choices.len();
         let usable = candidates.iter().filter(|c| c.has_times());
         self.choices.extend(usable.map(|candidate| Choice {
-            microbatch_s: candidate.microbatch_s,
+            microbatch_s: candidate.microbatch_s + entering_s,
             step_s: candidate.step_s,
             max_position: max_position(candidate),
             id: candidate.id,
@@ -182,9 +197,9 @@ impl Space {
     /// The arcs that can be run within the limits at all.
     pub(super) fn arcs_within(&self, limits: Limits) -> Arcs {
         let mut within = Arcs::default();
-        for layer in 0..self.num_layers {
+        for node in 0..self.num_layers * self.num_groups {
             within.starts.push(within.list.len());
-            let arcs = self.arcs.starting_at(layer).iter();
+            let arcs = self.arcs.starting_at(node).iter();
             let arcs = arcs.filter(|arc| self.pick(arc, limits, 1).is_some());
             within.list.extend(arcs.cloned());
         }
@@ -193,9 +208,32 @@ impl Space {
     }
 }
 
-/// Indices of the shapes that the cluster has.
-pub(super) fn usable_shapes(table: &StageTable, query: &Query, shapes: &[usize]) -> Vec<usize> {
-    shapes.iter().copied().filter(|&i| table.shapes[i].is_block_of(query.nodes, query.devices_per_node)).collect()
+/// Indices of the blocks that the cluster has.
+pub(super) fn usable_blocks(table: &StageTable, query: &Query, blocks: &[usize]) -> Vec<usize> {
+    let usable = |&i: &usize| {
+        let block = table.blocks[i];
+        let room = query.rooms.get(block.group);
+        room.is_some_and(|room| block.shape.is_block_of(room.nodes, room.devices_per_node))
+    };
+    blocks.iter().copied().filter(usable).collect()
+}
+
+/// By group the greatest common divisor of the sizes of its blocks, zero where it has none, and the numbers of such units.
+/// `None` if every device must be used and cannot be.
+pub(super) fn units(table: &StageTable, query: &Query, blocks: &[usize]) -> Option<(Vec<u64>, Counts)> {
+    let mut units = vec![0; query.rooms.len()];
+    for &i in blocks {
+        let block = table.blocks[i];
+        units[block.group] = greatest_common_divisor(units[block.group], block.shape.num_devices());
+    }
+    let budget = |(room, &unit): (&super::Room, &u64)| {
+        let total = room.num_devices();
+        let even = if unit == 0 { total == 0 } else { total.is_multiple_of(unit) };
+        let whole = even || !query.all_devices;
+        if whole { usize::try_from(total.checked_div(unit).unwrap_or(0)).ok() } else { None }
+    };
+    let budgets: Option<Vec<usize>> = query.rooms.iter().zip(&units).map(budget).collect();
+    Some((units, Counts::of(budgets?)?))
 }
 
 fn greatest_common_divisor(a: u64, b: u64) -> u64 {
@@ -204,10 +242,10 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
 
 /// The largest number of stages from this one to the last with which the candidate fits: 0 if it never does,
 /// `u32::MAX` if it fits with all `max_stages`.
-fn max_position(candidate: &Candidate, query: &Query, max_stages: u32) -> u32 {
+fn max_position(candidate: &Candidate, query: &Query, limit_bytes: u64, max_stages: u32) -> u32 {
     let fits = |position: u32| {
         let held = query.schedule.in_flight(query.num_microbatches.max(1), position, 0);
-        candidate.peak_bytes(held) <= query.device_memory_bytes
+        candidate.peak_bytes(held) <= limit_bytes
     };
     if fits(max_stages) {
         return u32::MAX;
@@ -225,31 +263,31 @@ fn max_position(candidate: &Candidate, query: &Query, max_stages: u32) -> u32 {
     low
 }
 
-/// The values of the recurrence: `row(s, k)[d]` is the least cost of layers `k..` in exactly `s` stages on `d` device
-/// units: exactly `d` if all devices must be used, else at most `d`. If `saturating`, the last
+/// The values of the recurrence: `row(s, n)[d]` is the least cost of the layers from that of node `n` on, in exactly `s` stages on
+/// `d` device units (see [`Counts`]): exactly `d` if all devices must be used, else at most `d`. If `saturating`, the last
 /// level stands for its own number of stages and every larger one.
 pub(super) struct Costs {
-    num_layers: usize,
+    num_nodes: usize,
     width: usize,
     levels: usize,
     saturating: bool,
     rows: Vec<f64>,
-    /// Per layer the less of the last two levels: what may follow a stage of the last level if `saturating`.
+    /// Per node the less of the last two levels: what may follow a stage of the last level if `saturating`.
     joined: Vec<f64>,
 }
 
 impl Costs {
-    fn row(&self, level: usize, layer: usize) -> &[f64] {
-        let start = (level * (self.num_layers + 1) + layer) * self.width;
+    fn row(&self, level: usize, node: usize) -> &[f64] {
+        let start = (level * self.num_nodes + node) * self.width;
         &self.rows[start..start + self.width]
     }
 
-    /// What may follow a stage of `level` that ends before `layer`.
-    fn rest(&self, level: usize, layer: usize) -> &[f64] {
+    /// What may follow a stage of `level` that leads to `node`.
+    fn rest(&self, level: usize, node: usize) -> &[f64] {
         if self.saturating && level == self.levels {
-            &self.joined[layer * self.width..(layer + 1) * self.width]
+            &self.joined[node * self.width..(node + 1) * self.width]
         } else {
-            self.row(level - 1, layer)
+            self.row(level - 1, node)
         }
     }
 }
@@ -283,10 +321,11 @@ impl Space {
         join: impl Fn(f64, f64) -> f64,
         prune: Option<Prune>,
     ) -> Costs {
-        let (layers, width) = (self.num_layers, self.budget + 1);
-        let level_len = (layers + 1) * width;
+        let (layers, width) = (self.num_layers, self.counts.width());
+        let (first_end, num_nodes) = (layers * self.num_groups, (layers + 1) * self.num_groups);
+        let level_len = num_nodes * width;
         let mut costs = Costs {
-            num_layers: layers,
+            num_nodes,
             width,
             levels,
             saturating,
@@ -294,29 +333,32 @@ impl Space {
             joined: vec![f64::INFINITY; if saturating { level_len } else { 0 }],
         };
         let no_layers_left = if self.all_devices { 1 } else { width };
-        costs.rows[layers * width..][..no_layers_left].fill(0.0);
-        if saturating && levels == 1 {
-            costs.joined[layers * width..].copy_from_slice(&costs.rows[layers * width..level_len]);
+        // Per node, the part of the source row that is finite.
+        let mut live: Vec<Range<usize>> = vec![0..0; num_nodes];
+        for end in first_end..num_nodes {
+            costs.rows[end * width..][..no_layers_left].fill(0.0);
+            live[end] = 0..no_layers_left;
         }
-        // Per layer, the part of the source row that is finite.
-        let mut live: Vec<Range<usize>> = vec![0..0; layers + 1];
-        live[layers] = 0..no_layers_left;
+        if saturating && levels == 1 {
+            costs.joined[first_end * width..].copy_from_slice(&costs.rows[first_end * width..level_len]);
+        }
         for level in 1..=levels {
             let last = saturating && level == levels;
             let bound = prune.as_ref().and_then(|prune| Some((prune.before(level)?, prune.cap)));
             costs.rows.resize((level + 1) * level_len, f64::INFINITY);
             let (done, current) = costs.rows.split_at_mut(level * level_len);
             let previous = &done[(level - 1) * level_len..];
-            let mut new_live: Vec<Range<usize>> = vec![0..0; layers + 1];
+            let mut new_live: Vec<Range<usize>> = vec![0..0; num_nodes];
             if last {
                 if levels > 1 {
                     costs.joined.copy_from_slice(previous);
                 } else {
-                    new_live[layers] = live[layers].clone();
+                    new_live[first_end..].clone_from_slice(&live[first_end..]);
                 }
             }
-            for layer in (0..layers).rev() {
-                let row = &mut current[layer * width..(layer + 1) * width];
+            for node in (0..first_end).rev() {
+                let layer = node / self.num_groups;
+                let row = &mut current[node * width..(node + 1) * width];
                 // Stages before this one need a layer and a device each.
                 let before = match self.num_stages {
                     Some(n) if !saturating => n - level,
@@ -324,15 +366,15 @@ impl Space {
                 };
                 let possible = layer >= before && (layer == 0 || before > 0) && layers - layer >= level;
                 if possible {
-                    let limit = width - before.min(width);
-                    for arc in arcs.starting_at(layer) {
+                    let limit = self.counts.end_before(before);
+                    for arc in arcs.starting_at(node) {
                         let (source, range) = if last {
-                            let range = join_ranges(&live[arc.end], &new_live[arc.end]);
-                            (&costs.joined[arc.end * width..], range)
+                            let range = join_ranges(&live[arc.to], &new_live[arc.to]);
+                            (&costs.joined[arc.to * width..], range)
                         } else {
-                            (&previous[arc.end * width..], live[arc.end].clone())
+                            (&previous[arc.to * width..], live[arc.to].clone())
                         };
-                        let end = range.end.min(limit.saturating_sub(arc.devices));
+                        let end = range.end.min(limit.saturating_sub(self.counts.shift(arc.group, arc.units)));
                         if range.start >= end {
                             continue;
                         }
@@ -340,21 +382,22 @@ impl Space {
                         if arc_cost == f64::INFINITY {
                             continue;
                         }
-                        let source = &source[range.start..end];
-                        let target = &mut row[range.start + arc.devices..end + arc.devices];
-                        for (target, &rest) in target.iter_mut().zip(source) {
-                            let joined = join(rest, arc_cost);
-                            *target = if joined < *target { joined } else { *target };
-                        }
+                        self.counts.for_each_run(arc.group, arc.units, range.start..end, |run, shift| {
+                            let target = &mut row[run.start + shift..run.end + shift];
+                            for (target, &rest) in target.iter_mut().zip(&source[run]) {
+                                let joined = join(rest, arc_cost);
+                                *target = if joined < *target { joined } else { *target };
+                            }
+                        });
                     }
                     if let Some((prefix, cap)) = bound {
-                        let prefix = &prefix[layer * width..(layer + 1) * width];
+                        let prefix = &prefix[node * width..(node + 1) * width];
                         drop_above(row, prefix, cap);
                     }
-                    new_live[layer] = finite_part(row);
+                    new_live[node] = finite_part(row);
                 }
                 if last {
-                    let joined = &mut costs.joined[layer * width..(layer + 1) * width];
+                    let joined = &mut costs.joined[node * width..(node + 1) * width];
                     for (joined, &value) in joined.iter_mut().zip(row.iter()) {
                         *joined = joined.min(value);
                     }
@@ -371,7 +414,7 @@ impl Space {
         costs
     }
 
-    /// Per layer `k` and device units, the least cost of layers `..k`, whatever the number of stages; infinite
+    /// Per node and device units, the least cost of the layers before it, whatever the number of stages; infinite
     /// where what comes after takes the sum above the cap. `after` is a saturated single level of [`Space::costs`].
     pub(super) fn prefix_costs(
         &self,
@@ -379,32 +422,34 @@ impl Space {
         cost: impl Fn(&Arc) -> f64,
         after: Option<(&Costs, f64)>,
     ) -> Vec<f64> {
-        let width = self.budget + 1;
-        let mut costs = vec![f64::INFINITY; (self.num_layers + 1) * width];
+        let width = self.counts.width();
+        let num_nodes = (self.num_layers + 1) * self.num_groups;
+        let mut costs = vec![f64::INFINITY; num_nodes * width];
         let nothing_placed = if self.all_devices { 1 } else { width };
         costs[..nothing_placed].fill(0.0);
-        for layer in 0..self.num_layers {
-            let (sources, targets) = costs.split_at_mut((layer + 1) * width);
-            let source = &mut sources[layer * width..];
+        for node in 0..self.num_layers * self.num_groups {
+            let (sources, targets) = costs.split_at_mut((node + 1) * width);
+            let source = &mut sources[node * width..];
             if let Some((after, cap)) = after {
-                drop_above(source, after.row(1, layer), cap);
+                drop_above(source, after.row(1, node), cap);
             }
             let live = finite_part(source);
-            for arc in arcs.starting_at(layer) {
-                let end = live.end.min(width.saturating_sub(arc.devices));
-                if live.start >= end {
-                    continue;
-                }
+            if live.is_empty() {
+                continue;
+            }
+            for arc in arcs.starting_at(node) {
                 let arc_cost = cost(arc);
                 if arc_cost == f64::INFINITY {
                     continue;
                 }
-                let target = &mut targets[(arc.end - layer - 1) * width..][..width];
-                let target = &mut target[live.start + arc.devices..end + arc.devices];
-                for (target, &before) in target.iter_mut().zip(&source[live.start..end]) {
-                    let joined = before + arc_cost;
-                    *target = if joined < *target { joined } else { *target };
-                }
+                let target = &mut targets[(arc.to - node - 1) * width..][..width];
+                self.counts.for_each_run(arc.group, arc.units, live.clone(), |run, shift| {
+                    let target = &mut target[run.start + shift..run.end + shift];
+                    for (target, &before) in target.iter_mut().zip(&source[run]) {
+                        let joined = before + arc_cost;
+                        *target = if joined < *target { joined } else { *target };
+                    }
+                });
             }
         }
         costs
@@ -417,12 +462,12 @@ impl Space {
             _ => 1..=costs.levels,
         };
         levels
-            .map(|level| (costs.row(level, 0)[self.budget], level))
+            .map(|level| (costs.row(level, 0)[self.counts.width() - 1], level))
             .filter(|(cost, _)| *cost < f64::INFINITY)
             .min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// The arcs of the cheapest solution with their levels: at each layer the first arc whose cost is
+    /// The arcs of the cheapest solution with their levels: at each node the first arc whose cost is
     /// within `slack` of the least.
     pub(super) fn walk<'a>(
         &self,
@@ -433,26 +478,24 @@ impl Space {
         join: impl Fn(f64, f64) -> f64,
         slack: f64,
     ) -> Vec<(&'a Arc, usize)> {
-        let (mut level, mut layer, mut devices) = (level, 0, self.budget);
+        let (mut level, mut node, mut devices) = (level, 0, self.counts.width() - 1);
         let mut path = Vec::new();
-        while layer < self.num_layers {
-            let goal = costs.row(level, layer)[devices] + slack;
-            let step = arcs.starting_at(layer).iter().find(|arc| {
-                arc.devices <= devices && {
-                    let rest = costs.rest(level, arc.end)[devices - arc.devices];
-                    rest < f64::INFINITY && join(rest, cost(arc, level)) <= goal
-                }
+        while node < self.num_layers * self.num_groups {
+            let goal = costs.row(level, node)[devices] + slack;
+            let step = arcs.starting_at(node).iter().find_map(|arc| {
+                let left = self.counts.without(devices, arc.group, arc.units)?;
+                let rest = costs.rest(level, arc.to)[left];
+                (rest < f64::INFINITY && join(rest, cost(arc, level)) <= goal).then_some((arc, left))
             });
-            let Some(arc) = step else {
+            let Some((arc, left)) = step else {
                 debug_assert!(false, "a finite cost comes from some arc");
                 return Vec::new();
             };
             path.push((arc, level));
-            layer = arc.end;
-            devices -= arc.devices;
+            (node, devices) = (arc.to, left);
             let stays = costs.saturating
                 && level == costs.levels
-                && costs.row(level, layer)[devices] < costs.row(level - 1, layer)[devices];
+                && costs.row(level, node)[devices] < costs.row(level - 1, node)[devices];
             if !stays {
                 level -= 1;
             }
@@ -490,13 +533,14 @@ fn finite_part(row: &[f64]) -> Range<usize> {
 }
 
 impl Space {
-    /// The fullest stage of the plan whose fullest stage is least full, found by the same recurrence with the
-    /// maximum of bytes for the sum of times; `None` if there is no plan however large the memory.
+    /// The fullest stage of the plan whose fullest stage is least full, as a part of its device's memory, found by the same
+    /// recurrence with the maximum of those parts for the sum of times; `None` if there is no plan however large the memory.
     pub(super) fn least_memory(&self, table: &StageTable, query: &Query) -> Option<NoStages> {
         let held = |position: usize| query.schedule.in_flight(self.num_microbatches, position as u32, 0);
+        let limit = |arc: &Arc| query.rooms[arc.group].device_memory_bytes;
         let bytes = |arc: &Arc, position: usize| -> u64 {
             table
-                .candidates(arc.first, arc.end, arc.shape)
+                .candidates(arc.first, arc.end, arc.block)
                 .iter()
                 .filter(|c| c.has_times())
                 .map(|candidate| candidate.peak_bytes(held(position)))
@@ -504,7 +548,7 @@ impl Space {
                 .unwrap_or(u64::MAX)
         };
         // Exact as `f64` up to 2^53 bytes, which is 9 PB.
-        let cost = |arc: &Arc, position: usize| bytes(arc, position) as f64;
+        let cost = |arc: &Arc, position: usize| bytes(arc, position) as f64 / limit(arc).max(1) as f64;
         let (levels, saturating) = match self.num_stages {
             Some(n) => (n, false),
             None => {
@@ -517,17 +561,18 @@ impl Space {
         let (_, level) = self.cheapest(&costs)?;
         let path = self.walk(&self.arcs, &costs, level, cost, f64::max, 0.0);
         let num_stages = path.len();
-        let (stage, arc, required_bytes) = path
+        let part = |&(stage, arc): &(usize, &Arc)| cost(arc, num_stages - stage);
+        let (stage, arc) = path
             .iter()
             .enumerate()
-            .map(|(stage, (arc, _))| (stage, *arc, bytes(arc, num_stages - stage)))
-            .max_by_key(|&(stage, _, bytes)| (bytes, std::cmp::Reverse(stage)))
-            .filter(|&(_, _, bytes)| bytes > query.device_memory_bytes)?;
-        Some(NoStages::Memory {
+            .map(|(stage, (arc, _))| (stage, *arc))
+            .max_by(|a, b| part(a).total_cmp(&part(b)).then(b.0.cmp(&a.0)))?;
+        let (required_bytes, limit_bytes) = (bytes(arc, num_stages - stage), limit(arc));
+        (required_bytes > limit_bytes).then(|| NoStages::Memory {
             required_bytes,
-            limit_bytes: query.device_memory_bytes,
+            limit_bytes,
             layers: arc.first..arc.end,
-            shape: table.shapes[arc.shape],
+            block: table.blocks[arc.block],
             stage: stage as u32,
             num_stages: num_stages as u32,
             in_flight: held(num_stages - stage),

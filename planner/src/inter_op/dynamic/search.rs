@@ -163,7 +163,7 @@ impl Space {
                     self.pick(arc, limits, position).map(|choice| Leg {
                         first: arc.first,
                         end: arc.end,
-                        shape: arc.shape,
+                        block: arc.block,
                         choice,
                     })
                 })
@@ -211,7 +211,7 @@ fn is_better(found: &Found, best: &Found) -> bool {
     if (found.step_s - best.step_s).abs() > tie {
         return found.step_s < best.step_s;
     }
-    let ends = |found: &Found| -> Vec<(usize, usize)> { found.legs.iter().map(|leg| (leg.end, leg.shape)).collect() };
+    let ends = |found: &Found| -> Vec<(usize, usize)> { found.legs.iter().map(|leg| (leg.end, leg.block)).collect() };
     (found.legs.len(), ends(found)) < (best.legs.len(), ends(best))
 }
 

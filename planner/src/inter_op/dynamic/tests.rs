@@ -1,19 +1,33 @@
-use super::{Candidate, NoStages, Query, StageTable, Stages, plan_stages};
-use crate::inter_op::submesh::{SubmeshShape, place, shapes};
+use super::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages, sizes};
+use crate::inter_op::submesh::{Block, SubmeshShape, place_blocks, shapes};
 use altiplano_ir::plan::Schedule;
 use proptest::prelude::*;
 
 fn query(nodes: u32, devices_per_node: u32, num_microbatches: u32) -> Query {
     Query {
-        nodes,
-        devices_per_node,
+        rooms: vec![Room { nodes, devices_per_node, device_memory_bytes: 100 }],
         num_microbatches,
         schedule: Schedule::OneFOneB,
-        device_memory_bytes: 100,
         num_stages: None,
         all_devices: true,
         relative_tolerance: 0.0,
     }
+}
+
+/// The same query on devices of so much memory.
+fn within(device_memory_bytes: u64, query: Query) -> Query {
+    let rooms = query.rooms.iter().map(|&room| Room { device_memory_bytes, ..room }).collect();
+    Query { rooms, ..query }
+}
+
+/// Shapes in the first group.
+fn in_first(shapes: Vec<SubmeshShape>) -> Vec<Block> {
+    shapes.into_iter().map(|shape| Block { group: 0, shape }).collect()
+}
+
+/// All blocks of a cluster of one group.
+fn blocks(nodes: u32, devices_per_node: u32) -> Vec<Block> {
+    in_first(shapes(nodes, devices_per_node))
 }
 
 fn candidate(microbatch_s: f64, id: u32) -> Candidate {
@@ -21,12 +35,12 @@ fn candidate(microbatch_s: f64, id: u32) -> Candidate {
 }
 
 /// Every range on every shape, at a time that `seconds` gives for the number of layers and of devices.
-fn uniform(num_layers: usize, shapes: Vec<SubmeshShape>, seconds: impl Fn(f64, f64) -> f64) -> StageTable {
-    let mut table = StageTable::new(num_layers, shapes.clone());
+fn uniform(num_layers: usize, blocks: Vec<Block>, seconds: impl Fn(f64, f64) -> f64) -> StageTable {
+    let mut table = StageTable::new(num_layers, blocks.clone());
     for first in 0..num_layers {
         for end in first + 1..=num_layers {
-            for (i, shape) in shapes.iter().enumerate() {
-                let time = seconds((end - first) as f64, shape.num_devices() as f64);
+            for (i, block) in blocks.iter().enumerate() {
+                let time = seconds((end - first) as f64, block.shape.num_devices() as f64);
                 table.push(first, end, i, candidate(time, 0));
             }
         }
@@ -34,20 +48,22 @@ fn uniform(num_layers: usize, shapes: Vec<SubmeshShape>, seconds: impl Fn(f64, f
     table
 }
 
-/// A stage as (first layer, end, shape, candidate).
+/// A stage as (first layer, end, block, candidate), the candidate with the time of entering it.
 type Choice = (usize, usize, usize, Candidate);
 
-/// Bytes of the fullest stage.
-fn fullest(stages: &[Choice], query: &Query) -> u64 {
+fn blocks_of(stages: &[Choice], table: &StageTable) -> Vec<Block> {
+    stages.iter().map(|(_, _, block, _)| table.blocks[*block]).collect()
+}
+
+/// Part of its device's memory that the fullest stage takes, and its bytes.
+fn fullest(stages: &[Choice], table: &StageTable, query: &Query) -> (f64, u64) {
     let held = |i: usize| query.schedule.in_flight(query.num_microbatches, stages.len() as u32, i as u32);
-    stages
-        .iter()
-        .enumerate()
-        .map(|(i, (_, _, _, c))| {
-            c.static_bytes + c.transient_bytes + c.bytes_per_inflight_microbatch * u64::from(held(i))
-        })
-        .max()
-        .unwrap_or(0)
+    let of_stage = |(i, (_, _, block, c)): (usize, &Choice)| {
+        let bytes = c.static_bytes + c.transient_bytes + c.bytes_per_inflight_microbatch * u64::from(held(i));
+        let limit = query.rooms[table.blocks[*block].group].device_memory_bytes;
+        (bytes as f64 / limit as f64, bytes)
+    };
+    stages.iter().enumerate().map(of_stage).max_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 0))
 }
 
 fn step_s(stages: &[Choice], query: &Query) -> f64 {
@@ -60,24 +76,28 @@ fn step_s(stages: &[Choice], query: &Query) -> f64 {
 fn every_plan(table: &StageTable, query: &Query, visit: &mut dyn FnMut(&[Choice])) {
     fn extend(table: &StageTable, query: &Query, stages: &mut Vec<Choice>, visit: &mut dyn FnMut(&[Choice])) {
         let first = stages.last().map_or(0, |(_, end, _, _)| *end);
-        let blocks: Vec<SubmeshShape> = stages.iter().map(|(_, _, shape, _)| table.shapes[*shape]).collect();
-        let used: u64 = blocks.iter().map(SubmeshShape::num_devices).sum();
-        let total = u64::from(query.nodes * query.devices_per_node);
-        if used > total {
+        let blocks = blocks_of(stages, table);
+        let used =
+            |group: usize| -> u64 { blocks.iter().filter(|b| b.group == group).map(|b| b.shape.num_devices()).sum() };
+        let free: Vec<i64> =
+            query.rooms.iter().enumerate().map(|(g, room)| room.num_devices() as i64 - used(g) as i64).collect();
+        if free.iter().any(|&free| free < 0) {
             return;
         }
         if first == table.num_layers {
             let counts = query.num_stages.is_none_or(|n| n as usize == stages.len());
-            let placed = place(&blocks, query.nodes, query.devices_per_node).is_some();
-            if counts && placed && (used == total || !query.all_devices) {
+            let placed = place_blocks(&blocks, &sizes(query)).is_some();
+            if counts && placed && (free.iter().all(|&free| free == 0) || !query.all_devices) {
                 visit(stages);
             }
             return;
         }
         for end in first + 1..=table.num_layers {
-            for shape in 0..table.shapes.len() {
-                for candidate in table.candidates(first, end, shape) {
-                    stages.push((first, end, shape, *candidate));
+            for block in 0..table.blocks.len() {
+                let before = blocks.last().map_or(0, |b| b.group);
+                for candidate in table.candidates(first, end, block) {
+                    let microbatch_s = candidate.microbatch_s + table.entering_s(first, block, before);
+                    stages.push((first, end, block, Candidate { microbatch_s, ..*candidate }));
                     extend(table, query, stages, visit);
                     stages.pop();
                 }
@@ -89,16 +109,18 @@ fn every_plan(table: &StageTable, query: &Query, visit: &mut dyn FnMut(&[Choice]
 
 /// The answer as the oracle writes it, checked to be a partition from the table.
 fn chosen(table: &StageTable, found: &Stages) -> Vec<Choice> {
-    let mut next = 0;
+    let (mut next, mut before) = (0, 0);
     let stages: Vec<Choice> = found
         .stages
         .iter()
-        .map(|(layers, shape, id)| {
+        .map(|(layers, block, id)| {
             assert_eq!(layers.start, next);
             next = layers.end;
-            let ways = table.candidates(layers.start, layers.end, *shape);
+            let ways = table.candidates(layers.start, layers.end, *block);
             let way = ways.iter().find(|c| c.id == *id).expect("an id from the table");
-            (layers.start, layers.end, *shape, *way)
+            let microbatch_s = way.microbatch_s + table.entering_s(layers.start, *block, before);
+            before = table.blocks[*block].group;
+            (layers.start, layers.end, *block, Candidate { microbatch_s, ..*way })
         })
         .collect();
     assert_eq!(next, table.num_layers);
@@ -111,12 +133,13 @@ fn close(a: f64, b: f64) -> bool {
 
 /// Compares the program with exhaustive search, in answers and in errors.
 fn check_against_every_plan(table: &StageTable, query: &Query) -> Result<Stages, NoStages> {
-    let (mut best_s, mut fewest, mut least_bytes) = (f64::INFINITY, 0, u64::MAX);
+    let (mut best_s, mut fewest, mut least_part, mut least_bytes) = (f64::INFINITY, 0, f64::INFINITY, u64::MAX);
     every_plan(table, query, &mut |stages| {
-        let bytes = fullest(stages, query);
+        let (part, bytes) = fullest(stages, table, query);
+        least_part = least_part.min(part);
         least_bytes = least_bytes.min(bytes);
         let time_s = step_s(stages, query);
-        if bytes > query.device_memory_bytes {
+        if part > 1.0 {
             return;
         }
         // Times in these tests are multiples of 1/8: equal times are equal to the bit.
@@ -131,21 +154,22 @@ fn check_against_every_plan(table: &StageTable, query: &Query) -> Result<Stages,
             assert!(close(stages.step_s, best_s), "{} is not {best_s}", stages.step_s);
             assert!(close(step_s(&plan, query), stages.step_s));
             assert_eq!(plan.len(), fewest, "equally fast with fewer stages");
-            assert!(fullest(&plan, query) <= query.device_memory_bytes);
-            let blocks: Vec<SubmeshShape> = plan.iter().map(|(_, _, shape, _)| table.shapes[*shape]).collect();
-            let placed = place(&blocks, query.nodes, query.devices_per_node).expect("placed");
+            assert!(fullest(&plan, table, query).0 <= 1.0);
+            let placed = place_blocks(&blocks_of(&plan, table), &sizes(query)).expect("placed");
             let used: usize = placed.iter().map(Vec::len).sum();
-            assert!(!query.all_devices || used == (query.nodes * query.devices_per_node) as usize);
+            let total: u64 = query.rooms.iter().map(Room::num_devices).sum();
+            assert!(!query.all_devices || used as u64 == total);
             assert!(query.num_stages.is_none_or(|n| n as usize == plan.len()));
             assert!(close(stages.bound_s, stages.step_s));
         }
         Err(NoStages::Memory { required_bytes, limit_bytes, .. }) => {
             assert_eq!(best_s, f64::INFINITY);
-            assert_eq!(*required_bytes, least_bytes);
-            assert_eq!(*limit_bytes, query.device_memory_bytes);
+            assert_eq!(*required_bytes as f64 / *limit_bytes as f64, least_part);
+            assert!(query.rooms.iter().any(|room| room.device_memory_bytes == *limit_bytes));
+            assert!(query.rooms.len() > 1 || *required_bytes == least_bytes);
             assert!(required_bytes > limit_bytes);
         }
-        Err(_) => assert_eq!(least_bytes, u64::MAX, "{found:?}"),
+        Err(_) => assert_eq!(least_part, f64::INFINITY, "{found:?}"),
     }
     found
 }
@@ -164,14 +188,40 @@ fn any_candidate() -> impl Strategy<Value = Candidate> {
     )
 }
 
+/// All blocks of a cluster of such groups.
+fn blocks_of_groups(groups: &[(u32, u32)]) -> Vec<Block> {
+    let of_group = |(group, &(nodes, devices)): (usize, &(u32, u32))| {
+        shapes(nodes, devices).into_iter().map(move |shape| Block { group, shape })
+    };
+    groups.iter().enumerate().flat_map(of_group).collect()
+}
+
+fn one_group() -> BoxedStrategy<Vec<(u32, u32)>> {
+    prop_oneof![Just((2, 2)), Just((1, 4)), Just((1, 3)), Just((3, 2)), Just((1, 1))].prop_map(|g| vec![g]).boxed()
+}
+
+fn two_groups() -> BoxedStrategy<Vec<(u32, u32)>> {
+    let group = || prop_oneof![Just((2, 1)), Just((1, 2)), Just((1, 1)), Just((1, 3)), Just((2, 2))];
+    let idle = prop_oneof![8 => Just(None), 1 => Just(Some(0)), 1 => Just(Some(1))];
+    let pair = (group(), group(), idle).prop_map(|(first, second, idle)| {
+        let mut groups = vec![first, second];
+        if let Some(group) = idle {
+            groups[group].0 = 0;
+        }
+        groups
+    });
+    pair.boxed()
+}
+
 prop_compose! {
     /// A random table and a random question about it: candidates missing, memory tight.
-    fn any_case()(
-        (nodes, devices_per_node) in prop_oneof![Just((2, 2)), Just((1, 4)), Just((1, 3)), Just((3, 2)), Just((1, 1))],
+    fn any_case(groups: BoxedStrategy<Vec<(u32, u32)>>)(
+        groups in groups,
         num_layers in prop_oneof![1 => 1usize..3, 4 => 3usize..6],
         num_microbatches in 1u32..9,
         gpipe in any::<bool>(),
-        device_memory_bytes in 20u64..300,
+        memories in prop::collection::vec(20u64..300, 2),
+        crossings in prop::collection::vec(0u32..40, 10),
         num_stages in prop_oneof![2 => Just(None), 1 => (1u32..5).prop_map(Some)],
         all_devices in any::<bool>(),
         coarse in any::<bool>(),
@@ -179,19 +229,25 @@ prop_compose! {
     )(
         cells in prop::collection::vec(
             prop::collection::vec(any_candidate(), 0..=3),
-            num_layers * (num_layers + 1) / 2 * shapes(nodes, devices_per_node).len(),
+            num_layers * (num_layers + 1) / 2 * blocks_of_groups(&groups).len(),
         ),
         presence in prop::collection::vec(0.0f64..1.0, 75),
-        (nodes, devices_per_node, num_layers, num_microbatches) in
-            Just((nodes, devices_per_node, num_layers, num_microbatches)),
-        (gpipe, device_memory_bytes, num_stages, all_devices, coarse, density) in
-            Just((gpipe, device_memory_bytes, num_stages, all_devices, coarse, density)),
+        (groups, memories, crossings) in Just((groups, memories, crossings)),
+        (num_layers, num_microbatches) in Just((num_layers, num_microbatches)),
+        (gpipe, num_stages, all_devices, coarse, density) in
+            Just((gpipe, num_stages, all_devices, coarse, density)),
     ) -> (StageTable, Query) {
-        let mut table = StageTable::new(num_layers, shapes(nodes, devices_per_node));
+        let mut table = StageTable::new(num_layers, blocks_of_groups(&groups));
+        let mut crossings = crossings.into_iter().map(|n| f64::from(n) / 8.0).cycle();
+        for first in 1..num_layers {
+            for block in 0..table.blocks.len() {
+                table.set_crossing(first, block, crossings.next().unwrap_or(0.0));
+            }
+        }
         let mut cells = cells.into_iter().zip(presence.into_iter().cycle());
         for first in 0..num_layers {
             for end in first + 1..=num_layers {
-                for shape in 0..table.shapes.len() {
+                for block in 0..table.blocks.len() {
                     let Some((ways, present)) = cells.next() else { continue };
                     if present > density {
                         continue;
@@ -204,7 +260,7 @@ prop_compose! {
                         }
                         // More layers cost more, so that stages of one layer have a chance.
                         let layers = end - first;
-                        table.push(first, end, shape, Candidate {
+                        table.push(first, end, block, Candidate {
                             microbatch_s: way.microbatch_s * layers as f64,
                             step_s: way.step_s * layers as f64,
                             static_bytes: way.static_bytes * layers as u64,
@@ -217,13 +273,11 @@ prop_compose! {
             }
         }
         let schedule = if gpipe { Schedule::GPipe } else { Schedule::OneFOneB };
-        let query = Query {
-            schedule,
-            device_memory_bytes,
-            num_stages,
-            all_devices,
-            ..query(nodes, devices_per_node, num_microbatches)
+        let room = |(&(nodes, devices_per_node), &device_memory_bytes): (&(u32, u32), &u64)| {
+            Room { nodes, devices_per_node, device_memory_bytes }
         };
+        let rooms = groups.iter().zip(&memories).map(room).collect();
+        let query = Query { rooms, num_microbatches, schedule, num_stages, all_devices, relative_tolerance: 0.0 };
         (table, query)
     }
 }
@@ -232,14 +286,21 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn equals_exhaustive_search((table, query) in any_case()) {
+    fn equals_exhaustive_search((table, query) in any_case(one_group())) {
+        let found = check_against_every_plan(&table, &query);
+        prop_assert_eq!(found, plan_stages(&table, &query), "the same again");
+    }
+
+    /// Stages in two groups, each with its own devices, their memory, and the time that it takes to come from the other.
+    #[test]
+    fn equals_exhaustive_search_over_two_groups((table, query) in any_case(two_groups())) {
         let found = check_against_every_plan(&table, &query);
         prop_assert_eq!(found, plan_stages(&table, &query), "the same again");
     }
 
     /// A tolerance gives a valid plan within it.
     #[test]
-    fn tolerance_bounds_the_loss((table, mut query) in any_case(), tolerance in 0.0f64..0.5) {
+    fn tolerance_bounds_the_loss((table, mut query) in any_case(prop_oneof![one_group(), two_groups()].boxed()), tolerance in 0.0f64..0.5) {
         let exact = plan_stages(&table, &query);
         query.relative_tolerance = tolerance;
         let loose = plan_stages(&table, &query);
@@ -262,7 +323,7 @@ fn microbatches_in_flight() {
 
 #[test]
 fn tables_keep_what_was_pushed() {
-    let mut table = StageTable::new(4, shapes(1, 2));
+    let mut table = StageTable::new(4, blocks(1, 2));
     let mut id = 0;
     for first in 0..4 {
         for end in first + 1..=4 {
@@ -291,13 +352,13 @@ fn tables_keep_what_was_pushed() {
 /// Perfect scaling: one stage does as well as any balanced pipeline and has no bubble.
 #[test]
 fn ties_go_to_fewer_stages_and_earlier_layers() {
-    let table = uniform(6, shapes(2, 4), |layers, devices| layers / devices);
+    let table = uniform(6, blocks(2, 4), |layers, devices| layers / devices);
     let found = plan_stages(&table, &query(2, 4, 16));
     let stages = found.map(|found| found.stages);
-    assert_eq!(stages, Ok(vec![(0..6, 4 - 1, 0)]), "on {}", table.shapes[3]);
+    assert_eq!(stages, Ok(vec![(0..6, 4 - 1, 0)]), "on {}", table.blocks[3].shape);
 
     // Three layers on two devices: one and two, or two and one.
-    let table = uniform(3, shapes(2, 1)[..1].to_vec(), |layers, devices| layers / devices);
+    let table = uniform(3, blocks(2, 1)[..1].to_vec(), |layers, devices| layers / devices);
     let found = plan_stages(&table, &query(2, 1, 4));
     assert_eq!(found.map(|found| found.stages), Ok(vec![(0..1, 0, 0), (1..3, 0, 0)]));
 }
@@ -306,7 +367,7 @@ fn ties_go_to_fewer_stages_and_earlier_layers() {
 #[test]
 fn microbatches_decide_between_pipeline_and_one_stage() {
     // Two devices together are only 1.25 times as fast as one.
-    let table = uniform(4, shapes(2, 1), |layers, devices| if devices == 1.0 { layers } else { layers / 1.25 });
+    let table = uniform(4, blocks(2, 1), |layers, devices| if devices == 1.0 { layers } else { layers / 1.25 });
     let stages = |b| plan_stages(&table, &query(2, 1, b)).map(|found| (found.stages.len(), found.step_s));
     assert_eq!(stages(1), Ok((1, 3.2)));
     assert_eq!(stages(8), Ok((2, 4.0 + 7.0 * 2.0)));
@@ -315,7 +376,7 @@ fn microbatches_decide_between_pipeline_and_one_stage() {
 /// The first stage of a 1F1B pipeline holds the most activations and must take the slower, smaller candidate.
 #[test]
 fn memory_depends_on_the_position() {
-    let mut table = StageTable::new(3, shapes(3, 1)[..1].to_vec());
+    let mut table = StageTable::new(3, blocks(3, 1)[..1].to_vec());
     for layer in 0..3 {
         let fast = Candidate { bytes_per_inflight_microbatch: 40, ..candidate(1.0, 0) };
         let small = Candidate { bytes_per_inflight_microbatch: 10, ..candidate(1.5, 1) };
@@ -333,7 +394,7 @@ fn memory_depends_on_the_position() {
 /// A stage that is slow once per step is not hidden by fast microbatches.
 #[test]
 fn the_largest_step_cost_counts_once() {
-    let mut table = StageTable::new(2, shapes(2, 1)[..1].to_vec());
+    let mut table = StageTable::new(2, blocks(2, 1)[..1].to_vec());
     for layer in 0..2 {
         table.push(layer, layer + 1, 0, Candidate { step_s: 10.0, ..candidate(1.0, 0) });
         table.push(layer, layer + 1, 0, Candidate { step_s: 1.0, ..candidate(2.0, 1) });
@@ -348,16 +409,16 @@ fn the_largest_step_cost_counts_once() {
 #[test]
 fn errors_say_what_fails() {
     // Two stages on one device each: the first holds two microbatches of 30 bytes beside 50 + 5.
-    let mut table = StageTable::new(2, shapes(1, 2));
+    let mut table = StageTable::new(2, blocks(1, 2));
     let way =
         Candidate { static_bytes: 50, bytes_per_inflight_microbatch: 30, transient_bytes: 5, ..candidate(1.0, 0) };
     table.push(0, 1, 0, way);
     table.push(1, 2, 0, way);
     table.push(0, 2, 1, Candidate { static_bytes: 90, ..way });
-    let with_stages = |num_stages, device_memory_bytes| Query { num_stages, device_memory_bytes, ..query(1, 2, 8) };
-    let memory = |required_bytes, limit_bytes, layers, shape: usize, num_stages, in_flight| {
-        let shape = table.shapes[shape];
-        Err(NoStages::Memory { required_bytes, limit_bytes, layers, shape, stage: 0, num_stages, in_flight })
+    let with_stages = |num_stages, limit| within(limit, Query { num_stages, ..query(1, 2, 8) });
+    let memory = |required_bytes, limit_bytes, layers, block: usize, num_stages, in_flight| {
+        let block = table.blocks[block];
+        Err(NoStages::Memory { required_bytes, limit_bytes, layers, block, stage: 0, num_stages, in_flight })
     };
     for (num_stages, limit, expect) in [
         (None, 100, memory(115, 100, 0..1, 0, 2, 2)),
@@ -374,26 +435,25 @@ fn errors_say_what_fails() {
     assert!(plan_stages(&table, &with_stages(None, 115)).is_ok());
 
     // Two stages cannot use three devices when blocks have one.
-    let table = uniform(4, vec![SubmeshShape { nodes: 1, devices: 1 }], |layers, _| layers);
+    let table = uniform(4, blocks(1, 1), |layers, _| layers);
     let three = Query { num_stages: Some(2), ..query(1, 3, 8) };
-    let no_tiling =
-        |num_stages, all_devices| Err(NoStages::NoTiling { nodes: 1, devices_per_node: 3, num_stages, all_devices });
+    let no_tiling = |num_stages, all_devices| Err(NoStages::NoTiling { sizes: vec![(1, 3)], num_stages, all_devices });
     assert_eq!(plan_stages(&table, &three), no_tiling(Some(2), true));
-    assert!(plan_stages(&table, &Query { all_devices: false, ..three }).is_ok());
-    let four = Query { num_stages: Some(4), all_devices: false, ..three };
+    assert!(plan_stages(&table, &Query { all_devices: false, ..three.clone() }).is_ok());
+    let four = Query { num_stages: Some(4), all_devices: false, ..three.clone() };
     assert_eq!(plan_stages(&table, &four), no_tiling(Some(4), false));
     let zero = Query { num_stages: Some(0), ..three };
     assert_eq!(plan_stages(&table, &zero), no_tiling(Some(0), true));
 
     // No candidate covers layer 1.
-    let mut table = StageTable::new(2, shapes(1, 1));
+    let mut table = StageTable::new(2, blocks(1, 1));
     table.push(0, 1, 0, candidate(1.0, 0));
     assert_eq!(plan_stages(&table, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 2 }));
     table.push(0, 2, 0, candidate(f64::NAN, 0));
     table.push(0, 2, 0, candidate(f64::INFINITY, 1));
     table.push(0, 2, 0, candidate(-1.0, 2));
     assert_eq!(plan_stages(&table, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 2 }));
-    let empty = StageTable::new(0, shapes(1, 1));
+    let empty = StageTable::new(0, blocks(1, 1));
     assert_eq!(plan_stages(&empty, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 0 }));
 }
 
@@ -402,7 +462,7 @@ fn errors_say_what_fails() {
 fn stages_that_do_not_pack_are_not_returned() {
     let sizes = [15, 10, 10, 6, 6, 6, 6];
     let blocks = [6, 10, 15].map(|devices| SubmeshShape { nodes: 1, devices });
-    let mut table = StageTable::new(7, blocks.to_vec());
+    let mut table = StageTable::new(7, in_first(blocks.to_vec()));
     for (layer, size) in sizes.into_iter().enumerate() {
         let shape = blocks.iter().position(|block| block.devices == size).expect("a block");
         table.push(layer, layer + 1, shape, candidate(1.0, size));
@@ -424,7 +484,7 @@ fn stages_that_do_not_pack_are_not_returned() {
 /// Huge inputs are refused or counted without overflow.
 #[test]
 fn extreme_numbers_are_not_panics() {
-    let mut table = StageTable::new(1, shapes(1, 1));
+    let mut table = StageTable::new(1, blocks(1, 1));
     table.push(
         0,
         1,
@@ -433,7 +493,31 @@ fn extreme_numbers_are_not_panics() {
     );
     let found = plan_stages(&table, &query(1, 1, u32::MAX));
     assert!(matches!(found, Err(NoStages::Memory { required_bytes: u64::MAX, .. })), "{found:?}");
-    let found = plan_stages(&table, &Query { device_memory_bytes: u64::MAX, ..query(1, 1, 0) });
+    let found = plan_stages(&table, &within(u64::MAX, query(1, 1, 0)));
     assert_eq!(found.map(|found| found.step_s), Ok(1.0));
     assert!(plan_stages(&table, &query(0, 1, 1)).is_err());
+}
+
+/// A group that only slows the pipeline down stays idle, and a crossing that costs too much is not made.
+#[test]
+fn a_slow_group_may_stay_idle() {
+    let both = vec![Block { group: 0, shape: shapes(1, 1)[0] }, Block { group: 1, shape: shapes(1, 1)[0] }];
+    let stages = |seconds_of_slow: f64, crossing_s: f64, all_devices: bool| {
+        let mut table = StageTable::new(4, both.clone());
+        for first in 0..4 {
+            for end in first + 1..=4 {
+                table.push(first, end, 0, candidate((end - first) as f64, 0));
+                table.push(first, end, 1, candidate((end - first) as f64 * seconds_of_slow, 1));
+            }
+        }
+        (1..4).for_each(|first| (0..2).for_each(|block| table.set_crossing(first, block, crossing_s)));
+        let rooms = vec![query(1, 1, 8).rooms[0]; 2];
+        let found = plan_stages(&table, &Query { rooms, all_devices, ..query(1, 1, 8) }).expect("stages");
+        found.stages.iter().map(|s| (s.0.len(), s.1)).collect::<Vec<_>>()
+    };
+    assert_eq!(stages(1.0, 0.0, false), [(2, 0), (2, 1)]);
+    assert_eq!(stages(2.0, 0.0, false), [(1, 1), (3, 0)], "the last layer or the first, the earlier end first");
+    assert_eq!(stages(9.0, 0.0, false), [(4, 0)]);
+    assert_eq!(stages(9.0, 0.0, true), [(1, 1), (3, 0)]);
+    assert_eq!(stages(1.0, 3.0, false), [(4, 0)]);
 }
