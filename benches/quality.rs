@@ -70,6 +70,8 @@ fn main() {
             Err(error) => panic!("{error}"),
         };
         wanted.global_batch = Some(batch);
+        // Batch statistics of a microbatch, as everybody trains who splits the batch of such a net.
+        wanted.allow_microbatch_semantics = model.starts_with("wresnet");
         let start = Instant::now();
         let chosen = plan(&wanted, &Silent);
         let search_s = start.elapsed().as_secs_f64();
@@ -92,9 +94,17 @@ fn main() {
             Ok(found) => {
                 let d = &found[0].degrees;
                 let recompute = if d.recompute { " recomputed" } else { "" };
+                let shared =
+                    if d.virtual_stages > 1 { format!(" interleaved {}", d.virtual_stages) } else { String::new() };
+                let v = d.virtual_stages;
+                let shared = if v > 1 { format!(", {v} stages a device") } else { String::new() };
                 let which = format!(
-                    "dp{} tp{} pp{}, {} microbatches, ZeRO-{}{recompute}",
-                    d.dp, d.tp, d.stages, d.num_microbatches, d.zero
+                    "dp{} tp{} pp{}, {} microbatches, ZeRO-{}{recompute}{shared}",
+                    d.dp,
+                    d.tp,
+                    d.stages / v,
+                    d.num_microbatches,
+                    d.zero
                 );
                 (Some(found[0].plan.predicted.step_time_s), found.len(), which)
             }

@@ -166,11 +166,11 @@ pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> String
 /// Seconds as people write them: `5.3`, `5.3s`, `830ms`.
 pub fn duration(text: &str) -> Result<f64, &'static str> {
     let (number, unit) = match text.strip_suffix("ms") {
-        Some(number) => (number, 1e-3),
+        Some(number) => (number, 1000.0),
         None => (text.strip_suffix('s').unwrap_or(text), 1.0),
     };
     let value: f64 = number.trim().parse().map_err(|_| "expected seconds such as 5.3s or 830ms")?;
-    let seconds = value * unit;
+    let seconds = value / unit;
     if seconds.is_finite() && seconds > 0.0 { Ok(seconds) } else { Err("must be more than 0") }
 }
 

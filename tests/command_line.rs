@@ -179,7 +179,8 @@ fn a_pipe_is_read_once() {
 #[test]
 fn idle_devices_are_mentioned() {
     // Far too many for a batch of 8 samples.
-    let few = succeeds(&["plan", DEMO, "--cluster", "dgx-a100:2"]);
+    let plain = ["--schedule", "1f1b", "--virtual-stages", "1"];
+    let few = succeeds(&[&["plan", DEMO, "--cluster", "dgx-a100:2"], &plain[..]].concat());
     let said = few.lines().find(|l| l.starts_with("  devices used    "));
     assert!(said.is_some_and(|l| l.contains(" of 16; ")), "{few}");
     assert!(!succeeds(&["plan", DEMO, "--dp", "4"]).contains("devices used"));

@@ -30,7 +30,7 @@ pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::batch::{LossKind, rebatch};
-use altiplano_ir::cluster::Group;
+use altiplano_ir::cluster::{DeviceKind, Group};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage, Target};
 use altiplano_ir::program::Programs;
@@ -368,7 +368,9 @@ fn within_memory(
             // Other orders of the calls of pipelines, of which more is asked than to be as fast.
             let step_s = |p: &Plan| p.predicted.step_time_s;
             let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
-            let others = match progress.stopped() {
+            // Workers that share the cores of a machine lose nothing while some of them wait.
+            let shared = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
+            let others = match progress.stopped() || shared {
                 true => Vec::new(),
                 false => variants::others(searched, freedom, &ranked, &limits),
             };

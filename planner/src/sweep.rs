@@ -10,6 +10,7 @@ use crate::request::{PlanFailure, Progress, Request};
 use crate::target::one_group;
 use crate::{at_microbatches, fits, global_batch, peak_bytes, predict, programs};
 use altiplano_cost_models::Costs;
+use altiplano_ir::batch::LossKind;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -22,11 +23,18 @@ pub struct Space {
     pub micro_batches: Vec<u64>,
     pub recompute: Vec<bool>,
     pub zero: Vec<u8>,
+    /// Stages on the same devices.
+    pub virtual_stages: Vec<u32>,
 }
 
 impl Default for Space {
     fn default() -> Self {
-        Space { micro_batches: vec![1, 2, 4, 8, 16], recompute: vec![false, true], zero: vec![0, 1] }
+        Space {
+            micro_batches: vec![1, 2, 4, 8, 16],
+            recompute: vec![false, true],
+            zero: vec![0, 1],
+            virtual_stages: vec![1, 2],
+        }
     }
 }
 
@@ -62,7 +70,7 @@ pub fn sweep(
     // By stages and replicas: where the leanest does not fit, no other needs to be tried.
     let mut alike: BTreeMap<(u32, u32, u32), Vec<Degrees>> = BTreeMap::new();
     for degrees in configurations(request, space) {
-        alike.entry((degrees.dp, degrees.tp, degrees.stages)).or_default().push(degrees);
+        alike.entry((degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages)).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
     let tried: Vec<(Vec<Swept>, Option<u64>)> = alike
@@ -71,7 +79,8 @@ pub fn sweep(
             let i = done.fetch_add(1, Ordering::Relaxed);
             progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
             list.sort_by_key(|d| {
-                (std::cmp::Reverse(d.recompute), std::cmp::Reverse(d.zero), u32::MAX - d.num_microbatches)
+                let lean = (std::cmp::Reverse(d.recompute), std::cmp::Reverse(d.zero), u32::MAX - d.num_microbatches);
+                (d.virtual_stages, lean)
             });
             let mut fitting = Vec::new();
             let mut least: Option<u64> = None;
@@ -114,8 +123,9 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let devices = request.cluster.num_devices();
     let global = global_batch(request);
     let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
+    let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
     let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
-    let virtual_stages = request.virtual_stages.unwrap_or(1).max(1);
+    let shared = request.virtual_stages.map_or(space.virtual_stages.clone(), |v| vec![v.max(1)]);
     let mut all = Vec::new();
     for tp in divisors(group.devices_per_node).filter(|&tp| given(request.tp, tp)) {
         for stages in divisors(devices / tp).filter(|&pp| given(request.pp, pp)) {
@@ -125,12 +135,18 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
             }
             // A graph that keeps to the batch it was traced at goes through as often as is asked for.
             let sizes: &[u64] = if request.graph.batch == 0 { &[1] } else { &space.micro_batches };
-            for &size in sizes {
+            let one = [global / u64::from(dp).max(1)];
+            let sizes: &[u64] = if whole { &one } else { sizes };
+            for &size in sizes.iter().filter(|&&size| size > 0) {
                 let together = if request.graph.batch == 0 { 1 } else { size * u64::from(dp) };
                 if global % together != 0 || request.microbatch.is_some_and(|m| m != together) {
                     continue;
                 }
                 let Ok(num_microbatches) = u32::try_from(global / together) else { continue };
+                // Where the loss is no mean over samples, more microbatches would train something else.
+                if whole && num_microbatches != 1 {
+                    continue;
+                }
                 if request.num_microbatches.is_some_and(|n| n != num_microbatches) {
                     continue;
                 }
@@ -138,9 +154,14 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
-                        let stages = stages.saturating_mul(virtual_stages);
-                        let of = Degrees { dp, tp, cp: 1, stages, virtual_stages, num_microbatches, zero, recompute };
-                        all.push(of);
+                        // Interleaving goes by groups of as many microbatches as there are lanes.
+                        let fills = |v: u32| v == 1 || stages > 1 && num_microbatches.is_multiple_of(stages);
+                        for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
+                            let stages = stages.saturating_mul(virtual_stages);
+                            let of =
+                                Degrees { dp, tp, cp: 1, stages, virtual_stages, num_microbatches, zero, recompute };
+                            all.push(of);
+                        }
                     }
                 }
             }
