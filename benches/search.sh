@@ -1,6 +1,6 @@
 #!/bin/bash
 # How long `altiplano plan` takes from model file to plan file, as a whole process: GPTs of 16 to 1,024 layers on 256 devices, one of 96
-# layers on 8 to 16,384 devices, and, where their files are given, the models that the project states times for. Three runs each;
+# layers on 8 to 16,384 devices, and, where their files are given, the models that the project states times for. Three runs each (RUNS says another number);
 # the median counts.
 #
 #     benches/search.sh ALTIPLANO [FOLDER_OF_MODELS]
@@ -19,7 +19,7 @@ measure() {
     local what=$1 file=$2 cluster=$3
     shift 3
     local runs=""
-    for _ in 1 2 3; do
+    for _ in $(seq "${RUNS:-3}"); do
         local start end
         start=$(date +%s.%N)
         "$bin" plan "$file" --cluster "$cluster" "$@" -o "$folder/plan.json" > "$folder/report.txt" 2> "$folder/errors.txt" ||
@@ -28,7 +28,7 @@ measure() {
         runs="$runs $(echo "$start $end" | awk '{printf "%.2f", $2 - $1}')"
     done
     local median step
-    median=$(echo "$runs" | tr ' ' '\n' | grep . | sort -n | sed -n 2p)
+    median=$(echo "$runs" | tr ' ' '\n' | grep . | sort -n | sed -n "$(( (${RUNS:-3} + 1) / 2 ))p")
     step=$(sed -n 's/^  predicted step  *//p' "$folder/report.txt" | cut -d'=' -f1)
     echo "| $what | $cluster | $median | $step |"
 }

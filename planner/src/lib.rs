@@ -331,8 +331,8 @@ fn within_memory(
         };
         // Whoever is told to stop judges one.
         let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
-        let plans: Vec<Plan> =
-            worth.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
+        let mut known = Calibration::default();
+        let plans = judged_while_promising(request, worth, costs, &mut known)?;
         let mut fitting: Vec<Plan> = Vec::new();
         for plan in plans {
             // Of each device's memory, how much its stage needs.
@@ -364,7 +364,7 @@ fn within_memory(
             }
         }
         if !fitting.is_empty() {
-            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress)?);
+            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress, &mut known)?);
             // Other orders of the calls of pipelines, of which more is asked than to be as fast.
             let step_s = |p: &Plan| p.predicted.step_time_s;
             let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
@@ -374,8 +374,7 @@ fn within_memory(
                 true => Vec::new(),
                 false => variants::others(searched, freedom, &ranked, &limits),
             };
-            let others: Vec<Plan> =
-                others.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
+            let others = judged_while_promising(request, &others, costs, &mut known)?;
             fitting.extend(others.into_iter().filter(|p| fits(p) && step_s(p) < most_s));
             fitting.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
             return Ok(fitting);
@@ -396,8 +395,9 @@ fn a_little_too_large(
     known: &[Found<'_>],
     costs: &dyn Costs,
     progress: &dyn Progress,
+    calibration: &mut Calibration,
 ) -> Result<Vec<Plan>, PlanFailure> {
-    const JUDGED: usize = 4;
+    const JUDGED: usize = 3;
     if progress.stopped() {
         return Ok(Vec::new());
     }
@@ -411,8 +411,60 @@ fn a_little_too_large(
         more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         new.extend(more.into_iter().take(JUDGED));
     }
-    let plans: Result<Vec<Plan>, PlanFailure> = new.par_iter().map(|found| judged(request, found, costs)).collect();
-    Ok(plans?.into_iter().filter(fits).collect())
+    let plans = judged_while_promising(request, &new, costs, calibration)?;
+    Ok(plans.into_iter().filter(fits).collect())
+}
+
+/// How the judge's seconds stand to the search's.
+struct Calibration {
+    /// Of the fastest plan that fits.
+    best_s: f64,
+    /// The least that a plan was judged to take of what was estimated.
+    ratio: f64,
+}
+
+impl Default for Calibration {
+    fn default() -> Self {
+        Calibration { best_s: f64::INFINITY, ratio: f64::INFINITY }
+    }
+}
+
+impl Calibration {
+    /// Whether a plan may be as fast as the best, were its estimate off by as much as any was.
+    fn promises(&self, found: &Found<'_>) -> bool {
+        // What another order of calls gains is in no estimate.
+        let estimated_s = if found.schedule == Schedule::ZbH1 { 0.0 } else { found.step_s };
+        !self.ratio.is_finite() || estimated_s * self.ratio <= self.best_s * (1.0 + UNDECIDED)
+    }
+}
+
+/// Judges search results, the most promising first, a few at a time, and leaves out those that cannot be the best by what is known
+/// by then of how far estimates are off.
+fn judged_while_promising(
+    request: &Request,
+    found: &[Found<'_>],
+    costs: &dyn Costs,
+    known: &mut Calibration,
+) -> Result<Vec<Plan>, PlanFailure> {
+    const AT_A_TIME: usize = 4;
+    let mut order: Vec<&Found<'_>> = found.iter().collect();
+    order.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    let mut plans = Vec::new();
+    while !order.is_empty() {
+        order.retain(|f| known.promises(f));
+        let some: Vec<&Found<'_>> = order.drain(..order.len().min(AT_A_TIME)).collect();
+        let new: Vec<Plan> =
+            some.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
+        for (found, plan) in some.into_iter().zip(new) {
+            let step_s = plan.predicted.step_time_s;
+            known.ratio = known.ratio.min(step_s / found.step_s.max(f64::MIN_POSITIVE));
+            if fits(&plan) {
+                known.best_s = known.best_s.min(step_s);
+            }
+            plans.push(plan);
+        }
+    }
+    Ok(plans)
 }
 
 /// Writes out, lowers and prices a search result.
