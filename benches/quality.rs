@@ -94,8 +94,6 @@ fn main() {
             Ok(found) => {
                 let d = &found[0].degrees;
                 let recompute = if d.recompute { " recomputed" } else { "" };
-                let shared =
-                    if d.virtual_stages > 1 { format!(" interleaved {}", d.virtual_stages) } else { String::new() };
                 let v = d.virtual_stages;
                 let shared = if v > 1 { format!(", {v} stages a device") } else { String::new() };
                 let which = format!(

@@ -335,9 +335,9 @@ impl Space {
         let no_layers_left = if self.all_devices { 1 } else { width };
         // Per node, the part of the source row that is finite.
         let mut live: Vec<Range<usize>> = vec![0..0; num_nodes];
-        for end in first_end..num_nodes {
-            costs.rows[end * width..][..no_layers_left].fill(0.0);
-            live[end] = 0..no_layers_left;
+        live[first_end..].fill(0..no_layers_left);
+        for row in costs.rows[first_end * width..].chunks_mut(width) {
+            row[..no_layers_left].fill(0.0);
         }
         if saturating && levels == 1 {
             costs.joined[first_end * width..].copy_from_slice(&costs.rows[first_end * width..level_len]);
