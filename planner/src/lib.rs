@@ -409,7 +409,7 @@ fn a_little_too_large(
         let unknown = |f: &&Found<'_>| !known.iter().chain(&new).any(|k| k.is(f));
         let mut more: Vec<_> = ranked.iter().filter(unknown).cloned().collect();
         more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-        new.extend(more.into_iter().take(JUDGED));
+        new.extend(more.into_iter().take(searched.judged_at_most(JUDGED)));
     }
     let plans = judged_while_promising(request, &new, costs, calibration)?;
     Ok(plans.into_iter().filter(fits).collect())

@@ -639,6 +639,12 @@ const MOST_JUDGED: usize = 5;
 const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
+    /// How many of `wanted` plans to judge: at least one, and fewer of very large models, since judging takes time in proportion.
+    pub fn judged_at_most(&self, wanted: usize) -> usize {
+        let num_nodes = self.candidates.first().map_or(1, |c| c.layered.graph.len());
+        wanted.min(NODES_JUDGED / num_nodes.max(1)).max(1)
+    }
+
     /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device of each group given
     /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, the one on the fewest devices,
     /// and the best meshes for one stage. The search does not see everything that the judge sees (the exchange of tied gradients, how
@@ -679,8 +685,7 @@ impl Searched {
         };
         // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
         let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
-        let num_nodes = self.candidates[0].layered.graph.len();
-        let most_judged = most_judged.min(NODES_JUDGED / num_nodes.max(1)).max(1);
+        let most_judged = self.judged_at_most(most_judged);
         let simplest = all.iter().position(|f| f.stages.len() == 1);
         let mut rank = 0;
         all.retain(|f| {

@@ -47,10 +47,13 @@ pub fn others<'a>(
         return Vec::new();
     }
     let is_plain = |f: &&Found<'_>| (f.schedule, f.virtual_stages) == (Schedule::OneFOneB, 1) && f.stages.len() > 1;
-    let pipelines = found.iter().filter(|f| freedom.zero_bubble && is_plain(f)).take(MOST_ZERO_BUBBLE);
+    let pipelines =
+        found.iter().filter(|f| freedom.zero_bubble && is_plain(f)).take(searched.judged_at_most(MOST_ZERO_BUBBLE));
     let mut others: Vec<Found<'a>> = pipelines.map(|f| Found { schedule: Schedule::ZbH1, ..f.clone() }).collect();
     if freedom.virtual_stages.is_none() {
-        others.extend(interleaved(searched, freedom, memory_bytes, found.first().map(|f| f.step_s)));
+        let shared = interleaved(searched, freedom, memory_bytes, found.first().map(|f| f.step_s));
+        let most = searched.judged_at_most(shared.len());
+        others.extend(shared.into_iter().take(most));
     }
     others
 }
