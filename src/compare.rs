@@ -36,8 +36,13 @@ impl FromStr for Baseline {
     fn from_str(text: &str) -> Result<Baseline, String> {
         let target = Target::Megatron;
         let mut baseline = Baseline { target, tp: 1, pp: 1, dp: None, micro_batch: 1, zero: 0, recompute: false };
+        let mut seen: Vec<&str> = Vec::new();
         for word in text.split([' ', ',']).filter(|word| !word.is_empty()) {
             let (name, value) = word.split_once('=').unwrap_or((word, ""));
+            if seen.contains(&name) {
+                return Err(format!("{word}: {name} is given twice"));
+            }
+            seen.push(name);
             let number = || match value.parse::<u32>() {
                 Ok(0) if name != "zero" => Err(format!("{word}: must be at least 1")),
                 Ok(number) => Ok(number),
@@ -69,7 +74,13 @@ impl FromStr for Baseline {
                 _ => return Err(format!("{word}: not one of tp, pp, dp, mbs, zero, recompute, target")),
             }
         }
-        Ok(baseline)
+        let Baseline { target, tp, pp, .. } = baseline;
+        match target {
+            _ if seen.is_empty() => Err("expected degrees such as tp=4 pp=2".into()),
+            Target::Fsdp if tp > 1 => Err(format!("tp={tp}: fsdp runs no tensor parallelism")),
+            Target::Fsdp | Target::Xla if pp > 1 => Err(format!("pp={pp}: {} runs no pipelines", target.name())),
+            _ => Ok(baseline),
+        }
     }
 }
 
@@ -180,8 +191,8 @@ mod tests {
 
     #[test]
     fn baselines_are_read_in_any_order() {
-        let read: Baseline = "pp=2, tp=4 recompute mbs=8 zero=1 target=fsdp".parse().unwrap();
-        let target = Target::Fsdp;
+        let read: Baseline = "pp=2, tp=4 recompute mbs=8 zero=1 target=altiplano".parse().unwrap();
+        let target = Target::Altiplano;
         assert_eq!(read, Baseline { target, tp: 4, pp: 2, dp: None, micro_batch: 8, zero: 1, recompute: true });
     }
 
@@ -191,6 +202,10 @@ mod tests {
         assert_eq!(said("tp=x"), "tp=x: expected tp=N with a whole number");
         assert_eq!(said("tp=0"), "tp=0: must be at least 1");
         assert_eq!(said("zero=4"), "zero=4: must be 0, 1, 2 or 3");
+        assert_eq!(said("tp=2 tp=2"), "tp=2: tp is given twice");
+        assert_eq!(said("target=fsdp tp=2"), "tp=2: fsdp runs no tensor parallelism");
+        assert_eq!(said("target=xla pp=2"), "pp=2: xla runs no pipelines");
+        assert_eq!(said(""), "expected degrees such as tp=4 pp=2");
         assert_eq!(said("ep=2"), "ep=2: not one of tp, pp, dp, mbs, zero, recompute, target");
     }
 

@@ -31,14 +31,15 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     let mut say = |what: &str, text: String| {
         let _ = writeln!(out, "  {what:<15} {text}");
     };
-    let ratio = old.predicted.step_time_s / new.predicted.step_time_s;
+    let (was, is) = (&old.predicted, &new.predicted);
+    say("step", format!("{} -> {}", seconds(was.step_time_s), seconds(is.step_time_s)));
     say(
-        "step",
+        "samples/s",
         format!(
-            "{} -> {} ({} times as fast)",
-            seconds(old.predicted.step_time_s),
-            seconds(new.predicted.step_time_s),
-            digits(ratio)
+            "{} -> {} ({} times as many)",
+            digits(was.samples_per_s),
+            digits(is.samples_per_s),
+            digits(is.samples_per_s / was.samples_per_s)
         ),
     );
     let differ = |what: &str, a: String, b: String, say: &mut dyn FnMut(&str, String)| {
@@ -46,6 +47,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
             say(what, format!("{a} -> {b}"));
         }
     };
+    differ("model", old.model.clone(), new.model.clone(), &mut say);
     differ("cluster", old.cluster.name.clone(), new.cluster.name.clone(), &mut say);
     differ("global batch", old.global_batch.to_string(), new.global_batch.to_string(), &mut say);
     differ("schedule", old.schedule.to_string(), new.schedule.to_string(), &mut say);

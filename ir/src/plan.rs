@@ -493,6 +493,9 @@ impl Plan {
         if shared > 1 && self.schedule == Schedule::ZbH1 {
             fail("virtual_stages".into(), "must be 1 under the schedule zb-h1");
         }
+        if matches!(self.target, Target::Fsdp | Target::Xla) && self.stages.len() > 1 {
+            fail("target".into(), "runs no pipelines, and the plan has several stages");
+        }
         let mut used = std::collections::BTreeSet::new();
         let layer_of = self.layer_of();
         for (i, stage) in self.stages.iter().enumerate() {

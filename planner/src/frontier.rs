@@ -6,7 +6,7 @@
 use crate::inter_op::search::{Freedom, search};
 use crate::inter_op::variants;
 use crate::request::{PlanFailure, Progress, Request};
-use crate::{Muted, Sizes, fits, freedom, judged, peak_bytes, refine, target};
+use crate::{Choice, Muted, Sizes, choose, fits, freedom, judged, peak_bytes, refine, target};
 use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
@@ -54,6 +54,11 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         match points(part, &freedom, costs, &sizes, progress) {
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
+        }
+        // On the whole cluster what is chosen where only seconds count is among them, and what it was chosen over.
+        if i + 1 == total && !progress.stopped() {
+            let Choice { plan, others, .. } = choose(part, &freedom, costs, &|count| sizes.at(count), &Muted(progress));
+            all.extend(plan.into_iter().chain(others).filter(fits).map(point));
         }
     }
     match (all.is_empty(), failure) {

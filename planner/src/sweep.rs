@@ -11,7 +11,7 @@ use crate::target::one_group;
 use crate::{at_microbatches, fits, global_batch, peak_bytes, predict, programs};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Plan, Schedule};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,7 +30,7 @@ pub struct Space {
 impl Default for Space {
     fn default() -> Self {
         Space {
-            micro_batches: vec![1, 2, 4, 8, 16],
+            micro_batches: vec![1, 2, 3, 4, 6, 8, 12, 16],
             recompute: vec![false, true],
             zero: vec![0, 1],
             virtual_stages: vec![1, 2],
@@ -155,7 +155,8 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
                         // Interleaving goes by groups of as many microbatches as there are lanes.
-                        let fills = |v: u32| v == 1 || stages > 1 && num_microbatches.is_multiple_of(stages);
+                        let turns = request.schedule.is_none_or(|s| s == Schedule::OneFOneB);
+                        let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
                             let stages = stages.saturating_mul(virtual_stages);
                             let of =

@@ -28,7 +28,7 @@ pub struct Plan {
     /// written to a file of its own, numbered
     #[arg(long)]
     frontier: bool,
-    /// Print the plan file itself instead of the report
+    /// Print the plan file itself instead of the report; with --frontier, what its table says
     #[arg(long)]
     json: bool,
 }
