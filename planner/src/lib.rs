@@ -705,6 +705,8 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         ("tensor parallel", with(1, n, 1, 0)),
         ("pipeline", with(n / depth, 1, depth, 0)),
     ];
+    // What runs no pipelines has none to compare with.
+    plain.retain(|(_, freedom)| !matches!(request.target, Target::Fsdp | Target::Xla) || freedom.pp == Some(1));
     // Where nothing is trained there is no optimizer state to shard.
     plain.retain(|(_, freedom)| request.trains() || freedom.zero != Some(1));
     plain
