@@ -3,13 +3,13 @@
 mod support;
 
 use altiplano_cost_models::preset;
-use altiplano_ir::batch::{LossKind, find_batch, rebatch};
+use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::cluster::{BetweenGroups, Cluster};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, PlanError};
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::{PlanFailure, Request, Silent, plan, programs};
-use support::{assert_computes_the_same, transformer};
+use altiplano_planner::{PlanFailure, Request, Silent, plan};
+use support::{check, transformer};
 
 /// Groups of presets with a link between them.
 fn cluster(presets: &[&str], bytes_per_s: f64) -> Cluster {
@@ -25,17 +25,6 @@ fn request(cluster: Cluster) -> Request {
     request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     request
-}
-
-fn check(request: &Request) -> Plan {
-    let plan = plan(request, &Silent).expect("a plan");
-    assert!(plan.verify().is_empty(), "{:?}", plan.verify());
-    let read = Plan::from_json(&plan.to_json()).expect("a plan that was written can be read");
-    assert!(read == plan, "a plan must read back as it was written");
-    let programs = programs(&plan).expect("programs");
-    let whole = rebatch(&request.graph, plan.global_batch).expect("the traced batch");
-    assert_computes_the_same(&plan, &programs, &whole, 12.0);
-    plan
 }
 
 /// Every device must work, so stages are in both groups; the plan computes what one device computes.

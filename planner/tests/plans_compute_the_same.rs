@@ -3,15 +3,15 @@
 mod support;
 
 use altiplano_cost_models::preset;
-use altiplano_ir::batch::{LossKind, find_batch, rebatch};
+use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
 use support::networks::{convolutional, mixture_of_experts, skipping};
-use support::{assert_computes_the_same, transformer};
+use support::{check, transformer};
 
 fn request(cluster: &str) -> Request {
     request_of(&transformer(2), LossKind::Mean, cluster)
@@ -25,17 +25,6 @@ fn request_of(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
     request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     request
-}
-
-fn check(request: &Request) -> Plan {
-    let plan = plan(request, &Silent).expect("a plan");
-    assert!(plan.verify().is_empty(), "{:?}", plan.verify());
-    let read = Plan::from_json(&plan.to_json()).expect("a plan that was written can be read");
-    assert!(read == plan, "a plan must read back as it was written");
-    let programs = programs(&plan).expect("programs");
-    let whole = rebatch(&request.graph, plan.global_batch).expect("the traced batch");
-    assert_computes_the_same(&plan, &programs, &whole, 12.0);
-    plan
 }
 
 #[test]

@@ -7,6 +7,7 @@
 pub mod networks;
 
 use altiplano_ir::autodiff::differentiate;
+use altiplano_ir::batch::rebatch;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret;
@@ -18,6 +19,7 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{BufferKind, Call, Programs};
 use altiplano_ir::tensor::{Tensor, for_each_index};
 use altiplano_ir::types::TensorType;
+use altiplano_planner::{Request, Silent, plan, programs};
 use std::collections::{BTreeMap, HashMap};
 
 /// Reproducible values: integers below `bound` for integer types, reals around zero (gains around one) else.
@@ -372,4 +374,16 @@ pub fn random_steps(steps: &[(u8, u8, u8)]) -> (Graph, ValueId) {
         values.push(value);
     }
     (g, values[values.len() - 1])
+}
+
+/// The plan of a request, which reads back as it was written and computes what one device computes.
+pub fn check(request: &Request) -> Plan {
+    let plan = plan(request, &Silent).expect("a plan");
+    assert!(plan.verify().is_empty(), "{:?}", plan.verify());
+    let read = Plan::from_json(&plan.to_json()).expect("a plan that was written can be read");
+    assert!(read == plan, "a plan must read back as it was written");
+    let programs = programs(&plan).expect("programs");
+    let whole = rebatch(&request.graph, plan.global_batch).expect("the traced batch");
+    assert_computes_the_same(&plan, &programs, &whole, 12.0);
+    plan
 }
