@@ -76,18 +76,11 @@ pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
     }
     others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     baselines.extend(lost::alternatives(&plan, others));
-    let mut distinct: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
-    distinct.dedup();
     baselines.push(Alternative {
         name: "chosen".into(),
         predicted: Some(plan.predicted.clone()),
         fits: fits(&plan),
-        detail: format!(
-            "{}, {}, {}",
-            lost::stages(&plan),
-            count(plan.num_microbatches, "microbatch", "microbatches"),
-            distinct.join(" + ")
-        ),
+        detail: lost::shape(&plan),
     });
     plan.alternatives = baselines;
     Ok(plan)

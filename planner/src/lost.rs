@@ -52,7 +52,7 @@ pub fn shape(plan: &Plan) -> String {
 }
 
 /// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
-pub fn stages(plan: &Plan) -> String {
+fn stages(plan: &Plan) -> String {
     let stages = count(plan.stages.len() as u32, "stage", "stages");
     match (plan.virtual_stages, plan.schedule) {
         (1, Schedule::ZbH1) => format!("{stages} under {}", plan.schedule),

@@ -553,7 +553,7 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
-    let bound_s = bound_s(request, counts, layered);
+    let mut bound_s = None;
     // Whether a number of microbatches is better than those before; `None` where nothing fits.
     let mut tried = |i: usize| -> Option<bool> {
         let count = counts[i];
@@ -574,7 +574,10 @@ pub fn search(
             *least = least.min(step_s.unwrap_or(f64::INFINITY));
         }
         if least[0].is_finite() {
-            progress.best(least[0], bound_s);
+            // The FLOPs of a step at the peak rate of all devices, which are the same at every number of microbatches.
+            let graph = &found[found.len() - 1].layered.graph;
+            let flop = || step_flop(graph, request.trains()) * f64::from(count);
+            progress.best(least[0], *bound_s.get_or_insert_with(|| flop() / peak_flops(&request.cluster, graph)));
         }
         best.map(|_| better)
     };
@@ -612,12 +615,6 @@ pub fn search(
 
 /// Microbatches for each stage with which a pipeline is mostly full.
 const FULL: u32 = 4;
-
-/// The FLOPs of a step at the peak rate of all devices, whatever the number of microbatches.
-fn bound_s(request: &Request, counts: &[u32], layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync)) -> f64 {
-    let Some((count, at_size)) = counts.iter().find_map(|&c| Some((c, layered(c)?))) else { return 0.0 };
-    step_flop(&at_size.graph, request.trains()) * count as f64 / peak_flops(&request.cluster, &at_size.graph)
-}
 
 /// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
 /// of that, and parameters with gradient and state, split over all devices.
