@@ -219,6 +219,16 @@ fn windows() {
     }
 }
 
+#[test]
+fn running_reductions() {
+    for (dim, reverse) in [(0, false), (1, true), (2, false)] {
+        let mut g = Graph::new("running");
+        let x = input(&mut g, DType::F32, &[3, 4, 37]);
+        let y = g.emit(Op::Cumulative(Cumulative { reducer: Reducer::Sum, dim, reverse }), &[x]);
+        assert_eq!(check(&g, &[y]), 1);
+    }
+}
+
 /// Random bits, conversions, integers and truth values.
 #[test]
 fn elements_of_all_kinds() {

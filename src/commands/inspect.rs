@@ -1,7 +1,7 @@
 //! `altiplano inspect PLAN`: the report of a plan file.
 
 use crate::commands::say;
-use altiplano::{Error, load_plan, programs, programs_text, report, why_text};
+use altiplano::{Error, kernels_text, load_plan, programs, programs_text, report, why_text};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -16,6 +16,9 @@ pub struct Inspect {
     /// Print the programs that the devices run
     #[arg(long)]
     programs: bool,
+    /// With --programs: print the kernels that these launch on NVIDIA GPUs, as one CUDA source
+    #[arg(long, requires = "programs")]
+    kernels: bool,
     /// Print what other layouts of a parameter or value would cost: its name, in which `*` stands for anything
     #[arg(long, value_name = "NAME", conflicts_with_all = ["json", "programs"])]
     why: Option<String>,
@@ -28,6 +31,8 @@ impl Inspect {
             say(why_text(&plan, name)?)
         } else if self.json {
             say(plan.to_json())
+        } else if self.kernels {
+            say(kernels_text(&programs(&plan)?))
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())
         } else {

@@ -2,12 +2,14 @@
 
 mod frontier;
 mod held;
+mod kernels;
 mod programs;
 mod why;
 mod words;
 
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
+pub use kernels::kernels_text;
 pub use programs::programs;
 pub use why::why_text;
 

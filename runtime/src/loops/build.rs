@@ -36,7 +36,8 @@ const BLOCK_ROW: u64 = 32;
 /// The launches of a kernel, in order; none where a library runs it or it sends something.
 pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupported> {
     let memory: BTreeSet<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
-    let mut made = Made { graph, memory, launches: Vec::new() };
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let mut made = Made { graph, memory, varies, launches: Vec::new() };
     match kernel.kind {
         KernelKind::Fused { .. } => made.fused(kernel)?,
         KernelKind::Indexed => made.indexed(kernel)?,
@@ -54,7 +55,19 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
 struct Made<'a> {
     graph: &'a Graph,
     memory: BTreeSet<ValueId>,
+    varies: Vec<bool>,
     launches: Vec<Launch>,
+}
+
+/// Ops whose elements are those of operands elsewhere, or follow from where they are.
+fn is_view(op: &Op) -> bool {
+    match op {
+        Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::BroadcastInDim(_) | Op::Reshape(_) => true,
+        Op::Transpose(_) | Op::Slice(_) | Op::Reverse(_) | Op::Concatenate(_) | Op::Pad(_) | Op::Gather(_) => true,
+        Op::Collective(op) => !op.collective.communicates(),
+        Op::Threefry(_) | Op::BitcastConvert(_) | Op::ReducePrecision(_) | Op::Select(_) => true,
+        _ => false,
+    }
 }
 
 /// Rows and elements of each that a reduction goes over, where the reduced dimensions are the last.
@@ -110,7 +123,7 @@ impl<'a> Made<'a> {
         others: &mut Vec<ValueId>,
     ) -> Result<bool, Unsupported> {
         let graph = self.graph;
-        let mut b = Builder::new(graph, &self.memory, rows);
+        let mut b = Builder::new(self, rows);
         let row = b.row;
         let mut phases: Vec<Phase> = Vec::new();
         let mut pending: Vec<ValueId> = reductions.to_vec();
@@ -190,9 +203,10 @@ impl<'a> Made<'a> {
         let ty = graph.ty(v);
         let length = match &graph.node(v).op {
             Op::ReduceWindow(op) => op.window.iter().map(|w| w.size).product(),
+            Op::Cumulative(op) => ty.shape[op.dim],
             _ => graph.ty(graph.node(v).operands[0]).elements() / ty.elements().max(1),
         };
-        let mut b = Builder::new(graph, &self.memory, ty.elements());
+        let mut b = Builder::new(self, ty.elements());
         let (row, step) = (b.row, b.scalars.counter(Scalar::Step, length));
         let (value, reducer) = b.reduced(v, row, step).map_err(|stop| unsupported(graph, v, stop))?;
         let slot = b.next_slot();
@@ -203,6 +217,7 @@ impl<'a> Made<'a> {
         let spread = match rows_of(graph, v) {
             _ if length < BLOCK_ROW => Spread::Thread,
             Some(_) => Spread::Block,
+            None if matches!(graph.node(v).op, Op::Cumulative(_)) => Spread::Block,
             None => Spread::Columns,
         };
         let phases = vec![
@@ -217,7 +232,7 @@ impl<'a> Made<'a> {
     /// A launch that writes values of one size element by element.
     fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
         let Some(&first) = values.first() else { return Ok(()) };
-        let mut b = Builder::new(self.graph, &self.memory, self.graph.ty(first).elements());
+        let mut b = Builder::new(self, self.graph.ty(first).elements());
         let mut stores = Vec::new();
         for &v in values {
             let row = b.row;
@@ -235,17 +250,17 @@ impl<'a> Made<'a> {
         let node = graph.node(v);
         match &node.op {
             Op::Gather(_) => self.elements(&[v]),
-            Op::ReduceWindow(_) => self.reduction(v),
+            Op::ReduceWindow(_) | Op::Cumulative(_) => self.reduction(v),
             Op::ScatterAdd(op) => {
                 let ty = graph.ty(v);
-                let mut zeros = Builder::new(graph, &self.memory, ty.elements());
+                let mut zeros = Builder::new(self, ty.elements());
                 let param = zeros.param(Source::Value(v), ty, true);
                 let value = zeros.scalars.element(Scalar::Number(0f64.to_bits(), ty.dtype));
                 let store = Store { param, index: zeros.row, value, guard: None, adds: false };
                 let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
                 self.launches.push(zeros.launch(Spread::Thread, vec![phase]));
                 let (indices, updates) = (node.operands[0], node.operands[1]);
-                let mut b = Builder::new(graph, &self.memory, graph.ty(updates).elements());
+                let mut b = Builder::new(self, graph.ty(updates).elements());
                 let at = b.scalars.unravel(b.row, graph.shape(updates));
                 let stop = |stop| unsupported(graph, v, stop);
                 let (index, guard) = b.looked_up(&op.dims, &op.shape, indices, &at, true).map_err(stop)?;
@@ -273,6 +288,8 @@ fn unsupported(graph: &Graph, v: ValueId, stop: Stop) -> Unsupported {
 struct Builder<'a> {
     graph: &'a Graph,
     memory: &'a BTreeSet<ValueId>,
+    /// Whether a value depends on a leaf.
+    varies: &'a [bool],
     scalars: Scalars,
     rows: u64,
     row: Var,
@@ -287,12 +304,14 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(graph: &'a Graph, memory: &'a BTreeSet<ValueId>, rows: u64) -> Self {
+    fn new(made: &'a Made<'_>, rows: u64) -> Self {
+        let Made { graph, memory, varies, .. } = made;
         let mut scalars = Scalars::default();
         let row = scalars.counter(Scalar::Row, rows);
         Builder {
             graph,
             memory,
+            varies,
             scalars,
             rows,
             row,
@@ -379,6 +398,21 @@ impl<'a> Builder<'a> {
                 let neutral = op.reducer.neutral(node.ty.dtype);
                 Ok((self.or_else(guard, value, neutral, node.ty.dtype), op.reducer))
             }
+            // Every element by itself, over all that come before it: more work than one after the other, but all at once.
+            Op::Cumulative(op) => {
+                let at = self.scalars.unravel(row, &node.ty.shape);
+                let (back, size) = (self.scalars.times(step, -1), shape[op.dim] as i64);
+                let mut distance = self.scalars.add(at[op.dim], back);
+                if op.reverse {
+                    distance = self.scalars.times(distance, -1);
+                }
+                let guard = self.scalars.within(distance, size);
+                let mut index = at;
+                index[op.dim] = step;
+                let value = self.guarded(guard, |b| b.element(operand, &index))?;
+                let neutral = op.reducer.neutral(node.ty.dtype);
+                Ok((self.or_else(guard, value, neutral, node.ty.dtype), op.reducer))
+            }
             op => Err(Stop::Unsupported(Unsupported { value: v, op: op.name() })),
         }
     }
@@ -419,6 +453,10 @@ impl<'a> Builder<'a> {
         let in_memory = self.memory.contains(&v) || node.op.is_leaf();
         match &node.op {
             _ if in_memory => Ok(self.load(Source::Value(v), &node.ty, index)),
+            // What depends on nothing is known beforehand.
+            op if !self.varies[v.index()] && !op.is_elementwise() && !is_view(op) => {
+                Ok(self.load(Source::Constant(v), &node.ty, index))
+            }
             Op::Reduce(_) => {
                 let position = self.scalars.position(index, &node.ty.shape);
                 match self.slots.get(&v) {

@@ -23,7 +23,7 @@ use altiplano_ir::op::Reducer;
 pub enum Source {
     /// A value of the body's graph that is in memory: a leaf, or what this or another kernel writes.
     Value(ValueId),
-    /// The elements of a constant.
+    /// The elements of a value that depends on no leaf, known beforehand.
     Constant(ValueId),
 }
 
