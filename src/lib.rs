@@ -50,7 +50,9 @@ pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_resul
 pub use moved::moved;
 pub use plan_file::{expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
-pub use report::{frontier_json, frontier_text, held, one_line, programs as programs_text, report, why_text};
+pub use report::{
+    frontier_json, frontier_text, held, one_line, page_html, programs as programs_text, report, why_text,
+};
 
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::plan::Schedule;

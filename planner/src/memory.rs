@@ -365,6 +365,21 @@ impl LaneMemory {
         })
     }
 
+    /// What a call of some kind changes of what each category holds: from its start to its fullest point, and to its end. All
+    /// categories together it is [`Kind::most_bytes`] and [`Kind::left_bytes`].
+    pub fn changes(&self, kind: u32) -> BTreeMap<Category, (i64, i64)> {
+        let most_at = self.kinds[kind as usize].most_at;
+        let mut sums: BTreeMap<Category, (i64, i64)> = BTreeMap::new();
+        for t in &self.tensors {
+            for (_, point, bytes) in t.changes().filter(|change| change.0 == kind) {
+                let (most, left) = sums.entry(t.category).or_default();
+                *most += if point <= most_at { bytes } else { 0 };
+                *left += bytes;
+            }
+        }
+        sums
+    }
+
     /// Bytes by what they are for. Activations are all that is held at the peak beyond what lasts.
     pub fn memory(&self) -> Memory {
         let of = |category: Category| {
@@ -457,26 +472,24 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
     }
 }
 
+impl Tensor {
+    /// The points of kinds of calls at which it comes and goes, and the bytes by which that changes what is held.
+    fn changes(&self) -> impl Iterator<Item = (u32, u32, i64)> {
+        let bytes = self.bytes as i64;
+        let away = self.absent.map(|(from, to)| [(from.kind, from.point, -bytes), (from.kind, to, bytes)]);
+        let born = self.born.map(|born| (born.kind, born.point, bytes));
+        let gone = self.gone.map(|gone| (gone.kind, gone.point, -bytes));
+        born.into_iter().chain(gone).chain(away.into_iter().flatten())
+    }
+}
+
 /// Adds up what tensors do to each kind of call.
 fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
     let mut changes: Vec<Vec<i64>> = kinds.iter().map(|k| vec![0; k.points as usize + 2]).collect();
-    for t in tensors {
-        let bytes = t.bytes as i64;
-        let mut change = |kind: u32, point: u32, bytes: i64| {
-            let of_kind = &mut changes[kind as usize];
-            let last = of_kind.len() - 1;
-            of_kind[(point as usize).min(last)] += bytes;
-        };
-        if let Some(born) = t.born {
-            change(born.kind, born.point, bytes);
-        }
-        if let Some(gone) = t.gone {
-            change(gone.kind, gone.point, -bytes);
-        }
-        if let Some((from, to)) = t.absent {
-            change(from.kind, from.point, -bytes);
-            change(from.kind, to, bytes);
-        }
+    for (kind, point, bytes) in tensors.iter().flat_map(Tensor::changes) {
+        let of_kind = &mut changes[kind as usize];
+        let last = of_kind.len() - 1;
+        of_kind[(point as usize).min(last)] += bytes;
     }
     for (kind, changes) in kinds.iter_mut().zip(changes) {
         let mut held = 0;

@@ -2,12 +2,14 @@
 
 mod frontier;
 mod held;
+mod html;
 mod programs;
 mod why;
 mod words;
 
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
+pub use html::page_html;
 pub use programs::programs;
 pub use why::why_text;
 
