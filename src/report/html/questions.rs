@@ -6,7 +6,7 @@ use crate::report::pattern;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage, Storage};
-use altiplano_planner::why::{Why, why};
+use altiplano_planner::why::{Why, why_in};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -82,8 +82,7 @@ impl Questions {
             .chain(activations.into_iter().take(MOST_ACTIVATIONS))
             .collect();
         let found = chosen.par_iter().map(|asked| {
-            let whys = why(plan, asked.value)?;
-            let here = whys.into_iter().find(|w| w.stage == asked.stage);
+            let here = why_in(plan, asked.value, |stage| stage == asked.stage)?.pop();
             Ok(here.map(|why| (asked.key.clone(), answer(plan, asked, why))))
         });
         let found: Vec<Option<(Key, Answer)>> = found.collect::<Result<_, Error>>()?;

@@ -145,8 +145,8 @@ function precise(time: number, tick: number): string {
   return decimals > 9 ? seconds(time) : `${(time / unit).toFixed(decimals)} ${name}`;
 }
 
-/** Draws stretches of one track. What is below a pixel is put together: the pixel is as opaque as it is full, in the colour of
- * what fills most of it. */
+/** Draws stretches of one track. What is below a pixel is put together: each colour takes as much of the pixel's height as its
+ * stretches take of its time, and the rest is left as it is. */
 export class Track {
   private pixel = -1;
   private parts = new Map<string, number>();
@@ -174,16 +174,12 @@ export class Track {
   }
 
   flush() {
-    let most = 0, full = 0, fill = "";
-    for (const [of, part] of this.parts) {
-      full += part;
-      if (part > most) [most, fill] = [part, of];
-    }
-    if (fill) {
-      this.context.globalAlpha = Math.min(1, Math.max(0.2, full));
+    let y = this.y + this.height;
+    for (const [fill, part] of [...this.parts].sort((a, b) => (a[0] < b[0] ? -1 : 1))) {
+      const height = Math.min(1, part) * this.height;
+      y -= height;
       this.context.fillStyle = fill;
-      this.context.fillRect(this.pixel, this.y, 1, this.height);
-      this.context.globalAlpha = 1;
+      this.context.fillRect(this.pixel, y, 1, height);
     }
     this.parts.clear();
     this.pixel = -1;

@@ -24,6 +24,14 @@ function blocks(page: Page, group: number): Block[] {
   return all;
 }
 
+/** How far the parameters of a stage are sharded beyond their layouts, as the report says it. */
+function storage(page: Page, stage: number): string {
+  const levels = page.parameters.rows.filter((r) => r.stage === stage && r.zero !== null).map((r) => r.zero!);
+  const [least, most] = [Math.min(...levels), Math.max(...levels)];
+  if (levels.length > 0 && least < most) return `ZeRO-${least} to ${most}`;
+  return page.stages[stage].zero === 0 ? "not sharded" : `ZeRO-${page.stages[stage].zero}`;
+}
+
 export function Cluster({ page, lane, setLane }: { page: Page; lane: number; setLane: (lane: number) => void }) {
   let first = 0;
   return (
@@ -60,7 +68,7 @@ export function Cluster({ page, lane, setLane }: { page: Page; lane: number; set
         <table>
           <caption>{page.plan.virtual_stages > 1 ? "Stages; devices work for several in turn" : "Stages"}, seconds and bytes of each of their devices</caption>
           <thead><tr>
-            {["stage", "layers", "devices", "mesh", "axes over links", "recompute", "storage"].map((h) => <th key={h} scope="col">{h}</th>)}
+            {["stage", "layers", "devices", "mesh, and links of its axes", "recompute", "storage"].map((h) => <th key={h} scope="col">{h}</th>)}
             {["forward", "backward", "once a step", "computing", "sending alone", "waiting", "peak"].map((h) => <th key={h} scope="col" class="number">{h}</th>)}
           </tr></thead>
           <tbody>
@@ -69,13 +77,12 @@ export function Cluster({ page, lane, setLane }: { page: Page; lane: number; set
               return (
                 <tr key={i} class={stage.lane === lane ? "chosen" : ""}>
                   <th scope="row"><button type="button" class="link" onClick={() => setLane(stage.lane)}><i class="chip" style={{ background: laneVariable(stage.lane) }} />stage{i}</button></th>
-                  <td>{stage.layers[0] + 1 === stage.layers[1] ? stage.layers[0] : `${stage.layers[0]}\u2013${stage.layers[1] - 1}`}</td>
-                  <td>{ranges(of.devices)}</td>
-                  <td class="nowrap">{stage.mesh}</td>
-                  <td class="nowrap">{stage.axes.filter((a) => a.size > 1).map((a) =>
-                    `${a.name}: ${a.nodes > 1 ? `over ${a.nodes} nodes` : "in a node"}, ${rate(a.bytes_per_s)}`).join("; ") || "one device"}</td>
+                  <td class="nowrap">{stage.layers[0] + 1 === stage.layers[1] ? stage.layers[0] : `${stage.layers[0]}\u2013${stage.layers[1] - 1}`}</td>
+                  <td class="nowrap">{ranges(of.devices)}</td>
+                  <td class="mesh"><span class="nowrap">{stage.mesh}</span><br /><span class="from">{stage.axes.filter((a) => a.size > 1).map((a) =>
+                    `${a.name} ${a.nodes > 1 ? `over ${a.nodes} nodes` : "in a node"}, ${rate(a.bytes_per_s)}`).join("; ") || "one device"}</span></td>
                   <td>{stage.recompute ? "full" : "none"}</td>
-                  <td>{stage.zero === 0 ? "whole" : `ZeRO-${stage.zero}`}</td>
+                  <td class="nowrap">{storage(page, i)}</td>
                   {[stage.forward_s, stage.backward_s, stage.step_s, stage.compute_s, stage.communication_s, stage.bubble_s].map((s, n) =>
                     <td key={n} class="number">{seconds(s)}</td>)}
                   <td class="number">{bytes(stage.peak_bytes)} ({percent(stage.peak_bytes / Math.max(1, of.limit_bytes))})</td>

@@ -10,6 +10,11 @@ import type { View } from "./view";
 
 const AXIS = 22;
 const HEIGHT = 220;
+/** Where less than this part of a device is used, the drawing is of what is held, and the limit is off it. */
+const LITTLE = 0.2;
+
+/** Bytes up to which memory is drawn. */
+const room = (limit: number, peak: number) => (peak < limit * LITTLE ? peak * 1.25 : Math.max(limit, peak) * 1.04);
 
 export function Memory({ times, view, lane, setLane }: { times: Times; view: View; lane: number; setLane: (lane: number) => void }) {
   const { page } = times, facts = page.lanes[lane];
@@ -27,7 +32,8 @@ export function Memory({ times, view, lane, setLane }: { times: Times; view: Vie
     return () => made.stop();
   }, []);
   useEffect(() => chart.current?.redraw(), [lane]);
-  const most = Math.max(...page.lanes.map((l) => Math.max(l.limit_bytes, l.peak_bytes)));
+  const peak = Math.max(...page.lanes.map((l) => l.peak_bytes)), limit = Math.max(...page.lanes.map((l) => l.limit_bytes));
+  const little = peak < limit * LITTLE, most = little ? peak : Math.max(limit, peak);
   return (
     <div class="memory">
       <div class="controls">
@@ -40,12 +46,12 @@ export function Memory({ times, view, lane, setLane }: { times: Times; view: Vie
         aria-label={`Memory of a device of ${facts.name} over the step: at most ${bytes(facts.peak_bytes)} of ${bytes(facts.limit_bytes)}. The table below says it in figures.`} />
       <ul class="legend">
         {SHARES.map((share) => <li key={share.name}><i style={{ background: `var(--${share.colour})` }} />{share.name}</li>)}
-        <li><i class="limit" />what a device has</li>
+        {facts.peak_bytes >= facts.limit_bytes * LITTLE ? <li><i class="limit" />what a device has</li> : <li>a device has {bytes(facts.limit_bytes)}, far above</li>}
       </ul>
       <div class="scroll">
         <table class="peaks">
           <caption>At the peak, on each device</caption>
-          <thead><tr><th scope="col">stage</th><th scope="col" class="wide">share of what the largest device has</th>
+          <thead><tr><th scope="col">stage</th><th scope="col" class="wide">{little ? "beside the fullest" : "of what the largest device has"}</th>
             {["parameters", "gradients", "optimizer state", "activations", "in all", "of the device"].map((h) => <th key={h} scope="col" class="number">{h}</th>)}</tr></thead>
           <tbody>
             {page.lanes.map((l, i) => {
@@ -54,8 +60,8 @@ export function Memory({ times, view, lane, setLane }: { times: Times; view: Vie
               return (
                 <tr key={i} class={i === lane ? "chosen" : ""}>
                   <th scope="row"><button type="button" class="link" onClick={() => setLane(i)}><i class="chip" style={{ background: laneVariable(i) }} />{l.name}</button></th>
-                  <td class="wide"><span class="bar" style={{ width: `${(l.limit_bytes / most) * 100}%` }}>
-                    {parts.map((part, p) => <i key={p} style={{ width: `${(part / l.limit_bytes) * 100}%`, background: `var(--${SHARES[p].colour})` }} />)}</span></td>
+                  <td class="wide"><span class="bar" style={{ width: `${Math.min(1, l.limit_bytes / most) * 100}%` }}>
+                    {parts.map((part, p) => <i key={p} style={{ width: `${(part / Math.min(l.limit_bytes, most)) * 100}%`, background: `var(--${SHARES[p].colour})` }} />)}</span></td>
                   {parts.map((part, p) => <td key={p} class="number">{bytes(part)}</td>)}
                   <td class="number">{bytes(s.peak_bytes)}</td><td class={`number${s.peak_bytes > l.limit_bytes ? " bad" : ""}`}>{percent(s.peak_bytes / Math.max(1, l.limit_bytes))}</td>
                 </tr>
@@ -90,7 +96,7 @@ function held(time: number, times: Times, lane: number, event: PointerEvent): Ti
 function draw(chart: Chart, times: Times, lane: number) {
   const { context, view, width, height } = chart, facts = times.page.lanes[lane], memory = times.memory(lane);
   const left = chart.gutter(), top = AXIS + 8, bottom = height - 4;
-  const most = Math.max(facts.limit_bytes, facts.peak_bytes) * 1.04, y = (b: number) => bottom - (b / most) * (bottom - top);
+  const most = room(facts.limit_bytes, facts.peak_bytes), y = (b: number) => bottom - (b / most) * (bottom - top);
   chart.axis(AXIS);
   context.fillStyle = colour("muted");
   context.font = "11px system-ui, sans-serif";
@@ -122,6 +128,7 @@ function draw(chart: Chart, times: Times, lane: number) {
       under += part;
     });
   }
+  if (facts.limit_bytes > most) return;
   context.strokeStyle = colour("limit");
   context.lineWidth = 1.5;
   context.setLineDash([6, 4]);

@@ -61,7 +61,7 @@ export function Parameters({ page, ask }: { page: Page; ask: (answer: number) =>
                 {columns.map((column, c) => {
                   const text = column.text ? column.text(row) : `${column.key(row)}`;
                   const title = column.name === "sharding" && trains ? `gradient ${texts[row.gradient]}, optimizer state ${texts[row.state]}` : undefined;
-                  return <td key={c} title={title} class={column.number ? "number" : ["parameter", "sharding"].includes(column.name) ? "code" : ""}>{text}</td>;
+                  return <td key={c} title={title} class={column.number ? "number" : ["parameter", "sharding"].includes(column.name) ? "code" : column.name === "layout" ? "from" : "nowrap"}>{text}</td>;
                 })}
                 <td>{row.why !== null && <button type="button" class="link" onClick={() => ask(row.why!)} aria-label={`Why ${row.name} is laid out so`}>why?</button>}</td>
               </tr>

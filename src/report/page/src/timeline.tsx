@@ -139,14 +139,20 @@ function Legend({ times, open }: { times: Times; open: boolean }) {
   }
   const sends = times.page.stages.some((s) => s.transfer_forward_s > 0);
   return (
+    <>
     <ul class="legend">
+      <li>calls</li>
       {Object.entries(PHASES).filter(([phase]) => phases.has(phase)).map(([, p]) => (
         <li key={p.name}><i style={{ background: `var(--${p.colour})` }} />{p.name}</li>
       ))}
       <li><i class="bubble" />waiting (bubble)</li>
-      {open && [...whats].sort().map(([variable, name]) => <li key={name}><i style={{ background: `var(--${variable})` }} />{name}</li>)}
-      {open && sends && <li><i style={{ background: "var(--transfer)" }} />transfer to another stage</li>}
     </ul>
+    {open && <ul class="legend">
+      <li>within them</li>
+      {[...whats].sort().map(([variable, name]) => <li key={name}><i style={{ background: `var(--${variable})` }} />{name}</li>)}
+      {sends && <li><i style={{ background: "var(--transfer)" }} />transfer to another stage</li>}
+    </ul>}
+    </>
   );
 }
 

@@ -109,7 +109,8 @@ function Layouts({ answer }: { answer: Answer }) {
 export function Alternatives({ page }: { page: Page }) {
   const { alternatives, plan } = page;
   if (alternatives.length === 0) return <p class="empty">The plan was made without alternatives to compare with.</p>;
-  const most = Math.max(...alternatives.map((a) => a.step_s ?? 0)), step = plan.trains ? "s/step" : "s/batch";
+  // Plans that are many times slower would leave no room to tell the others apart.
+  const most = Math.min(Math.max(...alternatives.map((a) => a.step_s ?? 0)), 3 * plan.step_s), step = plan.trains ? "s/step" : "s/batch";
   return (
     <div class="scroll">
       <table class="alternatives">
@@ -120,7 +121,7 @@ export function Alternatives({ page }: { page: Page }) {
             <tr key={i} class={a.name === "chosen" ? "chosen" : ""}>
               <th scope="row">{a.name}</th>
               <td class="number">{a.step_s === null ? "\u2013" : digits(a.step_s)}</td>
-              <td class="wide">{a.step_s !== null && <span class={`seconds${a.fits ? "" : " unfit"}`} style={{ width: `${(a.step_s / most) * 100}%` }} />}</td>
+              <td class="wide">{a.step_s !== null && <span class={`seconds${a.fits ? "" : " unfit"}${a.step_s > most ? " beyond" : ""}`} style={{ width: `${Math.min(1, a.step_s / most) * 100}%` }} />}</td>
               <td class="number">{a.step_s === null ? "" : `${digits(a.step_s / plan.step_s)} \u00d7`}</td>
               <td class="number">{a.samples_per_s === null ? "\u2013" : digits(a.samples_per_s)}</td>
               <td class="number">{a.mfu === null ? "\u2013" : percent(a.mfu)}</td>
