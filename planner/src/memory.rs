@@ -365,19 +365,18 @@ impl LaneMemory {
         })
     }
 
-    /// What a call of some kind changes of what each category holds: from its start to its fullest point, and to its end. All
-    /// categories together it is [`Kind::most_bytes`] and [`Kind::left_bytes`].
-    pub fn changes(&self, kind: u32) -> BTreeMap<Category, (i64, i64)> {
-        let most_at = self.kinds[kind as usize].most_at;
-        let mut sums: BTreeMap<Category, (i64, i64)> = BTreeMap::new();
+    /// What each category holds more than at the start of a call of some kind, at each of its points; last, what it leaves. All
+    /// categories together are at most [`Kind::most_bytes`], and leave [`Kind::left_bytes`].
+    pub fn course(&self, kind: u32) -> BTreeMap<Category, Vec<i64>> {
+        let last = self.kinds[kind as usize].points as usize + 1;
+        let mut courses: BTreeMap<Category, Vec<i64>> = BTreeMap::new();
         for t in &self.tensors {
             for (_, point, bytes) in t.changes().filter(|change| change.0 == kind) {
-                let (most, left) = sums.entry(t.category).or_default();
-                *most += if point <= most_at { bytes } else { 0 };
-                *left += bytes;
+                let course = courses.entry(t.category).or_insert_with(|| vec![0; last + 1]);
+                course[(point as usize).min(last)..].iter_mut().for_each(|held| *held += bytes);
             }
         }
-        sums
+        courses
     }
 
     /// Bytes by what they are for. Activations are all that is held at the peak beyond what lasts.

@@ -214,7 +214,7 @@ impl Page {
             groups: groups(plan),
             stages: plan.stages.iter().enumerate().map(stage).collect(),
             lanes,
-            layers: layers::Layers::new(plan, &prices),
+            layers: layers::Layers::new(plan, &prices, &questions),
             parameters: parameters::Parameters::new(plan, &programs, &questions),
             questions,
             alternatives: plan.alternatives.iter().map(other).collect(),
@@ -302,6 +302,19 @@ fn other(line: &Alternative) -> Other {
         fits: line.fits,
         detail: line.detail.clone(),
     }
+}
+
+/// A name with `*` for each number: what equal layers have in common.
+fn numberless(name: &str) -> String {
+    let mut out = String::with_capacity(name.len());
+    for c in name.chars() {
+        match c.is_ascii_digit() {
+            true if out.ends_with('*') => {}
+            true => out.push('*'),
+            false => out.push(c),
+        }
+    }
+    out
 }
 
 /// Equal things, each kept once and called by its number.

@@ -71,7 +71,7 @@ const drawn = (page) => page.$eval(".timeline canvas", (canvas) => new Promise((
 /** Uses everything that can be used. */
 async function used(page) {
   const status = () => page.innerText(".selected"), timeline = page.locator(".timeline .scroller");
-  const whole = await drawn(page);
+  const whole = await drawn(page), data = JSON.parse(await page.textContent("#data")), stages = data.stages.length;
   // By keyboard alone, from the top of the page.
   let reached = false;
   for (let i = 0; i < 400 && !reached; i++) {
@@ -82,7 +82,7 @@ async function used(page) {
   await page.keyboard.press("ArrowRight");
   assert.match(await status(), /^stage0, forward 0.*: /);
   await page.keyboard.press("ArrowDown");
-  assert.match(await status(), /^stage1/);
+  if (data.lanes.length > 1) assert.match(await status(), /^stage1/);
   await page.keyboard.press("ArrowUp");
   await page.keyboard.press("Home");
   await page.keyboard.press("Enter");
@@ -115,7 +115,7 @@ async function used(page) {
   await page.setChecked(".timeline input[type=checkbox]", true);
   await timeline.focus();
   for (const key of ["ArrowRight", "Home", "Enter"]) await page.keyboard.press(key);
-  const again = await box(page), data = JSON.parse(await page.textContent("#data"));
+  const again = await box(page);
   const kind = data.lanes[0].kinds[data.lanes[0].calls[0][0]], [which, , gap] = data.bodies[kind.body].find(([op]) => !data.ops[op].sends);
   const op = data.ops[which], left = again.x + 1 + 128, scale = (again.width - 2 - 128) / (kind.seconds * 1.1);
   const start = Math.max(0, data.lanes[0].calls[0][2] - kind.seconds / 20);
@@ -136,11 +136,12 @@ async function used(page) {
   assert.ok(data.parameters.rows.some((row) => row.local_bytes === largest && row.name === first[0]), "the largest is not first");
   await heads.nth(bytesAt).locator("button").click();
   assert.equal(await heads.nth(bytesAt).getAttribute("aria-sort"), "ascending");
-  await page.fill(".parameters input", "stage1");
-  const expected = data.parameters.rows.filter((row) => row.stage === 1).length;
+  const word = `stage${stages - 1}`;
+  await page.fill(".parameters input", word);
+  const expected = data.parameters.rows.filter((row) => row.stage === stages - 1).length;
   const found = await cells(page, ".parameters");
   assert.ok(found.length <= 100 || found.length === expected);
-  assert.ok(found.every((row) => row[3].startsWith("stage1")), "the filter lets others through");
+  assert.ok(found.every((row) => row[3].startsWith(word)), "the filter lets others through");
   await page.fill(".parameters input", "no such thing");
   assert.equal((await cells(page, ".parameters")).length, 0);
   await page.fill(".parameters input", "");

@@ -313,7 +313,11 @@ fn grouped(programs: &Programs, lane: usize, memory: &LaneMemory) -> Vec<Vec<u32
     calls
 }
 
-/// What some calls that are one change of what is held. Bodies share its time, the rest happens at their start and end.
+/// Moments of a body that are told at most.
+const MOST_MOMENTS: usize = 24;
+
+/// What some calls that are one change of what is held. Bodies share its time, the rest happens at their start and end. Of a body
+/// the fullest point of each of some stretches is told, and its end; its points are taken to be as long as each other.
 fn moments(memory: &LaneMemory, calls: &[u32]) -> Vec<(f64, Bytes)> {
     let kind = |&k: &u32| &memory.kinds[k as usize];
     let runs = |k: &&u32| matches!(kind(k).call, CallKind::Run(_));
@@ -321,16 +325,23 @@ fn moments(memory: &LaneMemory, calls: &[u32]) -> Vec<(f64, Bytes)> {
     let (mut done, mut held) = (0.0, Bytes::default());
     let mut moments = Vec::new();
     for k in calls {
-        let steps = kind(k).points + 1;
+        let last = kind(k).points as usize + 1;
         let width = if runs(&k) { 1.0 } else { 0.0 };
-        let mut at_most = held;
-        for (category, (most, left)) in memory.changes(*k) {
-            at_most[share(category)] += most;
-            held[share(category)] += left;
+        let mut course = vec![held; last + 1];
+        for (category, changes) in memory.course(*k) {
+            course.iter_mut().zip(changes).for_each(|(at, change)| at[share(category)] += change);
         }
-        let most_at = f64::from(kind(k).most_at.min(steps)) / f64::from(steps);
-        moments.push(((done + width * most_at) / num_bodies, at_most));
+        for stretch in (0..last).collect::<Vec<_>>().chunks(last.div_ceil(MOST_MOMENTS)) {
+            let total = |&point: &usize| course[point].iter().sum::<i64>();
+            // Of equals the first.
+            let Some(fullest) = stretch.iter().copied().rev().max_by_key(total) else { continue };
+            let at = done + width * fullest as f64 / last as f64;
+            if course[fullest] != moments.last().map_or(Bytes::default(), |m: &(f64, Bytes)| m.1) {
+                moments.push((at / num_bodies, course[fullest]));
+            }
+        }
         done += width;
+        held = course[last];
         moments.push((done / num_bodies, held));
     }
     moments

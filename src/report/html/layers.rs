@@ -1,9 +1,9 @@
 //! The model's graph by layers: what is computed where, in which layout, for how many seconds, and what is sent because an op wants
 //! a value in another layout than it has. Layers that are alike are told once.
 
-use super::Table;
 use super::lanes::over;
-use crate::report::pattern;
+use super::questions::{Questions, is_asked};
+use super::{Table, numberless};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage};
@@ -46,6 +46,8 @@ struct OpRow {
     parameters: Vec<String>,
     /// What is sent before it can start.
     reshards: Vec<Resharded>,
+    /// The answer to why it is laid out so, where there is one on the page.
+    why: Option<usize>,
 }
 
 /// A collective that brings an operand into the layout that an op wants.
@@ -61,7 +63,7 @@ struct Resharded {
 }
 
 impl Layers {
-    pub fn new(plan: &Plan, prices: &[Prices<'_>]) -> Layers {
+    pub fn new(plan: &Plan, prices: &[Prices<'_>], questions: &Questions) -> Layers {
         let layer_of = plan.layer_of();
         let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); plan.num_layers() as usize];
         for v in plan.graph.values() {
@@ -76,7 +78,8 @@ impl Layers {
             // A layout that a value was once brought into stays for whoever wants it later.
             let mut brought: BTreeSet<(ValueId, Sharding)> = BTreeSet::new();
             for layer in stage.layers.clone() {
-                let class = class(plan, stage, prices, &members[layer as usize], &mut brought);
+                let members = &members[layer as usize];
+                let class = class(plan, stage, prices, members, questions, &mut brought);
                 let number = classes.number(class.signature());
                 if number == told.len() {
                     told.push(class);
@@ -94,8 +97,8 @@ impl Class {
         let reshard = |r: &Resharded| format!("{} {} {} {} {}", r.from, r.to, r.collective, r.bytes, r.seconds);
         let row = |r: &OpRow| {
             let reshards: Vec<String> = r.reshards.iter().map(reshard).collect();
-            let parameters: Vec<String> = r.parameters.iter().map(|p| pattern(p)).collect();
-            let (name, reads) = (pattern(&r.name), &r.reads);
+            let parameters: Vec<String> = r.parameters.iter().map(|p| numberless(p)).collect();
+            let (name, reads) = (numberless(&r.name), &r.reads);
             format!("{name} {} {} {} {} {reads:?} {parameters:?} {reshards:?}", r.op, r.ty, r.sharding, r.seconds)
         };
         self.ops.iter().map(row).collect()
@@ -107,6 +110,7 @@ fn class(
     stage: &Stage,
     prices: &Prices<'_>,
     members: &[ValueId],
+    questions: &Questions,
     brought: &mut BTreeSet<(ValueId, Sharding)>,
 ) -> Class {
     let (graph, mesh) = (&plan.graph, &stage.mesh);
@@ -159,6 +163,7 @@ fn class(
             reads,
             parameters,
             reshards,
+            why: is_asked(plan, v).then(|| questions.of_value(plan, stage, v, value)).flatten(),
         });
     }
     Class {

@@ -1,11 +1,11 @@
-//! Why values are laid out as they are, for a bounded number of them: of parameters that differ only in a layer's number on stages
-//! that are alike the first stands for all, and those are asked about first that are largest.
+//! Why values are laid out as they are, for a bounded number of them: of values that differ only in the numbers in their names, on
+//! meshes that are alike, the first stands for all, and those are asked about first that are largest.
 
+use super::numberless;
 use crate::Error;
-use crate::report::pattern;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Plan, Stage, Storage};
+use altiplano_ir::plan::{Plan, Stage, Storage, ValueSharding};
 use altiplano_planner::why::{Why, why_in};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -28,7 +28,7 @@ pub struct Questions {
     numbers: BTreeMap<Key, usize>,
 }
 
-/// What values that are one question have in common: whether they are parameters, pattern of name, type, and layout.
+/// What values that are one question have in common: whether they are parameters, name without numbers, type, and layout.
 type Key = (bool, String, String, String);
 
 /// The layouts that a value could have in a stage.
@@ -98,12 +98,22 @@ impl Questions {
     pub fn of_parameter(&self, plan: &Plan, stage: &Stage, v: ValueId, name: &str, storage: &Storage) -> Option<usize> {
         self.numbers.get(&key_of_parameter(plan, stage, v, name, storage)).copied()
     }
+
+    /// The same for a value that is computed.
+    pub fn of_value(&self, plan: &Plan, stage: &Stage, v: ValueId, value: &ValueSharding) -> Option<usize> {
+        self.numbers.get(&key_of_value(plan, stage, v, value)).copied()
+    }
+}
+
+fn key_of_value(plan: &Plan, stage: &Stage, v: ValueId, value: &ValueSharding) -> Key {
+    let layout = format!("{} {}", stage.mesh, value.sharding);
+    (false, numberless(&value.name), plan.graph.ty(v).to_string(), layout)
 }
 
 fn key_of_parameter(plan: &Plan, stage: &Stage, v: ValueId, name: &str, storage: &Storage) -> Key {
     let layouts = [&storage.parameter, &storage.gradient, &storage.state];
     let layout = layouts.map(|s| s.display(&stage.mesh).to_string()).join(" ");
-    (true, pattern(name), plan.graph.ty(v).to_string(), format!("{} {layout}", stage.mesh))
+    (true, numberless(name), plan.graph.ty(v).to_string(), format!("{} {layout}", stage.mesh))
 }
 
 fn answer(plan: &Plan, asked: &Asked, why: Why) -> Answer {
@@ -130,7 +140,7 @@ fn answer(plan: &Plan, asked: &Asked, why: Why) -> Answer {
     }
 }
 
-/// What could be asked about: of values with the same pattern of name, type and layout the first.
+/// What could be asked about: of values with the same name but for its numbers, type and layout the first.
 fn distinct(plan: &Plan) -> Vec<Asked> {
     let mut found: BTreeMap<Key, Asked> = BTreeMap::new();
     let mut add = |v: ValueId, name: &str, stage: usize, key: Key| {
@@ -144,15 +154,14 @@ fn distinct(plan: &Plan) -> Vec<Asked> {
             add(v, name, i, key_of_parameter(plan, stage, v, name, storage));
         }
         for (&v, value) in stage.shardings.iter().filter(|(v, value)| is_asked(plan, **v) && !value.name.is_empty()) {
-            let layout = format!("{} {}", stage.mesh, value.sharding);
-            add(v, &value.name, i, (false, pattern(&value.name), plan.graph.ty(v).to_string(), layout));
+            add(v, &value.name, i, key_of_value(plan, stage, v, value));
         }
     }
     found.into_values().collect()
 }
 
 /// Results whose layouts decide on those of what is computed from them.
-fn is_asked(plan: &Plan, v: ValueId) -> bool {
+pub fn is_asked(plan: &Plan, v: ValueId) -> bool {
     let node = plan.graph.node(v);
     node.ty.rank() > 0 && (node.op.is_contraction() || matches!(node.op, Op::Gather(_)))
 }

@@ -1,7 +1,7 @@
 // The cluster: which stage each device works for, and what the stages are.
 
 import { laneVariable } from "./colours";
-import { bytes, percent, plural, ranges, rate, seconds } from "./format";
+import { bytes, plural, ranges, rate, seconds } from "./format";
 import type { Page } from "./data";
 
 /** Nodes of a group that are drawn one by one at most; beyond, runs of nodes that work for the same stages are one. */
@@ -85,7 +85,7 @@ export function Cluster({ page, lane, setLane }: { page: Page; lane: number; set
                   <td class="nowrap">{storage(page, i)}</td>
                   {[stage.forward_s, stage.backward_s, stage.step_s, stage.compute_s, stage.communication_s, stage.bubble_s].map((s, n) =>
                     <td key={n} class="number">{seconds(s)}</td>)}
-                  <td class="number">{bytes(stage.peak_bytes)} ({percent(stage.peak_bytes / Math.max(1, of.limit_bytes))})</td>
+                  <td class="number">{bytes(stage.peak_bytes)}</td>
                 </tr>
               );
             })}

@@ -29,7 +29,7 @@ export interface Op { name: string; ops: string; what: string; sends: boolean; s
 export interface Reshard { value: string; from: string; to: string; collective: string; bytes: number; seconds: number }
 export interface OpRow {
   name: string; op: string; ty: string; sharding: string; axes: string[]; is_partial: boolean; seconds: number; reads: number[];
-  parameters: string[]; reshards: Reshard[];
+  parameters: string[]; reshards: Reshard[]; why: number | null;
 }
 export interface Class { ops: OpRow[]; compute_s: number; reshards_s: number; parameter_elements: number }
 export interface ParameterRow {

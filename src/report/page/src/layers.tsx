@@ -22,7 +22,7 @@ function layouts(page: Page): Map<string, string> {
   return found;
 }
 
-export function Layers({ page }: { page: Page }) {
+export function Layers({ page, ask }: { page: Page; ask: (answer: number) => void }) {
   const { class_of, classes } = page.layers, colours = layouts(page);
   const [open, setOpen] = useState<Set<number>>(new Set());
   const toggle = (c: number, wanted = !open.has(c)) => {
@@ -68,7 +68,7 @@ export function Layers({ page }: { page: Page }) {
               <span>{one.reshards_s > 0 ? `${seconds(one.reshards_s)} resharding` : "nothing sent"}</span>
               {one.parameter_elements > 0 && <span>{count(one.parameter_elements)} parameters</span>}
             </summary>
-            {open.has(c) && <Ops one={one} first={members[0]} colours={colours} />}
+            {open.has(c) && <Ops one={one} first={members[0]} colours={colours} ask={ask} />}
           </details>
         );
       })}
@@ -90,7 +90,7 @@ function mixture(one: Class, colours: Map<string, string>): string {
   return stops.length > 0 ? `linear-gradient(90deg, ${stops.join(", ")})` : "var(--replicated)";
 }
 
-function Ops({ one, first, colours }: { one: Class; first: number; colours: Map<string, string> }) {
+function Ops({ one, first, colours, ask }: { one: Class; first: number; colours: Map<string, string>; ask: (answer: number) => void }) {
   const most = Math.max(1e-12, ...one.ops.map((op) => op.seconds), ...one.ops.flatMap((op) => op.reshards.map((r) => r.seconds)));
   const bar = (s: number, sends: boolean) => <td class="wide"><span class={`seconds${sends ? " sends" : ""}`} style={{ width: `${(s / most) * 100}%` }} /></td>;
   const row = (op: OpRow, i: number) => [
@@ -105,13 +105,14 @@ function Ops({ one, first, colours }: { one: Class; first: number; colours: Map<
       <td class="number">{i}</td>
       <td><b>{op.op}</b> {op.name !== op.op && <span class="from">{op.name}</span>}</td>
       <td class="code nowrap">{op.ty}</td>
-      <td class="code"><i class={`chip${op.is_partial ? " partial" : ""}`} style={{ background: op.is_partial ? undefined : colours.get(op.axes.join(" \u00d7 ")) }} />{op.sharding}</td>
+      <td class="code"><i class={`chip${op.is_partial ? " partial" : ""}`} style={{ background: op.is_partial ? undefined : colours.get(op.axes.join(" \u00d7 ")) }} />{op.sharding}
+        {op.why !== null && <> <button type="button" class="link" onClick={() => ask(op.why!)} aria-label={`Why ${op.name || op.op} is laid out so`}>why?</button></>}</td>
       <td class="from">{[...op.reads.map((back) => `#${i - back}`), ...op.parameters].join(", ")}</td>
       <td class="number">{seconds(op.seconds)}</td>{bar(op.seconds, false)}
     </tr>,
   ];
   return (
-    <div class="scroll">
+    <div class="scroll tall" tabIndex={0} role="region" aria-label={`Ops of layer ${first}`}>
       <table class="ops">
         <caption>As in layer {first}; {"\u21c4"} is sent before the op below it</caption>
         <thead><tr><th scope="col" class="number">#</th><th scope="col">op</th><th scope="col">type</th><th scope="col">sharding</th><th scope="col">reads in this layer</th>

@@ -49,7 +49,7 @@ function Report({ page, times, view }: { page: Page; times: Times; view: View })
     timeline: <Timeline times={times} view={view} selected={selected} select={select} />,
     memory: <Memory times={times} view={view} lane={lane} setLane={setLane} />,
     limits: <Limits page={page} />,
-    layers: <Layers page={page} />,
+    layers: <Layers page={page} ask={ask} />,
     parameters: <Parameters page={page} ask={ask} />,
     why: <Why page={page} chosen={answer} choose={setAnswer} />,
     alternatives: <Alternatives page={page} />,

@@ -64,8 +64,9 @@ export function Why({ page, chosen, choose }: { page: Page; chosen: number; choo
       <Layouts answer={answers[chosen]} />
       <p class="note">
         {left_out > 0 && `${plural(left_out, "smaller value")} of other kinds ${left_out === 1 ? "is" : "are"} not on this page. `}
-        For any value: <code>altiplano inspect PLAN --why {quoted(answers[chosen].name)}</code>
+        For any value:
       </p>
+      <code class="command">altiplano inspect PLAN --why {quoted(answers[chosen].name)}</code>
     </div>
   );
 }
