@@ -62,6 +62,8 @@ struct Page {
     version: u32,
     plan: Headline,
     groups: Vec<Group>,
+    /// Bytes a second of the link from each group of nodes to the others.
+    between_groups_bytes_per_s: Option<f64>,
     stages: Vec<StageFacts>,
     lanes: Vec<lanes::Lane>,
     /// Ops that bodies are made of, each told once.
@@ -212,6 +214,7 @@ impl Page {
             version: 1,
             plan: headline(plan),
             groups: groups(plan),
+            between_groups_bytes_per_s: plan.cluster.between_groups.map(|link| link.bytes_per_s),
             stages: plan.stages.iter().enumerate().map(stage).collect(),
             lanes,
             layers: layers::Layers::new(plan, &prices, &questions),

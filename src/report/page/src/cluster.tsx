@@ -64,6 +64,7 @@ export function Cluster({ page, lane, setLane }: { page: Page; lane: number; set
           </div>
         );
       })}
+      {page.between_groups_bytes_per_s !== null && <p class="note">All that two groups send each other goes over {rate(page.between_groups_bytes_per_s)}.</p>}
       <div class="scroll tall" tabIndex={0} role="region" aria-label="Stages">
         <table>
           <caption>{page.plan.virtual_stages > 1 ? "Stages; devices work for several in turn" : "Stages"}, seconds and bytes of each of their devices</caption>

@@ -48,7 +48,7 @@ export interface Alternative {
   detail: string;
 }
 export interface Page {
-  format: string; version: number; plan: Headline; groups: Group[]; stages: Stage[]; lanes: Lane[]; ops: Op[];
+  format: string; version: number; plan: Headline; groups: Group[]; between_groups_bytes_per_s: number | null; stages: Stage[]; lanes: Lane[]; ops: Op[];
   bodies: [number, number, number][][];
   layers: { class_of: number[]; classes: Class[] };
   parameters: { texts: string[]; rows: ParameterRow[] };
