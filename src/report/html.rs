@@ -16,7 +16,7 @@ use altiplano_cost_models::link::axis_link;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::plan::{Alternative, Plan, Stage};
-use altiplano_planner::lower::Prices;
+use altiplano_planner::lower::{Prices, Sketch};
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -170,9 +170,10 @@ impl Page {
     fn new(plan: &Plan) -> Result<Page, Error> {
         let programs = crate::programs(plan)?;
         let costs = Rooflines::of(&plan.cluster);
-        let work = work_of(plan, &programs, &costs);
-        let timings = timings_of(plan, &programs, &work, &costs);
-        let memories = lane_memories(plan, &programs, &work);
+        let whole = Sketch::whole(&programs);
+        let work = work_of(plan, &whole, &costs);
+        let timings = timings_of(plan, &whole, &work, &costs);
+        let memories = lane_memories(plan, &whole, &work);
         let mut calls: Vec<Vec<lanes::Played>> = vec![Vec::new(); plan.num_lanes()];
         let timeline = played(plan, &timings, &Order::of(plan), &mut |stage, call, start, end| {
             calls[plan.lane_of(stage)].push((stage, call, start, end));
