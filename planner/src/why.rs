@@ -64,7 +64,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
     for (index, stage) in plan.stages.iter().enumerate().filter(|(i, _)| wanted(*i)) {
         let group = plan.group_of(stage);
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
-        let mut spaces = Spaces::new(&prices, AxisRoles::default());
+        let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
         let model = layered.model(trains.then_some(&plan.optimizer));
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
