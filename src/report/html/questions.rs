@@ -15,6 +15,8 @@ use std::collections::BTreeMap;
 /// Parameters, and results of products and lookups, that are asked about at most.
 const MOST_PARAMETERS: usize = 16;
 const MOST_ACTIVATIONS: usize = 16;
+/// Nodes of all the stages together that are solved again for them at most; one question is always asked.
+const MOST_NODES: usize = 24_000;
 /// Layouts of each that are told at most.
 const MOST_LAYOUTS: usize = 12;
 
@@ -74,14 +76,19 @@ impl Questions {
         let mut asked = distinct(plan);
         asked.sort_by_key(|a| (Reverse(a.bytes), a.value, a.stage));
         let (parameters, activations): (Vec<Asked>, Vec<Asked>) = asked.into_iter().partition(|a| a.is_parameter);
-        let left_out =
-            parameters.len().saturating_sub(MOST_PARAMETERS) + activations.len().saturating_sub(MOST_ACTIVATIONS);
-        let chosen: Vec<Asked> = parameters
-            .into_iter()
-            .take(MOST_PARAMETERS)
-            .chain(activations.into_iter().take(MOST_ACTIVATIONS))
-            .collect();
-        let found = chosen.par_iter().map(|asked| {
+        let num_asked = parameters.len() + activations.len();
+        // Both kinds in turns, the largest first, until their stages together are too much to solve again.
+        let mut chosen: Vec<(usize, Asked)> = parameters.into_iter().enumerate().take(MOST_PARAMETERS).collect();
+        chosen.extend(activations.into_iter().enumerate().take(MOST_ACTIVATIONS));
+        chosen.sort_by_key(|(rank, asked)| (*rank, !asked.is_parameter));
+        let mut num_nodes = 0;
+        chosen.retain(|(rank, asked)| {
+            num_nodes += plan.stages[asked.stage].shardings.len();
+            (*rank, asked.is_parameter) == (0, true) || num_nodes <= MOST_NODES
+        });
+        chosen.sort_by_key(|(rank, asked)| (!asked.is_parameter, *rank));
+        let left_out = num_asked - chosen.len();
+        let found = chosen.par_iter().map(|(_, asked)| {
             let here = why_in(plan, asked.value, |stage| stage == asked.stage)?.pop();
             Ok(here.map(|why| (asked.key.clone(), answer(plan, asked, why))))
         });
