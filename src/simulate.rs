@@ -361,14 +361,19 @@ fn phase(phase: Phase) -> &'static str {
 
 /// A kernel by its last named node and its ops.
 fn title(body: &Body, kernel: &Kernel) -> String {
+    match named_and_ops(body, kernel) {
+        (Some(name), ops) => format!("{name} ({ops})"),
+        (None, ops) => ops,
+    }
+}
+
+/// The last name in a kernel, and its ops in words.
+pub(crate) fn named_and_ops<'a>(body: &'a Body, kernel: &Kernel) -> (Option<&'a str>, String) {
     let graph = &body.graph;
     let named = kernel.nodes.iter().rev().map(|v| graph.node(*v).name.as_str()).find(|name| !name.is_empty());
     let last = kernel.nodes.last().map_or("", |v| graph.node(*v).op.name());
     let ops = if kernel.nodes.len() > 1 { format!("{} ops to {last}", kernel.nodes.len()) } else { last.to_string() };
-    match named {
-        Some(name) => format!("{name} ({ops})"),
-        None => ops,
-    }
+    (named, ops)
 }
 
 /// Whether a kernel computes something that is called `name`, is part of what is called so, or is such an op.

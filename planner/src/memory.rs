@@ -376,6 +376,20 @@ impl LaneMemory {
         })
     }
 
+    /// What each category holds more than at the start of a call of some kind, at each of its points; last, what it leaves. All
+    /// categories together are at most [`Kind::most_bytes`], and leave [`Kind::left_bytes`].
+    pub fn course(&self, kind: u32) -> BTreeMap<Category, Vec<i64>> {
+        let last = self.kinds[kind as usize].points as usize + 1;
+        let mut courses: BTreeMap<Category, Vec<i64>> = BTreeMap::new();
+        for t in &self.tensors {
+            for (_, point, bytes) in t.changes().filter(|change| change.0 == kind) {
+                let course = courses.entry(t.category).or_insert_with(|| vec![0; last + 1]);
+                course[(point as usize).min(last)..].iter_mut().for_each(|held| *held += bytes);
+            }
+        }
+        courses
+    }
+
     /// Bytes by what they are for. Activations are all that is held at the peak beyond what lasts.
     pub fn memory(&self) -> Memory {
         let of = |category: Category| {
@@ -468,26 +482,24 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
     }
 }
 
+impl Tensor {
+    /// The points of kinds of calls at which it comes and goes, and the bytes by which that changes what is held.
+    fn changes(&self) -> impl Iterator<Item = (u32, u32, i64)> {
+        let bytes = self.bytes as i64;
+        let away = self.absent.map(|(from, to)| [(from.kind, from.point, -bytes), (from.kind, to, bytes)]);
+        let born = self.born.map(|born| (born.kind, born.point, bytes));
+        let gone = self.gone.map(|gone| (gone.kind, gone.point, -bytes));
+        born.into_iter().chain(gone).chain(away.into_iter().flatten())
+    }
+}
+
 /// Adds up what tensors do to each kind of call.
 fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
     let mut changes: Vec<Vec<i64>> = kinds.iter().map(|k| vec![0; k.points as usize + 2]).collect();
-    for t in tensors {
-        let bytes = t.bytes as i64;
-        let mut change = |kind: u32, point: u32, bytes: i64| {
-            let of_kind = &mut changes[kind as usize];
-            let last = of_kind.len() - 1;
-            of_kind[(point as usize).min(last)] += bytes;
-        };
-        if let Some(born) = t.born {
-            change(born.kind, born.point, bytes);
-        }
-        if let Some(gone) = t.gone {
-            change(gone.kind, gone.point, -bytes);
-        }
-        if let Some((from, to)) = t.absent {
-            change(from.kind, from.point, -bytes);
-            change(from.kind, to, bytes);
-        }
+    for (kind, point, bytes) in tensors.iter().flat_map(Tensor::changes) {
+        let of_kind = &mut changes[kind as usize];
+        let last = of_kind.len() - 1;
+        of_kind[(point as usize).min(last)] += bytes;
     }
     for (kind, changes) in kinds.iter_mut().zip(changes) {
         let mut held = 0;

@@ -148,6 +148,9 @@ pub struct StageTiming {
     pub finish_s: f64,
     pub finish_compute_s: f64,
     pub finish_communication_s: f64,
+    /// Start and end of each kernel that runs once a step, in the order of bodies, from the end of the last backward on: where
+    /// reductions start earlier, before zero.
+    pub finish_spans: Vec<(f64, f64)>,
     /// On a machine that all devices share, what the stage takes where so many of them compute at once.
     pub shared: Vec<(u32, StageTimes)>,
 }
@@ -187,6 +190,8 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 Phase::Backward => timing.backward = played,
                 Phase::Weights => timing.weights = played,
                 Phase::Reduce | Phase::Update => {
+                    let start_s = timing.finish_s;
+                    timing.finish_spans.extend(played.spans.iter().map(|(from, to)| (start_s + from, start_s + to)));
                     timing.finish_s += played.seconds;
                     timing.finish_compute_s += played.compute_s;
                     timing.finish_communication_s += played.communication_s;
@@ -201,6 +206,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
     let mut written: FxHashMap<BufferId, u32> = FxHashMap::default();
     let mut before_s = 0.0;
     let mut gathers_s = 0.0;
+    let mut num_before = 0;
     for body in bodies {
         let costs = body.prices(prices, execution);
         let tasks = tasks(&body.kernels, &costs);
@@ -215,6 +221,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                     _ => timing.backward = played,
                 }
                 append(&mut list, &mut written, body, tasks, barrier);
+                num_before = list.len();
             }
             Phase::Reduce | Phase::Update => {
                 let mut tasks = tasks;
@@ -235,7 +242,10 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
             }
         }
     }
-    timing.finish_s = (play(&list).seconds - before_s).max(0.0);
+    let played = play(&list);
+    timing.finish_s = (played.seconds - before_s).max(0.0);
+    timing.finish_spans =
+        played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();
     if execution.overlap {
         // Updated parameters are gathered while the next step's first forward runs.
         timing.finish_s -= gathers_s.min(timing.forward.seconds).min(timing.finish_s);

@@ -48,6 +48,11 @@ const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 0.5, gap
 
 /// What each stage that has the value could do with it. Empty where no stage decides on it.
 pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
+    why_in(plan, value, |_| true)
+}
+
+/// [`why`] in the stages that are wanted.
+pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Result<Vec<Why>, PlanFailure> {
     let trains = plan.schedule.trains();
     let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
     let readers = match trains {
@@ -56,7 +61,7 @@ pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
     };
     let costs = Rooflines::of(&plan.cluster);
     let mut found = Vec::new();
-    for (index, stage) in plan.stages.iter().enumerate() {
+    for (index, stage) in plan.stages.iter().enumerate().filter(|(i, _)| wanted(*i)) {
         let group = plan.group_of(stage);
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);

@@ -1,7 +1,10 @@
 //! `altiplano inspect PLAN`: the report of a plan file.
 
 use crate::commands::say;
-use altiplano::{Error, kernels_text, load_plan, programs, programs_text, report, why_text};
+use altiplano::units::bytes;
+use altiplano::{
+    Error, expect_writable, kernels_text, load_plan, page_html, programs, programs_text, report, why_text, write_file,
+};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -22,12 +25,22 @@ pub struct Inspect {
     /// Print what other layouts of a parameter or value would cost: its name, in which `*` stands for anything
     #[arg(long, value_name = "NAME", conflicts_with_all = ["json", "programs"])]
     why: Option<String>,
+    /// Write a page for a browser to this file: the step on each device, its memory, layouts, and what else was possible
+    /// (docs/page.md)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "why"])]
+    html: Option<PathBuf>,
 }
 
 impl Inspect {
     pub fn run(self) -> Result<(), Error> {
+        self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let plan = load_plan(&self.plan)?;
-        if let Some(name) = &self.why {
+        if let Some(file) = &self.html {
+            let page = page_html(&plan)?;
+            write_file(file, &page)?;
+            let (file, size) = (file.display(), bytes(page.len() as u64));
+            say(format!("{file}: a page of {size}, which a browser opens without a network"))
+        } else if let Some(name) = &self.why {
             say(why_text(&plan, name)?)
         } else if self.json {
             say(plan.to_json())

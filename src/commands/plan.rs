@@ -5,7 +5,9 @@ use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::{PlanFailure, Progress};
 use altiplano::remedies::shortage;
-use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, report, write_file};
+use altiplano::{
+    Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, report, write_file,
+};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +23,9 @@ pub struct Plan {
     /// Write the plan to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Write a page for a browser to this file, as `altiplano inspect --html` does
+    #[arg(long, value_name = "FILE", conflicts_with = "frontier")]
+    html: Option<PathBuf>,
     /// Say what moved from this plan, of the same model or of one like it
     #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"])]
     from: Option<PathBuf>,
@@ -36,6 +41,7 @@ pub struct Plan {
 impl Plan {
     pub fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
+        self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let old = self.from.as_deref().map(load_plan).transpose()?;
         let request = self.plan.request(&self.model, &self.options)?;
         let bar = Bar::stoppable();
@@ -63,6 +69,9 @@ impl Plan {
         drop(bar);
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;
+        }
+        if let Some(file) = &self.html {
+            write_file(file, &page_html(&plan)?)?;
         }
         if self.json {
             return say(plan.to_json());

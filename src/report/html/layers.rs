@@ -1,0 +1,195 @@
+//! The model's graph by layers: what is computed where, in which layout, for how many seconds, and what is sent because an op wants
+//! a value in another layout than it has. Layers that are alike are told once.
+
+use super::lanes::over;
+use super::questions::{Questions, is_asked};
+use super::{Table, numberless};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::reshard::reshard;
+use altiplano_ir::sharding::Sharding;
+use altiplano_planner::lower::Prices;
+use serde::Serialize;
+use std::collections::BTreeSet;
+
+#[derive(Serialize)]
+pub struct Layers {
+    /// The class of each layer.
+    class_of: Vec<usize>,
+    classes: Vec<Class>,
+}
+
+/// What equal layers do, as the first of them says it.
+#[derive(Serialize)]
+struct Class {
+    ops: Vec<OpRow>,
+    /// Of one microbatch's forward, each op by itself, by the prices of the search.
+    compute_s: f64,
+    reshards_s: f64,
+    parameter_elements: u64,
+}
+
+/// An op of the forward graph under its strategy.
+#[derive(Serialize)]
+struct OpRow {
+    name: String,
+    op: String,
+    ty: String,
+    sharding: String,
+    /// The axes that split the result, in order of the mesh.
+    axes: Vec<String>,
+    is_partial: bool,
+    seconds: f64,
+    /// What it reads: the rows before it, by how far back they are, and parameters by name.
+    reads: Vec<u32>,
+    parameters: Vec<String>,
+    /// What is sent before it can start.
+    reshards: Vec<Resharded>,
+    /// The answer to why it is laid out so, where there is one on the page.
+    why: Option<usize>,
+}
+
+/// A collective that brings an operand into the layout that an op wants.
+#[derive(Serialize)]
+struct Resharded {
+    value: String,
+    from: String,
+    to: String,
+    collective: String,
+    /// Of one device: the larger of what it has and what it gets.
+    bytes: u64,
+    seconds: f64,
+}
+
+impl Layers {
+    pub fn new(plan: &Plan, prices: &[Prices<'_>], questions: &Questions) -> Layers {
+        let layer_of = plan.layer_of();
+        let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); plan.num_layers() as usize];
+        for v in plan.graph.values() {
+            if let Some(layer) = layer_of[v.index()] {
+                members[layer as usize].push(v);
+            }
+        }
+        let mut classes: Table<Vec<String>> = Table::default();
+        let mut told: Vec<Class> = Vec::new();
+        let mut class_of = Vec::with_capacity(members.len());
+        for (stage, prices) in plan.stages.iter().zip(prices) {
+            // A layout that a value was once brought into stays for whoever wants it later.
+            let mut brought: BTreeSet<(ValueId, Sharding)> = BTreeSet::new();
+            for layer in stage.layers.clone() {
+                let members = &members[layer as usize];
+                let class = class(plan, stage, prices, members, questions, &mut brought);
+                let number = classes.number(class.signature());
+                if number == told.len() {
+                    told.push(class);
+                }
+                class_of.push(number);
+            }
+        }
+        Layers { class_of, classes: told }
+    }
+}
+
+impl Class {
+    /// What layers have in common that are told once: all but the numbers in names.
+    fn signature(&self) -> Vec<String> {
+        let reshard = |r: &Resharded| format!("{} {} {} {} {}", r.from, r.to, r.collective, r.bytes, r.seconds);
+        let row = |r: &OpRow| {
+            let reshards: Vec<String> = r.reshards.iter().map(reshard).collect();
+            let parameters: Vec<String> = r.parameters.iter().map(|p| numberless(p)).collect();
+            let (name, reads) = (numberless(&r.name), &r.reads);
+            format!("{name} {} {} {} {} {reads:?} {parameters:?} {reshards:?}", r.op, r.ty, r.sharding, r.seconds)
+        };
+        self.ops.iter().map(row).collect()
+    }
+}
+
+fn class(
+    plan: &Plan,
+    stage: &Stage,
+    prices: &Prices<'_>,
+    members: &[ValueId],
+    questions: &Questions,
+    brought: &mut BTreeSet<(ValueId, Sharding)>,
+) -> Class {
+    let (graph, mesh) = (&plan.graph, &stage.mesh);
+    let mut ops: Vec<OpRow> = Vec::new();
+    let mut seen: BTreeSet<ValueId> = BTreeSet::new();
+    let mut parameter_elements = 0;
+    for (row, &v) in members.iter().enumerate() {
+        let Some(value) = stage.shardings.get(&v) else { continue };
+        let node = graph.node(v);
+        let rule = graph.rule(v);
+        let shardings = rule.shardings(&value.strategy, mesh);
+        let (mut reads, mut parameters, mut reshards) = (Vec::new(), Vec::new(), Vec::new());
+        for (&o, wanted) in node.operands.iter().zip(&shardings.operands) {
+            if let Ok(at) = members.binary_search(&o) {
+                reads.push((row - at) as u32);
+            }
+            if let Op::Parameter(p) = &graph.node(o).op {
+                parameters.push(p.name.clone());
+                parameter_elements += if seen.insert(o) { graph.ty(o).elements() } else { 0 };
+            }
+            let Some(had) = layout(plan, stage, o) else { continue };
+            let ty = graph.ty(o);
+            let mut from = had;
+            for step in reshard(&from.clone(), wanted, mesh) {
+                let is_new = brought.insert((o, step.result.clone()));
+                let (operand, result) = (from.local_bytes(ty, mesh), step.result.local_bytes(ty, mesh));
+                if step.collective.communicates() && is_new {
+                    reshards.push(Resharded {
+                        value: called(plan, o),
+                        from: from.display(mesh).to_string(),
+                        to: step.result.display(mesh).to_string(),
+                        collective: over(&step.collective, mesh),
+                        bytes: operand.max(result),
+                        seconds: prices.waited_s(&step.collective, operand, result),
+                    });
+                }
+                from = step.result;
+            }
+        }
+        let types = graph.operand_types(v);
+        let split: BTreeSet<_> = shardings.result.split_axes().filter(|a| mesh.size(*a) > 1).collect();
+        ops.push(OpRow {
+            name: value.name.clone(),
+            op: node.op.name().to_string(),
+            ty: node.ty.to_string(),
+            sharding: value.sharding.clone(),
+            axes: split.into_iter().map(|a| mesh.name(a).to_string()).collect(),
+            is_partial: shardings.result.partial.iter().any(|p| mesh.size(p.0) > 1),
+            seconds: prices.op_s(&node.op, &types, &node.ty, &rule, &value.strategy, &shardings),
+            reads,
+            parameters,
+            reshards,
+            why: is_asked(plan, v).then(|| questions.of_value(plan, stage, v, value)).flatten(),
+        });
+    }
+    Class {
+        compute_s: ops.iter().map(|op| op.seconds).sum(),
+        reshards_s: ops.iter().flat_map(|op| &op.reshards).map(|r| r.seconds).sum(),
+        parameter_elements,
+        ops,
+    }
+}
+
+/// The layout in which a stage has a value; `None` where it is made as it is wanted.
+fn layout(plan: &Plan, stage: &Stage, v: ValueId) -> Option<Sharding> {
+    if let Some(value) = stage.shardings.get(&v) {
+        return Some(plan.graph.rule(v).shardings(&value.strategy, &stage.mesh).result);
+    }
+    match &plan.graph.node(v).op {
+        Op::Parameter(p) => stage.parameters.get(&p.name).map(|s| s.parameter.clone()),
+        _ => stage.receives.get(&v).cloned(),
+    }
+}
+
+fn called(plan: &Plan, v: ValueId) -> String {
+    let node = plan.graph.node(v);
+    match &node.op {
+        Op::Parameter(p) => p.name.clone(),
+        op if node.name.is_empty() => op.name().to_string(),
+        _ => node.name.clone(),
+    }
+}
