@@ -48,9 +48,12 @@ pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
 pub use error::{DataProblem, Error, Names};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
 pub use moved::moved;
-pub use plan_file::{expect_writable, load_plan, plan_of, write_file};
+pub use plan_file::{by_cluster, expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
-pub use report::{frontier_json, frontier_text, held, one_line, programs as programs_text, report, why_text};
+pub use report::{
+    Asked, frontier_json, frontier_text, held, one_line, programs as programs_text, report, side_by_side, why_stage,
+    why_text,
+};
 
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::plan::Schedule;

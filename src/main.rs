@@ -23,6 +23,8 @@ struct Cli {
 enum Command {
     Plan(commands::plan::Plan),
     Inspect(commands::inspect::Inspect),
+    Why(commands::why::Why),
+    WhyNot(commands::why_not::WhyNot),
     Compare(commands::compare::Compare),
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
@@ -41,6 +43,8 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Plan(command) => command.run(),
         Command::Inspect(command) => command.run(),
+        Command::Why(command) => command.run(),
+        Command::WhyNot(command) => command.run(),
         Command::Compare(command) => command.run(),
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),

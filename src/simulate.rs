@@ -20,6 +20,7 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
+use altiplano_planner::account::{Account, accounts_of};
 use altiplano_planner::lower::Prices;
 use altiplano_planner::memory::LaneMemory;
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
@@ -58,6 +59,15 @@ impl Simulation {
 
     pub fn num_stages(&self) -> usize {
         self.timings.len()
+    }
+
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Where each stage's step goes.
+    pub fn accounts(&self) -> Vec<Account> {
+        accounts_of(&self.plan, &self.work, &self.timings)
     }
 
     fn order(&self) -> Order {

@@ -1,7 +1,7 @@
 //! `altiplano inspect PLAN`: the report of a plan file.
 
 use crate::commands::say;
-use altiplano::{Error, load_plan, programs, programs_text, report, why_text};
+use altiplano::{Error, load_plan, programs, programs_text, report};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -16,17 +16,12 @@ pub struct Inspect {
     /// Print the programs that the devices run
     #[arg(long)]
     programs: bool,
-    /// Print what other layouts of a parameter or value would cost: its name, in which `*` stands for anything
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["json", "programs"])]
-    why: Option<String>,
 }
 
 impl Inspect {
     pub fn run(self) -> Result<(), Error> {
         let plan = load_plan(&self.plan)?;
-        if let Some(name) = &self.why {
-            say(why_text(&plan, name)?)
-        } else if self.json {
+        if self.json {
             say(plan.to_json())
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())

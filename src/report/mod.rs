@@ -1,15 +1,19 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod difference;
 mod frontier;
 mod held;
 mod programs;
+mod stage;
 mod why;
-mod words;
+pub(crate) mod words;
 
+pub use difference::side_by_side;
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub use programs::programs;
-pub use why::why_text;
+pub use stage::why_stage;
+pub use why::{Asked, why_text};
 
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
@@ -369,7 +373,7 @@ impl Lines {
 }
 
 /// The name with its first number, which is a layer's, as `*`: `params['h*']['fc']['w']`.
-fn pattern(name: &str) -> String {
+pub(crate) fn pattern(name: &str) -> String {
     let Some(start) = name.find(|c: char| c.is_ascii_digit()) else { return name.to_string() };
     let rest = name[start..].trim_start_matches(|c: char| c.is_ascii_digit());
     format!("{}*{rest}", &name[..start])
@@ -389,7 +393,7 @@ impl Grid {
         self.0.add_row(cells.into_iter().collect::<Vec<_>>());
     }
 
-    fn left(self) -> String {
+    pub(crate) fn left(self) -> String {
         self.aligned(0)
     }
 
