@@ -19,6 +19,7 @@
 //! The crates behind it are here under their short names: [`ir`] (graphs, shardings, plans, programs), [`cost_models`],
 //! [`planner`] and [`runtime`].
 
+pub mod advice;
 pub mod arguments;
 mod cluster;
 pub mod compare;
@@ -51,8 +52,8 @@ pub use moved::moved;
 pub use plan_file::{by_cluster, expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
-    Asked, frontier_json, frontier_text, held, one_line, programs as programs_text, report, side_by_side, why_stage,
-    why_text,
+    Asked, frontier_json, frontier_text, held, one_line, plan_dot, programs as programs_text, report, side_by_side,
+    why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

@@ -29,6 +29,16 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+/// A call of a stage's body, and when it runs. What follows the last backward of a step is one call, of no microbatch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CallSpan {
+    pub stage: usize,
+    pub phase: Phase,
+    pub microbatch: Option<u32>,
+    pub start_s: f64,
+    pub end_s: f64,
+}
+
 /// A plan's step, played.
 pub struct Simulation {
     plan: Plan,
@@ -70,12 +80,49 @@ impl Simulation {
         accounts_of(&self.plan, &self.work, &self.timings)
     }
 
+    /// The link that collectives of a stage over some axes (`data+tensor`) go over, in words.
+    pub fn link_of(&self, stage: usize, axes: &str) -> Option<String> {
+        let of_plan = self.plan.stages.get(stage)?;
+        let group = self.plan.group_of(of_plan);
+        let axes: Vec<_> = axes.split('+').map(|name| of_plan.mesh.find(name)).collect::<Option<_>>()?;
+        let prices = self.prices(stage);
+        let rate = |bytes_per_s: f64| format!("{}/s", bytes(bytes_per_s as u64));
+        Some(match prices.link(&axes).nodes {
+            0 | 1 => format!("the links within a node ({} a device)", rate(group.intra_node.bytes_per_s)),
+            _ => {
+                let nics = f64::from(group.inter_node.nics);
+                format!("the network ({} a node)", rate(nics * group.inter_node.bytes_per_s))
+            }
+        })
+    }
+
     fn order(&self) -> Order {
         Order::of(&self.plan)
     }
 
     fn timeline(&self, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> Timeline {
         played(&self.plan, &self.timings, &self.order(), watch)
+    }
+
+    /// Seconds of a step, and of each lane its calls in order.
+    pub fn calls(&self) -> (f64, Vec<Vec<CallSpan>>) {
+        let mut lanes: Vec<Vec<CallSpan>> = vec![Vec::new(); self.plan.num_lanes()];
+        let timeline = self.timeline(&mut |stage, call, start_s, end_s| {
+            let (phase, microbatch) = match call {
+                PipelineCall::Forward { microbatch } => (Phase::Forward, microbatch),
+                PipelineCall::Backward { microbatch } => (Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => (Phase::Weights, microbatch),
+            };
+            let span = CallSpan { stage, phase, microbatch: Some(microbatch), start_s, end_s };
+            lanes[self.plan.lane_of(stage)].push(span);
+        });
+        for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
+            let lane = &mut lanes[self.plan.lane_of(stage)];
+            let start_s = lane.last().map_or(0.0, |call| call.end_s);
+            let (phase, end_s) = (Phase::Update, start_s + times.step_s);
+            lane.push(CallSpan { stage, phase, microbatch: None, start_s, end_s });
+        }
+        (timeline.step_s, lanes)
     }
 
     /// Prices on a stage's mesh.
@@ -245,24 +292,14 @@ impl Simulation {
                 events.push(json!({"name": "thread_name", "ph": "M", "pid": i, "tid": track, "args": {"name": name}}));
             }
         }
+        let (step_s, lanes) = self.calls();
         let mut first: Vec<(usize, Phase, f64)> = Vec::new();
-        let mut last_s = vec![0.0f64; self.plan.num_lanes()];
-        let timeline = self.timeline(&mut |stage, call, start, end| {
-            let (name, phase, microbatch) = match call {
-                PipelineCall::Forward { microbatch } => ("forward", Phase::Forward, microbatch),
-                PipelineCall::Backward { microbatch } => ("backward", Phase::Backward, microbatch),
-                PipelineCall::Weights { microbatch } => ("weights", Phase::Weights, microbatch),
-            };
-            if microbatch == 0 {
-                first.push((stage, phase, start));
+        for call in lanes.into_iter().flatten() {
+            if call.microbatch == Some(0) {
+                first.push((call.stage, call.phase, call.start_s));
             }
-            last_s[self.plan.lane_of(stage)] = end;
-            events.push(event(format!("{name} {microbatch}{}", of(stage)), stage, 0, start, end));
-        });
-        for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
-            let start = &mut last_s[self.plan.lane_of(stage)];
-            events.push(event(format!("reduce and update{}", of(stage)), stage, 0, *start, *start + times.step_s));
-            *start += times.step_s;
+            let name = format!("{}{}", call_name(call.phase, call.microbatch), of(call.stage));
+            events.push(event(name, call.stage, 0, call.start_s, call.end_s));
         }
         for (stage, phase, start) in first {
             let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
@@ -282,8 +319,13 @@ impl Simulation {
             }
         }
         events.extend(self.memory_events());
-        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
+        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}})
     }
+}
+
+/// What traces call a call.
+pub fn call_name(phase: Phase, microbatch: Option<u32>) -> String {
+    microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
 }
 
 /// What a kernel takes by the formulas, and what bounds it.

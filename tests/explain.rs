@@ -122,6 +122,58 @@ fn two_plans_are_compared_item_by_item() {
 }
 
 #[test]
+fn the_report_draws_the_step_and_what_is_held() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["inspect", &plan]);
+    golden("inspect.txt", &text);
+    let lines: Vec<&str> = text.lines().skip_while(|l| !l.starts_with("The step, from left")).skip(1).take(2).collect();
+    for (stage, line) in lines.iter().enumerate() {
+        let drawn = line.trim_start().strip_prefix(&format!("stage{stage}")).expect("a line for each stage").trim();
+        assert_eq!(drawn.len(), 80, "{line}");
+        assert!(drawn.chars().all(|c| "FBU.".contains(c)) && line.len() <= 100, "{line}");
+    }
+    // The last stage waits for the first microbatch, the first for its gradients.
+    assert!(lines[0].contains("FF.") && lines[1].contains("  ...."), "{lines:?}");
+    golden("inspect-dot.txt", &succeeds(&["inspect", &plan, "--dot"]));
+    let fuller = planned(&scratch, "fuller.json", &["--cluster", "1xV100-16", "--global-batch", "2048", "--num-microbatches", "1"]);
+    let text = succeeds(&["inspect", &fuller]);
+    assert!(text.lines().any(|l| l.contains("aaaa") && l.contains('|')), "{text}");
+}
+
+#[test]
+fn advice_plans_for_what_it_advises() {
+    let scratch = Scratch::new();
+    let file = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["advise", &file, "--noise-scale", "16", "--within", "1000"]);
+    golden("advise.txt", &text);
+    // What the table says of a larger batch is what planning for it gives.
+    let row = text.lines().find(|l| l.trim_start().starts_with("batch x2")).expect("a row");
+    let planned = succeeds(&["plan", DEMO, "--global-batch", "16"]);
+    let chosen = planned.lines().find(|l| l.trim_start().starts_with("chosen")).expect("the chosen plan");
+    let word = |line: &str, n: usize| line.split_whitespace().nth(n).map(str::to_string);
+    assert_eq!(word(row, 2), word(chosen, 1), "{row}\n{chosen}");
+    for wrong in ["0", "-3", "many"] {
+        assert_eq!(altiplano(&["advise", &file, &format!("--noise-scale={wrong}")]).code, Some(2), "{wrong}");
+    }
+}
+
+#[test]
+fn shells_complete_and_manuals_say_every_command() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("man");
+    succeeds(&["man", "-o", &folder.display().to_string()]);
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let text = succeeds(&["completions", shell]);
+        for command in ["plan", "why-not", "simulate"] {
+            assert!(text.contains(command), "{shell}: {command}");
+            let page = std::fs::read_to_string(folder.join(format!("altiplano-{command}.1"))).expect("a page");
+            assert!(page.contains(".SH SYNOPSIS"), "{command}");
+        }
+    }
+}
+
+#[test]
 fn accounts_are_what_is_predicted_taken_apart() {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the model");
     let cases: [(&str, fn(&mut Request)); 4] = [

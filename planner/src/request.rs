@@ -87,7 +87,6 @@ impl Request {
         request.execution = plan.execution;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;
-        request.baselines = false;
         request
     }
 

@@ -1,7 +1,7 @@
 //! `altiplano inspect PLAN`: the report of a plan file.
 
 use crate::commands::say;
-use altiplano::{Error, load_plan, programs, programs_text, report};
+use altiplano::{Error, load_plan, plan_dot, programs, programs_text, report};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -16,6 +16,9 @@ pub struct Inspect {
     /// Print the programs that the devices run
     #[arg(long)]
     programs: bool,
+    /// Print the layers and stages with their shardings, and the bytes between them, as DOT, which Graphviz draws
+    #[arg(long, conflicts_with_all = ["json", "programs"])]
+    dot: bool,
 }
 
 impl Inspect {
@@ -25,6 +28,8 @@ impl Inspect {
             say(plan.to_json())
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())
+        } else if self.dot {
+            say(plan_dot(&plan).trim_end())
         } else {
             say(report(&plan))
         }

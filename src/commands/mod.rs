@@ -1,12 +1,15 @@
 //! The subcommands, and the writing to stdout that they share.
 
+pub mod advise;
 pub mod calibrate;
 pub mod clusters;
 pub mod compare;
+pub mod completions;
 pub mod demo;
 pub mod fidelity;
 pub mod import;
 pub mod inspect;
+pub mod man;
 pub mod options;
 pub mod plan;
 pub mod probe;
