@@ -2,8 +2,10 @@
 //! the same as a trace that a browser draws.
 
 mod memory;
+mod trace;
 
 pub use memory::{HeldTensor, MemoryTimeline};
+pub use trace::{Recorded, trace_name};
 
 use crate::Error;
 use crate::profiled::Profiled;
@@ -13,7 +15,7 @@ use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
 use altiplano_cost_models::profile::Profile;
-use altiplano_cost_models::timeline::{Played, Stream, play, tasks};
+use altiplano_cost_models::timeline::Played;
 use altiplano_cost_models::{Compute, CostModel, Costs, Rooflines, catalogue};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::plan::Plan;
@@ -24,8 +26,7 @@ use altiplano_planner::account::{Account, accounts_of};
 use altiplano_planner::lower::Prices;
 use altiplano_planner::memory::LaneMemory;
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
-use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
-use serde_json::{Value, json};
+use altiplano_planner::timing::{BodyWork, StageTiming};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -271,61 +272,6 @@ impl Simulation {
         out.push_str(&figures.collect::<Vec<_>>().join("\n"));
         Some(out)
     }
-
-    /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each lane with a track of its calls,
-    /// the kernels of the first microbatch, and a counter of what each of its devices holds.
-    pub fn trace(&self) -> Value {
-        let mut events: Vec<Value> = Vec::new();
-        let micros = |s: f64| s * 1e6;
-        let event = |name: String, stage: usize, track: u32, start: f64, end: f64| json!({"name": name, "ph": "X", "pid": self.plan.lane_of(stage), "tid": track, "ts": micros(start), "dur": micros(end - start)});
-        // Where a lane has several stages, each call says of which it is.
-        let of = |stage: usize| match self.plan.virtual_stages {
-            1 => String::new(),
-            _ => format!(" of stage{stage}"),
-        };
-        for (i, stage) in self.plan.lanes().iter().enumerate() {
-            let name = format!("{}: {} devices", self.plan.lane_name(i), stage.devices.len());
-            events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
-            for (track, name) in
-                [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
-            {
-                events.push(json!({"name": "thread_name", "ph": "M", "pid": i, "tid": track, "args": {"name": name}}));
-            }
-        }
-        let (step_s, lanes) = self.calls();
-        let mut first: Vec<(usize, Phase, f64)> = Vec::new();
-        for call in lanes.into_iter().flatten() {
-            if call.microbatch == Some(0) {
-                first.push((call.stage, call.phase, call.start_s));
-            }
-            let name = format!("{}{}", call_name(call.phase, call.microbatch), of(call.stage));
-            events.push(event(name, call.stage, 0, call.start_s, call.end_s));
-        }
-        for (stage, phase, start) in first {
-            let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
-            let program = &self.programs.programs[self.plan.lane_of(stage)];
-            let Some(body) = program.body_of(stage as u32, phase).map(|b| &program.bodies[b as usize]) else {
-                continue;
-            };
-            let prices = self.prices(stage);
-            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
-            let played = match &self.profiled {
-                Some(_) => played_in_order(&work.kernels, &work.prices(&prices, &self.plan.execution)),
-                None => play(&list),
-            };
-            for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
-                let track = if task.stream == Stream::Compute { 1 } else { 2 };
-                events.push(event(title(body, kernel), stage, track, start + from, start + to));
-            }
-        }
-        events.extend(self.memory_events());
-        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}})
-    }
-}
-
-/// What traces call a call.
-pub fn call_name(phase: Phase, microbatch: Option<u32>) -> String {
-    microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
 }
 
 /// What a kernel takes by the formulas, and what bounds it.

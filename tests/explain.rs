@@ -136,7 +136,11 @@ fn the_report_draws_the_step_and_what_is_held() {
     // The last stage waits for the first microbatch, the first for its gradients.
     assert!(lines[0].contains("FF.") && lines[1].contains("  ...."), "{lines:?}");
     golden("inspect-dot.txt", &succeeds(&["inspect", &plan, "--dot"]));
-    let fuller = planned(&scratch, "fuller.json", &["--cluster", "1xV100-16", "--global-batch", "2048", "--num-microbatches", "1"]);
+    let fuller = planned(
+        &scratch,
+        "fuller.json",
+        &["--cluster", "1xV100-16", "--global-batch", "2048", "--num-microbatches", "1"],
+    );
     let text = succeeds(&["inspect", &fuller]);
     assert!(text.lines().any(|l| l.contains("aaaa") && l.contains('|')), "{text}");
 }

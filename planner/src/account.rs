@@ -114,7 +114,8 @@ impl Part {
 pub struct Account(pub BTreeMap<Work, f64>);
 
 impl Account {
-    fn add(&mut self, work: Work, seconds: f64) {
+    /// Seconds below zero are none.
+    pub fn add(&mut self, work: Work, seconds: f64) {
         if seconds > 0.0 {
             *self.0.entry(work).or_default() += seconds;
         }

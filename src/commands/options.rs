@@ -377,6 +377,11 @@ pub struct PlanOrModel {
 }
 
 impl PlanOrModel {
+    /// The measured profile that plans are judged by, if there is one.
+    pub fn profile(&self) -> Result<Option<Profile>, Error> {
+        self.plan.profile.as_deref().map(load_profile).transpose()
+    }
+
     /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
     /// With it what a model that is a whole training step computes itself.
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
@@ -404,7 +409,7 @@ impl PlanOrModel {
 }
 
 /// What a run starts from and trains on.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct Start {
     /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
     #[arg(long, value_name = "FILE")]
