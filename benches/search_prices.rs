@@ -7,6 +7,7 @@
 use altiplano::cost_models::Roofline;
 use altiplano::planner::assemble::{Parts, assemble};
 use altiplano::planner::inter_op::search::{Freedom, search};
+use altiplano::planner::lower::Sketch;
 use altiplano::planner::model::Layered;
 use altiplano::planner::predict::predict;
 use altiplano::planner::{Request, Silent, layers};
@@ -101,7 +102,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
             };
             let Ok(mut plan) = assemble(request, &parts, &cost) else { continue };
             let Ok(programs) = programs(&plan) else { continue };
-            predict(&mut plan, &programs, &cost);
+            predict(&mut plan, &Sketch::whole(&programs), &cost);
             let (search_s, judge_s) = (found.step_s, plan.predicted.step_time_s);
             println!("{name} {cluster} dp{dp} tp{} zero{zero}: {search_s:.6} s, judged {judge_s:.6} s", devices / dp);
             pairs.push((search_s, judge_s));

@@ -4,8 +4,7 @@ use crate::error::Error;
 use crate::model::{Format, read_bytes};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
-use altiplano_planner::predict::predict;
-use altiplano_planner::programs;
+use altiplano_planner::judged_again;
 use std::fs::Permissions;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -41,8 +40,7 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
     if plan.profile.is_some() {
         return Ok(None);
     }
-    let mut again = plan.clone();
-    predict(&mut again, &programs(plan)?, &Rooflines::of(&plan.cluster));
+    let again = judged_again(plan.clone(), &Rooflines::of(&plan.cluster))?;
     let differs = |(a, b): (&Stage, &Stage)| a.predicted != b.predicted;
     let stage = again.stages.iter().zip(&plan.stages).position(differs);
     let whole = (again.predicted != plan.predicted).then(|| "predicted".to_string());
@@ -51,12 +49,13 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
 
 /// A plan as the figures of its cluster judge it, whatever measured profile did before.
 pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
-    if plan.profile.take().is_some() {
-        let programs = programs(&plan)?;
-        let cluster = plan.cluster.clone();
-        predict(&mut plan, &programs, &Rooflines::of(&cluster));
+    match plan.profile.take() {
+        Some(_) => {
+            let cluster = plan.cluster.clone();
+            Ok(judged_again(plan, &Rooflines::of(&cluster))?)
+        }
+        None => Ok(plan),
     }
-    Ok(plan)
 }
 
 /// Writes a file by renaming a complete one over it, so that a reader never sees half of it. A link stays a link and a

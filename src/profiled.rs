@@ -20,6 +20,7 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::work::{Term, Work};
 use altiplano_planner::frontier::{Point, frontier};
+use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
 use altiplano_planner::{Progress, Request, plan, plan_with, programs};
 use altiplano_runtime::measure::{Options, measure};
@@ -90,7 +91,7 @@ pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn 
 pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     let cost = Profiled::of_plan(profile, plan)?;
     let programs = programs(plan)?;
-    predict(plan, &programs, &cost);
+    predict(plan, &Sketch::whole(&programs), &cost);
     plan.profile = Some(profile.label());
     Ok(())
 }
@@ -160,7 +161,7 @@ impl Profiled {
     /// What of a plan the profile does not cover.
     pub fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
         let mut found = Uncovered::default();
-        for kernel in work_of(plan, programs, self).iter().flatten().flat_map(|body| &body.kernels) {
+        for kernel in work_of(plan, &Sketch::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels) {
             found.kernels += 1;
             let Some(work) = &kernel.work else { continue };
             let mut worst: Option<(&Term, f64)> = None;

@@ -23,7 +23,7 @@ use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
 use altiplano_planner::account::{Account, accounts_of};
-use altiplano_planner::lower::Prices;
+use altiplano_planner::lower::{Prices, Sketch};
 use altiplano_planner::memory::LaneMemory;
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming};
@@ -62,9 +62,10 @@ impl Simulation {
             Some(profiled) => Box::new(profiled.clone()),
             None => Box::new(Rooflines::of(&plan.cluster)),
         };
-        let work = work_of(&plan, &programs, &*costs);
-        let timings = timings_of(&plan, &programs, &work, &*costs);
-        let memories = lane_memories(&plan, &programs, &work);
+        let whole = Sketch::whole(&programs);
+        let work = work_of(&plan, &whole, &*costs);
+        let timings = timings_of(&plan, &whole, &work, &*costs);
+        let memories = lane_memories(&plan, &whole, &work);
         Ok(Simulation { plan, programs, costs, profiled, work, timings, memories })
     }
 

@@ -5,9 +5,10 @@
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Decomposition, Op};
-use crate::plan::{Plan, Stage, ValueSharding};
+use crate::plan::{Stage, ValueSharding};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A graph without composites, and what of the graph with them each of its nodes is.
@@ -61,40 +62,33 @@ pub fn without_composites(graph: &Graph) -> Cow<'_, Graph> {
     }
 }
 
-/// The plan of the graph without composites that the plan of the graph with them stands for; predictions are left as they are.
-pub fn expanded_plan(plan: &Plan) -> Cow<'_, Plan> {
-    if !plan.graph.nodes.iter().any(|n| matches!(n.op, Op::Composite(_))) {
-        return Cow::Borrowed(plan);
+impl Expanded {
+    /// The first node here of what begins at a node there.
+    pub fn start(&self, start: u32) -> u32 {
+        self.origins.partition_point(|(v, _)| v.0 < start) as u32
     }
-    let expanded = expand(&plan.graph);
-    let value = |v: &ValueId| expanded.values[v.index()];
-    // A layer begins where the first node of it does.
-    let first = |&start: &u32| {
-        let first = expanded.origins.partition_point(|(v, _)| v.0 < start);
-        first as u32
-    };
-    let stage = |stage: &Stage| {
+
+    /// A stage of a plan of the graph with composites, whose nodes are those from `nodes.start` to `nodes.end`, as one of the graph
+    /// without.
+    pub fn stage(&self, stage: &Stage, nodes: Range<u32>) -> Stage {
         let mut shardings = BTreeMap::new();
-        for (at, (v, inside)) in expanded.origins.iter().enumerate() {
+        for at in self.start(nodes.start)..self.start(nodes.end) {
+            let (v, inside) = &self.origins[at as usize];
             let Some(known) = stage.shardings.get(v) else { continue };
-            let here = ValueId(at as u32);
+            let here = ValueId(at);
             let sharding = match inside {
                 None => known.clone(),
                 Some((body, inner)) if body.is_constant(*inner) => continue,
                 Some((body, inner)) => {
                     let strategy = body.strategy(*inner, &known.strategy);
-                    let result = expanded.graph.rule(here).shardings(&strategy, &stage.mesh).result;
+                    let result = self.graph.rule(here).shardings(&strategy, &stage.mesh).result;
                     let sharding = result.display(&stage.mesh).to_string();
                     ValueSharding { name: known.name.clone(), sharding, strategy }
                 }
             };
             shardings.insert(here, sharding);
         }
-        let receives = stage.receives.iter().map(|(v, s)| (value(v), s.clone())).collect();
+        let receives = stage.receives.iter().map(|(v, s)| (self.values[v.index()], s.clone())).collect();
         Stage { shardings, receives, ..stage.clone() }
-    };
-    let stages = plan.stages.iter().map(stage).collect();
-    let layers = plan.layers.iter().map(first).collect();
-    let stop_gradients = plan.stop_gradients.iter().map(value).collect();
-    Cow::Owned(Plan { stages, layers, stop_gradients, graph: expanded.graph, ..plan.clone() })
+    }
 }

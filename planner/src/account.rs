@@ -2,6 +2,7 @@
 //! axes they go over, what is sent to other stages, the update, the host, and waiting. The parts are those that
 //! [`crate::predict`] adds up, taken apart further: of one lane of a pipeline they are the step.
 
+use crate::lower::Sketch;
 use crate::predict::{played, timings_of, work_of};
 use crate::programs;
 use crate::request::PlanFailure;
@@ -146,8 +147,9 @@ impl Account {
 /// The account of each stage of a plan, in order.
 pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFailure> {
     let programs = programs(plan)?;
-    let work = work_of(plan, &programs, costs);
-    let timings = timings_of(plan, &programs, &work, costs);
+    let whole = Sketch::whole(&programs);
+    let work = work_of(plan, &whole, costs);
+    let timings = timings_of(plan, &whole, &work, costs);
     Ok(accounts_of(plan, &work, &timings))
 }
 

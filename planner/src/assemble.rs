@@ -1,8 +1,9 @@
 //! From what the search chose to a plan: strategies and storage of every stage, written out.
 
-use crate::inter_op::compose::Runs;
-use crate::inter_op::search::{ChosenStage, layer_tables};
+use crate::inter_op::compose::Chain;
+use crate::inter_op::search::{ChosenStage, layer_table};
 use crate::inter_op::submesh::{Block, place_blocks};
+use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
@@ -18,6 +19,7 @@ use altiplano_ir::plan::{
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// What a plan is made of.
 pub struct Parts<'a> {
@@ -37,13 +39,16 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
     let Some(placement) = place_blocks(&blocks, &sizes) else {
         return Err(PlanFailure::NoCombination);
     };
-    let stages = parts
-        .stages
-        .iter()
-        .zip(placement.iter().cycle())
-        .map(|(chosen, devices)| stage(request, parts.layered, costs, chosen, devices.clone()))
-        .collect::<Option<Vec<Stage>>>()
-        .ok_or(PlanFailure::NoCombination)?;
+    let mut stages: Vec<Stage> = Vec::with_capacity(parts.stages.len());
+    for (chosen, devices) in parts.stages.iter().zip(placement.iter().cycle()) {
+        let before = parts.stages.iter().zip(&stages);
+        let mut copies = before.filter_map(|(other, stage)| copied(parts.layered, (other, stage), chosen));
+        let stage = match copies.next() {
+            Some(copy) => Some(Stage { devices: devices.clone(), ..copy }),
+            None => stage(request, parts.layered, costs, chosen, devices.clone()),
+        };
+        stages.push(stage.ok_or(PlanFailure::NoCombination)?);
+    }
     let graph = parts.layered.graph.clone();
     let unit = if graph.batch == 0 { 1 } else { graph.batch };
     Ok(Plan {
@@ -110,17 +115,70 @@ fn stage(
     Some(with_shardings(layered, &mut spaces, stage, shardings))
 }
 
+/// A stage as another one is, where both run the same layers in the same way.
+fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &ChosenStage) -> Option<Stage> {
+    let (group, shape) = (chosen.block.group, chosen.block.shape);
+    let runs_alike = (other.block.group, other.block.shape) == (group, shape)
+        && other.way == chosen.way
+        // The first stage also keeps what nothing uses.
+        && other.layers.start != 0
+        && layered.kinds[other.layers.clone()] == layered.kinds[chosen.layers.clone()];
+    if !runs_alike {
+        return None;
+    }
+    let graph = &layered.graph;
+    let name = |p: ValueId| match &graph.node(p).op {
+        Op::Parameter(parameter) => parameter.name.clone(),
+        _ => String::new(),
+    };
+    // Layers of one kind correspond entry by entry; what enters them must come from corresponding places too.
+    let mut partner: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    let (mut shardings, mut parameters, mut receives) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    for (a, b) in other.layers.clone().zip(chosen.layers.clone()) {
+        let (a, b) = (&layered.layers[a], &layered.layers[b]);
+        let outer = a.parameters.iter().chain(&a.entering).zip(b.parameters.iter().chain(&b.entering));
+        for (&v, &w) in outer.chain(a.nodes.iter().zip(&b.nodes)) {
+            if *partner.entry(v).or_insert(w) != w {
+                return None;
+            }
+        }
+        for (v, w) in a.nodes.iter().zip(&b.nodes) {
+            let ValueSharding { sharding, strategy, .. } = stage.shardings.get(v)?;
+            let (sharding, strategy) = (sharding.clone(), strategy.clone());
+            shardings.insert(*w, ValueSharding { name: graph.node(*w).name.clone(), sharding, strategy });
+        }
+        for (&p, &q) in a.parameters.iter().zip(&b.parameters) {
+            parameters.insert(name(q), stage.parameters.get(&name(p))?.clone());
+        }
+    }
+    for (v, layout) in &stage.receives {
+        receives.insert(*partner.get(v)?, layout.clone());
+    }
+    let from_elsewhere = |v: &&ValueId| v.0 < layered.starts[chosen.layers.start];
+    let entering = chosen.layers.clone().flat_map(|l| layered.layers[l].entering.iter().filter(from_elsewhere));
+    if !entering.into_iter().all(|v| receives.contains_key(v)) || parameters.len() != stage.parameters.len() {
+        return None;
+    }
+    let layers = chosen.layers.start as u32..chosen.layers.end as u32;
+    Some(Stage { layers, shardings, parameters, receives, ..stage.clone() })
+}
+
 /// The shardings of a stage's layers, put together from the tables of its layers.
 fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chosen: &ChosenStage) -> Option<Shardings> {
     let graph = &layered.graph;
     let way = &chosen.way;
     // Solved again: the search keeps only what it cost. The same input gives the same answer.
-    let tables = layer_tables(layered, request, spaces, way.variant)?;
-    let kinds = &layered.kinds[chosen.layers.clone()];
-    let runs = Runs::new(kinds);
-    let chain = runs.chains(&tables).swap_remove(runs.of(0, kinds.len()));
-    let of_layers: Vec<_> = kinds.iter().map(|&k| tables[k].clone()).collect();
-    let path = chain.path(&of_layers);
+    let mut tables: BTreeMap<usize, Rc<LayerTable>> = BTreeMap::new();
+    let mut of_layers = Vec::with_capacity(chosen.layers.len());
+    for &kind in &layered.kinds[chosen.layers.clone()] {
+        let table = match tables.get(&kind) {
+            Some(table) => table.clone(),
+            None => layer_table(layered, request, spaces, way.variant, kind)?,
+        };
+        tables.insert(kind, table.clone());
+        of_layers.push(table);
+    }
+    let path = Chain::through(&of_layers).path(&of_layers);
     // Where the demands on the axes leave some layer no way there is none through all of them.
     if path.len() != of_layers.len() {
         return None;

@@ -5,6 +5,7 @@
 
 use crate::inter_op::search::{Freedom, search};
 use crate::inter_op::variants;
+use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::{Choice, Muted, Sizes, choose, fits, freedom, judged, peak_bytes, refine, target};
 use altiplano_cost_models::Costs;
@@ -141,7 +142,9 @@ fn points(
     let again = |p: Point| {
         let memory_bytes = freedom.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
         let within = Freedom { memory_bytes, ..freedom.clone() };
-        match refine::refined(request, &within, p.plan.clone(), costs) {
+        let Plan { graph, layers, stop_gradients, schedule, .. } = &p.plan;
+        let layered = Layered::new(graph.clone(), layers.clone(), stop_gradients, schedule.trains());
+        match refine::refined(request, &within, &layered, p.plan.clone(), costs) {
             Ok(plan) if peak_bytes(&plan) <= p.peak_bytes => point(plan),
             _ => p,
         }

@@ -25,6 +25,7 @@ pub mod target;
 pub mod timing;
 pub mod why;
 
+use lower::Derived;
 pub use lower::lower;
 use request::Muted;
 pub use request::SearchKind;
@@ -147,7 +148,10 @@ fn choose(
     };
     let again = |plan: Plan| match progress.stopped() || freedom.alpa {
         true => Ok(plan),
-        false => refine::refined(request, freedom, plan, costs),
+        false => match layered(plan.num_microbatches) {
+            Some(layered) => refine::refined(request, freedom, &layered, plan, costs),
+            None => Ok(plan),
+        },
     };
     if progress.stopped() || !request.baselines {
         return Choice { plan: best.and_then(again), baselines: Vec::new(), others };
@@ -471,10 +475,24 @@ fn judged(request: &Request, found: &Found<'_>, costs: &dyn Costs) -> Result<Pla
         virtual_stages: found.virtual_stages,
         stages: &found.stages,
     };
-    let mut plan = assemble::assemble(request, &parts, costs)?;
+    let plan = assemble::assemble(request, &parts, costs)?;
+    predicted(plan, parts.layered.derived()?, costs)
+}
+
+/// A plan with what the judge finds of it.
+pub fn judged_again(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains())?;
+    predicted(plan, &derived, costs)
+}
+
+/// [`judged_again`] of a model whose derivative is known.
+fn predicted(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     // What runs must follow from the plan alone, by whatever prices it was chosen.
-    let programs = programs(&plan)?;
-    predict::predict(&mut plan, &programs, costs);
+    let prices = Rooflines::of(&plan.cluster);
+    // Workers on one machine slow each other down, which takes all programs to tell.
+    let alone = costs.runtime().is_none();
+    let sketch = lower::sketch(&plan, derived, &prices, alone);
+    predict::predict(&mut plan, &sketch, costs);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
     Ok(plan)
 }

@@ -296,12 +296,23 @@ impl LaneMemory {
     /// Plays the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
     pub fn new(programs: &Programs, lane: usize, steps: &[Steps<()>], device: DeviceKind) -> LaneMemory {
         let program = &programs.programs[lane];
+        LaneMemory::of(program, &program.schedule, &programs.transfers, steps, device)
+    }
+
+    /// [`LaneMemory::new`] of the bodies of one program under a schedule that may be that of another.
+    pub fn of(
+        program: &Program,
+        schedule: &[Call],
+        transfers: &[Transfer],
+        steps: &[Steps<()>],
+        device: DeviceKind,
+    ) -> LaneMemory {
         let mut kinds: Vec<Kind> = Vec::new();
         let mut number: BTreeMap<CallKind, u32> = BTreeMap::new();
-        let mut calls = Vec::with_capacity(program.schedule.len());
+        let mut calls = Vec::with_capacity(schedule.len());
         let mut walk = Walk {
             program,
-            transfers: &programs.transfers,
+            transfers,
             device,
             tensors: Vec::new(),
             holders: Vec::new(),
@@ -309,7 +320,7 @@ impl LaneMemory {
             kind: 0,
         };
         walk.start();
-        for call in &program.schedule {
+        for call in schedule {
             let (kind, microbatch) = CallKind::of(call);
             let new = kinds.len() as u32;
             let at = *number.entry(kind).or_insert(new);

@@ -2,10 +2,13 @@
 
 use crate::intra_op::space::block_counts;
 use crate::intra_op::statement::Model;
+use crate::lower::Derived;
+use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 /// A forward graph cut into layers.
 pub struct Layered {
@@ -22,6 +25,9 @@ pub struct Layered {
     pub kinds: Vec<usize>,
     /// The first layer of each kind.
     pub representatives: Vec<usize>,
+    stops: Vec<ValueId>,
+    trains: bool,
+    derived: OnceLock<Result<Derived, AutodiffError>>,
 }
 
 /// One layer's nodes and parameters in order: layers of one kind correspond entry by entry.
@@ -79,6 +85,9 @@ impl Layered {
             layers,
             kinds: Vec::new(),
             representatives: Vec::new(),
+            stops: stops.to_vec(),
+            trains,
+            derived: OnceLock::new(),
         };
         let mut seen: BTreeMap<String, usize> = BTreeMap::new();
         for l in 0..layered.layers.len() {
@@ -90,6 +99,12 @@ impl Layered {
             layered.kinds.push(kind);
         }
         layered
+    }
+
+    /// What lowering looks at, made once for all plans.
+    pub fn derived(&self) -> Result<&Derived, AutodiffError> {
+        let derived = self.derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains));
+        derived.as_ref().map_err(Clone::clone)
     }
 
     /// What the integer programs of layers look at. Without an optimizer nothing is trained.

@@ -8,7 +8,7 @@ use crate::intra_op::layer::Variant;
 use crate::intra_op::space::AxisRoles;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use crate::{fits, freedom, peak_bytes, predict, programs, refine, target};
+use crate::{fits, freedom, peak_bytes, predicted, refine, target};
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::{Plan, Stage};
@@ -51,9 +51,8 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }
         }
-        let lowered = programs(&new)?;
-        predict::predict(&mut new, &lowered, &costs);
-        if fits(&new) { refine::refined(request, &freedom, new, &costs) } else { Ok(new) }
+        let new = predicted(new, layered.derived()?, &costs)?;
+        if fits(&new) { refine::refined(request, &freedom, &layered, new, &costs) } else { Ok(new) }
     };
     // Layouts that keep less are looked at where the others do not fit, as in the search.
     let neighbour = |(change, stages): (String, Vec<ChosenStage>)| {

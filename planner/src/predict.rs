@@ -4,7 +4,7 @@
 //! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are
 //! those of [`crate::memory`].
 
-use crate::lower::Prices;
+use crate::lower::{Prices, Sketch};
 use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
@@ -18,38 +18,54 @@ use altiplano_ir::program::{Call, Programs};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The work of a plan's programs, by stage.
-pub fn work_of(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
+/// The work of a plan's programs, by stage; none for stages that are as others.
+pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
     let devices = plan.num_devices();
     let at = costs.runtime().map(|r| r.at(devices, devices));
     let of_stage = |i: usize| {
+        if like(plan, sketch, i) != i {
+            return Vec::new();
+        }
         let cost = at.as_ref().map_or(costs.of_group(plan.stages[i].group), |r| r.as_cost());
-        work(&programs.programs[plan.lane_of(i)], i as u32, &plan.execution, cost)
+        work(sketch.written(plan.lane_of(i)), i as u32, &plan.execution, cost)
     };
     (0..plan.stages.len()).into_par_iter().map(of_stage).collect()
 }
 
+/// The stage that stands for stage `i` in a sketch.
+fn like(plan: &Plan, sketch: &Sketch<'_>, i: usize) -> usize {
+    let lane = plan.lane_of(i);
+    i - lane + sketch.like[lane]
+}
+
 /// What every stage of a plan takes, from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<(StageTimes, StageTiming)> {
-    timings_of(plan, programs, &work_of(plan, programs, costs), costs)
+    let sketch = Sketch::whole(programs);
+    timings_of(plan, &sketch, &work_of(plan, &sketch, costs), costs)
 }
 
 /// [`stage_timings`] of work that is known already.
 pub fn timings_of(
     plan: &Plan,
-    programs: &Programs,
+    sketch: &Sketch<'_>,
     work: &[Vec<BodyWork>],
     costs: &dyn Costs,
 ) -> Vec<(StageTimes, StageTiming)> {
     if let Some(runtime) = costs.runtime() {
-        return shared_timings(plan, programs, work, runtime);
+        return shared_timings(plan, &sketch.programs, work, runtime);
     }
-    let times = work.par_iter().enumerate().map(|(i, bodies)| {
+    let timing = |i: usize| {
+        if like(plan, sketch, i) != i {
+            return StageTiming::default();
+        }
         let stage = &plan.stages[i];
-        let cost = costs.of_group(stage.group);
-        let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
-        let timing = stage_timing(bodies, &prices, &plan.execution);
-        let sends = sends(plan, programs, i, cost);
+        let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
+        stage_timing(&work[i], &prices, &plan.execution)
+    };
+    let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
+    let with_sends = |i: usize| {
+        let timing = timings[like(plan, sketch, i)].clone();
+        let sends = sends(plan, sketch, i, costs.of_group(plan.stages[i].group));
         let times = StageTimes {
             forward_s: timing.forward.seconds,
             backward_s: timing.backward.seconds,
@@ -59,8 +75,8 @@ pub fn timings_of(
             step_s: timing.finish_s + sends[2],
         };
         (times, timing)
-    });
-    times.collect()
+    };
+    (0..plan.stages.len()).into_par_iter().map(with_sends).collect()
 }
 
 /// Numbers of devices at work at once for which stages on a shared machine are timed, at most.
@@ -164,18 +180,19 @@ pub fn played(
 }
 
 /// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
-fn sends(plan: &Plan, programs: &Programs, i: usize, cost: &dyn CostModel) -> [f64; 3] {
-    let (stage, program) = (&plan.stages[i], &programs.programs[plan.lane_of(i)]);
+fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, cost: &dyn CostModel) -> [f64; 3] {
+    let lane = plan.lane_of(i);
+    let (stage, program) = (&plan.stages[i], sketch.written(lane));
     let mut sends = [0.0; 3];
-    for call in &program.schedule {
+    for call in &sketch.programs.programs[lane].schedule {
         let Call::Send { transfer, microbatch, .. } = call else { continue };
-        let (from, to) = programs.stages_of(*transfer);
+        let (from, to) = sketch.stages_of(*transfer);
         // What stays on its devices is copied there, which is nothing beside what goes over a link.
         let stays = plan.lane_of(from as usize) == plan.lane_of(to as usize);
         if from != i as u32 || stays || microbatch.is_some_and(|m| m != 0) {
             continue;
         }
-        let t = &programs.transfers[transfer.0 as usize];
+        let t = &sketch.programs.transfers[transfer.0 as usize];
         let target = &plan.stages[to as usize];
         let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path(plan, stage, target));
         let slot = match microbatch {
@@ -205,19 +222,26 @@ fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
 }
 
 /// What the devices of every lane hold over a step, on the devices that the plan is for.
-pub fn lane_memories(plan: &Plan, programs: &Programs, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
-    let memory = |(i, program)| {
-        let kind = plan.group_of(&plan.stages[i]).device.kind;
-        LaneMemory::new(programs, i, &steps(program, kind, work), kind)
+pub fn lane_memories(plan: &Plan, sketch: &Sketch<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
+    let kind = |lane: usize| plan.group_of(&plan.stages[lane]).device.kind;
+    let programs = &sketch.programs.programs;
+    let steps_of = |lane: usize| match sketch.like[lane] == lane {
+        true => steps(&programs[lane], kind(lane), work),
+        false => Vec::new(),
     };
-    programs.programs.par_iter().enumerate().map(memory).collect()
+    let steps: Vec<_> = (0..programs.len()).into_par_iter().map(steps_of).collect();
+    let memory = |lane: usize| {
+        let (written, steps) = (sketch.written(lane), &steps[sketch.like[lane]]);
+        LaneMemory::of(written, &programs[lane].schedule, &sketch.programs.transfers, steps, kind(lane))
+    };
+    (0..programs.len()).into_par_iter().map(memory).collect()
 }
 
 /// Fills in all predictions of a plan from its programs.
-pub fn predict(plan: &mut Plan, programs: &Programs, costs: &dyn Costs) {
-    let work = work_of(plan, programs, costs);
-    let timings = timings_of(plan, programs, &work, costs);
-    let memories = lane_memories(plan, programs, &work);
+pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
+    let work = work_of(plan, sketch, costs);
+    let timings = timings_of(plan, sketch, &work, costs);
+    let memories = lane_memories(plan, sketch, &work);
     let order = Order::of(plan);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let batches = plan.num_microbatches as f64;

@@ -14,7 +14,7 @@ use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use crate::{fits, leanest_of_the_fastest, predict, programs};
+use crate::{fits, leanest_of_the_fastest, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -39,14 +39,19 @@ struct Again {
     changed: bool,
 }
 
-/// Solves every stage of a judged plan again. The plan that comes back is the plan itself or a better one, with
+/// Solves every stage of a judged plan of a model again. The plan that comes back is the plan itself or a better one, with
 /// [`Stage::solved`] filled in.
-pub fn refined(request: &Request, freedom: &Freedom, mut plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+pub fn refined(
+    request: &Request,
+    freedom: &Freedom,
+    layered: &Layered,
+    mut plan: Plan,
+    costs: &dyn Costs,
+) -> Result<Plan, PlanFailure> {
     if !fits(&plan) {
         return Ok(plan);
     }
     let trains = plan.schedule.trains();
-    let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
     let readers = match trains {
         true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
         false => Vec::new(),
@@ -60,7 +65,7 @@ pub fn refined(request: &Request, freedom: &Freedom, mut plan: Plan, costs: &dyn
             .into_par_iter()
             .map(|i| {
                 let limit_bytes = device(&plan.stages[i]) * shares[i];
-                solved_again(request, freedom, &plan, &layered, &readers, costs, i, limit_bytes)
+                solved_again(request, freedom, &plan, layered, &readers, costs, i, limit_bytes)
             })
             .collect();
         if std::mem::take(&mut first) {
@@ -77,9 +82,7 @@ pub fn refined(request: &Request, freedom: &Freedom, mut plan: Plan, costs: &dyn
                 *stage = Stage { solved: Some(solved), ..new };
             }
         }
-        let lowered = programs(&other)?;
-        predict::predict(&mut other, &lowered, costs);
-        debug_assert!(other.verify().is_empty(), "{:?}", other.verify());
+        let other = predicted(other, layered.derived()?, costs)?;
         if fits(&other) {
             return Ok(leanest_of_the_fastest(vec![plan, other]));
         }

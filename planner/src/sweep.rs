@@ -8,7 +8,7 @@
 use crate::fixed::{Degrees, fixed};
 use crate::request::{PlanFailure, Progress, Request};
 use crate::target::one_group;
-use crate::{at_microbatches, fits, global_batch, peak_bytes, predict, programs};
+use crate::{at_microbatches, fits, global_batch, judged_again, peak_bytes};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::plan::{Plan, Schedule};
@@ -50,10 +50,8 @@ pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Re
     one_group(request, "--baseline", request.target.name())?;
     let graph = at_microbatches(request, degrees.num_microbatches).ok_or(PlanFailure::NoCombination)?;
     let at_size = Request { graph, ..request.clone() };
-    let mut plan = fixed(&at_size, degrees, costs)?;
-    let lowered = programs(&plan)?;
-    predict::predict(&mut plan, &lowered, costs);
-    Ok(plan)
+    let plan = fixed(&at_size, degrees, costs)?;
+    judged_again(plan, costs)
 }
 
 /// All configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor parallelism stays

@@ -17,7 +17,7 @@ use altiplano_planner::intra_op::layer::{Variant, solve_layer};
 use altiplano_planner::intra_op::solve::{Node, Options, SolveError};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use altiplano_planner::lower::Prices;
+use altiplano_planner::lower::{Prices, Sketch};
 use altiplano_planner::memory::cpu_peaks;
 use altiplano_planner::model::Layered;
 use altiplano_planner::refine::{as_given, levels};
@@ -228,7 +228,7 @@ fn memory_is_estimated() {
             let mut plan = plan(&request, &Silent).expect("a plan");
             let lowered = programs(&plan).expect("programs");
             let cost = Roofline::new(request.cluster.groups[0].device.clone());
-            predict::predict(&mut plan, &lowered, &cost);
+            predict::predict(&mut plan, &Sketch::whole(&lowered), &cost);
             let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &[], true);
             let readers = gradient_readers(&plan.graph, &[]).expect("a gradient");
             for ((i, stage), held) in plan.stages.iter().enumerate().zip(cpu_peaks(&lowered)) {

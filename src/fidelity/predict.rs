@@ -9,12 +9,12 @@ use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::plan::{Execution, Plan, Schedule};
-use altiplano_ir::program::Programs;
 use altiplano_planner::fixed::{Degrees, fixed};
 use altiplano_planner::layers::cluster_finely;
+use altiplano_planner::lower::{Derived, Sketch, sketch};
 use altiplano_planner::model::Layered;
 use altiplano_planner::timing::BodyWork;
-use altiplano_planner::{PlanFailure, Request, lower, predict};
+use altiplano_planner::{PlanFailure, Request, predict};
 use serde_json::json;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -94,7 +94,7 @@ pub struct Prepared {
 
 struct Size {
     plan: Plan,
-    programs: Programs,
+    sketch: Sketch<'static>,
     work: Vec<Vec<BodyWork>>,
     order: Order,
 }
@@ -123,7 +123,7 @@ impl Prepared {
     /// Predicted seconds of a step.
     pub fn step_s(&self, costs: &dyn Costs) -> f64 {
         let seconds = |size: &Size| {
-            let timings = predict::timings_of(&size.plan, &size.programs, &size.work, costs);
+            let timings = predict::timings_of(&size.plan, &size.sketch, &size.work, costs);
             let times: Vec<StageTimes> = timings.into_iter().map(|t| t.0).collect();
             simulate_order(&times, &size.order, &mut |_, _, _, _| {}).step_s
         };
@@ -163,14 +163,15 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Resul
         recompute,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
-    let mut programs = lower(&plan, &cost).map_err(|e| failed(e.into()))?;
-    let work = predict::work_of(&plan, &programs, &cost);
+    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains());
+    let mut sketch = sketch(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
+    let work = predict::work_of(&plan, &sketch, &cost);
     // Graphs have done their duty.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());
-    programs.programs.iter_mut().for_each(|p| p.bodies.clear());
+    sketch.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order::of(&plan);
-    Ok(Size { plan, programs, work, order })
+    Ok(Size { plan, sketch, work, order })
 }
 
 /// Splits what passes between layers by token over the context axis, where there is one.

@@ -54,6 +54,12 @@ impl Chain {
         Chain { ends, prefix: Some(self.clone()), transient_bytes: self.transient_bytes.max(table.transient_bytes) }
     }
 
+    /// The chain of layers with these tables, of which there is at least one.
+    pub fn through(tables: &[Rc<LayerTable>]) -> Rc<Chain> {
+        let first = Rc::new(Chain::first(&tables[0]));
+        tables.windows(2).fold(first, |chain, pair| Rc::new(chain.extend(&pair[0], &pair[1])))
+    }
+
     /// Objective, terms and leaving layout of the cheapest way.
     pub fn best(&self) -> Option<(f64, Terms, usize)> {
         let ends = self.ends.iter().enumerate();

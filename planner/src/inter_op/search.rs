@@ -10,7 +10,7 @@ use crate::fixed::evenly;
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
-use crate::lower::Prices;
+use crate::lower::{Insides, Prices};
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
@@ -116,21 +116,27 @@ fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
 }
 
 /// The tables of all layer kinds on one mesh.
-pub fn layer_tables(
+fn layer_tables(
     layered: &Layered,
     request: &Request,
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Option<Vec<Rc<LayerTable>>> {
+    (0..layered.representatives.len()).map(|kind| layer_table(layered, request, spaces, variant, kind)).collect()
+}
+
+/// The table of one kind of layers.
+pub fn layer_table(
+    layered: &Layered,
+    request: &Request,
+    spaces: &mut Spaces<'_>,
+    variant: Variant,
+    kind: usize,
+) -> Option<Rc<LayerTable>> {
     let model = layered.model(request.trains().then_some(&request.optimizer));
-    layered
-        .representatives
-        .iter()
-        .map(|&l| {
-            let range = layered.starts[l]..layered.starts[l + 1];
-            solve_layer(&model, range, spaces, variant).ok().map(Rc::new)
-        })
-        .collect()
+    let l = layered.representatives[kind];
+    let range = layered.starts[l]..layered.starts[l + 1];
+    solve_layer(&model, range, spaces, variant).ok().map(Rc::new)
 }
 
 /// Candidates of every sequence of layers on one mesh, each with the number of its way.
@@ -139,7 +145,7 @@ fn candidates_of_mesh(
     runs: &Runs,
     request: &Request,
     freedom: &Freedom,
-    cost: &dyn CostModel,
+    (cost, insides): (&dyn CostModel, &Insides),
     block: Block,
     mesh: &Mesh,
     num_microbatches: u32,
@@ -150,7 +156,7 @@ fn candidates_of_mesh(
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);
-    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh);
+    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh).knowing(insides);
     let mut spaces = Spaces::new(&prices, roles);
     let levels = match freedom.zero {
         Some(level) => vec![level],
@@ -308,6 +314,7 @@ pub fn candidates(
     request: &Request,
     freedom: &Freedom,
     costs: &dyn Costs,
+    insides: &[Insides],
     layered: Arc<Layered>,
     num_microbatches: u32,
 ) -> Candidates {
@@ -341,7 +348,8 @@ pub fn candidates(
         .map(|(block, mesh)| {
             let block = blocks[*block];
             let cost = costs.of_group(block.group as u32);
-            candidates_of_mesh(&layered, &runs, request, freedom, cost, block, mesh, num_microbatches)
+            let insides = &insides[block.group];
+            candidates_of_mesh(&layered, &runs, request, freedom, (cost, insides), block, mesh, num_microbatches)
         })
         .collect();
 
@@ -550,6 +558,7 @@ pub fn search(
 ) -> Searched {
     let counts = &freedom.num_microbatches;
     let total = counts.len();
+    let insides: Vec<Insides> = request.cluster.groups.iter().map(|_| Insides::default()).collect();
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
@@ -563,7 +572,7 @@ pub fn search(
         if i + 1 < total && least_bytes(&at_size, request) > freedom.memory_bytes.iter().copied().max().unwrap_or(0) {
             return None;
         }
-        let candidates = candidates(request, freedom, costs, at_size, count);
+        let candidates = candidates(request, freedom, costs, &insides, at_size, count);
         let step_s = |pp| candidates.best(request, freedom, &freedom.memory_bytes, pp).ok().map(|found| found.step_s);
         let best = step_s(freedom.pp);
         let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };

@@ -5,6 +5,7 @@
 //! gradients too, so an operand's cotangent comes out laid out as the operand, partial over the axes that split
 //! factors the operand does not have.
 
+use super::statement::{Table, TableKey};
 use crate::lower::{Inside, Prices};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -58,7 +59,7 @@ pub struct Space {
     pub choices: Vec<Choice>,
 }
 
-/// Interned layouts and memoised prices of one mesh.
+/// Interned layouts and memoised prices of one graph on one mesh.
 pub struct Spaces<'a> {
     pub prices: &'a Prices<'a>,
     pub roles: AxisRoles,
@@ -66,6 +67,9 @@ pub struct Spaces<'a> {
     ids: FxHashMap<Sharding, LayoutId>,
     reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
+    of_values: FxHashMap<ValueId, Rc<Space>>,
+    /// What is known of pairs of choices, see [`super::statement`].
+    pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
     /// See [`input_dims`]; empty until it is needed.
     input_dims: Vec<u32>,
 }
@@ -79,6 +83,8 @@ impl<'a> Spaces<'a> {
             ids: FxHashMap::default(),
             reshards: FxHashMap::default(),
             spaces: BTreeMap::new(),
+            of_values: FxHashMap::default(),
+            tables: FxHashMap::default(),
             input_dims: Vec::new(),
         }
     }
@@ -124,8 +130,18 @@ impl<'a> Spaces<'a> {
         self.prices.once_s(ty, self.layout(from), self.layout(to), bucket_bytes)
     }
 
-    /// The strategies of a node. `outers` lists block counts for each factor, see [`block_counts`].
-    pub fn of(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Rc<Space> {
+    /// The strategies of a node. `blocks` are those of the graph's values, see [`block_counts`].
+    pub fn of(&mut self, graph: &Graph, v: ValueId, blocks: &[Vec<Vec<u64>>]) -> Rc<Space> {
+        if let Some(space) = self.of_values.get(&v) {
+            return space.clone();
+        }
+        let space = self.of_kind(graph, v, &factor_blocks(graph, v, blocks));
+        self.of_values.insert(v, space.clone());
+        space
+    }
+
+    /// The strategies of a node, which all nodes of its kind have.
+    fn of_kind(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Rc<Space> {
         let node = graph.node(v);
         let batch: Vec<u32> =
             node.operands.iter().map(|&o| graph.node(o).batch_dims).chain([node.batch_dims]).collect();

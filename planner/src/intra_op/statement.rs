@@ -7,7 +7,7 @@
 //! proportion to the nodes.
 
 use super::solve::{self, Problem};
-use super::space::{Choice, LayoutId, Space, Spaces, batch_layout, factor_blocks};
+use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::lower::is_kept;
 use crate::timing::update_s;
 use altiplano_cost_models::timeline::Price;
@@ -200,7 +200,7 @@ pub enum Ends {
 
 /// What one side of a pair offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Source {
+pub enum Source {
     /// The layout that the value has, and the one in which its cotangent is needed.
     Value(LayoutId, LayoutId),
     Parameter(Kept),
@@ -216,10 +216,10 @@ pub struct Pair {
 }
 
 /// Terms by key of either side.
-type Table = Vec<Vec<Terms>>;
+pub type Table = Vec<Vec<Terms>>;
 
-/// All that a table depends on: the value's type, whether it has a gradient, and the keys.
-type TableKey = (TensorType, bool, Vec<Source>, Vec<Form>);
+/// All that a table depends on, on one mesh and for one way of training: the value's type, whether it has a gradient, and the keys.
+pub type TableKey = (TensorType, bool, Vec<Source>, Vec<Form>);
 
 /// A user of a value: a node's operand, or the way out.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -263,7 +263,6 @@ pub fn state(
         uses: BTreeMap::new(),
         relays: BTreeMap::new(),
         leaves: Vec::new(),
-        tables: FxHashMap::default(),
     };
     let transient_bytes = builder.state(range);
     let Builder { variables, mut unary, pairs, variable_of, uses, relays, .. } = builder;
@@ -328,7 +327,6 @@ struct Builder<'m, 's, 'p> {
     relays: BTreeMap<ValueId, usize>,
     /// Whether the value of a variable goes out as it rests, and is served from there.
     leaves: Vec<bool>,
-    tables: FxHashMap<TableKey, Rc<Table>>,
 }
 
 impl Builder<'_, '_, '_> {
@@ -434,8 +432,7 @@ impl Builder<'_, '_, '_> {
     /// States the variable of a node and returns the bytes that it needs at least while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
         let Model { graph, needs_gradient, blocks, .. } = *self.model;
-        let outers = factor_blocks(graph, v, blocks);
-        let space = self.spaces.of(graph, v, &outers);
+        let space = self.spaces.of(graph, v, blocks);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
         let kept = is_kept(&graph.node(v).op);
         let mut least = f64::INFINITY;
@@ -565,13 +562,13 @@ impl Builder<'_, '_, '_> {
         let ty = self.model.graph.ty(v).clone();
         let gradient = self.model.needs_gradient[v.index()];
         let key = (ty, gradient, from_keys, to_keys);
-        let terms = match self.tables.get(&key) {
+        let terms = match self.spaces.tables.get(&key) {
             Some(known) => known.clone(),
             None => {
                 let (ty, _, from_keys, to_keys) = &key;
                 let row = |&f: &Source| to_keys.iter().map(|&t| self.price(ty, gradient, f, t)).collect();
                 let table: Rc<Table> = Rc::new(from_keys.iter().map(row).collect());
-                self.tables.insert(key, table.clone());
+                self.spaces.tables.insert(key, table.clone());
                 table
             }
         };

@@ -6,6 +6,7 @@
 //! again: results of elementwise ops are cheaper to repeat than to keep, and with recomputation everything
 //! inside a layer is.
 
+mod alike;
 mod body;
 mod choose;
 pub mod repeat;
@@ -19,36 +20,133 @@ use altiplano_cost_models::{AxisLink, CostModel, Costs, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
-use altiplano_ir::expand::expanded_plan;
+use altiplano_ir::expand::{Expanded, expand};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
-use altiplano_ir::program::{Program, Programs, Transfer};
+use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
 use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+/// What lowering looks at of a model, whatever its plan: the graph without composites, and its derivative.
+pub struct Derived {
+    expanded: Expanded,
+    training: Differentiated,
+    /// Values that depend on no leaf.
+    constant: Vec<bool>,
+    users: Vec<Vec<ValueId>>,
+    /// For each forward node the backward nodes that belong to it, sums left out.
+    owned: Vec<Vec<ValueId>>,
+}
+
+impl Derived {
+    /// `trains`: whether there is a derivative at all.
+    pub fn new(graph: &Graph, stop_gradients: &[ValueId], trains: bool) -> Result<Derived, AutodiffError> {
+        let expanded = expand(graph);
+        let stops: Vec<ValueId> = stop_gradients.iter().map(|v| expanded.values[v.index()]).collect();
+        let training = match trains {
+            true => differentiate(&expanded.graph, &stops)?,
+            false => undifferentiated(&expanded.graph),
+        };
+        let constant = training.graph.depends_on(|v| training.graph.node(v).op.is_leaf()).into_iter().map(|d| !d);
+        let mut owned = vec![Vec::new(); training.num_forward];
+        for n in training.graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
+            owned[training.owner[n.index()].index()].push(n);
+        }
+        Ok(Derived { constant: constant.collect(), users: expanded.graph.users(), owned, training, expanded })
+    }
+}
+
+/// A plan's cut through a model: which stage and layer each node is of.
+struct Cut<'a> {
+    plan: &'a Plan,
+    derived: &'a Derived,
+    /// `None` for leaves and constants.
+    stage_of: Vec<Option<u32>>,
+    layer_of: Vec<Option<u32>>,
+    /// The nodes of each stage in order.
+    nodes: Vec<Vec<ValueId>>,
+}
+
+impl<'a> Cut<'a> {
+    fn new(plan: &'a Plan, derived: &'a Derived) -> Cut<'a> {
+        let graph = &derived.expanded.graph;
+        let starts: Vec<u32> = plan.layers.iter().map(|&start| derived.expanded.start(start)).collect();
+        let mut stage_of_layer: Vec<Option<u32>> = vec![None; starts.len()];
+        for (s, stage) in (0..).zip(&plan.stages) {
+            stage.layers.clone().for_each(|l| stage_of_layer[l as usize] = Some(s));
+        }
+        let layer = |v: ValueId| {
+            let after = starts.partition_point(|&first| first <= v.0);
+            let is_inside = !derived.constant[v.index()] && !graph.node(v).op.is_leaf() && after > 0;
+            is_inside.then(|| (after - 1) as u32)
+        };
+        let layer_of: Vec<Option<u32>> = graph.values().map(layer).collect();
+        let stage_of: Vec<Option<u32>> = layer_of.iter().map(|l| stage_of_layer[(*l)? as usize]).collect();
+        let mut nodes = vec![Vec::new(); plan.stages.len()];
+        for (v, stage) in graph.values().zip(&stage_of) {
+            if let Some(stage) = stage {
+                nodes[*stage as usize].push(v);
+            }
+        }
+        Cut { plan, derived, stage_of, layer_of, nodes }
+    }
+
+    fn context(&'a self, index: usize, costs: &'a dyn Costs) -> StageContext<'a> {
+        let Cut { plan, derived, .. } = self;
+        let stage = &plan.stages[index];
+        let nodes = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
+        StageContext {
+            plan,
+            graph: &derived.expanded.graph,
+            stage: derived.expanded.stage(stage, nodes),
+            index: index as u32,
+            // Stages that share devices are one program, whose axes have one name each.
+            mesh: plan.lanes()[plan.lane_of(index)].mesh.clone(),
+            training: &derived.training,
+            constant: &derived.constant,
+            nodes: &self.nodes[index],
+            stage_of: &self.stage_of,
+            layer_of: &self.layer_of,
+            users: &derived.users,
+            owned: &derived.owned,
+            prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
+            choices: RefCell::new(FxHashMap::default()),
+        }
+    }
+}
 
 /// Everything that lowering one stage looks at.
-pub struct StageContext<'a> {
-    pub plan: &'a Plan,
-    pub stage: &'a Stage,
-    pub index: u32,
-    pub mesh: Mesh,
-    pub training: &'a Differentiated,
+struct StageContext<'a> {
+    plan: &'a Plan,
+    /// The model without composites.
+    graph: &'a Graph,
+    /// The plan's stage, of that graph.
+    stage: Stage,
+    index: u32,
+    mesh: Mesh,
+    training: &'a Differentiated,
     /// Values that depend on no leaf.
-    pub constant: &'a [bool],
+    constant: &'a [bool],
+    /// The forward nodes of this stage.
+    nodes: &'a [ValueId],
     /// Stage of each forward node; `None` for leaves and constants.
-    pub stage_of: &'a [Option<u32>],
+    stage_of: &'a [Option<u32>],
     /// Layer of each forward node.
-    pub layer_of: &'a [Option<u32>],
-    pub users: &'a [Vec<ValueId>],
-    pub prices: Prices<'a>,
+    layer_of: &'a [Option<u32>],
+    users: &'a [Vec<ValueId>],
+    /// The backward nodes of each forward node.
+    owned: &'a [Vec<ValueId>],
+    prices: Prices<'a>,
     choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
 }
 
@@ -63,7 +161,13 @@ pub struct Prices<'a> {
     /// Seconds of the host for each collective.
     collective_issue_s: f64,
     reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
+    insides: Option<&'a Insides>,
 }
+
+/// What is known of composites whose parts send nothing, on devices of one kind: by op, types of the operands on one device, and
+/// which factors are split, which decides whether parts have something to send.
+#[derive(Default)]
+pub struct Insides(Mutex<FxHashMap<(String, Vec<TensorType>, Vec<bool>), Inside>>);
 
 impl<'a> Prices<'a> {
     pub fn new(cost: &'a dyn CostModel, group: &Group, submesh: (u32, u32), mesh: &Mesh) -> Self {
@@ -75,7 +179,12 @@ impl<'a> Prices<'a> {
             })
             .collect();
         let collective_issue_s = cost.kernel(&Kernel::moving(KernelKind::Collective, 0)).issue_s;
-        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default() }
+        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default(), insides: None }
+    }
+
+    /// With what is known of composites, and learning more of them.
+    pub fn knowing(self, insides: &'a Insides) -> Self {
+        Prices { insides: Some(insides), ..self }
     }
 
     pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
@@ -204,13 +313,32 @@ impl<'a> Prices<'a> {
         strategy: &Strategy,
         shardings: &OpShardings,
     ) -> Inside {
+        let Some(Insides(known)) = self.insides else {
+            return self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings));
+        };
+        let locals = operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh));
+        let axes = strategy.factor_axes(rule.factors.len());
+        let split = axes.iter().map(|axes| axes.iter().any(|&a| self.mesh.size(a) > 1));
+        let key = (format!("{op:?}"), locals.collect::<Vec<_>>(), split.collect());
+        if let Some(inside) = known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return *inside;
+        }
         let graph = self.local_graph(op, operands, rule, strategy, shardings);
+        let inside = self.inside_of(&graph);
+        if !graph.nodes.iter().any(|n| matches!(n.op, Op::Collective(_))) {
+            known.lock().unwrap_or_else(PoisonError::into_inner).insert(key, inside);
+        }
+        inside
+    }
+
+    /// What the nodes of a local graph cost.
+    fn inside_of(&self, graph: &Graph) -> Inside {
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
         let mut inside = Inside::default();
         for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
             let node = graph.node(v);
             let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
-            let exchange_s = self.exchange_s(&graph, v);
+            let exchange_s = self.exchange_s(graph, v);
             let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
             let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
             let sends = if exchange_s > 0.0 { self.collective_issue_s } else { 0.0 };
@@ -301,63 +429,98 @@ impl StageContext<'_> {
 
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> {
-    let plan = &*expanded_plan(plan);
-    let training = match plan.schedule.trains() {
-        true => differentiate(&plan.graph, &plan.stop_gradients)?,
-        false => undifferentiated(&plan.graph),
-    };
-    let graph = &training.graph;
-    let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();
-    let layer_of = plan.layer_of();
-    let stage_of: Vec<Option<u32>> = layer_of
-        .iter()
-        .map(|layer| layer.and_then(|l| plan.stages.iter().position(|s| s.layers.contains(&l)).map(|s| s as u32)))
-        .collect();
-    let users = plan.graph.users();
-    let context = |i: usize| StageContext {
-        plan,
-        stage: &plan.stages[i],
-        index: i as u32,
-        // Stages that share devices are one program, whose axes have one name each.
-        mesh: plan.lanes()[plan.lane_of(i)].mesh.clone(),
-        training: &training,
-        constant: &constant,
-        stage_of: &stage_of,
-        layer_of: &layer_of,
-        users: &users,
-        prices: {
-            let stage = &plan.stages[i];
-            Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh)
-        },
-        choices: RefCell::new(FxHashMap::default()),
-    };
-    let num_stages = plan.stages.len();
-    let mut lowered: Vec<stage::Lowered> =
-        (0..num_stages).into_par_iter().map(|i| stage::lower_stage(&context(i))).collect();
-    let contexts: Vec<StageContext<'_>> = (0..num_stages).map(context).collect();
+    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains())?;
+    Ok(written(&Cut::new(plan, &derived), costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()))
+}
 
+/// Programs of which those are written out that differ from all others. Of a lane that is as an earlier one there is the schedule
+/// alone, which speaks of the earlier one's bodies and buffers.
+pub struct Sketch<'a> {
+    pub programs: Cow<'a, Programs>,
+    /// For each lane the first that is as it is.
+    pub like: Vec<usize>,
+}
+
+impl<'a> Sketch<'a> {
+    /// Nothing left out.
+    pub fn whole(programs: &'a Programs) -> Self {
+        Sketch { like: (0..programs.programs.len()).collect(), programs: Cow::Borrowed(programs) }
+    }
+
+    /// The program with a lane's bodies and buffers.
+    pub fn written(&self, lane: usize) -> &Program {
+        &self.programs.programs[self.like[lane]]
+    }
+
+    /// The stages between which a transfer goes.
+    pub fn stages_of(&self, transfer: TransferId) -> (u32, u32) {
+        let Transfer { source, target } = &self.programs.transfers[transfer.0 as usize];
+        let stage = |(lane, buffer): (u32, BufferId)| {
+            let lane = lane as usize;
+            self.written(lane).buffer(buffer).stage + (lane - self.like[lane]) as u32
+        };
+        (stage(*source), stage(*target))
+    }
+}
+
+/// Lowers a plan of a model, lanes that are `alike` once.
+pub fn sketch(plan: &Plan, derived: &Derived, costs: &dyn Costs, alike: bool) -> Sketch<'static> {
+    let cut = Cut::new(plan, derived);
+    let alike = match alike {
+        true => alike::lanes(&cut),
+        false => (0..plan.num_lanes()).map(|_| None).collect(),
+    };
+    let programs = Cow::Owned(written(&cut, costs, &alike));
+    let first = |(lane, alike): (usize, Option<alike::Alike>)| alike.map_or(lane, |a| a.lane);
+    Sketch { programs, like: alike.into_iter().enumerate().map(first).collect() }
+}
+
+/// Lowers each lane that is not as an earlier one.
+fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> Programs {
+    let plan = cut.plan;
+    let stages: Vec<usize> = (0..plan.stages.len()).filter(|&s| alike[plan.lane_of(s)].is_none()).collect();
+    let lowered = stages.par_iter().map(|&i| (i, stage::lower_stage(&cut.context(i, costs))));
+    let mut lowered: BTreeMap<usize, stage::Lowered> = lowered.collect();
+    let mut lanes: Vec<Vec<stage::Lowered>> = Vec::new();
     for lane in 0..plan.num_lanes() {
+        let mut of_lane: Vec<stage::Lowered> = plan.stages_of(lane).filter_map(|s| lowered.remove(&s)).collect();
         let mut first = 0;
-        for stage in plan.stages_of(lane) {
-            lowered[stage].number_from(first);
-            first += lowered[stage].buffers.len() as u32;
+        for stage in &mut of_lane {
+            stage.number_from(first);
+            first += stage.buffers.len() as u32;
+        }
+        lanes.push(of_lane);
+    }
+    let boundary = |stage: usize| {
+        let (lane, at) = (plan.lane_of(stage), stage / plan.num_lanes());
+        match &alike[lane] {
+            None => lanes[lane][at].boundary.clone(),
+            Some(alike) => lanes[alike.lane][at].boundary.moved(|v| alike.values[&v], (lane - alike.lane) as u32),
+        }
+    };
+    let boundaries: Vec<stage::Boundary> = (0..plan.stages.len()).map(boundary).collect();
+    let mut transfers: Vec<Transfer> = Vec::new();
+    let links = stage::connect(cut, &boundaries, &mut transfers);
+    let program = |lane: usize| {
+        let of_stages: Vec<stage::Boundary> = plan.stages_of(lane).map(|s| boundaries[s].clone()).collect();
+        let written = alike[lane].as_ref().map_or(lane, |a| a.lane);
+        schedule::program(cut, lane, &lanes[written], &of_stages, &links)
+    };
+    let mut programs: Vec<Program> = (0..plan.num_lanes()).map(program).collect();
+    for (program, stages) in programs.iter_mut().zip(lanes) {
+        for stage in stages {
+            program.buffers.extend(stage.buffers);
+            program.bodies.extend([stage.forward, stage.backward, stage.reduce, stage.update]);
+            program.bodies.extend(stage.weights);
         }
     }
-    let mut transfers: Vec<Transfer> = Vec::new();
-    let links = stage::connect(&contexts, &mut lowered, &mut transfers);
-    let mut lanes: Vec<Vec<_>> = (0..plan.num_lanes()).map(|_| Vec::new()).collect();
-    for (stage, with_context) in contexts.iter().zip(lowered).enumerate() {
-        lanes[plan.lane_of(stage)].push(with_context);
-    }
-    let program = |(lane, stages)| schedule::program(lane, stages, &links);
-    let programs: Vec<Program> = lanes.into_iter().enumerate().map(program).collect();
-    Ok(Programs {
+    Programs {
         programs,
         transfers,
         num_microbatches: plan.num_microbatches,
         microbatch: plan.graph.batch,
         loss_is_mean: plan.loss != LossKind::Sum,
-    })
+    }
 }
 
 /// Groups equal layouts.

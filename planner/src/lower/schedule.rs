@@ -1,10 +1,10 @@
 //! The order of a lane's calls: microbatches of its stages under the plan's schedule, then the reductions and the updates.
 
-use super::StageContext;
-use super::stage::{Links, Lowered};
+use super::Cut;
+use super::stage::{Boundary, Links, Lowered};
 use altiplano_cost_models::pipeline::{Order, PipelineCall};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::program::{Body, Buffer, BufferId, Call, Program, TransferId};
+use altiplano_ir::program::{BufferId, Call, Program, TransferId};
 use std::collections::BTreeMap;
 
 /// A stage's bodies by their numbers in the program, and its transfers.
@@ -28,19 +28,15 @@ struct Calls {
     update_frees: Vec<BufferId>,
 }
 
-/// Puts the program of a lane together from its stages, whose buffers are numbered one stage after the other.
-pub fn program(lane: usize, stages: Vec<(&StageContext<'_>, Lowered)>, links: &Links) -> Program {
-    let (first, _) = &stages[0];
-    let (plan, devices, mesh) = (first.plan, first.stage.devices.clone(), first.mesh.clone());
-    let mut buffers: Vec<Buffer> = Vec::new();
-    let mut bodies: Vec<Body> = Vec::new();
+/// The program of a lane without bodies and buffers: its schedule, by its stages as lowered here or on a lane that is as this one.
+pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Boundary], links: &Links) -> Program {
+    let plan = cut.plan;
+    let first = &plan.lanes()[lane];
     let mut of_stage: BTreeMap<usize, Calls> = BTreeMap::new();
-    for (cx, lowered) in stages {
-        let calls = Calls::new(cx.index, bodies.len() as u32, &lowered, links);
-        of_stage.insert(cx.index as usize, calls);
-        buffers.extend(lowered.buffers);
-        bodies.extend([lowered.forward, lowered.backward, lowered.reduce, lowered.update]);
-        bodies.extend(lowered.weights);
+    let mut body = 0;
+    for ((stage, lowered), boundary) in plan.stages_of(lane).zip(stages).zip(boundaries) {
+        of_stage.insert(stage, Calls::new(stage as u32, body, lowered, boundary, links));
+        body += 4 + lowered.weights.iter().count() as u32;
     }
 
     let mut schedule = Vec::new();
@@ -78,12 +74,18 @@ pub fn program(lane: usize, stages: Vec<(&StageContext<'_>, Lowered)>, links: &L
     if plan.schedule.trains() {
         schedule.extend(of_stage.values().map(|calls| Call::Run { body: calls.update, microbatch: None }));
     }
-    Program { devices, mesh, buffers, bodies, schedule }
+    Program {
+        devices: first.devices.clone(),
+        mesh: first.mesh.clone(),
+        buffers: Vec::new(),
+        bodies: Vec::new(),
+        schedule,
+    }
 }
 
 impl Calls {
     /// `body`: the number of the stage's first body.
-    fn new(here: u32, body: u32, lowered: &Lowered, links: &Links) -> Calls {
+    fn new(here: u32, body: u32, lowered: &Lowered, boundary: &Boundary, links: &Links) -> Calls {
         let outgoing = |links: &BTreeMap<(ValueId, u32, u32), TransferId>, sends: &BTreeMap<ValueId, BufferId>| {
             let mut sent: Vec<(TransferId, BufferId)> = links
                 .iter()
@@ -106,9 +108,9 @@ impl Calls {
             receives_forward: incoming(&links.forward),
             receives_backward: incoming(&links.backward),
             receives_tied: incoming(&links.tied),
-            sends_forward: outgoing(&links.forward, &lowered.sends_forward),
-            sends_backward: outgoing(&links.backward, &lowered.sends_backward),
-            sends_tied: outgoing(&links.tied, &lowered.sends_tied),
+            sends_forward: outgoing(&links.forward, &boundary.sends_forward),
+            sends_backward: outgoing(&links.backward, &boundary.sends_backward),
+            sends_tied: outgoing(&links.tied, &boundary.sends_tied),
             backward_frees: lowered
                 .weights
                 .iter()

@@ -4,7 +4,7 @@ use super::body::BodyBuilder;
 use super::choose::Available;
 use super::repeat::Repeats;
 use super::split::split;
-use super::{StageContext, by_layout};
+use super::{Cut, StageContext, by_layout};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
@@ -25,6 +25,12 @@ pub struct Lowered {
     pub weights: Option<Body>,
     pub reduce: Body,
     pub update: Body,
+    pub boundary: Boundary,
+}
+
+/// The buffers that a stage exchanges with others.
+#[derive(Clone, Default)]
+pub struct Boundary {
     /// Forward values that later stages need, and where they are left.
     pub sends_forward: BTreeMap<ValueId, BufferId>,
     pub receives_forward: BTreeMap<ValueId, BufferId>,
@@ -35,6 +41,24 @@ pub struct Lowered {
     /// Reduced gradients of tied parameters for the other holders, and theirs.
     pub sends_tied: BTreeMap<ValueId, BufferId>,
     pub receives_tied: BTreeMap<(ValueId, u32), BufferId>,
+}
+
+impl Boundary {
+    /// The boundary of a stage that is as this one but for its values, which are `of` these, and `further` stages on.
+    pub fn moved(&self, of: impl Fn(ValueId) -> ValueId, further: u32) -> Boundary {
+        let values = |map: &BTreeMap<ValueId, BufferId>| map.iter().map(|(&v, &b)| (of(v), b)).collect();
+        let stages = |map: &BTreeMap<(ValueId, u32), BufferId>| {
+            map.iter().map(|(&(v, stage), &b)| ((of(v), stage + further), b)).collect()
+        };
+        Boundary {
+            sends_forward: values(&self.sends_forward),
+            receives_forward: values(&self.receives_forward),
+            sends_backward: values(&self.sends_backward),
+            receives_backward: stages(&self.receives_backward),
+            sends_tied: values(&self.sends_tied),
+            receives_tied: stages(&self.receives_tied),
+        }
+    }
 }
 
 /// Transfers by what they carry: (value, source stage, target stage).
@@ -53,10 +77,11 @@ impl Lowered {
             let (reads, writes) = (body.reads.iter_mut().map(|r| &mut r.1), body.writes.iter_mut().map(|w| &mut w.0));
             reads.chain(writes).chain(&mut body.frees).for_each(|b| b.0 += first);
         }
-        let of_values =
-            [&mut self.sends_forward, &mut self.receives_forward, &mut self.sends_backward, &mut self.sends_tied];
+        let Boundary { sends_forward, receives_forward, sends_backward, receives_backward, sends_tied, receives_tied } =
+            &mut self.boundary;
+        let of_values = [sends_forward, receives_forward, sends_backward, sends_tied];
         of_values.into_iter().flat_map(BTreeMap::values_mut).for_each(|b| b.0 += first);
-        let of_stages = [&mut self.receives_backward, &mut self.receives_tied];
+        let of_stages = [receives_backward, receives_tied];
         of_stages.into_iter().flat_map(BTreeMap::values_mut).for_each(|b| b.0 += first);
     }
 }
@@ -98,16 +123,16 @@ impl<'a> StageLowering<'a> {
 
     fn declare_leaves(&mut self) {
         let cx = self.cx;
-        for (p, name) in cx.plan.graph.parameters() {
+        for (p, name) in cx.graph.parameters() {
             if let Some(storage) = cx.stage.parameters.get(name) {
                 let kind = BufferKind::Parameter { name: name.to_string() };
-                let ty = cx.plan.graph.ty(p).clone();
+                let ty = cx.graph.ty(p).clone();
                 let id = self.buffer(name.to_string(), kind, ty, storage.parameter.clone());
                 self.parameters.insert(p, id);
             }
         }
         for (&v, sharding) in &cx.stage.receives {
-            let ty = cx.plan.graph.ty(v).clone();
+            let ty = cx.graph.ty(v).clone();
             let id = self.buffer(format!("{v} received"), BufferKind::Value, ty, sharding.clone());
             self.received.insert(v, id);
         }
@@ -115,7 +140,7 @@ impl<'a> StageLowering<'a> {
 
     /// Makes a leaf or a received value available in `b`, if that is what `v` is.
     fn fetch_outer(&mut self, b: &mut BodyBuilder<'a>, v: ValueId, to: &Sharding) -> bool {
-        let graph = &self.cx.plan.graph;
+        let graph = &self.cx.graph;
         let ty = graph.ty(v);
         if let Some(&buffer) = self.parameters.get(&v).or_else(|| self.received.get(&v)) {
             let sharding = self.buffers[buffer.0 as usize].sharding.clone();
@@ -142,13 +167,11 @@ impl<'a> StageLowering<'a> {
 
     fn forward(&mut self) -> BodyBuilder<'a> {
         let cx = self.cx;
-        let here = |v: &ValueId| cx.stage_of[v.index()] == Some(cx.index);
-        let nodes: Vec<ValueId> = cx.plan.graph.values().filter(here).collect();
-        let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index), nodes.len());
-        for v in nodes {
-            let (rule, strategy) = (cx.plan.graph.rule(v), cx.strategy(v));
+        let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index), cx.nodes.len());
+        for &v in cx.nodes {
+            let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
             let shardings = rule.shardings(strategy, &cx.mesh);
-            for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
+            for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
                 self.fetch_outer(&mut b, o, to);
             }
             b.emit(v, &rule, strategy, &shardings);
@@ -167,9 +190,9 @@ impl<'a> StageLowering<'a> {
         }
         if self.again.contains(&v) {
             if b.layouts(v).is_empty() {
-                let (rule, strategy) = (cx.plan.graph.rule(v), cx.strategy(v));
+                let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
                 let shardings = rule.shardings(strategy, &cx.mesh);
-                for (&o, to) in cx.plan.graph.node(v).operands.iter().zip(&shardings.operands) {
+                for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
                     self.fetch(b, forward, o, to);
                 }
                 b.emit(v, &rule, strategy, &shardings);
@@ -177,7 +200,7 @@ impl<'a> StageLowering<'a> {
             return;
         }
         // Saved: in the layout that costs least to bring to `to`, then the smallest.
-        let ty = cx.plan.graph.ty(v);
+        let ty = cx.graph.ty(v);
         let price = |s: &Sharding| (cx.reshard_s(ty, s, to), s.local_bytes(ty, &cx.mesh));
         let best = forward
             .layouts(v)
@@ -206,7 +229,7 @@ impl<'a> StageLowering<'a> {
         }
         let mut layouts: Vec<Sharding> = b.layouts(v).iter().map(|(s, _)| s.clone()).collect();
         if v.index() < cx.training.num_forward {
-            match &cx.plan.graph.node(v).op {
+            match &cx.graph.node(v).op {
                 Op::Input(_) => return Available::Any,
                 Op::Parameter(_) => {
                     layouts.extend(self.parameters.get(&v).map(|b| self.buffers[b.0 as usize].sharding.clone()));
@@ -288,9 +311,9 @@ impl<'a> StageLowering<'a> {
     fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut accumulators = BTreeMap::new();
-        for (p, name) in cx.plan.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
+        for (p, name) in cx.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
             let Some(storage) = cx.stage.parameters.get(name) else { continue };
-            let ty = cx.plan.execution.accumulator(cx.plan.graph.ty(p));
+            let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
             let kind = BufferKind::Accumulator { parameter: name.to_string() };
             accumulators.insert(p, self.buffer(format!("gradient of {name}"), kind, ty, storage.gradient.clone()));
         }
@@ -318,14 +341,7 @@ impl<'a> StageLowering<'a> {
         let training = cx.training;
         let graph = &training.graph;
         let here = |v: ValueId| cx.stage_of[v.index()] == Some(cx.index);
-        let mut owned: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
-        for n in graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
-            let owner = training.owner[n.index()];
-            if here(owner) {
-                owned.entry(owner).or_default().push(n);
-            }
-        }
-        let num_nodes = owned.values().map(Vec::len).sum();
+        let num_nodes = cx.nodes.iter().map(|v| cx.owned[v.index()].len()).sum();
         let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index), num_nodes);
         let parts = parts_of(cx);
         let mut receives_backward = BTreeMap::new();
@@ -337,7 +353,7 @@ impl<'a> StageLowering<'a> {
                 first_used.entry(user).or_default().push(p);
             }
         }
-        for v in cx.plan.graph.values().rev().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+        for v in cx.nodes.iter().rev().copied() {
             'contributions: {
                 let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
                 let to = self.left_partial(&b, v).unwrap_or_else(|| cx.resting(v));
@@ -350,7 +366,7 @@ impl<'a> StageLowering<'a> {
                 }
                 let Some(total) = self.cotangent(&mut b, v, &to, &received) else { break 'contributions };
                 b.define(cotangent, to, total);
-                for &n in owned.get(&v).into_iter().flatten().filter(|n| !cx.is_constant(**n)) {
+                for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n)) {
                     let operands = &graph.node(n).operands;
                     let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
                     let wanted = parts.get(&n).map(|&of| cx.resting(of));
@@ -393,14 +409,14 @@ impl<'a> StageLowering<'a> {
             }
         }
         let mut sends_forward = BTreeMap::new();
-        for v in cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)) {
+        for v in cx.nodes.iter().copied() {
             let later = cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index));
             if later {
                 let to = cx.resting(v);
                 let buffer = match self.saved.get(&(v, to.clone())).filter(|b| read_back.contains(b)) {
                     Some(&buffer) => buffer,
                     None => {
-                        let ty = cx.plan.graph.ty(v).clone();
+                        let ty = cx.graph.ty(v).clone();
                         let buffer = self.buffer(format!("{v} to later stages"), BufferKind::Value, ty, to.clone());
                         writes.push((buffer, forward.want(v, &to)));
                         buffer
@@ -410,7 +426,7 @@ impl<'a> StageLowering<'a> {
             }
         }
         if !cx.plan.schedule.trains() {
-            for (index, &v) in (0u32..).zip(&cx.plan.graph.outputs) {
+            for (index, &v) in (0u32..).zip(&cx.graph.outputs) {
                 if cx.stage_of[v.index()] == Some(cx.index) {
                     let (ty, to) = (graph.ty(v).clone(), cx.resting(v));
                     let kind = BufferKind::Output { index };
@@ -468,20 +484,10 @@ impl<'a> StageLowering<'a> {
         };
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let update = self.update(&accumulators, &sends_tied, &receives_tied);
-        Lowered {
-            receives_forward: self.received.clone(),
-            buffers: self.buffers,
-            forward,
-            backward,
-            weights,
-            reduce,
-            update,
-            sends_forward,
-            sends_backward,
-            receives_backward,
-            sends_tied,
-            receives_tied,
-        }
+        let receives_forward = self.received.clone();
+        let boundary =
+            Boundary { sends_forward, receives_forward, sends_backward, receives_backward, sends_tied, receives_tied };
+        Lowered { buffers: self.buffers, forward, backward, weights, reduce, update, boundary }
     }
 
     /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Gives the body, the buffers
@@ -529,7 +535,7 @@ impl<'a> StageLowering<'a> {
         others: &BTreeMap<(ValueId, u32), BufferId>,
     ) -> Body {
         let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 8 * accumulators.len());
+        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 20 * accumulators.len());
         let mut writes = Vec::new();
         if !cx.plan.schedule.trains() {
             let (graph, reads, writes) = b.finish(writes);
@@ -567,7 +573,7 @@ impl<'a> StageLowering<'a> {
                     locals[1..].iter().fold(first, |sum, &part| b.graph.add(sum, part))
                 }
             };
-            let ty = cx.plan.graph.ty(p);
+            let ty = cx.graph.ty(p);
             let parameter_buffer = self.parameters[&p];
             let parameter = b.read(parameter_buffer, &storage.parameter, ty);
             let parameter = b.reshard(parameter, &storage.parameter, &storage.state);
@@ -615,13 +621,13 @@ fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
 
 /// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests.
 fn parts_of(cx: &StageContext<'_>) -> FxHashMap<ValueId, ValueId> {
-    let here = |v: &ValueId| cx.stage_of[v.index()] == Some(cx.index) && !is_of_parameter(cx, *v);
+    let here = |v: &ValueId| !is_of_parameter(cx, *v);
     let of = |v: ValueId| cx.training.contributions[v.index()].iter().map(move |(_, part)| (*part, v));
-    cx.plan.graph.values().filter(here).flat_map(of).collect()
+    cx.nodes.iter().copied().filter(here).flat_map(of).collect()
 }
 
 fn parameter_name<'a>(cx: &'a StageContext<'_>, p: ValueId) -> &'a str {
-    match &cx.plan.graph.node(p).op {
+    match &cx.graph.node(p).op {
         Op::Parameter(parameter) => &parameter.name,
         _ => "",
     }
@@ -641,41 +647,38 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
 /// Forward values of this stage that the backward body computes again.
 fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     let repeats = Repeats {
-        graph: &cx.plan.graph,
+        graph: cx.graph,
         layer_of: cx.layer_of,
         users: cx.users,
         recompute: cx.stage.recompute,
         fused_attention: cx.plan.execution.fused_attention,
     };
-    repeats.of(cx.plan.graph.values().filter(|v| cx.stage_of[v.index()] == Some(cx.index)))
+    repeats.of(cx.nodes.iter().copied())
 }
 
 /// Numbers the transfers between stages, which go from the program of one lane to that of another or to itself.
-pub fn connect(contexts: &[StageContext<'_>], lowered: &mut [Lowered], transfers: &mut Vec<Transfer>) -> Links {
+pub fn connect(cut: &Cut<'_>, boundaries: &[Boundary], transfers: &mut Vec<Transfer>) -> Links {
     let mut links = Links::default();
     let mut link = |source: (u32, BufferId), target: (u32, BufferId)| {
-        let of_lane = |(stage, buffer): (u32, BufferId)| match contexts.first() {
-            Some(cx) => (cx.plan.lane_of(stage as usize) as u32, buffer),
-            None => (stage, buffer),
-        };
+        let of_lane = |(stage, buffer): (u32, BufferId)| (cut.plan.lane_of(stage as usize) as u32, buffer);
         transfers.push(Transfer { source: of_lane(source), target: of_lane(target) });
         TransferId((transfers.len() - 1) as u32)
     };
-    for (t, receiver) in (0u32..).zip(lowered.iter()) {
+    for (t, receiver) in (0u32..).zip(boundaries) {
         for (&v, &buffer) in &receiver.receives_forward {
-            if let Some(s) = contexts[t as usize].stage_of[v.index()]
-                && let Some(&source) = lowered[s as usize].sends_forward.get(&v)
+            if let Some(s) = cut.stage_of[v.index()]
+                && let Some(&source) = boundaries[s as usize].sends_forward.get(&v)
             {
                 links.forward.insert((v, s, t), link((s, source), (t, buffer)));
             }
         }
         for (&(v, s), &buffer) in &receiver.receives_backward {
-            if let Some(&source) = lowered[s as usize].sends_backward.get(&v) {
+            if let Some(&source) = boundaries[s as usize].sends_backward.get(&v) {
                 links.backward.insert((v, s, t), link((s, source), (t, buffer)));
             }
         }
         for (&(p, s), &buffer) in &receiver.receives_tied {
-            if let Some(&source) = lowered[s as usize].sends_tied.get(&p) {
+            if let Some(&source) = boundaries[s as usize].sends_tied.get(&p) {
                 links.tied.insert((p, s, t), link((s, source), (t, buffer)));
             }
         }

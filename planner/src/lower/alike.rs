@@ -1,0 +1,205 @@
+//! Lanes of a pipeline that are the same but for the names of their values.
+//!
+//! Most stages of a deep model run the same layers under the same shardings on as many devices, so their programs differ in names
+//! alone, and what one of them takes the others take as well. Two lanes are compared node by node, forward and backward: wherever
+//! lowering looks, the one must be what the other is under one renaming of values. What cannot be paired so is lowered by itself.
+
+use super::{Cut, Derived};
+use altiplano_ir::expand::Expanded;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::Stage;
+use altiplano_ir::sharding::Sharding;
+use rustc_hash::FxHashMap;
+
+/// That a lane is as an earlier one.
+pub struct Alike {
+    pub lane: usize,
+    /// For each value that the earlier one looks at the one that takes its place.
+    pub values: FxHashMap<ValueId, ValueId>,
+}
+
+/// For each lane the first that is as it is, if there is one before it.
+pub fn lanes(cut: &Cut<'_>) -> Vec<Option<Alike>> {
+    let stages = Stages::new(cut);
+    let mut found: Vec<Option<Alike>> = Vec::new();
+    for lane in 0..cut.plan.num_lanes() {
+        let mut written = (0..lane).filter(|&l| found[l].is_none());
+        let alike = written.find_map(|first| stages.paired(first, lane));
+        found.push(alike);
+    }
+    found
+}
+
+/// What is looked up of stages, in the graph without composites.
+struct Stages<'a> {
+    cut: &'a Cut<'a>,
+    /// The stages that hold each parameter.
+    holders: FxHashMap<ValueId, Vec<u32>>,
+    /// What each stage receives.
+    receives: Vec<FxHashMap<ValueId, &'a Sharding>>,
+}
+
+impl<'a> Stages<'a> {
+    fn new(cut: &'a Cut<'a>) -> Self {
+        let Expanded { graph, values, .. } = &cut.derived.expanded;
+        let by_name: FxHashMap<&str, ValueId> = graph.parameters().map(|(p, name)| (name, p)).collect();
+        let mut holders: FxHashMap<ValueId, Vec<u32>> = FxHashMap::default();
+        for (s, stage) in (0..).zip(&cut.plan.stages) {
+            for p in stage.parameters.keys().filter_map(|name| by_name.get(name.as_str())) {
+                holders.entry(*p).or_default().push(s);
+            }
+        }
+        let received = |stage: &'a Stage| stage.receives.iter().map(|(v, s)| (values[v.index()], s)).collect();
+        Stages { cut, holders, receives: cut.plan.stages.iter().map(received).collect() }
+    }
+
+    fn paired(&self, first: usize, second: usize) -> Option<Alike> {
+        let plan = self.cut.plan;
+        let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
+        if plan.lanes()[first].mesh != plan.lanes()[second].mesh
+            || !stages.iter().all(|&(a, b)| self.planned_alike(a, b))
+        {
+            return None;
+        }
+        let mut pairing = Pairing { of: self, to: FxHashMap::default(), back: FxHashMap::default() };
+        stages.iter().all(|&(a, b)| pairing.stages(a, b)).then_some(Alike { lane: first, values: pairing.to })
+    }
+
+    /// Whether two stages have the same strategies on devices of one kind.
+    fn planned_alike(&self, a: usize, b: usize) -> bool {
+        let plan = self.cut.plan;
+        let (a, b) = (&plan.stages[a], &plan.stages[b]);
+        let ways = |s: &Stage| (s.group, s.submesh, s.recompute, s.layers.len(), s.parameters.len(), s.receives.len());
+        let op = |v: &ValueId| &plan.graph.node(*v).op;
+        ways(a) == ways(b)
+            && a.shardings.len() == b.shardings.len()
+            && a.shardings.iter().zip(&b.shardings).all(|((v, s), (w, t))| s.strategy == t.strategy && op(v) == op(w))
+    }
+}
+
+/// A renaming of values under construction.
+struct Pairing<'a> {
+    of: &'a Stages<'a>,
+    to: FxHashMap<ValueId, ValueId>,
+    back: FxHashMap<ValueId, ValueId>,
+}
+
+impl<'a> Pairing<'a> {
+    /// Pairs what lowering two stages looks at. Stages of a lane are all as far from each other as those of the other.
+    fn stages(&mut self, a: usize, b: usize) -> bool {
+        let Cut { plan, derived, nodes, .. } = self.of.cut;
+        let Derived { training, owned, .. } = derived;
+        let forward = || nodes[a].iter().copied().zip(nodes[b].iter().copied());
+        if nodes[a].len() != nodes[b].len() {
+            return false;
+        }
+        let forward_alike = forward().all(|(x, y)| {
+            (x == training.loss) == (y == training.loss)
+                && self.leave_alike(x, y)
+                && self.bind(x, y)
+                && self.nodes_alike(x, y, (a, b))
+        });
+        let backward_alike = forward_alike
+            && forward().rev().all(|(x, y)| {
+                let cotangents = match (training.cotangents[x.index()], training.cotangents[y.index()]) {
+                    (Some(c), Some(d)) => self.bind(c, d),
+                    (c, d) => c.is_none() && d.is_none(),
+                };
+                let (own, others) = (&owned[x.index()], &owned[y.index()]);
+                let mut pairs = own.iter().copied().zip(others.iter().copied());
+                cotangents
+                    && own.len() == others.len()
+                    && pairs.all(|(n, m)| self.bind(n, m) && self.nodes_alike(n, m, (a, b)))
+            });
+        if !backward_alike || !forward().all(|(x, y)| self.contributions_alike(x, y, (a, b))) {
+            return false;
+        }
+        // All that the stage receives and holds is used here, so that it is paired, and gets the same as cotangents.
+        let held = |v: &ValueId| match &training.graph.node(*v).op {
+            Op::Parameter(p) => plan.stages[a].parameters.contains_key(&p.name),
+            _ => false,
+        };
+        let held: Vec<ValueId> = self.to.keys().copied().filter(held).collect();
+        held.len() == plan.stages[a].parameters.len()
+            && self.of.receives[a].keys().chain(&held).all(|v| {
+                let other = self.to.get(v).copied();
+                other.is_some_and(|other| self.contributions_alike(*v, other, (a, b)))
+            })
+    }
+
+    /// Pairs two values; not where one of them has another partner.
+    fn bind(&mut self, x: ValueId, y: ValueId) -> bool {
+        match (self.to.get(&x), self.back.get(&y)) {
+            (None, None) => {
+                self.to.insert(x, y);
+                self.back.insert(y, x);
+                true
+            }
+            (Some(partner), Some(_)) => *partner == y,
+            _ => false,
+        }
+    }
+
+    /// Whether two nodes do the same with operands that are in each other's place.
+    fn nodes_alike(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
+        let Derived { training, constant, .. } = self.of.cut.derived;
+        let (p, q) = (training.graph.node(x), training.graph.node(y));
+        p.op == q.op
+            && p.ty == q.ty
+            && constant[x.index()] == constant[y.index()]
+            && p.operands.len() == q.operands.len()
+            && p.operands.iter().zip(&q.operands).all(|(&v, &w)| self.operands_alike(v, w, stages))
+    }
+
+    fn operands_alike(&mut self, v: ValueId, w: ValueId, (a, b): (usize, usize)) -> bool {
+        let known = self.to.contains_key(&v);
+        if !self.bind(v, w) {
+            return false;
+        }
+        let Cut { plan, derived: Derived { training, constant, .. }, .. } = self.of.cut;
+        let (p, q) = (training.graph.node(v), training.graph.node(w));
+        let received = (self.of.receives[a].get(&v), self.of.receives[b].get(&w));
+        match (&p.op, &q.op) {
+            _ if p.ty != q.ty || received.0 != received.1 => false,
+            (Op::Parameter(p), Op::Parameter(q)) => {
+                let further = (b - a) as u32;
+                let holders = |v: ValueId| self.of.holders.get(&v).into_iter().flatten().copied();
+                plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
+                    && holders(v).map(|s| s + further).eq(holders(w))
+            }
+            (Op::Input(_), _) => p.op == q.op,
+            _ if known => true,
+            _ if constant[v.index()] => self.nodes_alike(v, w, (a, b)),
+            // Whatever is made here is paired before it is used.
+            _ => received.0.is_some(),
+        }
+    }
+
+    /// Whether two values leave their layers, and their stages, alike.
+    fn leave_alike(&self, x: ValueId, y: ValueId) -> bool {
+        let Cut { derived, stage_of, layer_of, .. } = self.of.cut;
+        let leaves =
+            |v: ValueId, of: &[Option<u32>]| derived.users[v.index()].iter().any(|u| of[u.index()] != of[v.index()]);
+        let is_output = |v: ValueId| derived.expanded.graph.outputs.contains(&v);
+        leaves(x, stage_of) == leaves(y, stage_of)
+            && leaves(x, layer_of) == leaves(y, layer_of)
+            && is_output(x) == is_output(y)
+    }
+
+    /// Whether the cotangents of two values are sums of the same, from here and from elsewhere.
+    fn contributions_alike(&mut self, x: ValueId, y: ValueId, (a, b): (usize, usize)) -> bool {
+        let Cut { derived, stage_of, .. } = self.of.cut;
+        let all = &derived.training.contributions;
+        let (mine, others) = (&all[x.index()], &all[y.index()]);
+        let further = (b - a) as u32;
+        mine.len() == others.len()
+            && mine.iter().zip(others).all(|(&(user, value), &(other_user, other_value))| {
+                let (from, other_from) = (stage_of[user.index()], stage_of[other_user.index()]);
+                let here = from == Some(a as u32);
+                from.map(|s| s + further) == other_from
+                    && (!here
+                        || self.to.get(&user) == Some(&other_user) && self.operands_alike(value, other_value, (a, b)))
+            })
+    }
+}
