@@ -86,6 +86,8 @@ pub enum Error {
         "{option}: nothing that the plan decides on is called '{name}'; near to it are {near} (`altiplano show MODEL` prints all names)"
     )]
     NoSuchName { option: &'static str, name: String, near: Names },
+    #[error("--layer: {asked} is not a layer of the plan, which has {layers} and counts them from 0")]
+    NoSuchLayer { asked: u32, layers: u32 },
     #[error("{option}: {asked} is not a stage of the plan, which has {stages} and counts them from 0")]
     NoSuchStage { option: &'static str, asked: usize, stages: usize },
     #[error("--pin {pin}: {problem}")]

@@ -43,6 +43,9 @@ fn why_an_op_is_split_as_it_is() {
     let line = number.lines().find(|l| l.contains(" = attention")).expect("the model has attention");
     let id = line.trim_start().split_whitespace().next().expect("a number").trim_end_matches(':');
     assert_eq!(succeeds(&["why", &plan, "--op", id]).lines().next(), text.lines().next());
+    // Of a layer it is the one there.
+    let of_layer = succeeds(&["why", &plan, "--op", "attention", "--layer", "3"]);
+    assert!(of_layer.contains("h2/attention") && !of_layer.contains("h0/attention"), "{of_layer}");
 }
 
 #[test]
@@ -69,6 +72,9 @@ fn what_is_not_there_is_said_with_what_is_near() {
         assert!(refused.stderr.contains(expected), "{question:?}: {}", refused.stderr);
     }
     assert_eq!(altiplano(&["why", &plan]).code, Some(2));
+    let refused = altiplano(&["why", &plan, "--op", "attention", "--layer", "6"]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("6 is not a layer of the plan, which has 6"), "{}", refused.stderr);
 }
 
 #[test]

@@ -12,6 +12,9 @@ pub struct Why {
     plan: PathBuf,
     #[command(flatten)]
     question: Question,
+    /// Only in this layer, as the stages of the report count them
+    #[arg(long, value_name = "N", conflicts_with = "stage")]
+    layer: Option<u32>,
 }
 
 #[derive(Args)]
@@ -33,8 +36,8 @@ impl Why {
         let plan = load_to_ask(&self.plan)?;
         let Question { param, op, stage } = self.question;
         match (param, op, stage) {
-            (Some(name), ..) => say(why_text(&plan, Asked::Parameter, &name)?),
-            (_, Some(name), _) => say(why_text(&plan, Asked::Op, &name)?),
+            (Some(name), ..) => say(why_text(&plan, Asked::Parameter, &name, self.layer)?),
+            (_, Some(name), _) => say(why_text(&plan, Asked::Op, &name, self.layer)?),
             (.., stage) => say(why_stage(&plan, stage.unwrap_or(0))?),
         }
     }

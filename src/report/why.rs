@@ -1,6 +1,6 @@
 //! Why a parameter is kept, and an op split, as it is, in words: what each other way would cost, and what stands against it.
 
-use super::Grid;
+use super::{Grid, devices};
 use crate::error::{Error, Names};
 use crate::pins::{named, near};
 use crate::units::{bytes, percent, plural, seconds};
@@ -27,22 +27,31 @@ pub enum Asked {
 }
 
 /// For the parameters, or the ops, of a plan's model whose names match, what their other layouts would cost. `*` stands for anything;
-/// an op may also be asked for by its number (`%12`) or its kind (`attention`).
+/// an op may also be asked for by its number (`%12`) or its kind (`attention`), and either within one layer of the plan.
 ///
 /// # Errors
-/// A pattern that matches nothing that the plan decides on.
-pub fn why_text(plan: &Plan, asked: Asked, pattern: &str) -> Result<String, Error> {
+/// A pattern that matches nothing that the plan decides on, and a layer that it does not have.
+pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) -> Result<String, Error> {
     let graph = &plan.graph;
+    if let Some(asked) = layer.filter(|&l| l >= plan.num_layers()) {
+        return Err(Error::NoSuchLayer { asked, layers: plan.num_layers() });
+    }
+    // A parameter is in the layers of the ops that use it.
+    let (layer_of, users) = (plan.layer_of(), graph.users());
+    let inside = |v: ValueId| {
+        let is = |v: &ValueId| layer_of[v.index()] == layer;
+        layer.is_none() || is(&v) || matches!(graph.node(v).op, Op::Parameter(_)) && users[v.index()].iter().any(is)
+    };
     let of_kind = |v: ValueId| matches!(graph.node(v).op, Op::Parameter(_)) == (asked == Asked::Parameter);
     let mut found: Vec<(ValueId, String)> =
-        named(graph, pattern).into_iter().filter(|(v, _)| of_kind(*v) && decided(plan, *v)).collect();
+        named(graph, pattern).into_iter().filter(|(v, _)| of_kind(*v) && inside(*v) && decided(plan, *v)).collect();
     if found.is_empty() && asked == Asked::Op {
         let is_it = |v: &ValueId| v.to_string() == pattern || graph.node(*v).op.name() == pattern;
         let name = |v: ValueId| match graph.node(v).name.as_str() {
             "" => format!("{v} ({})", graph.node(v).op.name()),
             name => name.to_string(),
         };
-        found = graph.values().filter(is_it).filter(|v| decided(plan, *v)).map(|v| (v, name(v))).collect();
+        found = graph.values().filter(is_it).filter(|v| inside(*v) && decided(plan, *v)).map(|v| (v, name(v))).collect();
     }
     let mut parts = Vec::new();
     let mut explained_values = 0;
@@ -63,7 +72,7 @@ pub fn why_text(plan: &Plan, asked: Asked, pattern: &str) -> Result<String, Erro
     }
     if parts.is_empty() {
         let all = named(graph, "*");
-        let names = all.iter().filter(|(v, _)| of_kind(*v) && decided(plan, *v)).map(|(_, name)| name.as_str());
+        let names = all.iter().filter(|(v, _)| of_kind(*v) && inside(*v) && decided(plan, *v)).map(|(_, name)| name.as_str());
         let option = if asked == Asked::Parameter { "--param" } else { "--op" };
         return Err(Error::NoSuchName { option, name: pattern.to_string(), near: Names(near(names, pattern)) });
     }
@@ -108,8 +117,10 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
         others.min_by(|a, b| s(a).total_cmp(&s(b)))
     };
     let mut lines = vec![format!(
-        "stage{} {what}\n  a microbatch of the stage takes {} by the search's prices",
+        "{what}, on stage{} (devices {}, {})\n  a microbatch of the stage takes {} by the search's prices",
         why.stage,
+        devices(&plan.stages[why.stage].devices),
+        plan.stages[why.stage].mesh,
         seconds(why.cost_s)
     )];
     match best(|l| l.in_place_s) {
