@@ -34,9 +34,23 @@ pub struct Degrees {
 ///
 /// The cluster's first group must have room for every stage, those that share devices counted once.
 pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-    let group = &request.cluster.groups[0];
+    fixed_of(request, &finely_layered(request), degrees, costs)
+}
+
+/// The model of a request, cut wherever that is of use.
+pub fn finely_layered(request: &Request) -> Layered {
     let starts = cluster_finely(&request.graph, usize::MAX);
-    let layered = Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains());
+    Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains())
+}
+
+/// [`fixed`] of a model whose layers are known.
+pub fn fixed_of(
+    request: &Request,
+    layered: &Layered,
+    degrees: &Degrees,
+    costs: &dyn Costs,
+) -> Result<Plan, PlanFailure> {
+    let group = &request.cluster.groups[0];
     let runs = evenly(&layered.kinds, degrees.stages as usize)
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
     let devices = degrees.dp * degrees.tp * degrees.cp;
@@ -67,7 +81,7 @@ pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<
     let stages: Vec<ChosenStage> =
         runs.into_iter().map(|layers| ChosenStage { layers, block, way: way.clone() }).collect();
     let parts = Parts {
-        layered: &layered,
+        layered,
         num_microbatches: degrees.num_microbatches,
         schedule: request.schedule.unwrap_or(Schedule::OneFOneB),
         virtual_stages: degrees.virtual_stages,

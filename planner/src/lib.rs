@@ -142,37 +142,30 @@ fn choose(
         }
         failure => failure,
     });
-    let (best, others) = match searched {
-        Ok(mut plans) => (Ok(plans.remove(0)), plans),
-        Err(failure) => (Err(failure), Vec::new()),
+    let (mut plans, failure) = match searched {
+        Ok(plans) => (plans, None),
+        Err(failure) => (Vec::new(), Some(failure)),
     };
+    let hand_written = || plans.first().map_or(Vec::new(), |found| by_hand(request, freedom, found, costs, progress));
+    let plain = || judged_baselines(request, freedom, costs, layered, progress);
+    let (more, judged_baselines) = rayon::join(hand_written, plain);
+    plans.extend(more);
+    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    let best = if plans.is_empty() { Err(failure.unwrap_or(PlanFailure::NoCombination)) } else { Ok(plans.remove(0)) };
+    let others = plans;
     let again = |plan: Plan| match progress.stopped() || freedom.alpa {
         true => Ok(plan),
-        false => match layered(plan.num_microbatches) {
+        false => match layered(plan.num_microbatches).filter(|layered| layered.starts == plan.layers) {
             Some(layered) => refine::refined(request, freedom, &layered, plan, costs),
-            None => Ok(plan),
+            None => {
+                let Plan { graph, layers, stop_gradients, schedule, .. } = &plan;
+                let layered = Layered::new(graph.clone(), layers.clone(), stop_gradients, schedule.trains());
+                refine::refined(request, freedom, &layered, plan, costs)
+            }
         },
     };
-    if progress.stopped() || !request.baselines {
-        return Choice { plan: best.and_then(again), baselines: Vec::new(), others };
-    }
     let mut alternatives = Vec::new();
     let mut candidates: Vec<Plan> = Vec::new();
-    let baselines = baselines(request, freedom);
-    progress.step("baselines", 0, baselines.len());
-    let judged_baselines: Vec<(&str, Result<Plan, PlanFailure>)> = baselines
-        .into_par_iter()
-        .map(|(name, freedom)| {
-            // The best that fits, else the best there is.
-            let quietly = Muted(progress);
-            let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly);
-            let mut result = fitting.map(|mut plans| plans.swap_remove(0));
-            if matches!(result, Err(PlanFailure::Memory { .. })) {
-                result = leanest(request, &freedom, costs, layered);
-            }
-            (name, result)
-        })
-        .collect();
     for (name, result) in judged_baselines {
         let degrees = |p: &Plan| {
             let mesh = &p.stages[0].mesh;
@@ -217,6 +210,49 @@ fn choose(
         }
     };
     Choice { plan: plan.and_then(again), baselines: alternatives, others }
+}
+
+/// Plans as people write them down, of which some may be faster than what the search found.
+fn by_hand(
+    request: &Request,
+    freedom: &Freedom,
+    found: &Plan,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Vec<Plan> {
+    // Layouts that are asked for are not among theirs, nor are schedules; they are ways to train on GPUs.
+    let asked = !request.graph.pins.is_empty() || request.schedule.is_some() || freedom.only_group.is_some();
+    let workers = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
+    let other = freedom.alpa || request.target != Target::Altiplano || !request.trains() || workers;
+    if asked || other || progress.stopped() {
+        return Vec::new();
+    }
+    sweep::climb(request, found, costs, progress)
+}
+
+/// The plain baselines: of each the best that fits, else the best there is; none where none are asked for.
+fn judged_baselines(
+    request: &Request,
+    freedom: &Freedom,
+    costs: &dyn Costs,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
+    progress: &dyn Progress,
+) -> Vec<(&'static str, Result<Plan, PlanFailure>)> {
+    if progress.stopped() || !request.baselines {
+        return Vec::new();
+    }
+    let baselines = baselines(request, freedom);
+    progress.step("baselines", 0, baselines.len());
+    let judged = |(name, freedom): (&'static str, Freedom)| {
+        let quietly = Muted(progress);
+        let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly);
+        let mut result = fitting.map(|mut plans| plans.swap_remove(0));
+        if matches!(result, Err(PlanFailure::Memory { .. })) {
+            result = leanest(request, &freedom, costs, layered);
+        }
+        (name, result)
+    };
+    baselines.into_par_iter().map(judged).collect()
 }
 
 /// The best configuration of a sweep, with those that come after it as alternatives.

@@ -125,7 +125,7 @@ fn solved_again(
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
-    let mut spaces = Spaces::new(&prices, roles);
+    let mut spaces = Spaces::new(&prices, roles).including(stage);
     let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains));
     let model = layered.model(trains.then_some(&request.optimizer));
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];

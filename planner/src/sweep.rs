@@ -5,16 +5,19 @@
 //! cluster, few enough to lower and judge all that may fit. What comes out is what such a stack can do at its best, and what a
 //! search over more must not be slower than.
 
-use crate::fixed::{Degrees, fixed};
+use crate::fixed::{Degrees, finely_layered, fixed_of};
+use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::target::one_group;
-use crate::{at_microbatches, fits, global_batch, judged_again, peak_bytes};
+use crate::{at_microbatches, fits, global_batch, peak_bytes, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::plan::{Plan, Schedule, Stage};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The degrees that a sweep goes through.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,10 +51,35 @@ pub struct Swept {
 /// The plan of a configuration, judged. `request.graph` may be of any batch; it is brought to the microbatch that the degrees say.
 pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     one_group(request, "--baseline", request.target.name())?;
-    let graph = at_microbatches(request, degrees.num_microbatches).ok_or(PlanFailure::NoCombination)?;
-    let at_size = Request { graph, ..request.clone() };
-    let plan = fixed(&at_size, degrees, costs)?;
-    judged_again(plan, costs)
+    Sizes::new(request).configured(degrees, costs)
+}
+
+/// A model at the sizes of microbatch that configurations ask for.
+struct Sizes<'a> {
+    request: &'a Request,
+    known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
+}
+
+struct AtSize {
+    request: Request,
+    layered: Layered,
+}
+
+impl<'a> Sizes<'a> {
+    fn new(request: &'a Request) -> Self {
+        Sizes { request, known: Mutex::default() }
+    }
+
+    fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        let count = degrees.num_microbatches;
+        let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+        let new = || {
+            let request = Request { graph: at_microbatches(self.request, count)?, ..self.request.clone() };
+            Some(AtSize { layered: finely_layered(&request), request })
+        };
+        let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
+        predicted(fixed_of(request, layered, degrees, costs)?, layered.derived()?, costs)
+    }
 }
 
 /// All configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor parallelism stays
@@ -71,6 +99,7 @@ pub fn sweep(
         alike.entry((degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages)).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
+    let sizes = Sizes::new(request);
     let tried: Vec<(Vec<Swept>, Option<u64>)> = alike
         .into_par_iter()
         .map(|((dp, tp, pp), mut list)| {
@@ -86,7 +115,7 @@ pub fn sweep(
                 if progress.stopped() {
                     break;
                 }
-                let Ok(plan) = configured(request, &degrees, costs) else { continue };
+                let Ok(plan) = sizes.configured(&degrees, costs) else { continue };
                 if fits(&plan) {
                     fitting.push(Swept { degrees, plan });
                     continue;
@@ -113,6 +142,133 @@ pub fn sweep(
         device: device.name.clone(),
         detail: format!("the leanest of {total} combinations of dp, tp and pp"),
     }))
+}
+
+/// Configurations that are judged by [`climb`], at most.
+const MOST_TRIED: usize = 40;
+/// Below this many there is no way to go far.
+const FEWEST_TRIED: usize = 6;
+/// Nodes of all that are judged.
+const NODES_TRIED: usize = 60_000;
+
+/// The configurations that a climb passes: from the one most like `start`, each time to the best of those that differ in one thing,
+/// until none is better. The search adds up prices of layers, which for two ways of running a model may be off by more than
+/// these differ; configurations that people write down by hand are quickly judged. Plans that fit, in no order.
+pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn Progress) -> Vec<Plan> {
+    let most = MOST_TRIED.min(NODES_TRIED / request.graph.len().max(1));
+    let all = configurations(request, &Space::default());
+    if most < FEWEST_TRIED || all.is_empty() || request.cluster.groups.len() > 1 {
+        return Vec::new();
+    }
+    let of_start = Degrees {
+        dp: 1,
+        tp: start.stages[0].mesh.axes.last().map_or(1, |axis| axis.size),
+        cp: 1,
+        stages: start.stages.len() as u32,
+        virtual_stages: start.virtual_stages,
+        num_microbatches: start.num_microbatches,
+        zero: start.stages[0].zero.min(1),
+        recompute: start.stages.iter().any(|s| s.recompute),
+    };
+    let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
+    let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
+    let Some(mut at) = nearest.copied() else { return Vec::new() };
+    let sizes = Sizes::new(request);
+    let mut tried: Vec<Degrees> = Vec::new();
+    let mut fitting = Vec::new();
+    // By how far it is from fitting, then seconds.
+    let mut best = (f64::INFINITY, f64::INFINITY);
+    loop {
+        let mut next: Vec<Degrees> = if tried.is_empty() { vec![at] } else { neighbours(&at, &all) };
+        next.retain(|d| !tried.contains(d));
+        next.truncate(most.saturating_sub(tried.len()));
+        tried.extend(&next);
+        let judged = next.par_iter().map(|d| sizes.configured(d, costs).ok().map(|plan| (*d, plan)));
+        let judged: Vec<(Degrees, Plan)> = judged.collect::<Vec<_>>().into_iter().flatten().collect();
+        let mut better = false;
+        for (degrees, plan) in judged {
+            let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes as f64;
+            let over = plan.stages.iter().map(over).fold(1.0, f64::max);
+            let here = (over, plan.predicted.step_time_s);
+            if here < best {
+                (best, at, better) = (here, degrees, true);
+            }
+            if fits(&plan) {
+                fitting.push(plan);
+            }
+        }
+        if !better || progress.stopped() {
+            return fitting;
+        }
+    }
+}
+
+/// Whether the parameters of a configuration, with gradients and optimizer state, may fit on its devices.
+fn may_fit(request: &Request, degrees: &Degrees) -> bool {
+    let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
+    let held = |(p, _): (ValueId, &str)| {
+        let ty = request.graph.ty(p);
+        let state = ty.elements() * request.optimizer.state_bytes_per_element(ty.dtype);
+        let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
+        ty.bytes() + request.execution.accumulator(ty).bytes() + state
+    };
+    let bytes: u64 = request.graph.parameters().map(held).sum();
+    let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
+    bytes / devices.max(1) <= request.cluster.groups[0].device.memory_bytes
+}
+
+/// How many things two configurations differ in, a factor of two counted as one.
+fn distance(a: &Degrees, b: &Degrees) -> f64 {
+    let lanes = |d: &Degrees| d.stages / d.virtual_stages.max(1);
+    let factor = |a: u32, b: u32| (f64::from(a.max(1)) / f64::from(b.max(1))).log2().abs();
+    let differs = |differs: bool| f64::from(u8::from(differs));
+    factor(a.tp, b.tp)
+        + factor(lanes(a), lanes(b))
+        + factor(a.num_microbatches, b.num_microbatches)
+        + differs(a.virtual_stages != b.virtual_stages)
+        + differs(a.zero != b.zero)
+        + differs(a.recompute != b.recompute)
+}
+
+/// Configurations that differ from one in one thing: the next larger or smaller number of tensor-parallel devices, of lanes with
+/// that or instead of it, or of microbatches, or in one of the options. What must follow (a size of microbatch that the
+/// replicas divide) is as near as can be.
+fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
+    let lanes = |d: &Degrees| d.stages / d.virtual_stages.max(1);
+    let options = |d: &Degrees| (d.virtual_stages, d.zero, d.recompute);
+    // The next values of something above and below that of `at`.
+    let next = |value: &dyn Fn(&Degrees) -> u32, within: &dyn Fn(&Degrees) -> bool| -> Vec<u32> {
+        let values = || all.iter().filter(|d| within(d)).map(value);
+        let above = values().filter(|v| *v > value(at)).min();
+        let below = values().filter(|v| *v < value(at)).max();
+        above.into_iter().chain(below).collect()
+    };
+    let tps = next(&|d| d.tp, &|_| true);
+    let depths = next(&lanes, &|_| true);
+    let mut shapes: Vec<(u32, u32)> = tps.iter().map(|&tp| (tp, lanes(at))).collect();
+    shapes.extend(depths.iter().map(|&pp| (at.tp, pp)));
+    shapes.extend(tps.iter().flat_map(|&tp| depths.iter().map(move |&pp| (tp, pp))).filter(|&(tp, pp)| {
+        // The same number of replicas.
+        u64::from(tp) * u64::from(pp) == u64::from(at.tp) * u64::from(lanes(at))
+    }));
+    let mut found: Vec<Degrees> = Vec::new();
+    let mut add = |wanted: &dyn Fn(&Degrees) -> bool| {
+        let nearest = all.iter().filter(|d| wanted(d)).min_by(|a, b| distance(a, at).total_cmp(&distance(b, at)));
+        found.extend(nearest.filter(|d| *d != at));
+    };
+    for (tp, pp) in shapes {
+        add(&|d| (d.tp, lanes(d)) == (tp, pp) && options(d) == options(at));
+    }
+    let same_shape = |d: &Degrees| (d.tp, lanes(d)) == (at.tp, lanes(at));
+    for count in next(&|d| d.num_microbatches, &|d| same_shape(d) && options(d) == options(at)) {
+        add(&|d| same_shape(d) && options(d) == options(at) && d.num_microbatches == count);
+    }
+    add(&|d| same_shape(d) && options(d) == (at.virtual_stages, at.zero, !at.recompute));
+    add(&|d| same_shape(d) && options(d) == (at.virtual_stages, 1 - at.zero.min(1), at.recompute));
+    add(&|d| {
+        same_shape(d) && d.virtual_stages != at.virtual_stages && (d.zero, d.recompute) == (at.zero, at.recompute)
+    });
+    found
 }
 
 /// The configurations that use every device.

@@ -72,7 +72,7 @@ pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
         }
         let group = plan.group_of(stage);
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
-        let mut spaces = Spaces::new(&prices, AxisRoles::default());
+        let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
         let model = layered.model(trains.then_some(&plan.optimizer));
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];

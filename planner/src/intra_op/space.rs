@@ -11,6 +11,7 @@ use altiplano_cost_models::timeline::Price;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::plan::Stage;
 use altiplano_ir::reshard::{Collective, reshard};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
@@ -68,6 +69,8 @@ pub struct Spaces<'a> {
     reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
+    /// Strategies that nodes have in any case.
+    given: FxHashMap<ValueId, Strategy>,
     /// What is known of pairs of choices, see [`super::statement`].
     pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
     /// See [`input_dims`]; empty until it is needed.
@@ -84,9 +87,16 @@ impl<'a> Spaces<'a> {
             reshards: FxHashMap::default(),
             spaces: BTreeMap::new(),
             of_values: FxHashMap::default(),
+            given: FxHashMap::default(),
             tables: FxHashMap::default(),
             input_dims: Vec::new(),
         }
+    }
+
+    /// With the strategies of a stage among those of its nodes, whether or not they would be tried.
+    pub fn including(mut self, stage: &Stage) -> Self {
+        self.given = stage.shardings.iter().map(|(&v, s)| (v, s.strategy.clone())).collect();
+        self
     }
 
     pub fn mesh(&self) -> &Mesh {
@@ -135,7 +145,13 @@ impl<'a> Spaces<'a> {
         if let Some(space) = self.of_values.get(&v) {
             return space.clone();
         }
-        let space = self.of_kind(graph, v, &factor_blocks(graph, v, blocks));
+        let mut space = self.of_kind(graph, v, &factor_blocks(graph, v, blocks));
+        let unknown = |s: &&Strategy| !space.choices.iter().any(|c| c.strategy == **s);
+        if let Some(strategy) = self.given.get(&v).filter(unknown).cloned() {
+            let mut choices = space.choices.clone();
+            choices.push(self.choice(graph, v, &graph.rule(v), strategy));
+            space = Rc::new(Space { choices });
+        }
         self.of_values.insert(v, space.clone());
         space
     }
@@ -158,7 +174,6 @@ impl<'a> Spaces<'a> {
         let mesh = self.mesh().clone();
         let node = graph.node(v);
         let rule = graph.rule(v);
-        let types = graph.operand_types(v);
         let is_batch = batch_factors(graph, v, &rule);
         let of_inputs = self.input_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
@@ -174,38 +189,41 @@ impl<'a> Spaces<'a> {
             let least = strategies.iter().map(idle).min().unwrap_or(0);
             strategies.retain(|s| idle(s) == least);
         }
-        let mut choices: Vec<Choice> = Vec::with_capacity(strategies.len());
-        for strategy in strategies {
-            let shardings = rule.shardings(&strategy, &mesh);
-            let inside = match &node.op {
-                Op::Composite(_) => Some(self.prices.inside(&node.op, &types, &rule, &strategy, &shardings)),
-                _ => None,
-            };
-            let forward_s = match &inside {
-                Some(inside) => inside.forward_s,
-                None => self.prices.op_s(&node.op, &types, &node.ty, &rule, &strategy, &shardings),
-            };
-            let issue_s = inside.map_or_else(|| self.prices.cost.issue_s(&node.op, &types), |inside| inside.issue_s);
-            let cotangents = (0..shardings.operands.len())
-                .map(|k| {
-                    let mut sharding = shardings.operands[k].clone();
-                    for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
-                        if let AxisUse::Factor { factor, .. } = use_
-                            && !rule.splits_operand(k, *factor)
-                        {
-                            sharding.partial.push((axis, Reducer::Sum));
-                        }
+        Space { choices: strategies.into_iter().map(|strategy| self.choice(graph, v, &rule, strategy)).collect() }
+    }
+
+    /// A node run by a strategy.
+    fn choice(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule, strategy: Strategy) -> Choice {
+        let mesh = self.mesh().clone();
+        let (node, types) = (graph.node(v), graph.operand_types(v));
+        let shardings = rule.shardings(&strategy, &mesh);
+        let inside = match &node.op {
+            Op::Composite(_) => Some(self.prices.inside(&node.op, &types, rule, &strategy, &shardings)),
+            _ => None,
+        };
+        let forward_s = match &inside {
+            Some(inside) => inside.forward_s,
+            None => self.prices.op_s(&node.op, &types, &node.ty, rule, &strategy, &shardings),
+        };
+        let issue_s = inside.map_or_else(|| self.prices.cost.issue_s(&node.op, &types), |inside| inside.issue_s);
+        let cotangents = (0..shardings.operands.len())
+            .map(|k| {
+                let mut sharding = shardings.operands[k].clone();
+                for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
+                    if let AxisUse::Factor { factor, .. } = use_
+                        && !rule.splits_operand(k, *factor)
+                    {
+                        sharding.partial.push((axis, Reducer::Sum));
                     }
-                    sharding.partial.sort();
-                    self.intern(sharding)
-                })
-                .collect();
-            let operands = shardings.operands.into_iter().map(|s| self.intern(s)).collect();
-            let resting = self.intern(shardings.result.reduced());
-            let result = self.intern(shardings.result);
-            choices.push(Choice { strategy, operands, cotangents, result, resting, forward_s, issue_s, inside });
-        }
-        Space { choices }
+                }
+                sharding.partial.sort();
+                self.intern(sharding)
+            })
+            .collect();
+        let operands = shardings.operands.into_iter().map(|s| self.intern(s)).collect();
+        let resting = self.intern(shardings.result.reduced());
+        let result = self.intern(shardings.result);
+        Choice { strategy, operands, cotangents, result, resting, forward_s, issue_s, inside }
     }
 
     /// Which factors of a node come from the model's inputs; none where that does not matter.
