@@ -55,7 +55,7 @@ fn fits(plan: &Plan) -> bool {
 
 fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {
     match difference {
-        d if d == 0.0 => "the same".to_string(),
+        0.0 => "the same".to_string(),
         d if d < 0.0 => format!("-{}", unit(-d)),
         d => format!("+{}", unit(d)),
     }

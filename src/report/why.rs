@@ -51,7 +51,8 @@ pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) ->
             "" => format!("{v} ({})", graph.node(v).op.name()),
             name => name.to_string(),
         };
-        found = graph.values().filter(is_it).filter(|v| inside(*v) && decided(plan, *v)).map(|v| (v, name(v))).collect();
+        found =
+            graph.values().filter(is_it).filter(|v| inside(*v) && decided(plan, *v)).map(|v| (v, name(v))).collect();
     }
     let mut parts = Vec::new();
     let mut explained_values = 0;
@@ -72,7 +73,8 @@ pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) ->
     }
     if parts.is_empty() {
         let all = named(graph, "*");
-        let names = all.iter().filter(|(v, _)| of_kind(*v) && inside(*v) && decided(plan, *v)).map(|(_, name)| name.as_str());
+        let names =
+            all.iter().filter(|(v, _)| of_kind(*v) && inside(*v) && decided(plan, *v)).map(|(_, name)| name.as_str());
         let option = if asked == Asked::Parameter { "--param" } else { "--op" };
         return Err(Error::NoSuchName { option, name: pattern.to_string(), near: Names(near(names, pattern)) });
     }
