@@ -41,7 +41,7 @@ fn why_an_op_is_split_as_it_is() {
     // Names, numbers and kinds lead to the same op.
     let number = succeeds(&["show", DEMO]);
     let line = number.lines().find(|l| l.contains(" = attention")).expect("the model has attention");
-    let id = line.trim_start().split_whitespace().next().expect("a number").trim_end_matches(':');
+    let id = line.split_whitespace().next().expect("a number").trim_end_matches(':');
     assert_eq!(succeeds(&["why", &plan, "--op", id]).lines().next(), text.lines().next());
     // Of a layer it is the one there.
     let of_layer = succeeds(&["why", &plan, "--op", "attention", "--layer", "3"]);
