@@ -58,7 +58,7 @@ fn check(graph: &Graph, written: &[ValueId]) -> usize {
     let written: BTreeSet<ValueId> = written.iter().copied().collect();
     let mut compared = 0;
     for kernel in kernels(graph, &written, false) {
-        if !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed) {
+        if !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed | KernelKind::Sort { .. }) {
             continue;
         }
         let made = launches(graph, &kernel).unwrap_or_else(|why| panic!("{why}"));
@@ -219,6 +219,29 @@ fn windows() {
     }
 }
 
+/// Where maxima come from, with windows that overlap and ties.
+#[test]
+fn gradients_of_pooling() {
+    for select in [Extremum::Max, Extremum::Min] {
+        let sliding = |size, stride, pad_low, pad_high| WindowDim {
+            size,
+            stride,
+            pad_low,
+            pad_high,
+            base_dilation: 1,
+            window_dilation: 1,
+            reversed: false,
+        };
+        let window = vec![WindowDim::one(), sliding(3, 2, 1, 1), sliding(2, 1, 0, 1)];
+        let mut g = Graph::new("pool");
+        let x = input(&mut g, DType::I32, &[2, 7, 9]);
+        let x = g.convert(x, DType::F32);
+        let y = input(&mut g, DType::F32, &[2, 4, 9]);
+        let back = g.emit(Op::SelectAndScatter(SelectAndScatter { select, window }), &[x, y]);
+        assert_eq!(check(&g, &[back]), 2);
+    }
+}
+
 #[test]
 fn running_reductions() {
     for (dim, reverse) in [(0, false), (1, true), (2, false)] {
@@ -226,6 +249,25 @@ fn running_reductions() {
         let x = input(&mut g, DType::F32, &[3, 4, 37]);
         let y = g.emit(Op::Cumulative(Cumulative { reducer: Reducer::Sum, dim, reverse }), &[x]);
         assert_eq!(check(&g, &[y]), 1);
+    }
+}
+
+/// The order of elements, by one key and by two, with ties.
+#[test]
+fn orders() {
+    for (dim, length) in [(1, 7), (0, 50)] {
+        let mut g = Graph::new("order");
+        let shape = if dim == 0 { [length, 3] } else { [3, length] };
+        let (x, ties) = (input(&mut g, DType::F32, &shape), input(&mut g, DType::I32, &shape));
+        let one = g.emit(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[ties]);
+        let two = g.emit(Op::ArgSort(ArgSort { dim, descending: vec![false, true] }), &[ties, x]);
+        let zero = g.splat_like(x, 0.0);
+        let few = g.emit(Op::Binary(Binary::Divide), &[zero, zero]);
+        let limit = g.splat_like(x, 2.0 / 3.0);
+        let odd = g.emit(Op::Compare(Compare { direction: Direction::Gt }), &[x, limit]);
+        let some = g.emit(Op::Select(Select {}), &[odd, few, x]);
+        let three = g.emit(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[some]);
+        assert!(check(&g, &[one, two, three, some]) >= 3);
     }
 }
 

@@ -10,7 +10,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind, ROW_BYTES};
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Gather, GatherDims, Op, OutOfBounds, Reducer};
+use altiplano_ir::op::{Binary, Direction, Gather, GatherDims, Op, OutOfBounds, Reducer, Unary};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeSet, HashMap};
@@ -24,14 +24,14 @@ pub struct Unsupported {
 }
 
 /// Why an element cannot be computed here.
-enum Stop {
+pub(super) enum Stop {
     Unsupported(Unsupported),
     /// It takes a reduction that is neither in memory nor of this row.
     Reduction(ValueId),
 }
 
 /// Iterations of a row from which on a block of threads takes it.
-const BLOCK_ROW: u64 = 32;
+pub(super) const BLOCK_ROW: u64 = 32;
 
 /// The launches of a kernel, in order; none where a library runs it or it sends something.
 pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupported> {
@@ -41,10 +41,7 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
     match kernel.kind {
         KernelKind::Fused { .. } => made.fused(kernel)?,
         KernelKind::Indexed => made.indexed(kernel)?,
-        KernelKind::Sort { .. } => {
-            let value = kernel.nodes[0];
-            return Err(Unsupported { value, op: graph.node(value).op.name() });
-        }
+        KernelKind::Sort { .. } => made.sorted(kernel.nodes[0])?,
         KernelKind::Matmul(_) | KernelKind::Convolution { .. } => {}
         KernelKind::Attention { .. } | KernelKind::Collective => {}
     }
@@ -52,11 +49,11 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
 }
 
 /// Launches made so far, and what is in memory when the next one runs.
-struct Made<'a> {
-    graph: &'a Graph,
-    memory: BTreeSet<ValueId>,
+pub(super) struct Made<'a> {
+    pub graph: &'a Graph,
+    pub memory: BTreeSet<ValueId>,
     varies: Vec<bool>,
-    launches: Vec<Launch>,
+    pub launches: Vec<Launch>,
 }
 
 /// Ops whose elements are those of operands elsewhere, or follow from where they are.
@@ -198,7 +195,7 @@ impl<'a> Made<'a> {
     }
 
     /// A launch that leaves one reduction in memory.
-    fn reduction(&mut self, v: ValueId) -> Result<(), Unsupported> {
+    pub fn reduction(&mut self, v: ValueId) -> Result<(), Unsupported> {
         let graph = self.graph;
         let ty = graph.ty(v);
         let length = match &graph.node(v).op {
@@ -230,7 +227,7 @@ impl<'a> Made<'a> {
     }
 
     /// A launch that writes values of one size element by element.
-    fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
+    pub fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
         let Some(&first) = values.first() else { return Ok(()) };
         let mut b = Builder::new(self, self.graph.ty(first).elements());
         let mut stores = Vec::new();
@@ -243,41 +240,9 @@ impl<'a> Made<'a> {
         self.memory.extend(values);
         Ok(())
     }
-
-    fn indexed(&mut self, kernel: &Kernel) -> Result<(), Unsupported> {
-        let graph = self.graph;
-        let v = kernel.nodes[0];
-        let node = graph.node(v);
-        match &node.op {
-            Op::Gather(_) => self.elements(&[v]),
-            Op::ReduceWindow(_) | Op::Cumulative(_) => self.reduction(v),
-            Op::ScatterAdd(op) => {
-                let ty = graph.ty(v);
-                let mut zeros = Builder::new(self, ty.elements());
-                let param = zeros.param(Source::Value(v), ty, true);
-                let value = zeros.scalars.element(Scalar::Number(0f64.to_bits(), ty.dtype));
-                let store = Store { param, index: zeros.row, value, guard: None, adds: false };
-                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
-                self.launches.push(zeros.launch(Spread::Thread, vec![phase]));
-                let (indices, updates) = (node.operands[0], node.operands[1]);
-                let mut b = Builder::new(self, graph.ty(updates).elements());
-                let at = b.scalars.unravel(b.row, graph.shape(updates));
-                let stop = |stop| unsupported(graph, v, stop);
-                let (index, guard) = b.looked_up(&op.dims, &op.shape, indices, &at, true).map_err(stop)?;
-                let value = b.element(updates, &at).map_err(stop)?;
-                let param = b.param(Source::Value(v), ty, true);
-                let index = b.scalars.position(&index, &op.shape);
-                let store = Store { param, index, value, guard, adds: true };
-                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
-                self.launches.push(b.launch(Spread::Thread, vec![phase]));
-                Ok(())
-            }
-            op => Err(Unsupported { value: v, op: op.name() }),
-        }
-    }
 }
 
-fn unsupported(graph: &Graph, v: ValueId, stop: Stop) -> Unsupported {
+pub(super) fn unsupported(graph: &Graph, v: ValueId, stop: Stop) -> Unsupported {
     match stop {
         Stop::Unsupported(why) => why,
         Stop::Reduction(_) => Unsupported { value: v, op: graph.node(v).op.name() },
@@ -285,14 +250,14 @@ fn unsupported(graph: &Graph, v: ValueId, stop: Stop) -> Unsupported {
 }
 
 /// One launch under construction.
-struct Builder<'a> {
+pub(super) struct Builder<'a> {
     graph: &'a Graph,
     memory: &'a BTreeSet<ValueId>,
     /// Whether a value depends on a leaf.
     varies: &'a [bool],
-    scalars: Scalars,
+    pub scalars: Scalars,
     rows: u64,
-    row: Var,
+    pub row: Var,
     params: Vec<Param>,
     coordinates: Vec<Vec<AxisId>>,
     /// Reductions of this row.
@@ -304,7 +269,7 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(made: &'a Made<'_>, rows: u64) -> Self {
+    pub fn new(made: &'a Made<'_>, rows: u64) -> Self {
         let Made { graph, memory, varies, .. } = made;
         let mut scalars = Scalars::default();
         let row = scalars.counter(Scalar::Row, rows);
@@ -324,17 +289,17 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn launch(self, spread: Spread, phases: Vec<Phase>) -> Launch {
+    pub fn launch(self, spread: Spread, phases: Vec<Phase>) -> Launch {
         let Builder { params, coordinates, scalars, rows, .. } = self;
         Launch { params, coordinates, scalars, rows, spread, phases }
     }
 
-    fn next_slot(&mut self) -> u32 {
+    pub fn next_slot(&mut self) -> u32 {
         self.num_slots += 1;
         self.num_slots - 1
     }
 
-    fn param(&mut self, source: Source, ty: &TensorType, written: bool) -> u32 {
+    pub fn param(&mut self, source: Source, ty: &TensorType, written: bool) -> u32 {
         if let Some(at) = self.params.iter().position(|p| p.source == source) {
             self.params[at].written |= written;
             return at as u32;
@@ -418,7 +383,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The element at `position` of a dimension whose `size` elements lie `dilation` apart, and what must be true for one to be there.
-    fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
+    pub fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
         let dilation = dilation.max(1) as i64;
         let extent = (size as i64 - 1) * dilation + 1;
         let mut guard = self.scalars.within(position, extent);
@@ -432,7 +397,27 @@ impl<'a> Builder<'a> {
         (self.scalars.quotient(position, dilation), guard)
     }
 
-    fn guarded<T>(&mut self, guard: Option<Var>, make: impl FnOnce(&mut Self) -> T) -> T {
+    pub fn is_nan(&mut self, dtype: DType, a: Var) -> Option<Var> {
+        dtype.is_float().then(|| self.scalars.element(Scalar::Compare(Direction::Ne, dtype, a, a)))
+    }
+
+    /// Whether `a` comes before `b` in ascending order, in which what is no number comes last.
+    pub fn comes_first(&mut self, dtype: DType, a: Var, b: Var) -> Var {
+        let less = self.scalars.element(Scalar::Compare(Direction::Lt, dtype, a, b));
+        let (Some(no_a), Some(no_b)) = (self.is_nan(dtype, a), self.is_nan(dtype, b)) else { return less };
+        let number = self.scalars.element(Scalar::Unary(Unary::Not, DType::Bool, no_a));
+        let last = self.scalars.element(Scalar::And(number, no_b));
+        self.scalars.element(Scalar::Binary(Binary::Or, DType::Bool, less, last))
+    }
+
+    pub fn is_equal(&mut self, dtype: DType, a: Var, b: Var) -> Var {
+        let equal = self.scalars.element(Scalar::Compare(Direction::Eq, dtype, a, b));
+        let (Some(no_a), Some(no_b)) = (self.is_nan(dtype, a), self.is_nan(dtype, b)) else { return equal };
+        let both = self.scalars.element(Scalar::And(no_a, no_b));
+        self.scalars.element(Scalar::Binary(Binary::Or, DType::Bool, equal, both))
+    }
+
+    pub fn guarded<T>(&mut self, guard: Option<Var>, make: impl FnOnce(&mut Self) -> T) -> T {
         let outer = self.guard;
         self.guard = self.scalars.and(outer, guard);
         let made = make(self);
@@ -441,14 +426,14 @@ impl<'a> Builder<'a> {
     }
 
     /// `value` where the guard holds.
-    fn or_else(&mut self, guard: Option<Var>, value: Var, other: f64, dtype: DType) -> Var {
+    pub fn or_else(&mut self, guard: Option<Var>, value: Var, other: f64, dtype: DType) -> Var {
         let Some(guard) = guard else { return value };
         let other = self.scalars.element(Scalar::Number(other.to_bits(), dtype));
         self.scalars.element(Scalar::Select(dtype, [guard, value, other]))
     }
 
     /// The element of a value at an index: from memory, from a slot, or computed.
-    fn element(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
+    pub fn element(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
         let node = self.graph.node(v);
         let in_memory = self.memory.contains(&v) || node.op.is_leaf();
         match &node.op {
@@ -468,7 +453,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn load(&mut self, source: Source, ty: &TensorType, index: &[Var]) -> Var {
+    pub fn load(&mut self, source: Source, ty: &TensorType, index: &[Var]) -> Var {
         let param = self.param(source, ty, false);
         let index = self.scalars.position(index, &ty.shape);
         self.scalars.element(Scalar::Load { param, index, guard: self.guard, dtype: ty.dtype })
@@ -657,7 +642,7 @@ impl<'a> Builder<'a> {
 
     /// Where in a tensor of `shape` a lookup finds the element at `index` of what it gives, and where `exact` what must be true for it
     /// to be there; else its slice is moved to lie inside.
-    fn looked_up(
+    pub fn looked_up(
         &mut self,
         dims: &GatherDims,
         shape: &[u64],

@@ -7,6 +7,7 @@
 
 mod build;
 pub mod cuda;
+mod indexed;
 pub mod interpret;
 mod scalar;
 
@@ -25,6 +26,8 @@ pub enum Source {
     Value(ValueId),
     /// The elements of a value that depends on no leaf, known beforehand.
     Constant(ValueId),
+    /// For each window of a select-and-scatter the position in it that is selected.
+    Selected(ValueId),
 }
 
 /// A pointer that a launch takes.

@@ -1,0 +1,184 @@
+//! Launches of ops that look elements up, scatter, sort, scan or slide windows.
+
+use super::build::{BLOCK_ROW, Builder, Made, Unsupported, unsupported};
+use super::scalar::Scalar;
+use super::{Fold, Phase, Source, Spread, Store};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::kernels::Kernel;
+use altiplano_ir::op::{Binary, Extremum, Op, Reducer, SelectAndScatter};
+
+impl Made<'_> {
+    /// Leaves in memory which element of each window is selected: of equal ones the first.
+    fn selected(&mut self, v: ValueId, op: &SelectAndScatter) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let (operand, source) = (graph.node(v).operands[0], graph.node(v).operands[1]);
+        let (ty, windows) = (graph.ty(operand), graph.ty(source));
+        let sizes: Vec<u64> = op.window.iter().map(|w| w.size).collect();
+        let length: u64 = sizes.iter().product();
+        let mut b = Builder::new(self, windows.elements());
+        let step = b.scalars.counter(Scalar::Step, length);
+        let (at, inner) = (b.scalars.unravel(b.row, &windows.shape), b.scalars.unravel(step, &sizes));
+        let (mut index, mut guard) = (Vec::new(), None);
+        for (d, window) in op.window.iter().enumerate() {
+            let moved = b.scalars.times(at[d], window.stride as i64);
+            let within = b.scalars.times(inner[d], window.window_dilation as i64);
+            let low = b.scalars.index(-window.pad_low);
+            let position = b.scalars.add(moved, within);
+            let position = b.scalars.add(position, low);
+            let inside = b.scalars.within(position, ty.shape[d] as i64);
+            guard = b.scalars.and(guard, inside);
+            index.push(position);
+        }
+        let value = b.guarded(guard, |b| b.element(operand, &index)).map_err(|stop| unsupported(graph, v, stop))?;
+        let reducer = if op.select == Extremum::Max { Reducer::Max } else { Reducer::Min };
+        let among = b.or_else(guard, value, reducer.neutral(ty.dtype), ty.dtype);
+        let (most, first) = (b.next_slot(), b.next_slot());
+        let extremum = b.scalars.element(Scalar::Slot(most, ty.dtype));
+        let equal = b.is_equal(ty.dtype, value, extremum);
+        let is_it = b.scalars.and(Some(equal), guard);
+        let here = b.scalars.element(Scalar::AsElement(step, DType::I32));
+        let here = b.or_else(is_it, here, length as f64, DType::I32);
+        let param = b.param(Source::Selected(v), &windows.with_dtype(DType::I32), true);
+        let value = b.scalars.element(Scalar::Slot(first, DType::I32));
+        let store = Store { param, index: b.row, value, guard: None, adds: false };
+        let folds = [
+            Fold { value: among, reducer, dtype: ty.dtype, slot: most },
+            Fold { value: here, reducer: Reducer::Min, dtype: DType::I32, slot: first },
+        ];
+        let mut phases: Vec<Phase> =
+            folds.into_iter().map(|fold| Phase { length, folds: vec![fold], stores: Vec::new() }).collect();
+        phases.push(Phase { length: 1, folds: Vec::new(), stores: vec![store] });
+        self.launches.push(b.launch(Spread::Thread, phases));
+        Ok(())
+    }
+
+    /// Adds up for every element what the windows give that have selected it.
+    fn spread_back(&mut self, v: ValueId, op: &SelectAndScatter) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let (ty, source) = (graph.ty(v), graph.node(v).operands[1]);
+        let windows = graph.ty(source);
+        let sizes: Vec<u64> = op.window.iter().map(|w| w.size).collect();
+        let length: u64 = sizes.iter().product();
+        let mut b = Builder::new(self, ty.elements());
+        let step = b.scalars.counter(Scalar::Step, length);
+        let (at, inner) = (b.scalars.unravel(b.row, &ty.shape), b.scalars.unravel(step, &sizes));
+        let (mut index, mut guard) = (Vec::new(), None);
+        for (d, window) in op.window.iter().enumerate() {
+            // The window in which the element is where `step` says begins so far before it.
+            let before = b.scalars.times(inner[d], -(window.window_dilation as i64));
+            let low = b.scalars.index(window.pad_low);
+            let start = b.scalars.add(at[d], before);
+            let start = b.scalars.add(start, low);
+            let (window, inside) = b.spread_out(start, window.stride, windows.shape[d]);
+            guard = b.scalars.and(guard, inside);
+            index.push(window);
+        }
+        let given = b.guarded(guard, |b| b.element(source, &index)).map_err(|stop| unsupported(graph, v, stop))?;
+        let selected = b.guarded(guard, |b| b.load(Source::Selected(v), &windows.with_dtype(DType::I32), &index));
+        let here = b.scalars.element(Scalar::AsElement(step, DType::I32));
+        let equal = b.is_equal(DType::I32, selected, here);
+        let is_it = b.scalars.and(Some(equal), guard);
+        let value = b.or_else(is_it, given, 0.0, ty.dtype);
+        let slot = b.next_slot();
+        let fold = Fold { value, reducer: Reducer::Sum, dtype: ty.dtype, slot };
+        let param = b.param(Source::Value(v), ty, true);
+        let value = b.scalars.element(Scalar::Slot(slot, ty.dtype));
+        let store = Store { param, index: b.row, value, guard: None, adds: false };
+        let phases = vec![
+            Phase { length, folds: vec![fold], stores: Vec::new() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+        ];
+        self.launches.push(b.launch(Spread::Thread, phases));
+        self.memory.insert(v);
+        Ok(())
+    }
+
+    /// Every element finds its place by counting those before it, which is more work than sorting but takes no rounds.
+    pub(super) fn sorted(&mut self, v: ValueId) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let (node, ty) = (graph.node(v), graph.ty(v));
+        let Op::ArgSort(op) = &node.op else {
+            return Err(Unsupported { value: v, op: node.op.name() });
+        };
+        let mut b = Builder::new(self, ty.elements());
+        let at = b.scalars.unravel(b.row, &ty.shape);
+        let step = b.scalars.counter(Scalar::Step, ty.shape[op.dim]);
+        let mut other = at.clone();
+        other[op.dim] = step;
+        // Of equal elements the earlier one comes first.
+        let (back, last) = (b.scalars.times(step, -1), b.scalars.index(-1));
+        let distance = b.scalars.add(at[op.dim], back);
+        let distance = b.scalars.add(distance, last);
+        let mut before = b.scalars.within(distance, ty.shape[op.dim] as i64);
+        for (&key, &descending) in node.operands.iter().zip(&op.descending).rev() {
+            let dtype = graph.ty(key).dtype;
+            let stop = |stop| unsupported(graph, v, stop);
+            let (mine, theirs) = (b.element(key, &at).map_err(stop)?, b.element(key, &other).map_err(stop)?);
+            let (low, high) = if descending { (mine, theirs) } else { (theirs, mine) };
+            let less = b.comes_first(dtype, low, high);
+            let equal = b.is_equal(dtype, mine, theirs);
+            let later = b.scalars.and(Some(equal), before);
+            before = Some(match later {
+                Some(later) => b.scalars.element(Scalar::Binary(Binary::Or, DType::Bool, less, later)),
+                None => less,
+            });
+        }
+        let Some(before) = before else { return self.elements(&[v]) };
+        let count = b.scalars.element(Scalar::Convert { from: DType::Bool, to: DType::I32, value: before });
+        let slot = b.next_slot();
+        let fold = Fold { value: count, reducer: Reducer::Sum, dtype: DType::I32, slot };
+        let place = b.scalars.element(Scalar::Slot(slot, DType::I32));
+        let mut to = at.clone();
+        to[op.dim] = b.scalars.from_element(place, DType::I32);
+        let index = b.scalars.position(&to, &ty.shape);
+        let value = b.scalars.element(Scalar::AsElement(at[op.dim], ty.dtype));
+        let param = b.param(Source::Value(v), ty, true);
+        let store = Store { param, index, value, guard: None, adds: false };
+        let length = ty.shape[op.dim];
+        let phases = vec![
+            Phase { length, folds: vec![fold], stores: Vec::new() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+        ];
+        let spread = if length < BLOCK_ROW { Spread::Thread } else { Spread::Block };
+        self.launches.push(b.launch(spread, phases));
+        self.memory.insert(v);
+        Ok(())
+    }
+
+    pub(super) fn indexed(&mut self, kernel: &Kernel) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let v = kernel.nodes[0];
+        let node = graph.node(v);
+        match &node.op {
+            Op::Gather(_) => self.elements(&[v]),
+            Op::ReduceWindow(_) | Op::Cumulative(_) => self.reduction(v),
+            Op::SelectAndScatter(op) if op.window.iter().all(|w| w.base_dilation == 1 && !w.reversed) => {
+                self.selected(v, op)?;
+                self.spread_back(v, op)
+            }
+            Op::ScatterAdd(op) => {
+                let ty = graph.ty(v);
+                let mut zeros = Builder::new(self, ty.elements());
+                let param = zeros.param(Source::Value(v), ty, true);
+                let value = zeros.scalars.element(Scalar::Number(0f64.to_bits(), ty.dtype));
+                let store = Store { param, index: zeros.row, value, guard: None, adds: false };
+                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+                self.launches.push(zeros.launch(Spread::Thread, vec![phase]));
+                let (indices, updates) = (node.operands[0], node.operands[1]);
+                let mut b = Builder::new(self, graph.ty(updates).elements());
+                let at = b.scalars.unravel(b.row, graph.shape(updates));
+                let stop = |stop| unsupported(graph, v, stop);
+                let (index, guard) = b.looked_up(&op.dims, &op.shape, indices, &at, true).map_err(stop)?;
+                let value = b.element(updates, &at).map_err(stop)?;
+                let param = b.param(Source::Value(v), ty, true);
+                let index = b.scalars.position(&index, &op.shape);
+                let store = Store { param, index, value, guard, adds: true };
+                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+                self.launches.push(b.launch(Spread::Thread, vec![phase]));
+                Ok(())
+            }
+            op => Err(Unsupported { value: v, op: op.name() }),
+        }
+    }
+}
