@@ -51,7 +51,7 @@ pub use moved::moved;
 pub use plan_file::{expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
-    frontier_json, frontier_text, held, one_line, page_html, programs as programs_text, report, why_text,
+    frontier_json, frontier_text, held, kernels_text, one_line, page_html, programs as programs_text, report, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

@@ -10,7 +10,6 @@ pub mod compute;
 pub mod devices;
 pub mod error;
 pub mod fitted;
-pub mod kernels;
 pub mod link;
 pub mod node_link;
 pub mod pipeline;
@@ -21,6 +20,7 @@ pub mod sharing;
 pub mod timeline;
 pub mod toml_file;
 
+pub use altiplano_ir::kernels;
 pub use catalogue::{preset, presets};
 pub use compute::Compute;
 pub use error::ClusterError;
@@ -28,9 +28,9 @@ pub use link::{AxisLink, TransferPath, axis_link, path_between_groups, transfer_
 pub use roofline::{Roofline, fallback};
 pub use toml_file::{Devices, parse, parse_devices, quoted, write_constants};
 
-use crate::kernels::Kernel;
 use crate::timeline::Price;
 use altiplano_ir::cluster::{Cluster, Device};
+use altiplano_ir::kernels::Kernel;
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;

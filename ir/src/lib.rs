@@ -17,6 +17,7 @@ pub mod float;
 pub mod graph;
 pub mod import;
 pub mod interpret;
+pub mod kernels;
 pub mod literal;
 pub mod mesh;
 pub mod op;

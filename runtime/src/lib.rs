@@ -19,6 +19,7 @@ pub mod host;
 pub mod init;
 pub mod kernel;
 pub mod layout;
+pub mod loops;
 pub mod mailbox;
 pub mod math;
 pub mod measure;

@@ -2,7 +2,9 @@
 
 use crate::commands::say;
 use altiplano::units::bytes;
-use altiplano::{Error, expect_writable, load_plan, page_html, programs, programs_text, report, why_text, write_file};
+use altiplano::{
+    Error, expect_writable, kernels_text, load_plan, page_html, programs, programs_text, report, why_text, write_file,
+};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -17,6 +19,9 @@ pub struct Inspect {
     /// Print the programs that the devices run
     #[arg(long)]
     programs: bool,
+    /// With --programs: print the kernels that these launch on NVIDIA GPUs, as one CUDA source
+    #[arg(long, requires = "programs")]
+    kernels: bool,
     /// Print what other layouts of a parameter or value would cost: its name, in which `*` stands for anything
     #[arg(long, value_name = "NAME", conflicts_with_all = ["json", "programs"])]
     why: Option<String>,
@@ -39,6 +44,8 @@ impl Inspect {
             say(why_text(&plan, name)?)
         } else if self.json {
             say(plan.to_json())
+        } else if self.kernels {
+            say(kernels_text(&programs(&plan)?))
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())
         } else {

@@ -3,6 +3,7 @@
 mod frontier;
 mod held;
 mod html;
+mod kernels;
 mod programs;
 mod why;
 mod words;
@@ -10,6 +11,7 @@ mod words;
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub use html::page_html;
+pub use kernels::kernels_text;
 pub use programs::programs;
 pub use why::why_text;
 

@@ -55,17 +55,17 @@ pub struct ScatterAdd {
 
 impl GatherDims {
     /// Dimensions of the gathered result that run over `indices`.
-    pub(super) fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
+    pub fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
         (0..result_rank).filter(|d| !self.offset_dims.contains(d)).collect()
     }
 
     /// Dimensions of `indices` other than the index vector.
-    fn indices_dims(&self, indices_rank: usize) -> Vec<usize> {
+    pub fn indices_dims(&self, indices_rank: usize) -> Vec<usize> {
         (0..indices_rank).filter(|&d| d != self.index_vector_dim).collect()
     }
 
     /// Operand dimensions that appear in the result, in order.
-    fn window_dims(&self) -> Vec<usize> {
+    pub fn window_dims(&self) -> Vec<usize> {
         let gone = |d: &usize| self.collapsed_slice_dims.contains(d) || self.operand_batching_dims.contains(d);
         (0..self.slice_sizes.len()).filter(|d| !gone(d)).collect()
     }

@@ -13,10 +13,10 @@
 //! own, out of a reduction that needs every row). A kernel is a connected set of nodes of one level, so kernels never
 //! depend on each other in a circle.
 
-use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Op, Operator};
-use altiplano_ir::work::{Called, Work};
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Op, Operator};
+use crate::work::{Called, Work};
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
@@ -164,7 +164,7 @@ pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
     Kernel { kind, nodes: call.nodes, reads: call.reads, writes, read_bytes, written_bytes, work: Some(call.work) }
 }
 
-/// Joins kernels that are connected by products that grow ([`altiplano_ir::op::DotGeneral::grows`]), or by values of their
+/// Joins kernels that are connected by products that grow ([`crate::op::DotGeneral::grows`]), or by values of their
 /// size that are made of them element by element.
 fn with_products_fused(
     graph: &Graph,
@@ -500,7 +500,7 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
 }
 
 fn operations(graph: &Graph, v: ValueId) -> f64 {
-    use altiplano_ir::op::{Binary, Unary};
+    use crate::op::{Binary, Unary};
     let node = graph.node(v);
     let elements = node.ty.elements().max(graph.operand_types(v).iter().map(|t| t.elements()).max().unwrap_or(0));
     let each = match &node.op {

@@ -1,8 +1,8 @@
 //! Which kernels graphs become, by hand; and what must hold of any.
 
 use super::*;
-use altiplano_ir::op::{DotGeneral, Input, Reducer, Slice, Unary};
-use altiplano_ir::types::TensorType;
+use crate::op::{DotGeneral, Input, Reducer, Slice, Unary};
+use crate::types::TensorType;
 
 fn input(g: &mut Graph, shape: &[u64]) -> ValueId {
     let ty = TensorType::new(DType::F16, shape.to_vec());

@@ -1,0 +1,137 @@
+//! What loop programs mean: every launch run element by element, one after the other, in double precision.
+//!
+//! This is the reference that a device's text of the same program is compared with, and what shows without a device that the program
+//! computes what its kernel's nodes do.
+
+use super::{Launch, Phase, Scalar, Source, Var};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::float::reduce_precision;
+use altiplano_ir::op::{Binary, Direction};
+use std::collections::BTreeMap;
+
+/// Values in memory, row major.
+pub type Memory = BTreeMap<Source, Vec<f64>>;
+
+/// Runs a launch on the device at these positions along the axes of [`Launch::coordinates`].
+///
+/// # Panics
+/// Where a parameter that is read is not in memory, or an index lies outside of it: errors of who made the launch.
+pub fn run(launch: &Launch, coordinates: &[u64], memory: &mut Memory) {
+    for param in launch.params.iter().filter(|p| p.written) {
+        memory.entry(param.source.clone()).or_insert_with(|| vec![f64::NAN; param.elements as usize]);
+    }
+    let needed: Vec<Vec<Var>> = launch.phases.iter().map(|p| launch.needs(p)).collect();
+    let mut values = vec![f64::NAN; launch.scalars.all.len()];
+    for row in 0..launch.rows {
+        let mut slots: BTreeMap<u32, f64> = BTreeMap::new();
+        for (phase, needed) in launch.phases.iter().zip(&needed) {
+            let folded = run_phase(launch, phase, needed, (row, coordinates), &slots, &mut values, memory);
+            slots.extend(folded);
+        }
+    }
+}
+
+fn run_phase(
+    launch: &Launch,
+    phase: &Phase,
+    needed: &[Var],
+    (row, coordinates): (u64, &[u64]),
+    slots: &BTreeMap<u32, f64>,
+    values: &mut [f64],
+    memory: &mut Memory,
+) -> Vec<(u32, f64)> {
+    let mut folded: Vec<(u32, f64)> = phase.folds.iter().map(|f| (f.slot, f.reducer.neutral(f.dtype))).collect();
+    for step in 0..phase.length {
+        for &var in needed {
+            values[var.0 as usize] = value(launch, var, (row, step, coordinates), slots, values, memory);
+        }
+        for (fold, (_, sum)) in phase.folds.iter().zip(&mut folded) {
+            *sum = fold.reducer.combine().apply(*sum, values[fold.value.0 as usize], fold.dtype);
+        }
+        for store in &phase.stores {
+            if store.guard.is_some_and(|g| values[g.0 as usize] == 0.0) {
+                continue;
+            }
+            let param = &launch.params[store.param as usize];
+            let new = values[store.value.0 as usize];
+            let at = values[store.index.0 as usize] as usize;
+            let place = &mut memory.get_mut(&param.source).expect("what is written has a place")[at];
+            *place = if store.adds { Binary::Add.apply(*place, new, param.dtype) } else { new };
+        }
+    }
+    folded
+}
+
+fn value(
+    launch: &Launch,
+    var: Var,
+    (row, step, coordinates): (u64, u64, &[u64]),
+    slots: &BTreeMap<u32, f64>,
+    values: &[f64],
+    memory: &Memory,
+) -> f64 {
+    let of = |v: &Var| values[v.0 as usize];
+    let whole = |v: &Var| of(v) as i64;
+    let truth = |b: bool| f64::from(u8::from(b));
+    match launch.scalars.get(var) {
+        Scalar::Row => row as f64,
+        Scalar::Step => step as f64,
+        Scalar::Slot(slot, _) => slots[slot],
+        Scalar::Coordinate(at) => coordinates[*at as usize] as f64,
+        Scalar::Index(value) => *value as f64,
+        Scalar::Number(bits, _) => f64::from_bits(*bits),
+        Scalar::Load { guard: Some(guard), .. } if of(guard) == 0.0 => 0.0,
+        Scalar::Load { param, index, .. } => {
+            let param = &launch.params[*param as usize];
+            memory.get(&param.source).unwrap_or_else(|| panic!("{:?} is not in memory", param.source))
+                [of(index) as usize]
+        }
+        Scalar::Add(a, b) => (whole(a) + whole(b)) as f64,
+        Scalar::Times(a, by) => (whole(a) * by) as f64,
+        Scalar::Quotient(a, by) => whole(a).div_euclid(*by) as f64,
+        Scalar::Remainder(a, by) => whole(a).rem_euclid(*by) as f64,
+        Scalar::Within(a, n) => truth((0..*n).contains(&whole(a))),
+        Scalar::Clamp(a, most) => whole(a).clamp(0, *most) as f64,
+        Scalar::AsElement(a, dtype) => dtype.round(of(a)),
+        Scalar::AsIndex(a, dtype) => dtype.to_integer(of(a)) as f64,
+        Scalar::And(a, b) => truth(of(a) != 0.0 && of(b) != 0.0),
+        Scalar::Unary(op, dtype, a) => op.apply(of(a), *dtype),
+        Scalar::Binary(op, dtype, a, b) => op.apply(of(a), of(b), *dtype),
+        Scalar::Compare(direction, _, a, b) => {
+            let (a, b) = (of(a), of(b));
+            truth(match direction {
+                Direction::Eq => a == b,
+                Direction::Ne => a != b,
+                Direction::Lt => a < b,
+                Direction::Le => a <= b,
+                Direction::Gt => a > b,
+                Direction::Ge => a >= b,
+            })
+        }
+        Scalar::Select(_, [predicate, a, b]) => {
+            if of(predicate) != 0.0 {
+                of(a)
+            } else {
+                of(b)
+            }
+        }
+        Scalar::Convert { from, to, value } => convert(*from, *to, of(value)),
+        Scalar::Bitcast { from, to, value } => to.from_bits(from.to_bits(of(value))),
+        Scalar::ReducePrecision { exponent_bits, mantissa_bits, dtype, value } => match dtype.float_format() {
+            Some(format) => reduce_precision(of(value), *exponent_bits, *mantissa_bits, format),
+            None => of(value),
+        },
+        Scalar::Threefry(word, [k0, k1, c0, c1]) => {
+            let bits = |v: &Var| of(v) as u32;
+            f64::from(word.of([bits(k0), bits(k1)], [bits(c0), bits(c1)]))
+        }
+    }
+}
+
+fn convert(from: DType, to: DType, value: f64) -> f64 {
+    match to {
+        DType::Bool => f64::from(u8::from(value != 0.0)),
+        to if to.is_integer() && from.is_float() => to.wrap(value.trunc()),
+        to => to.wrap(value),
+    }
+}

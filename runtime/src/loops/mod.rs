@@ -1,0 +1,98 @@
+//! Loop programs: what a fused kernel computes, as scalar loops over rows, before it is text for a device.
+//!
+//! A kernel of [`altiplano_ir::kernels`] becomes one or a few [`Launch`]es. Each goes over rows, which are independent; a row
+//! goes through phases, each a loop whose iterations may be spread over threads, and which leaves reductions for the phases after
+//! it. Views (reshapes, slices, transposes, broadcasts) are arithmetic on indices and move nothing. The same program is printed
+//! for a device ([`cuda`]) and run by a slow interpreter ([`interpret`]) that says what it means.
+
+mod build;
+pub mod cuda;
+pub mod interpret;
+mod scalar;
+
+pub use build::{Unsupported, launches};
+pub use scalar::{Scalar, Scalars, Var};
+
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::Reducer;
+
+/// What a pointer of a launch points at.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Source {
+    /// A value of the body's graph that is in memory: a leaf, or what this or another kernel writes.
+    Value(ValueId),
+    /// The elements of a value that depends on no leaf, known beforehand.
+    Constant(ValueId),
+}
+
+/// A pointer that a launch takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Param {
+    pub source: Source,
+    pub dtype: DType,
+    pub elements: u64,
+    pub written: bool,
+}
+
+/// How rows are spread over threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Spread {
+    /// A thread takes a whole row.
+    Thread,
+    /// A block of threads takes a row together.
+    Block,
+    /// Neighbouring rows are neighbours in memory: a block takes some of them, and several threads share each.
+    Columns,
+}
+
+/// Reduces a value over the iterations of a phase.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Fold {
+    pub value: Var,
+    pub reducer: Reducer,
+    pub dtype: DType,
+    /// What later phases call it.
+    pub slot: u32,
+}
+
+/// Leaves a value in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Store {
+    pub param: u32,
+    pub index: Var,
+    pub value: Var,
+    /// Only where this is true.
+    pub guard: Option<Var>,
+    /// Added to what is there, by whoever comes first.
+    pub adds: bool,
+}
+
+/// A loop over `length` iterations, which are independent but for folds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Phase {
+    pub length: u64,
+    pub folds: Vec<Fold>,
+    pub stores: Vec<Store>,
+}
+
+/// A loop over rows, all of which may run at once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launch {
+    pub params: Vec<Param>,
+    /// Positions of the device along mesh axes, which the launch is given.
+    pub coordinates: Vec<Vec<AxisId>>,
+    pub scalars: Scalars,
+    pub rows: u64,
+    pub spread: Spread,
+    pub phases: Vec<Phase>,
+}
+
+impl Launch {
+    /// The scalars that a phase computes in each iteration, operands first.
+    pub fn needs(&self, phase: &Phase) -> Vec<Var> {
+        let stores = phase.stores.iter().flat_map(|s| [s.index, s.value].into_iter().chain(s.guard));
+        self.scalars.with_operands(stores.chain(phase.folds.iter().map(|f| f.value)))
+    }
+}
