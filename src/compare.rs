@@ -1,14 +1,16 @@
-//! A plan against a configuration that somebody runs today.
+//! A plan against another one, or against a configuration that somebody runs today.
 //!
-//! The configuration is stated as its users state it (`tp=4 pp=2 mbs=1 recompute`), becomes a plan on the same cluster, and is
+//! Such a configuration is stated as its users state it (`tp=4 pp=2 mbs=1 recompute`), becomes a plan on the same cluster, and is
 //! judged by the same judge. Where its step was measured, the error of the judge on it is a correction for the plan as well.
 
 use crate::error::Error;
-use crate::units::{bytes, digits, percent, seconds};
+use crate::moved::{layouts, placed, posed_differently, stages};
+use crate::report::side_by_side;
+use crate::simulate::Simulation;
+use crate::units::{digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
-use altiplano_ir::plan::{Plan, Stage, Target};
+use altiplano_ir::plan::{Plan, Target};
 use altiplano_planner::fixed::Degrees;
-use altiplano_planner::lost::shape;
 use altiplano_planner::sweep::configured;
 use altiplano_planner::target::execution;
 use altiplano_planner::{PlanFailure, Request};
@@ -109,11 +111,7 @@ impl Baseline {
         }
         let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
         let device = &like.cluster.groups[0].device;
-        let mut request = Request::new(like.model.clone(), like.graph.clone(), like.loss, like.cluster.clone());
-        request.stop_gradients = like.stop_gradients.clone();
-        request.optimizer = like.optimizer;
-        request.reduction = like.reduction;
-        request.global_batch = Some(like.global_batch);
+        let mut request = Request::of_plan(like);
         request.schedule = Some(like.schedule);
         request.allow_microbatch_semantics = true;
         request.target = self.target;
@@ -137,29 +135,17 @@ impl Baseline {
     }
 }
 
-/// Two plans side by side; `measured_s` are seconds of a step of the baseline.
-pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> String {
-    let mut out = String::new();
-    let mut line = |name: &str, p: &Plan| {
-        let peak = p.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
-        let held = |s: &Stage| s.predicted.peak_bytes <= p.group_of(s).device.memory_bytes;
-        let fits = if p.stages.iter().all(held) { "fits" } else { "does not fit" };
-        // Writing to a string cannot fail.
-        let _ = writeln!(
-            out,
-            "{name}  {} a step, {} samples/s, {} MFU, {} on a device ({fits}), for {}\n          {}",
-            seconds(p.predicted.step_time_s),
-            digits(p.predicted.samples_per_s),
-            percent(p.predicted.mfu),
-            bytes(peak),
-            p.target.name(),
-            shape(p),
-        );
-    };
-    line("plan    ", plan);
-    line("baseline", baseline);
+/// A plan beside what runs today; `measured_s` are seconds of a step of that.
+///
+/// # Errors
+/// Where one of them cannot be lowered.
+pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> Result<String, Error> {
+    let simulations = [Simulation::new(plan.clone(), None)?, Simulation::new(baseline.clone(), None)?];
+    let mut out = side_by_side(["plan", "baseline"], simulations.each_ref());
     let (ours, theirs) = (plan.predicted.step_time_s, baseline.predicted.step_time_s);
-    let _ = writeln!(out, "\nthe plan is predicted {} times as fast", digits(theirs / ours));
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "\n\nthe baseline is for {}", baseline.target.name());
+    let _ = writeln!(out, "the plan is predicted {} times as fast", digits(theirs / ours));
     if let Some(measured_s) = measured_s {
         let off = measured_s / theirs;
         let how = if off >= 1.0 { "slower" } else { "faster" };
@@ -171,7 +157,31 @@ pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> String
             seconds(ours * off)
         );
     }
-    out.trim_end().to_string()
+    Ok(out.trim_end().to_string())
+}
+
+/// Two plans: what they are for where that differs, what they take and why, and what moves from one to the other.
+///
+/// # Errors
+/// Where one of them cannot be lowered.
+pub fn two_plans(names: [&str; 2], one: &Plan, other: &Plan) -> Result<String, Error> {
+    let mut out = String::new();
+    let posed = posed_differently(one, other);
+    if !posed.is_empty() {
+        let _ = writeln!(out, "They are not for the same, and what they take differs for that too:");
+        posed.iter().for_each(|line| {
+            let _ = writeln!(out, "  {line}");
+        });
+        let _ = writeln!(out);
+    }
+    let simulations = [Simulation::new(one.clone(), None)?, Simulation::new(other.clone(), None)?];
+    let _ = writeln!(out, "{}", side_by_side(names, simulations.each_ref()));
+    let tables = [("Stages", stages(names, one, other)), ("Layouts that differ", layouts(names, one, other))];
+    for (title, table) in tables.iter().filter(|(_, table)| !table.is_empty()) {
+        let _ = writeln!(out, "\n{title}\n{table}");
+    }
+    let _ = write!(out, "\nParameters, from {} to {}\n{}", names[0], names[1], placed(one, other));
+    Ok(out)
 }
 
 /// Seconds as people write them: `5.3`, `5.3s`, `830ms`.

@@ -82,6 +82,14 @@ pub enum Error {
         "--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them"
     )]
     UnknownValue { name: String },
+    #[error(
+        "{option}: nothing that the plan decides on is called '{name}'; near to it are {near} (`altiplano show MODEL` prints all names)"
+    )]
+    NoSuchName { option: &'static str, name: String, near: Names },
+    #[error("--layer: {asked} is not a layer of the plan, which has {layers} and counts them from 0")]
+    NoSuchLayer { asked: u32, layers: u32 },
+    #[error("{option}: {asked} is not a stage of the plan, which has {stages} and counts them from 0")]
+    NoSuchStage { option: &'static str, asked: usize, stages: usize },
     #[error("--pin {pin}: {problem}")]
     Pin { pin: String, problem: Box<PinProblem> },
     #[error("{}: {error}", file.display())]

@@ -1,7 +1,8 @@
 //! Running a plan that trains nothing: batches in, results out.
 
 use crate::error::Error;
-use crate::training::{Batch, Training, session, start};
+use crate::simulate::Recorded;
+use crate::training::{Batch, Ran, Training, session, start};
 use altiplano_ir::plan::Plan;
 use altiplano_runtime::{HostData, HostTensor};
 use std::collections::BTreeMap;
@@ -18,14 +19,14 @@ pub struct Pass {
     pub samples_per_s: f64,
 }
 
-/// Runs `training.steps` batches and tells `on_pass` of each. Returns the most bytes that each worker held, and the results
-/// of the last batch.
+/// Runs `training.steps` batches and tells `on_pass` of each. Returns what is left of the run, and the results of the last batch.
 pub fn infer(
     plan: &Plan,
     training: &Training,
     mut on_pass: impl FnMut(&Pass) -> Result<(), Error>,
-) -> Result<(Vec<u64>, Results), Error> {
-    let mut session = session(plan)?;
+) -> Result<(Ran, Results), Error> {
+    let mut session = session(plan, true)?;
+    let mut recorded = Recorded::default();
     let (weights, mut batches) = start(plan, training)?;
     for (name, weights) in weights {
         session.load_parameter(&name, &weights)?;
@@ -36,13 +37,14 @@ pub fn infer(
         let seconds = report.seconds;
         on_pass(&Pass { number, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
         last = results(plan, parts);
+        recorded = Recorded { seconds, recordings: report.recordings };
     }
-    Ok((session.peak_bytes(), last))
+    Ok((Ran { peak_bytes: session.peak_bytes(), last: recorded }, last))
 }
 
 /// The results of one batch from these weights.
 pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, batch: &Batch) -> Result<Results, Error> {
-    let mut session = session(plan)?;
+    let mut session = session(plan, false)?;
     for (name, tensor) in weights {
         session.load_parameter(name, tensor)?;
     }

@@ -19,6 +19,7 @@
 //! The crates behind it are here under their short names: [`ir`] (graphs, shardings, plans, programs), [`cost_models`],
 //! [`planner`] and [`runtime`].
 
+pub mod advice;
 pub mod arguments;
 mod cluster;
 pub mod compare;
@@ -48,10 +49,11 @@ pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
 pub use error::{DataProblem, Error, Names};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
 pub use moved::moved;
-pub use plan_file::{expect_writable, load_plan, plan_of, write_file};
+pub use plan_file::{by_cluster, expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
-    frontier_json, frontier_text, held, kernels_text, one_line, page_html, programs as programs_text, report, why_text,
+    Asked, frontier_json, frontier_text, held, kernels_text, one_line, page_html, plan_dot, programs as programs_text,
+    report, side_by_side, why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

@@ -4,7 +4,7 @@
 mod commands;
 mod progress;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// Planning makes many small values on many threads: with the system's allocator it takes twice as long.
@@ -23,6 +23,9 @@ struct Cli {
 enum Command {
     Plan(commands::plan::Plan),
     Inspect(commands::inspect::Inspect),
+    Why(commands::why::Why),
+    WhyNot(commands::why_not::WhyNot),
+    Advise(commands::advise::Advise),
     Compare(commands::compare::Compare),
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
@@ -35,12 +38,17 @@ enum Command {
     Fidelity(commands::fidelity::Fidelity),
     Calibrate(commands::calibrate::Calibrate),
     Demo(commands::demo::Demo),
+    Completions(commands::completions::Completions),
+    Man(commands::man::Manual),
 }
 
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Plan(command) => command.run(),
         Command::Inspect(command) => command.run(),
+        Command::Why(command) => command.run(),
+        Command::WhyNot(command) => command.run(),
+        Command::Advise(command) => command.run(),
         Command::Compare(command) => command.run(),
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),
@@ -53,6 +61,8 @@ fn main() -> ExitCode {
         Command::Simulate(command) => command.run(),
         Command::Fidelity(command) => command.run(),
         Command::Demo(command) => command.run(),
+        Command::Completions(command) => command.run(Cli::command()),
+        Command::Man(command) => command.run(Cli::command()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -97,6 +97,32 @@ pub fn named(graph: &Graph, pattern: &str) -> Vec<(ValueId, String)> {
     named.filter(|(_, name)| matches(pattern, name)).collect()
 }
 
+/// Names that `wanted` may have been meant for, nearest first: of the names that are like it up to numbers one each.
+pub fn near<'a>(names: impl Iterator<Item = &'a str>, wanted: &str) -> Vec<String> {
+    const SHOWN: usize = 3;
+    let wanted = wanted.replace('*', "").to_lowercase();
+    let mut seen = BTreeSet::new();
+    let alike = |name: &&str| seen.insert(name.replace(|c: char| c.is_ascii_digit(), ""));
+    let mut found: Vec<(usize, usize, &str)> =
+        names.filter(alike).map(|name| (changes(&wanted, &name.to_lowercase()), name.len(), name)).collect();
+    found.sort();
+    found.into_iter().take(SHOWN).map(|(.., name)| name.to_string()).collect()
+}
+
+/// Characters to put in, leave out or change to make of a text some part of another (Sellers 1980).
+fn changes(from: &str, to: &str) -> usize {
+    let to: Vec<char> = to.chars().collect();
+    let mut row = vec![0; to.len() + 1];
+    for (i, a) in from.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, &b) in to.iter().enumerate() {
+            let cost = (row[j] + 1).min(row[j + 1] + 1).min(diagonal + usize::from(a != b));
+            diagonal = std::mem::replace(&mut row[j + 1], cost);
+        }
+    }
+    row.into_iter().min().unwrap_or(0)
+}
+
 /// Pins what is asked for. `sizes` are those of the axes `data` and `tensor`, where they are given; a dimension that is the batch
 /// may be of any size, since microbatches are.
 pub fn apply(graph: &mut Graph, pins: &[NamedPin], sizes: [Option<u32>; 2]) -> Result<(), Error> {
@@ -153,6 +179,16 @@ mod tests {
         for (pattern, name, expected) in cases {
             assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
         }
+    }
+
+    #[test]
+    fn near_names_are_those_with_it_inside_and_then_those_spelled_alike() {
+        let names = ["params['h0']['fc']['w']", "params['h1']['fc']['w']", "params['wte']", "tokens"];
+        let near = |wanted: &str| near(names.into_iter(), wanted);
+        assert_eq!(near("wte"), ["params['wte']", "tokens", "params['h0']['fc']['w']"]);
+        assert_eq!(near("fc')['w")[0], "params['h0']['fc']['w']");
+        assert_eq!(near("parms['h*']['fc']['w']")[0], "params['h0']['fc']['w']");
+        assert_eq!(near("token")[0], "tokens");
     }
 
     #[test]

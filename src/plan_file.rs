@@ -47,6 +47,17 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
     Ok(stage.map(|i| format!("stages[{i}].predicted")).or(whole))
 }
 
+/// A plan as the figures of its cluster judge it, whatever measured profile did before.
+pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
+    match plan.profile.take() {
+        Some(_) => {
+            let cluster = plan.cluster.clone();
+            Ok(judged_again(plan, &Rooflines::of(&cluster))?)
+        }
+        None => Ok(plan),
+    }
+}
+
 /// Writes a file by renaming a complete one over it, so that a reader never sees half of it. A link stays a link and a
 /// device a device: what they lead to is written.
 pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {

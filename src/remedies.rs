@@ -6,8 +6,10 @@ use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::Plan;
 use altiplano_planner::memory::Category;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
+use rayon::prelude::*;
 use std::fmt;
 
 /// A change after which there is a plan.
@@ -23,6 +25,16 @@ pub struct Remedy {
 }
 
 impl Remedy {
+    fn of(change: String, request: &Request, plan: &Plan) -> Remedy {
+        Remedy {
+            change,
+            step_s: plan.predicted.step_time_s,
+            peak_bytes: plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0),
+            devices: request.cluster.num_devices().into(),
+            samples: global_batch(request),
+        }
+    }
+
     /// What a sample costs.
     fn device_seconds(&self) -> f64 {
         self.step_s * self.devices as f64 / self.samples.max(1) as f64
@@ -93,6 +105,67 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
     })
 }
 
+/// Changes to what is fixed after which a request that has no plan for other reasons than memory has one, fastest first: each
+/// fixed choice left free, and degrees and counts that go into devices and samples.
+pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
+    let devices = u64::from(request.cluster.num_devices());
+    let samples = global_batch(request);
+    // The nearest numbers below and above that divide.
+    let near = |given: u64, whole: u64| {
+        let divides = |n: &u64| whole.is_multiple_of(*n);
+        let below = (1..given.min(whole + 1)).rev().find(divides);
+        [below, (given + 1..=whole).find(divides)].into_iter().flatten().collect::<Vec<u64>>()
+    };
+    let mut changes: Vec<(String, Request)> = Vec::new();
+    let mut change = |what: String, change: &dyn Fn(&mut Request)| {
+        let mut new = request.clone();
+        new.baselines = false;
+        change(&mut new);
+        changes.push((what, new));
+    };
+    type Degree = fn(&mut Request) -> &mut Option<u32>;
+    let degrees: [(&str, Degree, u64); 5] = [
+        ("--dp", |r| &mut r.dp, devices),
+        ("--tp", |r| &mut r.tp, devices),
+        ("--pp", |r| &mut r.pp, devices),
+        ("--num-microbatches", |r| &mut r.num_microbatches, samples),
+        ("--virtual-stages", |r| &mut r.virtual_stages, 1),
+    ];
+    for (option, degree, whole) in degrees {
+        let Some(given) = *degree(&mut request.clone()) else { continue };
+        change(format!("{option} left free"), &|r| *degree(r) = None);
+        for other in near(u64::from(given), whole) {
+            change(format!("{option} {other}"), &|r| *degree(r) = u32::try_from(other).ok());
+        }
+    }
+    if let Some(given) = request.microbatch {
+        change("--microbatch left free".into(), &|r| r.microbatch = None);
+        for other in near(given, samples) {
+            change(format!("--microbatch {other}"), &|r| r.microbatch = Some(other));
+        }
+    }
+    if request.zero.is_some() {
+        change("--zero left free".into(), &|r| r.zero = None);
+    }
+    if request.schedule.is_some() && request.trains() {
+        change("--schedule left free".into(), &|r| r.schedule = None);
+    }
+    if request.recompute.is_some() && request.trains() {
+        change("--recompute left free".into(), &|r| r.recompute = None);
+    }
+    if !request.graph.pins.is_empty() {
+        change("no --pin and no shardings of the model".into(), &|r| r.graph.pins.clear());
+    }
+    let total = changes.len();
+    let planned = |(i, (change, request)): (usize, (String, Request))| {
+        progress.step(&change, i, total);
+        Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
+    };
+    let mut fixes: Vec<Remedy> = changes.into_par_iter().enumerate().filter_map(planned).collect();
+    fixes.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
+    fixes
+}
+
 /// Changes to a request, each planned; those that give a plan.
 fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
@@ -138,17 +211,17 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
         row.into_iter().find_map(|(change, request)| {
             progress.step(&change, i, total);
-            let plan = plan(&request, &Silent).ok()?;
-            Some(Remedy {
-                change,
-                step_s: plan.predicted.step_time_s,
-                peak_bytes: plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0),
-                devices: request.cluster.num_devices().into(),
-                samples: global_batch(&request),
-            })
+            Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
         })
     };
     changes.into_iter().enumerate().filter_map(first_that_fits).collect()
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (step, peak) = (seconds(self.step_s), bytes(self.peak_bytes));
+        write!(f, "{}: at most {step} a step, {peak} per device", self.change)
+    }
 }
 
 impl fmt::Display for Shortage {
@@ -176,8 +249,7 @@ impl fmt::Display for Shortage {
             false => writeln!(f, "what would make it fit, least device time a sample first:")?,
         }
         for remedy in &self.remedies {
-            let (step, peak) = (seconds(remedy.step_s), bytes(remedy.peak_bytes));
-            writeln!(f, "  {}: at most {step} a step, {peak} per device", remedy.change)?;
+            writeln!(f, "  {remedy}")?;
         }
         // Rounded up, and a plan that was judged may have needed less than what should come closest.
         write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;

@@ -2,8 +2,10 @@
 //! the same as a trace that a browser draws.
 
 mod memory;
+mod trace;
 
 pub use memory::{HeldTensor, MemoryTimeline};
+pub use trace::{Recorded, trace_name};
 
 use crate::Error;
 use crate::profiled::Profiled;
@@ -13,20 +15,30 @@ use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline};
 use altiplano_cost_models::profile::Profile;
-use altiplano_cost_models::timeline::{Played, Stream, play, tasks};
+use altiplano_cost_models::timeline::Played;
 use altiplano_cost_models::{Compute, CostModel, Costs, Rooflines, catalogue};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
+use altiplano_planner::account::{Account, accounts_of};
 use altiplano_planner::lower::{Prices, Sketch};
 use altiplano_planner::memory::LaneMemory;
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
-use altiplano_planner::timing::{BodyWork, StageTiming, played_in_order};
-use serde_json::{Value, json};
+use altiplano_planner::timing::{BodyWork, StageTiming};
 use std::collections::BTreeSet;
 use std::fmt::Write;
+
+/// A call of a stage's body, and when it runs. What follows the last backward of a step is one call, of no microbatch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CallSpan {
+    pub stage: usize,
+    pub phase: Phase,
+    pub microbatch: Option<u32>,
+    pub start_s: f64,
+    pub end_s: f64,
+}
 
 /// A plan's step, played.
 pub struct Simulation {
@@ -61,12 +73,58 @@ impl Simulation {
         self.timings.len()
     }
 
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Where each stage's step goes.
+    pub fn accounts(&self) -> Vec<Account> {
+        accounts_of(&self.plan, &self.work, &self.timings)
+    }
+
+    /// The link that collectives of a stage over some axes (`data+tensor`) go over, in words.
+    pub fn link_of(&self, stage: usize, axes: &str) -> Option<String> {
+        let of_plan = self.plan.stages.get(stage)?;
+        let group = self.plan.group_of(of_plan);
+        let axes: Vec<_> = axes.split('+').map(|name| of_plan.mesh.find(name)).collect::<Option<_>>()?;
+        let prices = self.prices(stage);
+        let rate = |bytes_per_s: f64| format!("{}/s", bytes(bytes_per_s as u64));
+        Some(match prices.link(&axes).nodes {
+            0 | 1 => format!("the links within a node ({} a device)", rate(group.intra_node.bytes_per_s)),
+            _ => {
+                let nics = f64::from(group.inter_node.nics);
+                format!("the network ({} a node)", rate(nics * group.inter_node.bytes_per_s))
+            }
+        })
+    }
+
     fn order(&self) -> Order {
         Order::of(&self.plan)
     }
 
     fn timeline(&self, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> Timeline {
         played(&self.plan, &self.timings, &self.order(), watch)
+    }
+
+    /// Seconds of a step, and of each lane its calls in order.
+    pub fn calls(&self) -> (f64, Vec<Vec<CallSpan>>) {
+        let mut lanes: Vec<Vec<CallSpan>> = vec![Vec::new(); self.plan.num_lanes()];
+        let timeline = self.timeline(&mut |stage, call, start_s, end_s| {
+            let (phase, microbatch) = match call {
+                PipelineCall::Forward { microbatch } => (Phase::Forward, microbatch),
+                PipelineCall::Backward { microbatch } => (Phase::Backward, microbatch),
+                PipelineCall::Weights { microbatch } => (Phase::Weights, microbatch),
+            };
+            let span = CallSpan { stage, phase, microbatch: Some(microbatch), start_s, end_s };
+            lanes[self.plan.lane_of(stage)].push(span);
+        });
+        for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
+            let lane = &mut lanes[self.plan.lane_of(stage)];
+            let start_s = lane.last().map_or(0.0, |call| call.end_s);
+            let (phase, end_s) = (Phase::Update, start_s + times.step_s);
+            lane.push(CallSpan { stage, phase, microbatch: None, start_s, end_s });
+        }
+        (timeline.step_s, lanes)
     }
 
     /// Prices on a stage's mesh.
@@ -214,66 +272,6 @@ impl Simulation {
         let figures = self.used().map(|cost| format!("figures of {}: {}", cost.device().name, self.source(cost)));
         out.push_str(&figures.collect::<Vec<_>>().join("\n"));
         Some(out)
-    }
-
-    /// The step as Chrome trace events (Perfetto and chrome://tracing open it): a process for each lane with a track of its calls,
-    /// the kernels of the first microbatch, and a counter of what each of its devices holds.
-    pub fn trace(&self) -> Value {
-        let mut events: Vec<Value> = Vec::new();
-        let micros = |s: f64| s * 1e6;
-        let event = |name: String, stage: usize, track: u32, start: f64, end: f64| json!({"name": name, "ph": "X", "pid": self.plan.lane_of(stage), "tid": track, "ts": micros(start), "dur": micros(end - start)});
-        // Where a lane has several stages, each call says of which it is.
-        let of = |stage: usize| match self.plan.virtual_stages {
-            1 => String::new(),
-            _ => format!(" of stage{stage}"),
-        };
-        for (i, stage) in self.plan.lanes().iter().enumerate() {
-            let name = format!("{}: {} devices", self.plan.lane_name(i), stage.devices.len());
-            events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
-            for (track, name) in
-                [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
-            {
-                events.push(json!({"name": "thread_name", "ph": "M", "pid": i, "tid": track, "args": {"name": name}}));
-            }
-        }
-        let mut first: Vec<(usize, Phase, f64)> = Vec::new();
-        let mut last_s = vec![0.0f64; self.plan.num_lanes()];
-        let timeline = self.timeline(&mut |stage, call, start, end| {
-            let (name, phase, microbatch) = match call {
-                PipelineCall::Forward { microbatch } => ("forward", Phase::Forward, microbatch),
-                PipelineCall::Backward { microbatch } => ("backward", Phase::Backward, microbatch),
-                PipelineCall::Weights { microbatch } => ("weights", Phase::Weights, microbatch),
-            };
-            if microbatch == 0 {
-                first.push((stage, phase, start));
-            }
-            last_s[self.plan.lane_of(stage)] = end;
-            events.push(event(format!("{name} {microbatch}{}", of(stage)), stage, 0, start, end));
-        });
-        for (stage, (times, _)) in self.timings.iter().enumerate().filter(|(_, t)| t.0.step_s > 0.0) {
-            let start = &mut last_s[self.plan.lane_of(stage)];
-            events.push(event(format!("reduce and update{}", of(stage)), stage, 0, *start, *start + times.step_s));
-            *start += times.step_s;
-        }
-        for (stage, phase, start) in first {
-            let Some(work) = self.work[stage].iter().find(|b| b.phase == phase) else { continue };
-            let program = &self.programs.programs[self.plan.lane_of(stage)];
-            let Some(body) = program.body_of(stage as u32, phase).map(|b| &program.bodies[b as usize]) else {
-                continue;
-            };
-            let prices = self.prices(stage);
-            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
-            let played = match &self.profiled {
-                Some(_) => played_in_order(&work.kernels, &work.prices(&prices, &self.plan.execution)),
-                None => play(&list),
-            };
-            for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
-                let track = if task.stream == Stream::Compute { 1 } else { 2 };
-                events.push(event(title(body, kernel), stage, track, start + from, start + to));
-            }
-        }
-        events.extend(self.memory_events());
-        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": timeline.step_s}})
     }
 }
 

@@ -286,7 +286,7 @@ fn outcome(
     batch: &Batch,
     learning_rate: f64,
 ) -> Result<Outcome, Error> {
-    let mut session = session(plan)?;
+    let mut session = session(plan, false)?;
     for (name, tensor) in weights {
         session.load_parameter(name, tensor)?;
     }

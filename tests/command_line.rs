@@ -259,22 +259,3 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     write(times.expect("more nodes are advised"));
     assert!(succeeds(&["plan", DEMO, "--cluster", &cluster]).contains("chosen"));
 }
-
-#[test]
-fn other_layouts_of_a_value_are_priced() {
-    let scratch = Scratch::new();
-    let plan = scratch.path("plan.json").display().to_string();
-    succeeds(&["plan", DEMO, "--cluster", "dgx-a100:1", "--dp", "4", "--tp", "2", "-o", &plan]);
-    let text = succeeds(&["inspect", &plan, "--why", "*wte*"]);
-    // The layout that the plan has is among those priced, and costs what it costs.
-    let taken: Vec<&str> = text.lines().filter(|line| line.contains("<- taken")).collect();
-    assert!(!taken.is_empty() && taken.iter().all(|line| line.matches("the same").count() >= 1), "{text}");
-    let layouts = text.lines().filter(|line| line.trim_start().starts_with('[')).count();
-    assert!(layouts > taken.len(), "no other layout is priced:\n{text}");
-    for part in ["all else as it is", "all else anew", "a microbatch of the stage takes"] {
-        assert!(text.contains(part), "'{part}' is missing:\n{text}");
-    }
-    let output = altiplano(&["inspect", &plan, "--why", "no such name"]);
-    assert_eq!(output.code, Some(2), "{}", output.stderr);
-    assert!(output.stderr.contains("--why"), "{}", output.stderr);
-}

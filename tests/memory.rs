@@ -98,11 +98,11 @@ fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, Strin
 /// What each worker of a plan holds at most over two steps.
 fn held(plan: &Plan) -> Vec<u64> {
     let training = Training { steps: 2, learning_rate: 1e-4, ..Training::default() };
-    let peaks = match plan.schedule.trains() {
+    let ran = match plan.schedule.trains() {
         true => train(plan, &training, |_| Ok(())),
-        false => infer(plan, &training, |_| Ok(())).map(|(peaks, _)| peaks),
+        false => infer(plan, &training, |_| Ok(())).map(|(ran, _)| ran),
     };
-    peaks.expect("the plan runs")
+    ran.expect("the plan runs").peak_bytes
 }
 
 #[test]

@@ -86,7 +86,7 @@ fn a_plan_is_set_beside_what_runs_today() {
     let baseline = "tp=2 pp=2 mbs=4 recompute";
     let text = succeeds(&["compare", &file, "--baseline", baseline, "--measured", "30ms"]);
     for part in
-        ["plan    ", "baseline", "for megatron", "2 stages, 8 microbatches", "times as fast", "30.0 ms measured"]
+        ["  plan  ", "  baseline", "for megatron", "2 stages, 8 microbatches", "times as fast", "30.0 ms measured"]
     {
         assert!(text.contains(part), "'{part}':\n{text}");
     }
@@ -111,7 +111,7 @@ fn what_moved_is_told() {
     let options = ["plan", DEMO, "--global-batch", "64", "--tp", "1"];
     succeeds(&[&options[..], &["--dp", "4", "-o", &file]].concat());
     let same = succeeds(&[&options[..], &["--dp", "4", "--from", &file]].concat());
-    assert!(same.contains("as before       52 parameters"), "{same}");
+    assert!(same.contains("as before        52 parameters"), "{same}");
     let other = succeeds(&[&options[..], &["--dp", "2", "--pp", "2", "--from", &file]].concat());
     assert!(other.contains("to other devices"), "{other}");
     assert!(other.contains("1 stage, ") && other.contains(" -> 2 stages, "), "{other}");

@@ -5,6 +5,7 @@
 //! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines. The stages of the plan that is chosen
 //! are solved again as a whole ([`refine`]).
 
+pub mod account;
 pub mod assemble;
 pub mod fixed;
 pub mod frontier;
@@ -15,6 +16,7 @@ pub mod lost;
 pub mod lower;
 pub mod memory;
 pub mod model;
+pub mod neighbours;
 pub mod predict;
 pub mod refine;
 pub mod request;

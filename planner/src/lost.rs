@@ -3,8 +3,10 @@
 //! The search hands the judge its best few plans. Those that lost stay in the plan as alternatives, each with where its time goes
 //! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
 
+use crate::account::{Account, Part, Work};
 use crate::{count, leanest_of_the_fastest, peak_bytes};
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
+use std::collections::BTreeSet;
 
 /// Runners-up that a plan keeps.
 const KEPT: usize = 3;
@@ -61,8 +63,18 @@ fn stages(plan: &Plan) -> String {
     }
 }
 
+/// Seconds of a step by what they are for, of one plan and of another: what differs most first.
+pub fn difference(one: &Account, other: &Account) -> Vec<(Work, f64, f64)> {
+    let works: BTreeSet<&Work> = one.0.keys().chain(other.0.keys()).collect();
+    let of = |account: &Account, work: &Work| account.0.get(work).copied().unwrap_or(0.0);
+    let mut rows: Vec<(Work, f64, f64)> =
+        works.into_iter().map(|work| (work.clone(), of(one, work), of(other, work))).collect();
+    rows.sort_by(|a, b| (b.2 - b.1).abs().total_cmp(&(a.2 - a.1).abs()).then(a.0.cmp(&b.0)));
+    rows
+}
+
 /// Why a plan that fits was not chosen.
-fn reason(chosen: &Plan, lost: &Plan) -> String {
+pub fn reason(chosen: &Plan, lost: &Plan) -> String {
     let (ours, theirs) = (chosen.predicted.step_time_s, lost.predicted.step_time_s);
     if theirs <= ours {
         // The other plan was no slower: devices or memory decided.
@@ -75,12 +87,13 @@ fn reason(chosen: &Plan, lost: &Plan) -> String {
         };
     }
     let (a, b) = (busiest(chosen), busiest(lost));
-    let parts = [
-        ("computing", b.predicted.compute_s - a.predicted.compute_s),
-        ("communicating", b.predicted.communication_s - a.predicted.communication_s),
-        ("waiting", b.predicted.bubble_s - a.predicted.bubble_s),
-    ];
-    let most = parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(("computing", 0.0));
+    let of = |stage: &Stage, part: Part| match part {
+        Part::Computing => stage.predicted.compute_s,
+        Part::Communicating => stage.predicted.communication_s,
+        Part::Waiting => stage.predicted.bubble_s,
+    };
+    let parts = Part::ALL.map(|part| (part.name(), of(b, part) - of(a, part)));
+    let most = parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((Part::Computing.name(), 0.0));
     let slower = 100.0 * (theirs / ours - 1.0);
     let share = 100.0 * most.1 / ours;
     match most.1 > 0.0 {

@@ -5,7 +5,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Schedule, Target};
+use altiplano_ir::plan::{Execution, Plan, Schedule, Target};
 use altiplano_ir::reduce::Reduction;
 
 /// A planning problem. What is `None` is searched.
@@ -73,6 +73,21 @@ impl Request {
             allow_microbatch_semantics: false,
             baselines: true,
         }
+    }
+
+    /// The request that a plan answers, with nothing fixed: its model, batch, optimizer, cluster and target. Which choices were free
+    /// when it was made no plan says.
+    pub fn of_plan(plan: &Plan) -> Self {
+        let mut request = Request::new(plan.model.clone(), plan.graph.clone(), plan.loss, plan.cluster.clone());
+        request.stop_gradients = plan.stop_gradients.clone();
+        request.reduction = plan.reduction;
+        request.global_batch = Some(plan.global_batch);
+        request.schedule = (!plan.schedule.trains()).then_some(plan.schedule);
+        request.optimizer = plan.optimizer;
+        request.execution = plan.execution;
+        request.target = plan.target;
+        request.allow_microbatch_semantics = plan.num_microbatches > 1;
+        request
     }
 
     /// Whether the plan is to train the model.

@@ -63,6 +63,12 @@ impl BodyWork {
         }
     }
 
+    /// Work of which only the kernels matter.
+    #[cfg(test)]
+    pub(crate) fn made_of(phase: Phase, kernels: Vec<Kernel>, sent: Vec<Option<(Collective, u64, u64)>>) -> BodyWork {
+        BodyWork { stage: 0, phase, kernels, sent, reads: FxHashMap::default(), writes: Vec::new() }
+    }
+
     fn is_once(&self) -> bool {
         matches!(self.phase, Phase::Reduce | Phase::Update)
     }

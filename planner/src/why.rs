@@ -2,7 +2,7 @@
 //! taken, with the rest of its stage as it is and with the rest chosen anew. The prices are those of the stage's problem
 //! ([`crate::intra_op::stage`]), by which shardings are chosen; what a plan takes as a whole, the judge says.
 
-use crate::intra_op::solve::{Options, SolveError, alternatives};
+use crate::intra_op::solve::{Options, Problem, SolveError, alternatives};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
 use crate::intra_op::statement::Variable;
@@ -12,6 +12,7 @@ use crate::refine::{as_given, levels};
 use crate::request::PlanFailure;
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
 
 /// One layout of a value, or one way of storing a parameter.
@@ -20,6 +21,10 @@ pub struct Layout {
     /// The sharding, and for a parameter how far its storage is sharded beyond it.
     pub layout: String,
     pub chosen: bool,
+    /// Seconds of a microbatch that the op itself takes, forward and backward, or that keeping the parameter does.
+    pub own_s: f64,
+    /// The same of what must be sent between it and its neighbours as they are; infinite where they forbid it.
+    pub moving_s: f64,
     /// Seconds that a microbatch of the stage takes more, all else as it is; infinite where something else forbids it.
     pub in_place_s: f64,
     /// The same, all else chosen anew for it; infinite where nothing goes with it.
@@ -39,6 +44,10 @@ pub struct Why {
     /// The most that its problem holds at any point, and what a device has.
     pub most_bytes: u64,
     pub limit_bytes: u64,
+    /// When that is: the name of what is computed or updated then.
+    pub fullest: String,
+    /// Of what the plan's graph or `--pin` asks of the value, the text.
+    pub pin: Option<String>,
     /// The chosen one first, then by what they cost over the whole.
     pub layouts: Vec<Layout>,
 }
@@ -62,12 +71,17 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
     let costs = Rooflines::of(&plan.cluster);
     let mut found = Vec::new();
     for (index, stage) in plan.stages.iter().enumerate().filter(|(i, _)| wanted(*i)) {
+        let name = parameter_name(plan, value);
+        if !stage.shardings.contains_key(&value) && !name.is_some_and(|n| stage.parameters.contains_key(n)) {
+            continue;
+        }
         let group = plan.group_of(stage);
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
         let model = layered.model(trains.then_some(&plan.optimizer));
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
+        let nodes = model.nodes(&range);
         let mut program = state_stage(&model, &readers, range, &mut spaces, &demand);
         let is_it = |variable: &Variable| match variable {
             Variable::Node(v, _) | Variable::Parameter(v, _) => *v == value,
@@ -99,6 +113,8 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
             let new = Layout {
                 layout: text(other.strategy, &spaces),
                 chosen: other.strategy == given.choice[at],
+                own_s: program.problem.nodes[at].cost[other.strategy],
+                moving_s: moving_s(&program.problem, &given.choice, at, other.strategy),
                 in_place_s: other.in_place - given.cost_s,
                 whole_s: other.whole - given.cost_s,
                 others: other.others,
@@ -112,7 +128,47 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
             }
         }
         layouts.sort_by(|a, b| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
-        found.push(Why { stage: index, cost_s: given.cost_s, most_bytes: given.most_bytes, limit_bytes, layouts });
+        let point = program.most_bytes(&given.choice).1 as usize;
+        let named = |v: ValueId| match (parameter_name(plan, v), plan.graph.node(v).name.as_str()) {
+            (Some(name), _) => name.to_string(),
+            (_, "") => format!("{v} ({})", plan.graph.node(v).op.name()),
+            (_, name) => name.to_string(),
+        };
+        let parameters = program.statement.variables.iter().filter_map(|v| match v {
+            Variable::Parameter(p, _) => Some(*p),
+            _ => None,
+        });
+        let fullest = match point.checked_sub(nodes.len()) {
+            None => format!("the forward of {}", named(nodes[point])),
+            Some(back) if back < nodes.len() => format!("the backward of {}", named(nodes[nodes.len() - 1 - back])),
+            Some(back) => {
+                let updated = parameters.clone().nth(back - nodes.len());
+                updated.map_or("the update".to_string(), |p| format!("the update of {}", named(p)))
+            }
+        };
+        found.push(Why {
+            stage: index,
+            cost_s: given.cost_s,
+            most_bytes: given.most_bytes,
+            limit_bytes,
+            fullest,
+            pin: plan.graph.pins.iter().find(|pin| pin.value == value).map(ToString::to_string),
+            layouts,
+        });
     }
     Ok(found)
+}
+
+fn parameter_name(plan: &Plan, value: ValueId) -> Option<&str> {
+    match &plan.graph.node(value).op {
+        Op::Parameter(p) => Some(&p.name),
+        _ => None,
+    }
+}
+
+/// What the tables between a node of a problem and its neighbours cost where it takes another strategy.
+fn moving_s(problem: &Problem, choice: &[usize], node: usize, strategy: usize) -> f64 {
+    let taken = |n: usize| if n == node { strategy } else { choice[n] };
+    let incident = problem.edges.iter().filter(|e| e.from == node || e.to == node);
+    incident.map(|e| e.cost[taken(e.from) * problem.nodes[e.to].cost.len() + taken(e.to)]).sum()
 }

@@ -8,12 +8,14 @@ use crate::execute::{fill, round_stored, run_kernel};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, summand_of};
 use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::recording::{Recorder, Span, Start, What};
 use crate::step::{Compiled, Kernel, Step};
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Program, Transfer, TransferId};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::Instant;
 
 /// What all devices of a program share: the program, its compiled bodies, and the transfers with their messages.
 pub struct Plan {
@@ -37,6 +39,8 @@ pub enum Command {
         scalars: Arc<BTreeMap<String, f64>>,
         /// Send this device's parts of the results back.
         results: bool,
+        /// Since when what is done is recorded, where it is.
+        origin: Option<Instant>,
     },
 }
 
@@ -55,6 +59,8 @@ pub enum Reply {
         /// The loss of each microbatch, from the first device of the program that computes it.
         losses: Vec<f64>,
         results: Vec<ResultPart>,
+        /// Of the first device of a program, where it was to record.
+        spans: Vec<Span>,
     },
 }
 
@@ -71,6 +77,7 @@ pub struct Device {
     losses: Vec<f64>,
     /// Parts of results, where they are asked for.
     results: Option<Vec<ResultPart>>,
+    recorder: Option<Recorder>,
     /// What is being done, for messages.
     place: Place,
     empty: Storage,
@@ -101,6 +108,7 @@ impl Device {
             inputs,
             losses,
             results: None,
+            recorder: None,
             place,
             empty,
         })
@@ -142,13 +150,15 @@ impl Device {
                 let storage = self.persistent(buffer)?;
                 Ok(Reply::Fetched(self.part(buffer, storage)))
             }
-            Command::Step { inputs, scalars, results } => {
+            Command::Step { inputs, scalars, results, origin } => {
                 self.inputs = inputs;
+                self.recorder = origin.filter(|_| self.position == 0).map(Recorder::new);
                 self.losses.clear();
                 self.results = results.then(Vec::new);
                 self.step(&scalars)?;
                 let losses = std::mem::take(&mut self.losses);
-                Ok(Reply::Stepped { losses, results: self.results.take().unwrap_or_default() })
+                let spans = self.recorder.take().map(Recorder::finish).unwrap_or_default();
+                Ok(Reply::Stepped { losses, results: self.results.take().unwrap_or_default(), spans })
             }
         }
     }
@@ -250,15 +260,16 @@ impl Device {
                 _ => {}
             }
         }
-        for call in &plan.program.schedule {
+        for (position, call) in plan.program.schedule.iter().enumerate() {
             self.mailbox.check()?;
             self.place.op = None;
+            let start = self.start();
             match *call {
                 Call::Run { body, microbatch } => {
                     let compiled = &plan.bodies[body as usize];
                     self.place.activity = format!("body '{}'", compiled.name);
                     self.place.microbatch = microbatch;
-                    self.run(compiled, body, microbatch)?;
+                    self.run(compiled, body, microbatch, position)?;
                 }
                 Call::Send { transfer, microbatch, free } => {
                     self.place.activity = format!("sending {transfer}");
@@ -271,6 +282,7 @@ impl Device {
                     self.receive(transfer, microbatch)?;
                 }
             }
+            self.record(What::Call { position }, start);
         }
         // What no call freed does not outlive the step.
         let program = &plan.program;
@@ -296,7 +308,24 @@ impl Device {
         self.buffers.get(&key).ok_or(KernelError::MissingValue { buffer, microbatch })
     }
 
-    fn run(&mut self, body: &Compiled, index: u32, microbatch: Option<u32>) -> Result<(), KernelError> {
+    /// Now, where it is recorded.
+    fn start(&self) -> Option<Start> {
+        self.recorder.as_ref().map(|_| Start::now(self.mailbox.waited))
+    }
+
+    fn record(&mut self, what: What, start: Option<Start>) {
+        if let (Some(recorder), Some(start)) = (&mut self.recorder, start) {
+            recorder.end(what, start, self.mailbox.waited, self.arena.held_bytes());
+        }
+    }
+
+    fn run(
+        &mut self,
+        body: &Compiled,
+        index: u32,
+        microbatch: Option<u32>,
+        position: usize,
+    ) -> Result<(), KernelError> {
         let mut values: Vec<Option<Arc<Storage>>> = vec![None; body.num_values];
         for leaf in &body.leaves {
             if !self.buffers.contains_key(&self.key(leaf.buffer, microbatch))
@@ -317,7 +346,9 @@ impl Device {
         for step in &body.steps {
             self.place.op = Some((step.node, graph.nodes.get(step.node.index()).map_or("", |n| n.op.name())));
             self.mailbox.check()?;
+            let start = self.start();
             self.execute(step, &mut values)?;
+            self.record(What::Kernel { position, node: step.node }, start);
             for v in &step.dies {
                 values[v.index()] = None;
             }

@@ -24,6 +24,7 @@ pub mod mailbox;
 pub mod math;
 pub mod measure;
 pub mod random;
+pub mod recording;
 pub mod session;
 pub mod step;
 pub mod work;

@@ -8,6 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
 /// What a message belongs to. Collectives need no number: all members run the same ones in the same order, and
 /// messages between two devices keep theirs.
@@ -40,6 +41,8 @@ pub struct Mailbox {
     senders: Vec<Sender<Packet>>,
     waiting: HashMap<(usize, Tag), VecDeque<Payload>>,
     stopped: Arc<AtomicBool>,
+    /// For messages that had not come yet.
+    pub waited: Duration,
 }
 
 impl Mailbox {
@@ -53,6 +56,7 @@ impl Mailbox {
             senders: senders.clone(),
             waiting: HashMap::new(),
             stopped: stopped.clone(),
+            waited: Duration::ZERO,
         };
         receivers.into_iter().enumerate().map(mailbox).collect()
     }
@@ -69,7 +73,10 @@ impl Mailbox {
         }
         loop {
             self.check()?;
-            match self.receiver.recv() {
+            let start = Instant::now();
+            let received = self.receiver.recv();
+            self.waited += start.elapsed();
+            match received {
                 Ok(Packet::Message { from: f, tag: t, payload }) if f == from && t == tag => return Ok(payload),
                 Ok(Packet::Message { from, tag, payload }) => {
                     self.waiting.entry((from, tag)).or_default().push_back(payload);

@@ -10,6 +10,7 @@ use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::{HostData, HostTensor};
 use crate::layout::{Selection, held_indices, is_replica, summand_of};
 use crate::mailbox::Mailbox;
+use crate::recording::Recording;
 use crate::work::threads_of_device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs, TransferId};
@@ -26,6 +27,8 @@ pub struct Options {
     pub cores: Option<usize>,
     /// Bytes that each device may hold; more is an error.
     pub memory_limit_bytes: Option<u64>,
+    /// Report what devices did when.
+    pub record: bool,
 }
 
 /// What a step did.
@@ -38,6 +41,8 @@ pub struct StepReport {
     pub seconds: f64,
     /// The most bytes that each device (by global id) has held so far.
     pub peak_bytes: Vec<u64>,
+    /// Of each program, where the session records.
+    pub recordings: Vec<Recording>,
 }
 
 /// Programs in execution.
@@ -46,6 +51,7 @@ pub struct StepReport {
 pub struct Session {
     plans: Vec<Arc<Plan>>,
     loss_is_mean: bool,
+    record: bool,
     arenas: Vec<(u32, Arc<Arena>)>,
     /// By rank.
     commands: Vec<Sender<Command>>,
@@ -84,6 +90,7 @@ impl Session {
         let mut session = Session {
             plans: plans.clone(),
             loss_is_mean: programs.loss_is_mean,
+            record: options.record,
             arenas: Vec::new(),
             commands: Vec::new(),
             replies,
@@ -227,12 +234,18 @@ impl Session {
         let start = Instant::now();
         self.begin()?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
-        let command = |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone(), results };
+        let origin = self.record.then_some(start);
+        let command = |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone(), results, origin };
         let replies = self.exchange(&all, command)?;
         let seconds = start.elapsed().as_secs_f64();
-        let (mut losses, mut parts) = (Vec::new(), Vec::new());
+        let (mut losses, mut parts, mut recordings) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, reply) in replies {
-            if let Reply::Stepped { losses: of_device, results } = reply {
+            if let Reply::Stepped { losses: of_device, results, spans } = reply {
+                if let Some(program) = self.plans.iter().position(|p| p.first_rank[p.index as usize] == rank)
+                    && self.record
+                {
+                    recordings.push(Recording { program: program as u32, spans });
+                }
                 losses.extend(of_device);
                 parts.extend(results.into_iter().map(|part| (rank, part)));
             }
@@ -243,7 +256,7 @@ impl Session {
             n if self.loss_is_mean => sum / n as f64,
             _ => sum,
         };
-        Ok((StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes() }, parts))
+        Ok((StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes(), recordings }, parts))
     }
 
     /// The inputs that programs use, in their buffers' element types.

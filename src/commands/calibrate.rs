@@ -9,7 +9,8 @@ use std::path::PathBuf;
 /// Fit the constants of a device on tables of measured steps, and on kernels that PyTorch's profiler has timed
 #[derive(Args)]
 pub struct Calibrate {
-    /// Tables as `altiplano fidelity` reads them, and Chrome traces of `torch.profiler` recorded with `record_shapes=True`
+    /// Tables as `altiplano fidelity` reads them, Chrome traces of `torch.profiler` recorded with `record_shapes=True`, and those of
+    /// `altiplano run --trace`
     #[arg(required = true)]
     tables: Vec<PathBuf>,
     /// Write a file of the devices, with their constants and what is left of each row, for --devices

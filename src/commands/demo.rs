@@ -50,11 +50,11 @@ impl Demo {
 
     fn losses(&self, plan: &altiplano::ir::plan::Plan, training: &Training) -> Result<Vec<Step>, Error> {
         let mut steps = Vec::new();
-        let peaks = train(plan, training, |step| {
+        let ran = train(plan, training, |step| {
             steps.push(*step);
             say(line(step))
         })?;
-        say(held(plan, &peaks)?)?;
+        say(held(plan, &ran.peak_bytes)?)?;
         Ok(steps)
     }
 }

@@ -3,7 +3,7 @@
 use crate::commands::say;
 use altiplano::units::bytes;
 use altiplano::{
-    Error, expect_writable, kernels_text, load_plan, page_html, programs, programs_text, report, why_text, write_file,
+    Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, report, write_file,
 };
 use clap::Args;
 use std::path::PathBuf;
@@ -22,12 +22,12 @@ pub struct Inspect {
     /// With --programs: print the kernels that these launch on NVIDIA GPUs, as one CUDA source
     #[arg(long, requires = "programs")]
     kernels: bool,
-    /// Print what other layouts of a parameter or value would cost: its name, in which `*` stands for anything
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["json", "programs"])]
-    why: Option<String>,
+    /// Print the layers and stages with their shardings, and the bytes between them, as DOT, which Graphviz draws
+    #[arg(long, conflicts_with_all = ["json", "programs"])]
+    dot: bool,
     /// Write a page for a browser to this file: the step on each device, its memory, layouts, and what else was possible
     /// (docs/page.md)
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "why"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "dot"])]
     html: Option<PathBuf>,
 }
 
@@ -40,14 +40,14 @@ impl Inspect {
             write_file(file, &page)?;
             let (file, size) = (file.display(), bytes(page.len() as u64));
             say(format!("{file}: a page of {size}, which a browser opens without a network"))
-        } else if let Some(name) = &self.why {
-            say(why_text(&plan, name)?)
         } else if self.json {
             say(plan.to_json())
         } else if self.kernels {
             say(kernels_text(&programs(&plan)?))
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())
+        } else if self.dot {
+            say(plan_dot(&plan).trim_end())
         } else {
             say(report(&plan))
         }

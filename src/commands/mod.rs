@@ -1,12 +1,15 @@
 //! The subcommands, and the writing to stdout that they share.
 
+pub mod advise;
 pub mod calibrate;
 pub mod clusters;
 pub mod compare;
+pub mod completions;
 pub mod demo;
 pub mod fidelity;
 pub mod import;
 pub mod inspect;
+pub mod man;
 pub mod options;
 pub mod plan;
 pub mod probe;
@@ -15,10 +18,17 @@ pub mod run;
 pub mod show;
 pub mod simulate;
 pub mod verify;
+pub mod why;
+pub mod why_not;
 
-use altiplano::{Error, Model};
+use crate::progress::Bar;
+use altiplano::ir::plan::Plan;
+use altiplano::planner::{PlanFailure, Request};
+use altiplano::remedies::{fixes, shortage};
+use altiplano::{Error, Model, by_cluster, load_plan};
 use std::fmt::Display;
 use std::io::Write;
+use std::path::Path;
 
 /// Writes a line to stdout; a reader that has gone away is an error like any other, which `main` takes for the end.
 fn say(text: impl Display) -> Result<(), Error> {
@@ -30,5 +40,32 @@ fn say(text: impl Display) -> Result<(), Error> {
 fn warn(model: &Model) {
     for warning in &model.warnings {
         eprintln!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
+    }
+}
+
+/// A plan that other plans are set beside, which no profile can judge alike: it is judged by the figures of its cluster, as they are.
+fn load_to_ask(file: &Path) -> Result<Plan, Error> {
+    let plan = load_plan(file)?;
+    if let Some(measured) = &plan.profile {
+        eprintln!(
+            "note: the plan was judged by the {measured}; here it is by the cluster's figures, as all that is set beside it"
+        );
+    }
+    by_cluster(plan)
+}
+
+/// Says on stderr, after a search that failed, what is short or in conflict, and which changes were planned and do work.
+fn explain_failure(request: &Request, error: &Error, bar: &Bar) {
+    let Error::Plan(failure) = error else { return };
+    if let PlanFailure::Memory { required_bytes, .. } = **failure {
+        if let Ok(shortage) = shortage(request, required_bytes, bar) {
+            bar.suspend(|| eprintln!("{shortage}"));
+        }
+        return;
+    }
+    let fixes = fixes(request, bar);
+    if let Some(first) = fixes.first() {
+        let rest: Vec<String> = fixes[1..].iter().map(|fix| format!("\n  {fix}")).collect();
+        bar.suspend(|| eprintln!("what has a plan instead, fastest first:\n  {first}{}", rest.concat()));
     }
 }

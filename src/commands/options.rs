@@ -7,7 +7,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule, Target};
 use altiplano::ir::reduce::Goal;
-use altiplano::pins::NamedPin;
+use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
 use altiplano::planner::{Progress, Request, SearchKind};
 use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
@@ -127,7 +127,7 @@ impl ModelOptions {
     }
 }
 
-/// What is fixed of a plan. What is not given is searched.
+/// What a model is planned for, and what is fixed of the plan. What is not given is searched.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
     /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
@@ -139,6 +139,28 @@ pub struct PlanOptions {
     /// Samples per optimizer step [default: the traced batch]
     #[arg(long, value_name = "N")]
     global_batch: Option<u64>,
+    #[command(flatten)]
+    fixed: FixedOptions,
+    /// [default: adamw]
+    #[arg(long)]
+    optimizer: Option<OptimizerName>,
+    /// Judge plans by what `altiplano profile` measured of this machine
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Plan what this software can run, as it runs it [default: altiplano]
+    #[arg(long)]
+    target: Option<TargetName>,
+    /// Search only what Alpa does, for comparison
+    #[arg(long)]
+    search: Option<SearchName>,
+    /// Split the batch into microbatches although the loss is no mean or sum over samples
+    #[arg(long)]
+    allow_microbatch_semantics: bool,
+}
+
+/// What is fixed of the plans that are looked at, degrees and the like.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct FixedOptions {
     /// Samples of the global batch that go through the pipeline at once
     #[arg(long, value_name = "N")]
     microbatch: Option<u64>,
@@ -169,21 +191,6 @@ pub struct PlanOptions {
     /// Order of forward and backward work on the stages of a pipeline
     #[arg(long)]
     schedule: Option<ScheduleName>,
-    /// [default: adamw]
-    #[arg(long)]
-    optimizer: Option<OptimizerName>,
-    /// Judge plans by what `altiplano profile` measured of this machine
-    #[arg(long, value_name = "FILE")]
-    profile: Option<PathBuf>,
-    /// Plan what this software can run, as it runs it [default: altiplano]
-    #[arg(long)]
-    target: Option<TargetName>,
-    /// Search only what Alpa does, for comparison
-    #[arg(long)]
-    search: Option<SearchName>,
-    /// Split the batch into microbatches although the loss is no mean or sum over samples
-    #[arg(long)]
-    allow_microbatch_semantics: bool,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -258,9 +265,9 @@ impl PlanOptions {
             }
         }
         // A config's model has the batch that is asked for.
-        let asked = self.global_batch.or(self.microbatch).filter(|&batch| batch > 0);
-        let axis_sizes = [self.dp, self.tp];
-        let import = ImportOptions { batch: asked, pins: self.pin.clone(), axis_sizes, ..options.import() };
+        let asked = self.global_batch.or(self.fixed.microbatch).filter(|&batch| batch > 0);
+        let FixedOptions { dp, tp, pin, .. } = &self.fixed;
+        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: [*dp, *tp], ..options.import() };
         let file = model;
         let mut model = model_of(file, bytes, &import)?;
         if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {
@@ -273,22 +280,9 @@ impl PlanOptions {
         warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
-        request.microbatch = self.microbatch;
-        request.num_microbatches = self.num_microbatches;
-        request.dp = self.dp;
-        request.tp = self.tp;
-        request.pp = self.pp;
-        request.virtual_stages = self.virtual_stages;
-        request.zero = self.zero;
-        request.recompute = self.recompute.map(|r| r == Recompute::Full);
-        if model.inference {
-            self.without_training()?;
-        } else {
-            request.schedule = self.schedule.map(|s| match s {
-                ScheduleName::Gpipe => Schedule::GPipe,
-                ScheduleName::OneFOneB => Schedule::OneFOneB,
-                ScheduleName::ZbH1 => Schedule::ZbH1,
-            });
+        self.fixed.fix(&mut request)?;
+        if model.inference && self.optimizer.is_some() {
+            return Err(Error::Option { option: "--optimizer", problem: OF_TRAINING });
         }
         request.optimizer = match self.optimizer {
             Some(OptimizerName::Sgd) => Optimizer::sgd(),
@@ -310,22 +304,47 @@ impl PlanOptions {
     }
 }
 
-impl PlanOptions {
-    /// Options that are of training make no sense where nothing is trained.
-    fn without_training(&self) -> Result<(), Error> {
+const OF_TRAINING: &str = "says how to train, which --loss none does not";
+
+impl FixedOptions {
+    /// Whether anything is fixed.
+    pub fn is_empty(&self) -> bool {
+        *self == FixedOptions::default()
+    }
+
+    /// Fixes it, pins aside.
+    pub fn fix(&self, request: &mut Request) -> Result<(), Error> {
+        // Options that are of training make no sense where nothing is trained.
         let of_training = [
             ("--schedule", self.schedule.is_some()),
             ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
-            ("--optimizer", self.optimizer.is_some()),
             ("--zero", matches!(self.zero, Some(1 | 2))),
         ];
-        match of_training.into_iter().find(|(_, given)| *given) {
-            Some((option, _)) => {
-                Err(Error::Option { option, problem: "says how to train, which --loss none does not" })
-            }
-            None => Ok(()),
+        if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !request.trains()) {
+            return Err(Error::Option { option, problem: OF_TRAINING });
         }
+        request.microbatch = self.microbatch;
+        request.num_microbatches = self.num_microbatches;
+        request.dp = self.dp;
+        request.tp = self.tp;
+        request.pp = self.pp;
+        request.virtual_stages = self.virtual_stages;
+        request.zero = self.zero;
+        request.recompute = self.recompute.map(|r| r == Recompute::Full);
+        let schedule = self.schedule.map(|s| match s {
+            ScheduleName::Gpipe => Schedule::GPipe,
+            ScheduleName::OneFOneB => Schedule::OneFOneB,
+            ScheduleName::ZbH1 => Schedule::ZbH1,
+        });
+        request.schedule = schedule.or(request.schedule);
+        Ok(())
+    }
+
+    /// [`Self::fix`] for the model of a plan, whose names the pins are of.
+    pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
+        self.fix(request)?;
+        apply_pins(&mut request.graph, &self.pin, [self.dp, self.tp])
     }
 }
 
@@ -358,6 +377,11 @@ pub struct PlanOrModel {
 }
 
 impl PlanOrModel {
+    /// The measured profile that plans are judged by, if there is one.
+    pub fn profile(&self) -> Result<Option<Profile>, Error> {
+        self.plan.profile.as_deref().map(load_profile).transpose()
+    }
+
     /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
     /// With it what a model that is a whole training step computes itself.
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
@@ -385,7 +409,7 @@ impl PlanOrModel {
 }
 
 /// What a run starts from and trains on.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct Start {
     /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
     #[arg(long, value_name = "FILE")]

@@ -1,10 +1,9 @@
 //! `altiplano plan MODEL`: searches for the fastest plan and reports it.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
-use crate::commands::say;
+use crate::commands::{explain_failure, say};
 use crate::progress::Bar;
-use altiplano::planner::{PlanFailure, Progress};
-use altiplano::remedies::shortage;
+use altiplano::planner::Progress;
 use altiplano::{
     Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, report, write_file,
 };
@@ -56,11 +55,9 @@ impl Plan {
             return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
         }
         let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
-            if let Error::Plan(failure) = error
-                && let PlanFailure::Memory { required_bytes, .. } = **failure
-                && let Ok(shortage) = shortage(&request, required_bytes, &bar)
-            {
-                bar.suspend(|| eprintln!("{shortage}"));
+            // Options that contradict each other say so themselves.
+            if !error.is_usage() {
+                explain_failure(&request, error, &bar);
             }
         })?;
         if bar.stopped() {

@@ -3,12 +3,15 @@
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::cost_models::profile::Profile;
 use altiplano::inference::{Pass, infer};
+use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
 use altiplano::runtime::data::write_safetensors;
-use altiplano::training::{Step, train};
+use altiplano::simulate::Simulation;
+use altiplano::training::{Ran, Step, train};
 use altiplano::units::{digits, seconds};
-use altiplano::{Error, held, one_line};
+use altiplano::{Error, expect_writable, held, one_line, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -23,14 +26,20 @@ pub struct Run {
     /// Write the results of the last batch as result/0 and so on, where nothing is trained (.safetensors)
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Write the last step as a Chrome trace, with the tracks and names of `simulate --trace`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     #[command(flatten)]
     start: Start,
 }
 
 impl Run {
     pub fn run(self) -> Result<(), Error> {
+        let files = [&self.trace, &self.output];
+        files.into_iter().flatten().try_for_each(|file| expect_writable(file))?;
         let (plan, given) = self.plan.plan_and_step()?;
-        let training = self.start.training(self.steps, given.as_ref());
+        let profile = self.plan.profile()?;
+        let training = self.start.clone().training(self.steps, given.as_ref());
         if self.output.is_some() && plan.schedule.trains() {
             let problem = "a training step gives no results; --loss none runs the model instead";
             return Err(Error::Option { option: "--output", problem });
@@ -42,7 +51,7 @@ impl Run {
         }
         let bar = Bar::new();
         if !plan.schedule.trains() {
-            let (peaks, results) = infer(&plan, &training, |pass| {
+            let (ran, results) = infer(&plan, &training, |pass| {
                 let said = bar.suspend(|| say(pass_line(pass)));
                 bar.step("running", pass.number as usize, training.steps as usize);
                 said
@@ -51,15 +60,28 @@ impl Run {
             if let Some(file) = &self.output {
                 write_safetensors(file, &results)?;
             }
-            return say(held(&plan, &peaks)?);
+            return self.end(&plan, profile.as_ref(), &ran);
         }
-        let peaks = train(&plan, &training, |step| {
+        let ran = train(&plan, &training, |step| {
             let said = bar.suspend(|| say(line(step)));
             bar.step("training", step.number as usize, training.steps as usize);
             said
         })?;
         drop(bar);
-        say(held(&plan, &peaks)?)
+        self.end(&plan, profile.as_ref(), &ran)
+    }
+
+    /// What is said when all steps are done.
+    fn end(&self, plan: &Plan, profile: Option<&Profile>, ran: &Ran) -> Result<(), Error> {
+        say(held(plan, &ran.peak_bytes)?)?;
+        let simulation = Simulation::new(plan.clone(), profile)?;
+        if let Some(table) = simulation.measured_text(&ran.last) {
+            say(table)?;
+        }
+        match &self.trace {
+            Some(file) => write_file(file, &simulation.trace_of(&ran.last).to_string()),
+            None => Ok(()),
+        }
     }
 }
 

@@ -1,9 +1,11 @@
-//! Kernels that PyTorch's profiler has timed: `torch.profiler.profile(record_shapes=True)` and `export_chrome_trace`.
+//! Kernels that PyTorch's profiler has timed (`torch.profiler.profile(record_shapes=True)` and `export_chrome_trace`), and those of
+//! `altiplano run --trace`, which say themselves what they are.
 //!
 //! An op of the host carries the shapes of its operands, and a kernel the number of the op that issued it. Products of matrices
 //! and ops that go over memory once are priced as a plan's kernels are; what else ran is counted and left out. How long the
 //! host takes to issue a kernel is not read, since an eager framework issues others than a plan has.
 
+use altiplano_cost_models::catalogue;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, Matmul};
 use altiplano_cost_models::probe::{Gpu, catalogue_device};
 use altiplano_ir::cluster::Device;
@@ -90,6 +92,43 @@ struct Arguments {
     shapes: Maybe<Vec<Maybe<Vec<u64>>>>,
     #[serde(rename = "Input type")]
     types: Maybe<Vec<Maybe<String>>>,
+    /// Of a trace that this project wrote.
+    kernel: Maybe<Described>,
+}
+
+/// A kernel that says what it is.
+#[derive(Deserialize)]
+struct Described {
+    what: DescribedKind,
+    read_bytes: u64,
+    written_bytes: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum DescribedKind {
+    Matmul { batch: u64, m: u64, n: u64, k: u64, dtype: DType, aligned: u64 },
+    Elementwise { operations: f64 },
+}
+
+impl Described {
+    /// The kernel with a name by which alike ones are together; `None` where the figures cannot be.
+    fn kernel(&self) -> Option<(String, Kernel)> {
+        self.read_bytes.checked_add(self.written_bytes)?;
+        let (name, kind) = match self.what {
+            DescribedKind::Matmul { batch, m, n, k, dtype, aligned } => {
+                let name = format!("matmul {dtype} [{batch}, {m}, {k}] [{batch}, {k}, {n}]");
+                ([1, 2, 4, 8].contains(&aligned))
+                    .then_some((name, KernelKind::Matmul(Matmul { batch, m, n, k, dtype, aligned })))?
+            }
+            DescribedKind::Elementwise { operations } if operations >= 0.0 => {
+                let name = format!("elementwise {operations:e} [{}, {}]", self.read_bytes, self.written_bytes);
+                (name, KernelKind::Fused { operations })
+            }
+            DescribedKind::Elementwise { .. } => return None,
+        };
+        Some((name, kernel(kind, self.read_bytes, self.written_bytes)))
+    }
 }
 
 /// A value of this type, or whatever else another kind of event has under the name.
@@ -183,7 +222,9 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     let Properties { name, total_global_mem } =
         file.device_properties.into_iter().next().ok_or(TraceError::NoDevice)?;
     let gpu = Gpu { name, memory_bytes: total_global_mem };
-    let device = catalogue_device(&gpu).ok_or(TraceError::UnknownDevice { name: gpu.name })?;
+    let device = catalogue_device(&gpu)
+        .or_else(|| catalogue::device(&gpu.name))
+        .ok_or(TraceError::UnknownDevice { name: gpu.name })?;
     // What the kernels of each op took together.
     let mut of_op: HashMap<u64, f64> = HashMap::new();
     for event in file.trace_events.iter().filter(|e| e.cat == "kernel" && e.dur > 0.0) {
@@ -193,6 +234,14 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     }
     let mut groups: BTreeMap<String, (Kernel, Vec<f64>)> = BTreeMap::new();
     let (mut left_out, mut left_out_s) = (0, 0.0);
+    for event in file.trace_events.iter().filter(|e| e.cat == "kernel" && e.dur > 0.0) {
+        let Some((name, kernel)) = event.args.kernel.is().and_then(Described::kernel) else { continue };
+        let seconds = event.dur * 1e-6;
+        if seconds > LONGEST_S {
+            return Err(TraceError::Duration { name: event.name.clone(), seconds });
+        }
+        groups.entry(name).or_insert_with(|| (kernel, Vec::new())).1.push(seconds);
+    }
     for event in file.trace_events.iter().filter(|e| e.cat == "cpu_op") {
         let Some(seconds) = event.args.external_id.is().and_then(|id| of_op.remove(id)) else { continue };
         if seconds > LONGEST_S {

@@ -1,26 +1,35 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod difference;
+mod dot;
 mod frontier;
 mod held;
 mod html;
 mod kernels;
 mod programs;
+mod stage;
+mod timeline;
 mod why;
-mod words;
+pub(crate) mod words;
 
+pub use difference::side_by_side;
+pub use dot::plan_dot;
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub use html::page_html;
 pub use kernels::kernels_text;
 pub use programs::programs;
-pub use why::why_text;
+pub use stage::why_stage;
+pub use why::{Asked, why_text};
 
+use crate::advice::limits;
+use crate::simulate::Simulation;
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Stage, StagePredicted, Target};
+use altiplano_ir::plan::{Alternative, Memory, Plan, Predicted, Stage, StagePredicted, Target};
 use comfy_table::{CellAlignment, Table, presets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -38,6 +47,12 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     writeln!(out, "\nStages\n{}", stages(plan))?;
     let step = if plan.schedule.trains() { "step" } else { "batch" };
     writeln!(out, "\nSeconds of a {step}, on each device of a stage\n{}", times(plan))?;
+    // What was judged by a measured profile is played by it (`simulate --profile`), which is not at hand.
+    if let (None, Ok(simulation)) = (&plan.profile, Simulation::new(plan.clone(), None)) {
+        writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation))?;
+        writeln!(out, "\nWhat limits this plan (`altiplano advise` searches for what would make it faster)")?;
+        limits(&simulation).iter().try_for_each(|line| writeln!(out, "  {line}"))?;
+    }
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
     for (title, stages) in equal_stages(plan) {
         writeln!(out, "\nParameters of {title}\n{}", parameters(plan, stages[0]))?;
@@ -214,6 +229,7 @@ fn memory(plan: &Plan) -> String {
         ("activations", false),
         ("in all", false),
         ("of the device", false),
+        ("", false),
     ];
     let shown = |&(_, of_training): &(&str, bool)| plan.schedule.trains() || !of_training;
     let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
@@ -228,10 +244,38 @@ fn memory(plan: &Plan) -> String {
             bytes(m.activations_bytes),
             bytes(stage.predicted.peak_bytes),
             percent(stage.predicted.peak_bytes as f64 / limit.max(1) as f64),
+            bar(m, limit),
         ];
         table.row(cells.into_iter().zip(&columns).filter(|(_, c)| shown(c)).map(|(cell, _)| cell));
     }
-    table.right()
+    let classes = if plan.schedule.trains() {
+        "p parameters, g gradients, o optimizer state, a activations and all else"
+    } else {
+        "p parameters, a activations and all else"
+    };
+    format!("{}\n  {classes}; up to | is what a device has", table.right_but_last())
+}
+
+/// Bytes by what they hold, as parts of a line that is as long as what a device has; what is too much stands behind its end.
+fn bar(memory: &Memory, limit: u64) -> String {
+    const WIDTH: u64 = 32;
+    let classes = [
+        ('p', memory.parameters_bytes),
+        ('g', memory.gradients_bytes),
+        ('o', memory.optimizer_bytes),
+        ('a', memory.activations_bytes),
+    ];
+    let mut line = String::new();
+    let mut sum = 0u64;
+    for (letter, bytes) in classes {
+        sum = sum.saturating_add(bytes);
+        // Ends are rounded, not lengths: the line is as long as all of it, at most twice what there is.
+        let end = (sum as f64 / limit.max(1) as f64 * WIDTH as f64).round().min(2.0 * WIDTH as f64) as usize;
+        line.extend(std::iter::repeat_n(letter, end.saturating_sub(line.len())));
+    }
+    let width = WIDTH as usize;
+    let (inside, beyond) = line.split_at(line.len().min(width));
+    format!("{inside:width$}|{beyond}")
 }
 
 /// Stages whose parameters and activations read the same, under one title each.
@@ -373,7 +417,7 @@ impl Lines {
 }
 
 /// The name with its first number, which is a layer's, as `*`: `params['h*']['fc']['w']`.
-fn pattern(name: &str) -> String {
+pub(crate) fn pattern(name: &str) -> String {
     let Some(start) = name.find(|c: char| c.is_ascii_digit()) else { return name.to_string() };
     let rest = name[start..].trim_start_matches(|c: char| c.is_ascii_digit());
     format!("{}*{rest}", &name[..start])
@@ -393,7 +437,7 @@ impl Grid {
         self.0.add_row(cells.into_iter().collect::<Vec<_>>());
     }
 
-    fn left(self) -> String {
+    pub(crate) fn left(self) -> String {
         self.aligned(0)
     }
 
@@ -424,6 +468,20 @@ impl Grid {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bars_are_as_long_as_what_is_held() {
+        let of = |p: u64, g: u64, o: u64, a: u64| {
+            let memory = Memory { parameters_bytes: p, gradients_bytes: g, optimizer_bytes: o, activations_bytes: a };
+            bar(&memory, 320)
+        };
+        assert_eq!(
+            of(80, 40, 80, 40),
+            format!("{}{}{}{}        |", "p".repeat(8), "g".repeat(4), "o".repeat(8), "a".repeat(4))
+        );
+        assert_eq!(of(320, 0, 0, 100), format!("{}|{}", "p".repeat(32), "a".repeat(10)));
+        assert_eq!(of(0, 0, 0, 0), format!("{}|", " ".repeat(32)));
+    }
 
     #[test]
     fn only_the_layer_number_is_left_out() {

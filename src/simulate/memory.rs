@@ -225,10 +225,7 @@ impl Simulation {
     pub(super) fn memory_events(&self) -> Vec<Value> {
         let mut events = Vec::new();
         for (lane, memory) in self.memory().into_iter().enumerate() {
-            for (at_s, held) in memory.points {
-                let counter = json!({"name": "memory of a device", "ph": "C", "pid": lane, "ts": at_s * 1e6, "args": {"bytes": held}});
-                events.push(counter);
-            }
+            events.extend(memory.points.into_iter().map(|(at_s, held)| self.held_event(lane, at_s, held)));
         }
         events
     }

@@ -8,6 +8,7 @@ pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches};
 
 use crate::error::{DataProblem, Error};
+use crate::simulate::Recorded;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
@@ -43,35 +44,46 @@ pub struct Step {
     pub samples_per_s: f64,
 }
 
-/// Trains `training.steps` steps and tells `on_step` of each. Returns the most bytes that each worker held.
+/// What is left of a run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Ran {
+    /// The most bytes that each worker held.
+    pub peak_bytes: Vec<u64>,
+    /// What workers did in the last step, and when.
+    pub last: Recorded,
+}
+
+/// Trains `training.steps` steps and tells `on_step` of each.
 pub fn train(
     plan: &Plan,
     training: &Training,
     mut on_step: impl FnMut(&Step) -> Result<(), Error>,
-) -> Result<Vec<u64>, Error> {
-    let mut session = session(plan)?;
+) -> Result<Ran, Error> {
+    let mut last = Recorded::default();
+    let mut session = session(plan, true)?;
     let (weights, mut batches) = start(plan, training)?;
     for (name, weights) in weights {
         session.load_parameter(&name, &weights)?;
     }
     for number in 1..=training.steps {
-        let StepReport { loss, seconds, .. } =
+        let StepReport { loss, seconds, recordings, .. } =
             session.step(&batches.take(), &scalars(training.learning_rate, number))?;
+        last = Recorded { seconds, recordings };
         on_step(&Step { number, loss, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
         }
     }
-    Ok(session.peak_bytes())
+    Ok(Ran { peak_bytes: session.peak_bytes(), last })
 }
 
-/// Workers for a plan, with nothing loaded yet.
-pub fn session(plan: &Plan) -> Result<Session, Error> {
+/// Workers for a plan, with nothing loaded yet, whose steps say what they did if `record`.
+pub fn session(plan: &Plan, record: bool) -> Result<Session, Error> {
     let devices = plan.num_devices();
     if devices > MAX_WORKERS {
         return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
     }
-    Ok(Session::new(&programs(plan)?, &Options::default())?)
+    Ok(Session::new(&programs(plan)?, &Options { record, ..Options::default() })?)
 }
 
 /// The scalars that a step is given; `step` counts from 1.

@@ -107,3 +107,25 @@ pub fn shared_model(name: &str) -> Option<String> {
 pub fn shared_models() -> Option<PathBuf> {
     shared_model("gpt2-tiny.mlir").and_then(|file| Path::new(&file).parent().map(Path::to_path_buf))
 }
+
+/// Compares a text with the golden of that name in `tests/goldens`; `UPDATE_GOLDENS=1` writes it anew. What a text says of files in
+/// scratch folders must be taken out before.
+pub fn golden(name: &str, text: &str) {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
+    let text = format!("{}\n", text.trim_end());
+    if std::env::var_os("UPDATE_GOLDENS").is_some_and(|v| v == "1") {
+        std::fs::write(&file, &text).expect("the golden is written");
+    }
+    let expected = std::fs::read_to_string(&file).unwrap_or_default();
+    let at = text.lines().zip(expected.lines()).position(|(a, b)| a != b);
+    let at = at.unwrap_or(text.lines().count().min(expected.lines().count()));
+    let line = |text: &str| text.lines().nth(at).unwrap_or("(the end)").to_string();
+    assert!(
+        text == expected,
+        "{} differs in line {} (UPDATE_GOLDENS=1 cargo test rewrites it)\n  golden: {}\n  now:    {}",
+        file.display(),
+        at + 1,
+        line(&expected),
+        line(&text)
+    );
+}

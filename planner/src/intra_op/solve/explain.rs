@@ -2,6 +2,7 @@
 //! as it is, and with everything else chosen anew for it.
 
 use super::{Options, Problem, SolveError, check, cost_of, solve};
+use rayon::prelude::*;
 
 /// What another strategy of a node would be.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,5 +81,5 @@ pub fn alternatives(
         };
         Alternative { strategy, in_place: cost_of(problem, &here), over, whole, whole_bound, others }
     };
-    Ok((0..problem.nodes[node].cost.len()).map(of).collect())
+    Ok((0..problem.nodes[node].cost.len()).into_par_iter().map(of).collect())
 }

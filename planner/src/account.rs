@@ -1,0 +1,296 @@
+//! Where the seconds of a step go on the devices of each stage: computing by kind of op, collectives that are waited for by the
+//! axes they go over, what is sent to other stages, the update, the host, and waiting. The parts are those that
+//! [`crate::predict`] adds up, taken apart further: of one lane of a pipeline they are the step.
+
+use crate::lower::Sketch;
+use crate::predict::{played, timings_of, work_of};
+use crate::programs;
+use crate::request::PlanFailure;
+use crate::timing::{BodyWork, StageTiming};
+use altiplano_cost_models::Costs;
+use altiplano_cost_models::kernels::KernelKind;
+use altiplano_cost_models::pipeline::{Order, StageTimes};
+use altiplano_cost_models::timeline::Played;
+use altiplano_ir::mesh::Mesh;
+use altiplano_ir::plan::Plan;
+use altiplano_ir::program::Phase;
+use altiplano_ir::reshard::Collective;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// What a device does for some of a step.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Work {
+    Matmuls,
+    Attention,
+    Convolutions,
+    /// Ops that go over memory, several in one kernel.
+    Elementwise,
+    Lookups,
+    Sorts,
+    /// Nothing runs until the host has issued it.
+    Issuing,
+    /// New parameters from gradients, once a step.
+    Update,
+    /// While nothing is computed: `all_reduce` over `tensor`.
+    Collective {
+        name: &'static str,
+        axes: String,
+    },
+    /// What goes to other stages.
+    Transfers,
+    /// For other stages.
+    Waiting,
+}
+
+impl Work {
+    /// What a kernel does.
+    pub fn of(kind: &KernelKind, sent: Option<&Collective>, mesh: &Mesh) -> Work {
+        match (kind, sent) {
+            (_, Some(collective)) => Work::collective(collective, mesh),
+            (KernelKind::Matmul(_), _) => Work::Matmuls,
+            (KernelKind::Attention { .. }, _) => Work::Attention,
+            (KernelKind::Convolution { .. }, _) => Work::Convolutions,
+            (KernelKind::Fused { .. } | KernelKind::Collective, _) => Work::Elementwise,
+            (KernelKind::Indexed, _) => Work::Lookups,
+            (KernelKind::Sort { .. }, _) => Work::Sorts,
+        }
+    }
+
+    fn collective(collective: &Collective, mesh: &Mesh) -> Work {
+        let axes: Vec<&str> = collective.axes().iter().map(|&a| mesh.name(a)).collect();
+        Work::Collective { name: collective.name(), axes: axes.join("+") }
+    }
+
+    /// The part of a stage's prediction that it is counted in.
+    pub fn part(&self) -> Part {
+        match self {
+            Work::Collective { .. } | Work::Transfers => Part::Communicating,
+            Work::Waiting => Part::Waiting,
+            _ => Part::Computing,
+        }
+    }
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Work::Matmuls => "matmuls",
+            Work::Attention => "attention",
+            Work::Convolutions => "convolutions",
+            Work::Elementwise => "elementwise ops",
+            Work::Lookups => "lookups",
+            Work::Sorts => "sorts",
+            Work::Issuing => "issuing kernels",
+            Work::Update => "update",
+            Work::Collective { name, axes } => return write!(f, "{name} over {axes}"),
+            Work::Transfers => "transfers to other stages",
+            Work::Waiting => "waiting",
+        })
+    }
+}
+
+/// The three parts of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    Computing,
+    Communicating,
+    Waiting,
+}
+
+impl Part {
+    pub const ALL: [Part; 3] = [Part::Computing, Part::Communicating, Part::Waiting];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Computing => "computing",
+            Part::Communicating => "communicating",
+            Part::Waiting => "waiting",
+        }
+    }
+}
+
+/// Seconds of a step by what they are for.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Account(pub BTreeMap<Work, f64>);
+
+impl Account {
+    /// Seconds below zero are none.
+    pub fn add(&mut self, work: Work, seconds: f64) {
+        if seconds > 0.0 {
+            *self.0.entry(work).or_default() += seconds;
+        }
+    }
+
+    pub fn sum_s(&self) -> f64 {
+        self.0.values().sum()
+    }
+
+    pub fn part_s(&self, part: Part) -> f64 {
+        self.0.iter().filter(|(work, _)| work.part() == part).map(|(_, s)| s).sum()
+    }
+
+    /// Longest first.
+    pub fn sorted(&self) -> Vec<(&Work, f64)> {
+        let mut all: Vec<(&Work, f64)> = self.0.iter().map(|(work, &s)| (work, s)).collect();
+        all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(b.0)));
+        all
+    }
+
+    /// With what a device does for another stage that shares it; both waits are the same one.
+    fn beside(mut self, other: &Account) -> Account {
+        other.0.iter().filter(|(work, _)| **work != Work::Waiting).for_each(|(work, &s)| self.add(work.clone(), s));
+        self
+    }
+}
+
+/// The account of each stage of a plan, in order.
+pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFailure> {
+    let programs = programs(plan)?;
+    let whole = Sketch::whole(&programs);
+    let work = work_of(plan, &whole, costs);
+    let timings = timings_of(plan, &whole, &work, costs);
+    Ok(accounts_of(plan, &work, &timings))
+}
+
+/// [`accounts`] of work and times that are known already.
+pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, StageTiming)]) -> Vec<Account> {
+    let timeline = played(plan, timings, &Order::of(plan), &mut |_, _, _, _| {});
+    let batches = plan.num_microbatches as f64;
+    let of_stage = |(i, bodies): (usize, &Vec<BodyWork>)| {
+        let (times, timing) = &timings[i];
+        let mesh = &plan.stages[i].mesh;
+        let mut account = Account::default();
+        for body in bodies {
+            let played = match body.phase {
+                Phase::Forward => &timing.forward,
+                Phase::Backward => &timing.backward,
+                Phase::Weights => &timing.weights,
+                Phase::Reduce | Phase::Update => continue,
+            };
+            of_body(body, played, mesh).0.into_iter().for_each(|(work, s)| account.add(work, batches * s));
+        }
+        let update_s = timing.finish_compute_s.min(timing.finish_s);
+        account.add(Work::Update, update_s);
+        // What is sent at the end of a step hides behind other work, and each collective as much of itself.
+        let mut sent = Account::default();
+        for body in bodies.iter().filter(|b| matches!(b.phase, Phase::Reduce | Phase::Update)) {
+            let collectives = body.sent.iter().flatten();
+            collectives.for_each(|(c, operand, result)| {
+                sent.add(Work::collective(c, mesh), *operand.max(result) as f64);
+            });
+        }
+        let bytes = sent.sum_s();
+        let exposed_s = timing.finish_s - update_s;
+        match bytes > 0.0 {
+            true => sent.0.into_iter().for_each(|(work, b)| account.add(work, exposed_s * b / bytes)),
+            false => account.add(Work::Issuing, exposed_s),
+        }
+        account.add(Work::Transfers, batches * (times.transfer_forward_s + times.transfer_backward_s));
+        account.add(Work::Transfers, times.step_s - timing.finish_s);
+        account
+    };
+    let mut accounts: Vec<Account> = work.iter().enumerate().map(of_stage).collect();
+    for (lane, played) in timeline.stages.iter().enumerate() {
+        let mut whole_s: f64 = plan.stages_of(lane).map(|i| accounts[i].sum_s()).sum();
+        // On a shared machine the stages were faster whenever others waited.
+        if plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty()) {
+            let part = played.busy_s / whole_s.max(f64::MIN_POSITIVE);
+            plan.stages_of(lane).for_each(|i| accounts[i].0.values_mut().for_each(|s| *s *= part));
+            whole_s *= part;
+        }
+        plan.stages_of(lane).for_each(|i| accounts[i].add(Work::Waiting, timeline.step_s - whole_s));
+    }
+    accounts
+}
+
+/// The account of the devices of each lane: what they do for all of their stages.
+pub fn of_lanes(plan: &Plan, accounts: &[Account]) -> Vec<Account> {
+    let lane = |lane: usize| {
+        let mut stages = plan.stages_of(lane);
+        let first = stages.next().and_then(|i| accounts.get(i)).cloned().unwrap_or_default();
+        stages.filter_map(|i| accounts.get(i)).fold(first, Account::beside)
+    };
+    (0..plan.num_lanes()).map(lane).collect()
+}
+
+/// The lane that waits least, which decides how long a step takes.
+pub fn busiest(lanes: &[Account]) -> usize {
+    let waits = |i: usize| lanes[i].part_s(Part::Waiting);
+    (0..lanes.len()).min_by(|&a, &b| waits(a).total_cmp(&waits(b))).unwrap_or(0)
+}
+
+/// One call of a body: every moment is that of the kernel that computes then, else of the collective that is sent, else the host's.
+fn of_body(body: &BodyWork, played: &Played, mesh: &Mesh) -> Account {
+    let work = |i: usize| Work::of(&body.kernels[i].kind, body.sent[i].as_ref().map(|s| &s.0), mesh);
+    let spans = |sends: bool| {
+        let of_kind = move |i: &usize| (body.kernels[*i].kind == KernelKind::Collective) == sends;
+        let mut all: Vec<(f64, f64, usize)> = (0..body.kernels.len().min(played.spans.len()))
+            .filter(of_kind)
+            .map(|i| (played.spans[i].0, played.spans[i].1, i))
+            .collect();
+        all.sort_by(|a, b| a.0.total_cmp(&b.0));
+        all
+    };
+    let mut account = Account::default();
+    let sent = spans(true);
+    let mut next = 0;
+    // Nothing is computed from `from` to `to`.
+    let mut idle = |from: f64, to: f64, account: &mut Account| {
+        let mut at = from;
+        while at < to {
+            while sent.get(next).is_some_and(|s| s.1 <= at) {
+                next += 1;
+            }
+            let until = match sent.get(next) {
+                Some(&(start, end, i)) if start <= at => {
+                    account.add(work(i), end.min(to) - at);
+                    end
+                }
+                Some(&(start, ..)) => {
+                    account.add(Work::Issuing, start.min(to) - at);
+                    start
+                }
+                None => {
+                    account.add(Work::Issuing, to - at);
+                    to
+                }
+            };
+            at = until.min(to);
+        }
+    };
+    let mut at = 0.0f64;
+    for (start, end, i) in spans(false) {
+        idle(at, start, &mut account);
+        account.add(work(i), end - start.max(at));
+        at = at.max(end);
+    }
+    idle(at, played.seconds, &mut account);
+    account
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_cost_models::kernels::Kernel;
+
+    #[test]
+    fn every_moment_of_a_body_is_counted_once() {
+        let collective = || Kernel::moving(KernelKind::Collective, 0);
+        let fused = || Kernel::moving(KernelKind::Fused { operations: 0.0 }, 0);
+        let lookup = || Kernel::moving(KernelKind::Indexed, 0);
+        let axes = vec![altiplano_ir::mesh::AxisId(1)];
+        let gather = Collective::AllGather { axes, dim: 0, outer: 1 };
+        let sent = vec![None, Some((gather.clone(), 4, 8)), None, Some((gather, 4, 8))];
+        let body = BodyWork::made_of(Phase::Forward, vec![fused(), collective(), lookup(), collective()], sent);
+        // Computing from 1 to 3 and 6 to 7, sending from 2 to 5 and 8 to 9, and the host still busy until 10.
+        let spans = vec![(1.0, 3.0), (2.0, 5.0), (6.0, 7.0), (8.0, 9.0)];
+        let played = Played { seconds: 10.0, spans, ..Played::default() };
+        let account = of_body(&body, &played, &Mesh::new(&[("data", 2), ("tensor", 2)]));
+        let found: Vec<(String, f64)> = account.sorted().iter().map(|(w, s)| (w.to_string(), *s)).collect();
+        let expected =
+            [("issuing kernels", 4.0), ("all_gather over tensor", 3.0), ("elementwise ops", 2.0), ("lookups", 1.0)];
+        assert_eq!(found, expected.map(|(w, s)| (w.to_string(), s)));
+        assert_eq!(account.sum_s(), played.seconds);
+    }
+}

@@ -1,0 +1,300 @@
+//! What limits a plan, what would make it faster, and what a larger batch does to training. Limits follow from where the seconds of
+//! the plan go; what more devices, faster links, more memory or more samples would give is found by planning for them; and what is
+//! known of batch sizes and learning rates is stated with its source.
+
+use crate::error::Error;
+use crate::report::Grid;
+use crate::simulate::Simulation;
+use crate::units::{bytes, digits, percent, seconds};
+use altiplano_ir::plan::Plan;
+use altiplano_planner::account::{Part, Work, busiest, of_lanes};
+use altiplano_planner::lost::shape;
+use altiplano_planner::{PlanFailure, Progress, Request, global_batch};
+use rayon::prelude::*;
+use std::fmt::Write;
+use std::time::{Duration, Instant};
+
+/// Something that could be otherwise, and the best plan then.
+#[derive(Debug)]
+pub struct Scenario {
+    /// `one node more`.
+    pub change: String,
+    pub request: Request,
+    pub plan: Result<Plan, PlanFailure>,
+}
+
+/// Stops a search when its time is up, or when another one is told to stop.
+struct Deadline<'a> {
+    progress: &'a dyn Progress,
+    end: Instant,
+}
+
+impl Progress for Deadline<'_> {
+    fn step(&self, what: &str, done: usize, total: usize) {
+        self.progress.step(what, done, total);
+    }
+
+    fn stopped(&self) -> bool {
+        self.progress.stopped() || Instant::now() >= self.end
+    }
+}
+
+/// What limits a plan, a line each.
+pub fn limits(simulation: &Simulation) -> Vec<String> {
+    let plan = simulation.plan();
+    let step_s = plan.predicted.step_time_s;
+    let accounts = simulation.accounts();
+    let lanes = of_lanes(plan, &accounts);
+    let at = busiest(&lanes);
+    let account = &lanes[at];
+    let largest = |part: Part| account.sorted().into_iter().find(|(work, _)| work.part() == part);
+    let mut lines = Vec::new();
+    let parts: Vec<String> = Part::ALL
+        .into_iter()
+        .filter(|&part| account.part_s(part) > 0.0)
+        .map(|part| {
+            let most = match largest(part) {
+                Some((work, s)) if part != Part::Waiting => format!(" (most of it {work}, {})", seconds(s)),
+                _ => String::new(),
+            };
+            format!("{} {}{most}", part.name(), percent(account.part_s(part) / step_s))
+        })
+        .collect();
+    lines.push(format!("time      {} waits least: {}", plan.lane_name(at), parts.join(", ")));
+    if plan.num_lanes() > 1 {
+        let waits = |lane: usize| lanes[lane].part_s(Part::Waiting) / step_s;
+        let weight = |lane: usize| plan.lanes()[lane].devices.len() as f64;
+        let all = (0..lanes.len()).map(|l| waits(l) * weight(l)).sum::<f64>() / f64::from(plan.num_devices());
+        let most = (0..lanes.len()).max_by(|&a, &b| waits(a).total_cmp(&waits(b))).unwrap_or(0);
+        lines.push(format!(
+            "bubble    {} of all devices' time is waiting; most is {} of {}",
+            percent(all),
+            percent(waits(most)),
+            plan.lane_name(most)
+        ));
+    }
+    let sent = |work: &Work| match work {
+        Work::Collective { axes, .. } => simulation.link_of(at, axes),
+        Work::Transfers => Some("the links between stages".to_string()),
+        _ => None,
+    };
+    if let Some((work, s)) = largest(Part::Communicating)
+        && let Some(link) = sent(work)
+    {
+        lines.push(format!("link      {} of a step is {work}, over {link}", percent(s / step_s)));
+    }
+    let part = |lane: usize| {
+        let stage = &plan.lanes()[lane];
+        stage.predicted.peak_bytes as f64 / plan.group_of(stage).device.memory_bytes.max(1) as f64
+    };
+    let fullest = (0..plan.num_lanes()).max_by(|&a, &b| part(a).total_cmp(&part(b))).unwrap_or(0);
+    let stage = &plan.lanes()[fullest];
+    let limit = plan.group_of(stage).device.memory_bytes;
+    lines.push(format!(
+        "memory    {} is the fullest: {} of {} on each device ({})",
+        plan.lane_name(fullest),
+        bytes(stage.predicted.peak_bytes),
+        bytes(limit),
+        percent(part(fullest))
+    ));
+    lines
+}
+
+/// What could be otherwise of a request: nothing, a node more, links and memory of twice what they are, and half, twice and four times
+/// the batch. Degrees that are fixed stay so.
+pub fn changes(request: &Request) -> Vec<(String, Request)> {
+    let changed = |what: &str, change: &dyn Fn(&mut Request)| {
+        let mut new = request.clone();
+        change(&mut new);
+        (what.to_string(), new)
+    };
+    let groups = &request.cluster.groups;
+    let mut all = vec![changed("as it is", &|_| {})];
+    for group in 0..groups.len() {
+        let of = match groups.len() {
+            1 => String::new(),
+            _ => format!(" of {}", groups[group].device.name),
+        };
+        let more = |r: &mut Request| r.cluster.groups[group].nodes = r.cluster.groups[group].nodes.saturating_add(1);
+        all.push(changed(&format!("one node more{of}"), &more));
+    }
+    if groups.len() > 1 || groups.iter().any(|g| g.nodes > 1) {
+        all.push(changed("the network x2", &|r| {
+            r.cluster.groups.iter_mut().for_each(|g| g.inter_node.bytes_per_s *= 2.0);
+            r.cluster.between_groups.iter_mut().for_each(|b| b.bytes_per_s *= 2.0);
+        }));
+    }
+    if groups.iter().any(|g| g.devices_per_node > 1) {
+        all.push(changed("links within nodes x2", &|r| {
+            r.cluster.groups.iter_mut().for_each(|g| g.intra_node.bytes_per_s *= 2.0);
+        }));
+    }
+    all.push(changed("memory x2", &|r| {
+        r.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.saturating_mul(2));
+    }));
+    let batch = global_batch(request);
+    if request.graph.batch != 0 {
+        for (what, samples) in [("batch / 2", batch / 2), ("batch x2", batch * 2), ("batch x4", batch * 4)] {
+            if samples > 0 && (what != "batch / 2" || batch.is_multiple_of(2)) {
+                all.push(changed(what, &|r| r.global_batch = Some(samples)));
+            }
+        }
+    }
+    all
+}
+
+/// Plans for each of some requests, side by side; a search that is not done within `limit` gives the best that it has found.
+pub fn scenarios(changes: Vec<(String, Request)>, limit: Duration, progress: &dyn Progress) -> Vec<Scenario> {
+    let deadline = Deadline { progress, end: Instant::now() + limit };
+    let planned = |(change, request): (String, Request)| {
+        let plan = altiplano_planner::plan(&request, &deadline);
+        Scenario { change, request, plan }
+    };
+    changes.into_par_iter().map(planned).collect()
+}
+
+/// How many steps and samples a batch needs to come as far as another one, by its gradient's noise scale `B` (McCandlish et al. 2018,
+/// equation 2.7: `S = S_min (1 + B/b)` steps and `E = E_min (1 + b/B)` samples for a batch of `b`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BatchEffort {
+    /// As multiples of the fewest that any batch needs.
+    pub steps: f64,
+    pub samples: f64,
+}
+
+impl BatchEffort {
+    /// With `b = B` both are twice the fewest.
+    pub fn of(batch: f64, noise_scale: f64) -> BatchEffort {
+        BatchEffort { steps: 1.0 + noise_scale / batch, samples: 1.0 + batch / noise_scale }
+    }
+}
+
+/// Factors by which the learning rate is scaled with the batch: linearly (Goyal et al. 2017, section 2.1), and by the square root
+/// (Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4).
+pub fn learning_rates(batch: u64, other: u64) -> [f64; 2] {
+    let ratio = other as f64 / batch.max(1) as f64;
+    [ratio, ratio.sqrt()]
+}
+
+/// Scenarios as a table, beside the plan.
+pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
+    let base = plan.predicted.samples_per_s;
+    let mut table = Grid::new(&["what if", "s/step", "samples/s", "more", "a device", "GB/device", "how"]);
+    let per_device = |p: &Plan, devices: u32| p.predicted.samples_per_s / f64::from(devices.max(1));
+    for Scenario { change, request, plan: found } in scenarios {
+        let Ok(found) = found else {
+            let why = found.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            table.row([change.clone(), "-".into(), "-".into(), "-".into(), "-".into(), "-".into(), why]);
+            continue;
+        };
+        let signed = |part: f64| format!("{}{}", if part < 0.0 { "-" } else { "+" }, percent(part.abs()));
+        let devices = request.cluster.num_devices();
+        let each = per_device(found, devices) / per_device(plan, plan.cluster.num_devices()) - 1.0;
+        table.row([
+            change.clone(),
+            digits(found.predicted.step_time_s),
+            digits(found.predicted.samples_per_s),
+            signed(found.predicted.samples_per_s / base - 1.0),
+            signed(each),
+            digits(found.predicted.peak_bytes.iter().copied().max().unwrap_or(0) as f64 / 1e9),
+            shape(found),
+        ]);
+    }
+    table.right_but_last()
+}
+
+/// What batches mean for training: learning rates, warm-up, and with a noise scale how far a larger batch helps.
+pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> String {
+    let batch = plan.global_batch;
+    let mut out = String::new();
+    // The plan's own batch, and those that were planned for on the same devices.
+    let mut batches: Vec<(u64, f64)> = vec![(batch, plan.predicted.step_time_s)];
+    batches.extend(scenarios.iter().filter_map(|s| {
+        let found = s.plan.as_ref().ok()?;
+        (found.global_batch != batch).then_some((found.global_batch, found.predicted.step_time_s))
+    }));
+    batches.sort_by_key(|b| b.0);
+    let mut columns = vec!["batch", "rate, linear", "rate, square root"];
+    if noise_scale.is_some() {
+        columns.extend(["steps", "samples", "time"]);
+    }
+    let mut table = Grid::new(&columns);
+    let of_plan = noise_scale.map(|scale| BatchEffort::of(batch as f64, scale));
+    for &(samples, step_s) in &batches {
+        let [linear, root] = learning_rates(batch, samples);
+        let times = |x: f64| format!("x {}", digits(x));
+        let mut cells = vec![samples.to_string(), times(linear), times(root)];
+        if let (Some(scale), Some(ours)) = (noise_scale, of_plan) {
+            let effort = BatchEffort::of(samples as f64, scale);
+            let time = effort.steps * step_s / (ours.steps * plan.predicted.step_time_s);
+            cells.extend([times(effort.steps / ours.steps), times(effort.samples / ours.samples), times(time)]);
+        }
+        table.row(cells);
+    }
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{}", table.right());
+    let _ = writeln!(
+        out,
+        "  learning rate, as a multiple of that of {batch} samples: linear holds for SGD while the loss changes little within a step\n  (Goyal et al. 2017), the square root keeps the variance of an update (Krizhevsky 2014, Hoffer et al. 2017)\n  warm-up: raise the rate from that of the smaller batch over the first epochs (Goyal et al. 2017: 5 epochs of ImageNet)"
+    );
+    match noise_scale {
+        None => {
+            let _ = write!(
+                out,
+                "  how far a larger batch helps depends on the gradient's noise scale, which is measured in training; say it with --noise-scale"
+            );
+        }
+        Some(scale) => {
+            let effort = BatchEffort::of(batch as f64, scale);
+            let _ = write!(
+                out,
+                "  steps, samples and time to come as far, as multiples of those of {batch} samples (McCandlish et al. 2018, with a noise scale\n  of {}): {batch} samples a step need {} times the fewest steps and {} times the fewest samples;\n  larger batches save time up to about {} samples, of which {} are wasted, and hardly any beyond",
+                digits(scale),
+                digits(effort.steps),
+                digits(effort.samples),
+                digits(scale),
+                percent(0.5)
+            );
+        }
+    }
+    out
+}
+
+/// All of it in words: limits, scenarios and batches.
+///
+/// # Errors
+/// Where the plan cannot be lowered.
+pub fn advice(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Result<String, Error> {
+    let simulation = Simulation::new(plan.clone(), None)?;
+    let mut out = String::from("What limits this plan\n");
+    limits(&simulation).iter().for_each(|line| {
+        let _ = writeln!(out, "  {line}");
+    });
+    let _ = write!(
+        out,
+        "\nWhat others would give, each planned for anew\n{}\n  more: samples a second beside this plan's, and of each device of the cluster",
+        scenario_table(plan, scenarios)
+    );
+    if plan.schedule.trains() {
+        let _ =
+            write!(out, "\n\nWhat other batches mean for training\n{}", training_side(plan, scenarios, noise_scale));
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_of_the_noise_scale_need_twice_of_both() {
+        assert_eq!(BatchEffort::of(512.0, 512.0), BatchEffort { steps: 2.0, samples: 2.0 });
+        assert_eq!(BatchEffort::of(128.0, 512.0), BatchEffort { steps: 5.0, samples: 1.25 });
+        // McCandlish et al. 2018, equation 2.7: (S / S_min - 1)(E / E_min - 1) = 1, whatever the batch.
+        for batch in [1.0, 37.0, 4096.0] {
+            let effort = BatchEffort::of(batch, 300.0);
+            assert!(((effort.steps - 1.0) * (effort.samples - 1.0) - 1.0).abs() < 1e-12);
+        }
+        assert_eq!(learning_rates(256, 1024), [4.0, 2.0]);
+    }
+}

@@ -1,0 +1,55 @@
+//! `altiplano advise PLAN`: what limits a plan, and what others would give.
+
+use crate::commands::options::FixedOptions;
+use crate::commands::{load_to_ask, say};
+use crate::progress::Bar;
+use altiplano::Error;
+use altiplano::advice::{advice, changes, scenarios};
+use altiplano::planner::{Progress, Request};
+use altiplano::units::seconds;
+use clap::Args;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Say what limits a plan, and what a node more, faster links, more memory or a larger batch would give
+#[derive(Args)]
+pub struct Advise {
+    /// A file that `altiplano plan -o` wrote
+    plan: PathBuf,
+    /// What is fixed of the plans that this one is set beside
+    #[command(flatten)]
+    fixed: FixedOptions,
+    /// The gradient's noise scale in samples (McCandlish et al. 2018), which says how far larger batches help
+    #[arg(long, value_name = "SAMPLES", value_parser = positive)]
+    noise_scale: Option<f64>,
+    /// Seconds after which searches give the best that they have found; what they find then depends on the machine
+    #[arg(long, value_name = "SECONDS", value_parser = positive, default_value = "60")]
+    within: f64,
+}
+
+fn positive(text: &str) -> Result<f64, &'static str> {
+    let value: f64 = text.parse().map_err(|_| "expected a number")?;
+    if value > 0.0 && value <= 1e12 { Ok(value) } else { Err("expected a number above 0, at most 1e12") }
+}
+
+impl Advise {
+    pub fn run(self) -> Result<(), Error> {
+        let plan = load_to_ask(&self.plan)?;
+        let mut request = Request::of_plan(&plan);
+        self.fixed.fix_all(&mut request)?;
+        let bar = Bar::stoppable();
+        let start = Instant::now();
+        let limit = Duration::from_secs_f64(self.within.min(1e9));
+        let found = scenarios(changes(&request), limit, &bar);
+        let took_s = start.elapsed().as_secs_f64();
+        let stopped = bar.stopped() || took_s >= self.within;
+        drop(bar);
+        eprintln!("planned {} times in {}", found.len(), seconds(took_s));
+        if stopped {
+            eprintln!(
+                "note: the time was up, or the search was stopped; some of these are the best that were found by then"
+            );
+        }
+        say(advice(&plan, &found, self.noise_scale)?)
+    }
+}

@@ -1,0 +1,54 @@
+//! `altiplano why-not PLAN --tp 8`: the best plan with something fixed beside the plan, and what it takes that the plan does not.
+
+use crate::commands::options::FixedOptions;
+use crate::commands::{explain_failure, load_to_ask, say};
+use crate::progress::Bar;
+use altiplano::planner::Request;
+use altiplano::simulate::Simulation;
+use altiplano::units::{percent, seconds};
+use altiplano::{Error, expect_writable, plan, side_by_side, write_file};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Say what a plan with other degrees would take: `why-not plan.json --tp 8 --pp 1`
+#[derive(Args)]
+pub struct WhyNot {
+    /// A file that `altiplano plan -o` wrote
+    plan: PathBuf,
+    #[command(flatten)]
+    fixed: FixedOptions,
+    /// Write the plan that was asked for to this file
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+impl WhyNot {
+    pub fn run(self) -> Result<(), Error> {
+        self.output.as_deref().map_or(Ok(()), expect_writable)?;
+        if self.fixed.is_empty() {
+            let problem = "give what the plan should have had, such as --tp 8, as `altiplano plan` takes it";
+            return Err(Error::Option { option: "why-not", problem });
+        }
+        let chosen = load_to_ask(&self.plan)?;
+        let mut request = Request::of_plan(&chosen);
+        self.fixed.fix_all(&mut request)?;
+        let bar = Bar::stoppable();
+        let asked = plan(&request, &bar).map_err(Error::from);
+        let asked = asked.inspect_err(|error| explain_failure(&request, error, &bar))?;
+        drop(bar);
+        if let Some(file) = &self.output {
+            write_file(file, &asked.to_json())?;
+        }
+        let (ours, theirs) = (chosen.predicted.step_time_s, asked.predicted.step_time_s);
+        let simulations = [Simulation::new(chosen, None)?, Simulation::new(asked, None)?];
+        say(side_by_side(["plan", "asked for"], simulations.each_ref()))?;
+        let part = percent((theirs / ours - 1.0).abs());
+        say(match theirs > ours {
+            true => format!("\nwhat is asked for takes {} a step more ({part})", seconds(theirs - ours)),
+            false => format!(
+                "\nwhat is asked for takes {} a step less ({part}): the plan was made with something else fixed, or needs fewer devices or less memory",
+                seconds(ours - theirs)
+            ),
+        })
+    }
+}

@@ -1,0 +1,104 @@
+//! What one plan takes that another does not, in words: seconds of a step by what they are for, on the devices that decide how
+//! long it is, and bytes of the fullest device by what they hold.
+
+use super::Grid;
+use crate::simulate::Simulation;
+use crate::units::{bytes, digits, percent, seconds};
+use altiplano_ir::plan::Plan;
+use altiplano_planner::account::{Account, busiest, of_lanes};
+use altiplano_planner::lost::{difference, shape};
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+/// Differences below this part of a step are one line.
+const SHOWN: f64 = 1e-3;
+
+/// Two plans side by side, each under a name: what they are, what differs, and the sums of it.
+pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
+    let mut out = String::new();
+    let mut table = Grid::new(&["plan", "s/step", "samples/s", "MFU", "GB/device", "fits", "how"]);
+    for (name, simulation) in names.iter().zip(plans) {
+        let plan = simulation.plan();
+        let p = &plan.predicted;
+        table.row([
+            name.to_string(),
+            digits(p.step_time_s),
+            digits(p.samples_per_s),
+            percent(p.mfu),
+            digits(p.peak_bytes.iter().copied().max().unwrap_or(0) as f64 / 1e9),
+            if fits(plan) { "yes" } else { "no" }.to_string(),
+            shape(plan),
+        ]);
+    }
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{}\n", table.right_but_last());
+    let lanes = plans.map(|s| {
+        let lanes = of_lanes(s.plan(), &s.accounts());
+        let at = busiest(&lanes);
+        (s.plan().lane_name(at), lanes.into_iter().nth(at).unwrap_or_default())
+    });
+    let [(of_one, one), (of_other, other)] = &lanes;
+    let _ = writeln!(
+        out,
+        "Seconds of a step, on the devices that wait least ({of_one} of {}, {of_other} of {})\n{}\n",
+        names[0],
+        names[1],
+        times(names, one, other)
+    );
+    let _ = write!(out, "Bytes of the fullest device\n{}", memory(names, plans));
+    out
+}
+
+fn fits(plan: &Plan) -> bool {
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
+}
+
+fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {
+    match difference {
+        0.0 => "the same".to_string(),
+        d if d < 0.0 => format!("-{}", unit(-d)),
+        d => format!("+{}", unit(d)),
+    }
+}
+
+/// The rows add up to the step of each plan.
+fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
+    let mut table = Grid::new(&["what", names[0], names[1], "more"]);
+    let mut row = |what: String, a: f64, b: f64| {
+        let plain = |s: f64| if s > 0.0 { seconds(s) } else { "-".to_string() };
+        table.row([what, plain(a), plain(b), more(b - a, seconds)]);
+    };
+    let least = SHOWN * one.sum_s().max(other.sum_s());
+    let (shown, rest): (Vec<_>, Vec<_>) =
+        difference(one, other).into_iter().partition(|(_, a, b)| (b - a).abs() > least);
+    for (work, a, b) in shown {
+        row(work.to_string(), a, b);
+    }
+    if !rest.is_empty() {
+        let (a, b) = rest.iter().fold((0.0, 0.0), |sums, (_, a, b)| (sums.0 + a, sums.1 + b));
+        row("what hardly differs".into(), a, b);
+    }
+    row("the step".into(), one.sum_s(), other.sum_s());
+    table.right()
+}
+
+/// The rows add up to the peak of each plan.
+fn memory(names: [&str; 2], plans: [&Simulation; 2]) -> String {
+    let fullest = plans.map(|s| s.memory().into_iter().max_by_key(|m| m.peak_bytes));
+    let sums = fullest.each_ref().map(|m| m.as_ref().map(|m| m.by_category()).unwrap_or_default());
+    let mut table = Grid::new(&["class", names[0], names[1], "more"]);
+    let mut row = |what: &str, a: u64, b: u64| {
+        let plain = |n: u64| if n > 0 { bytes(n) } else { "-".to_string() };
+        table.row([what.to_string(), plain(a), plain(b), more(b as f64 - a as f64, |d| bytes(d as u64))]);
+    };
+    let categories: BTreeSet<_> = sums.iter().flat_map(|s| s.keys().copied()).collect();
+    let mut rows: Vec<(&str, u64, u64)> = categories
+        .into_iter()
+        .map(|c| (c.name(), sums[0].get(&c).copied().unwrap_or(0), sums[1].get(&c).copied().unwrap_or(0)))
+        .collect();
+    rows.sort_by_key(|&(name, a, b)| (std::cmp::Reverse(a.abs_diff(b)), name));
+    rows.iter().for_each(|&(name, a, b)| row(name, a, b));
+    let peak = |i: usize| fullest[i].as_ref().map_or(0, |m| m.peak_bytes);
+    row("in all", peak(0), peak(1));
+    table.right()
+}

@@ -1,0 +1,323 @@
+//! A step as Chrome trace events (Perfetto and chrome://tracing open them): as it is simulated, and as the workers of this machine ran
+//! it. Both have the same tracks and names, so that one can be laid beside the other; and what was measured is put in the account
+//! that predictions are in.
+
+use super::{Simulation, phase, title};
+use crate::report::Grid;
+use crate::units::{digits, seconds};
+use altiplano_cost_models::kernels::{Kernel, KernelKind};
+use altiplano_cost_models::timeline::{Stream, play, tasks};
+use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::program::{Body, Call, Phase};
+use altiplano_planner::account::{Account, Work, of_lanes};
+use altiplano_planner::timing::{BodyWork, played_in_order};
+use altiplano_runtime::recording::{Recording, Span, What};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A step as the first device of each lane ran it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Recorded {
+    pub seconds: f64,
+    pub recordings: Vec<Recording>,
+}
+
+/// What traces call a call: `forward 3`, or `reduce and update` for what is done once a step.
+pub fn trace_name(phase: Phase, microbatch: Option<u32>) -> String {
+    microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
+}
+
+/// Works that take less of a step than this are one line of a table.
+const SHOWN: f64 = 1e-3;
+
+impl Simulation {
+    /// The step as it is simulated: a process for each lane with a track of its calls, the kernels of the first microbatch, and a
+    /// counter of what each of its devices holds.
+    pub fn trace(&self) -> Value {
+        let mut events = self.tracks();
+        let (step_s, lanes) = self.calls();
+        let mut first: Vec<(usize, Phase, f64)> = Vec::new();
+        for call in lanes.into_iter().flatten() {
+            if call.microbatch == Some(0) {
+                first.push((call.stage, call.phase, call.start_s));
+            }
+            events.push(self.call_event(call.stage, call.phase, call.microbatch, call.start_s, call.end_s));
+        }
+        for (stage, phase, start_s) in first {
+            let Some((work, body)) = self.work_and_body(stage, phase) else { continue };
+            let prices = self.prices(stage);
+            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
+            let played = match &self.profiled {
+                Some(_) => played_in_order(&work.kernels, &work.prices(&prices, &self.plan.execution)),
+                None => play(&list),
+            };
+            for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
+                let sends = task.stream != Stream::Compute;
+                events.push(self.event(title(body, kernel), stage, track(sends), start_s + from, start_s + to));
+            }
+        }
+        events.extend(self.memory_events());
+        json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}})
+    }
+
+    /// A step that was run, under the names of [`Simulation::trace`]. Kernels are those of the simulation, each with the calls of the
+    /// runtime that make its values; one that the runtime computes as a part of another takes no time of its own. Kernels that were
+    /// timed by themselves say what they do in `args`, which `altiplano calibrate` reads.
+    pub fn trace_of(&self, recorded: &Recorded) -> Value {
+        let mut events = self.tracks();
+        for recording in &recorded.recordings {
+            let lane = recording.program as usize;
+            let program = &self.programs.programs[lane];
+            let mut once: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
+            for (position, span) in calls(recording) {
+                let Some(&Call::Run { body, microbatch }) = program.schedule.get(position) else { continue };
+                let body = &program.bodies[body as usize];
+                if microbatch.is_some() {
+                    let stage = body.stage as usize;
+                    events.push(self.call_event(stage, body.phase, microbatch, span.start_s, span.end_s));
+                } else {
+                    let all = once.entry(body.stage).or_insert((span.start_s, span.end_s));
+                    *all = (all.0.min(span.start_s), all.1.max(span.end_s));
+                }
+                if microbatch == Some(0) {
+                    events.extend(self.kernel_events(recording, position, body, span));
+                }
+            }
+            for (stage, (start_s, end_s)) in once {
+                events.push(self.call_event(stage as usize, Phase::Update, None, start_s, end_s));
+            }
+            let held = calls(recording).map(|(_, span)| (span.end_s, span.held_bytes));
+            events.extend(held.map(|(at_s, held)| self.held_event(lane, at_s, held)));
+        }
+        let device = &self.plan.cluster.groups[0].device;
+        // As PyTorch's profiler says it.
+        let properties = json!([{"name": device.name, "totalGlobalMem": device.memory_bytes}]);
+        json!({
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "deviceProperties": properties,
+            "otherData": {"step_s": recorded.seconds},
+        })
+    }
+
+    /// The kernels of one call of a body that was run.
+    fn kernel_events(&self, recording: &Recording, position: usize, body: &Body, call: &Span) -> Vec<Value> {
+        let Some(work) = self.work[body.stage as usize].iter().find(|w| w.phase == body.phase) else {
+            return Vec::new();
+        };
+        let stage = body.stage as usize;
+        let owner = owners(work);
+        let mut timed: BTreeMap<usize, (u32, bool, f64)> = BTreeMap::new();
+        let mut spans: Vec<(usize, &Span)> = Vec::new();
+        for (node, span) in kernels_of(recording, position) {
+            let Some(kernel) = owner(node) else { continue };
+            let known = timed.entry(kernel).or_insert((0, false, 0.0));
+            known.0 += 1;
+            known.1 |= work.kernels[kernel].nodes.last() == Some(&node);
+            known.2 += span.end_s - span.start_s;
+            spans.push((kernel, span));
+        }
+        let described = |kernel: usize| match timed.get(&kernel) {
+            Some(&(1, true, seconds)) => description(&work.kernels[kernel], seconds),
+            _ => None,
+        };
+        let event = |kernel: usize, start_s: f64, end_s: f64| {
+            let is_sent = work.kernels[kernel].kind == KernelKind::Collective;
+            let name = title(body, &work.kernels[kernel]);
+            let mut event = self.event(name, stage, track(is_sent), start_s, end_s);
+            if let Some(description) = described(kernel) {
+                event["cat"] = json!("kernel");
+                event["args"] = json!({ "kernel": description });
+            }
+            event
+        };
+        let mut events: Vec<Value> =
+            spans.iter().map(|&(kernel, span)| event(kernel, span.start_s, span.end_s)).collect();
+        let untimed = (0..work.kernels.len()).filter(|kernel| !timed.contains_key(kernel));
+        events.extend(untimed.map(|kernel| event(kernel, call.start_s, call.start_s)));
+        events
+    }
+
+    /// Where the seconds of a step that was run went, on the first device of each lane.
+    pub fn measured(&self, recorded: &Recorded) -> Vec<Account> {
+        let of = |recording: &Recording| {
+            let program = &self.programs.programs[recording.program as usize];
+            let mut account = Account::default();
+            for (position, span) in calls(recording) {
+                let call_s = span.end_s - span.start_s;
+                let Some(&Call::Run { body, .. }) = program.schedule.get(position) else {
+                    account.add(Work::Waiting, span.waited_s);
+                    account.add(Work::Transfers, call_s - span.waited_s);
+                    continue;
+                };
+                let body = &program.bodies[body as usize];
+                let once = matches!(body.phase, Phase::Reduce | Phase::Update);
+                let mesh = &self.plan.stages[body.stage as usize].mesh;
+                let work = self.work[body.stage as usize].iter().find(|w| w.phase == body.phase);
+                let owner = work.map(owners);
+                let mut inside_s = 0.0;
+                for (node, span) in kernels_of(recording, position) {
+                    let kernel_s = span.end_s - span.start_s;
+                    let kernel = owner.as_ref().and_then(|owner| owner(node)).zip(work);
+                    let what = match kernel {
+                        Some((kernel, work)) => {
+                            let sent = work.sent[kernel].as_ref().map(|s| &s.0);
+                            match Work::of(&work.kernels[kernel].kind, sent, mesh) {
+                                what @ Work::Collective { .. } => what,
+                                _ if once => Work::Update,
+                                what => what,
+                            }
+                        }
+                        None => Work::Elementwise,
+                    };
+                    account.add(what, kernel_s);
+                    inside_s += kernel_s;
+                }
+                account.add(if once { Work::Update } else { Work::Issuing }, call_s - inside_s);
+            }
+            let rest_s = recorded.seconds - account.sum_s();
+            account.add(Work::Waiting, rest_s);
+            account
+        };
+        recorded.recordings.iter().map(of).collect()
+    }
+
+    /// Predicted against measured by kind of work, the mean over all devices; `None` where the plan is for other devices than workers
+    /// of this machine, or nothing was recorded.
+    pub fn measured_text(&self, recorded: &Recorded) -> Option<String> {
+        let is_here = |s: &altiplano_ir::plan::Stage| self.plan.group_of(s).device.kind == DeviceKind::Cpu;
+        if recorded.recordings.is_empty() || !self.plan.stages.iter().all(is_here) {
+            return None;
+        }
+        let (predicted, measured) = (of_lanes(&self.plan, &self.accounts()), self.measured(recorded));
+        let devices = f64::from(self.plan.num_devices());
+        let mean = |accounts: &[Account]| {
+            let mut mean = Account::default();
+            for (account, stage) in accounts.iter().zip(self.plan.lanes()) {
+                let part = stage.devices.len() as f64 / devices;
+                account.0.iter().for_each(|(work, s)| mean.add(work.clone(), part * s));
+            }
+            mean
+        };
+        let (predicted, measured) = (mean(&predicted), mean(&measured));
+        let works: BTreeSet<&Work> = predicted.0.keys().chain(measured.0.keys()).collect();
+        let of = |account: &Account, work: &Work| account.0.get(work).copied().unwrap_or(0.0);
+        let mut rows: Vec<(String, f64, f64)> =
+            works.into_iter().map(|w| (w.to_string(), of(&predicted, w), of(&measured, w))).collect();
+        rows.sort_by(|a, b| b.1.max(b.2).total_cmp(&a.1.max(a.2)).then(a.0.cmp(&b.0)));
+        let least = SHOWN * predicted.sum_s().max(measured.sum_s());
+        rows.retain(|(_, a, b)| a.max(*b) > least);
+        rows.push(("the step".into(), predicted.sum_s(), measured.sum_s()));
+        let mut table = Grid::new(&["what", "predicted", "measured", "measured by predicted"]);
+        for (what, predicted, measured) in rows {
+            let plain = |s: f64| if s > 0.0 { seconds(s) } else { "-".to_string() };
+            let times = if predicted > 0.0 && measured > 0.0 {
+                format!("x {}", digits(measured / predicted))
+            } else {
+                String::new()
+            };
+            table.row([what, plain(predicted), plain(measured), times]);
+        }
+        let by = match &self.profiled {
+            Some(_) => "by the profile",
+            None => "by the cluster's figures",
+        };
+        Some(format!("seconds of the last step, mean over devices, predicted {by}\n{}", table.right()))
+    }
+
+    /// Names of processes and tracks.
+    fn tracks(&self) -> Vec<Value> {
+        let mut events = Vec::new();
+        for (i, stage) in self.plan.lanes().iter().enumerate() {
+            let name = format!("{}: {} devices", self.plan.lane_name(i), stage.devices.len());
+            events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
+            for (track, name) in
+                [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
+            {
+                events.push(json!({"name": "thread_name", "ph": "M", "pid": i, "tid": track, "args": {"name": name}}));
+            }
+        }
+        events
+    }
+
+    fn event(&self, name: String, stage: usize, track: u32, start_s: f64, end_s: f64) -> Value {
+        json!({
+            "name": name, "ph": "X", "pid": self.plan.lane_of(stage), "tid": track,
+            "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s),
+        })
+    }
+
+    fn call_event(&self, stage: usize, phase: Phase, microbatch: Option<u32>, start_s: f64, end_s: f64) -> Value {
+        // Where a lane has several stages, each call says of which it is.
+        let of = if self.plan.virtual_stages == 1 { String::new() } else { format!(" of stage{stage}") };
+        self.event(trace_name(phase, microbatch) + &of, stage, 0, start_s, end_s)
+    }
+
+    pub(super) fn held_event(&self, lane: usize, at_s: f64, held: u64) -> Value {
+        json!({"name": "memory of a device", "ph": "C", "pid": lane, "ts": at_s * 1e6, "args": {"bytes": held}})
+    }
+
+    fn work_and_body(&self, stage: usize, phase: Phase) -> Option<(&BodyWork, &Body)> {
+        let work = self.work[stage].iter().find(|b| b.phase == phase)?;
+        let program = &self.programs.programs[self.plan.lane_of(stage)];
+        let body = program.body_of(stage as u32, phase)?;
+        Some((work, &program.bodies[body as usize]))
+    }
+}
+
+fn track(is_sent: bool) -> u32 {
+    if is_sent { 2 } else { 1 }
+}
+
+/// The calls of a recording, by their positions in the schedule.
+fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
+    recording.spans.iter().filter_map(|span| match span.what {
+        What::Call { position } => Some((position, span)),
+        What::Kernel { .. } => None,
+    })
+}
+
+/// The kernels within a call of a recording, by the nodes that they make.
+fn kernels_of(recording: &Recording, call: usize) -> impl Iterator<Item = (ValueId, &Span)> {
+    // Spans are in the order in which they end: those of a call precede it, and follow the call before.
+    let end = recording.spans.partition_point(|span| position(span) < call);
+    recording.spans[end..].iter().take_while(move |span| position(span) == call).filter_map(|span| match span.what {
+        What::Kernel { node, .. } => Some((node, span)),
+        What::Call { .. } => None,
+    })
+}
+
+fn position(span: &Span) -> usize {
+    match span.what {
+        What::Call { position } | What::Kernel { position, .. } => position,
+    }
+}
+
+/// The kernel of the simulation that a node is in: where none has it, the first that ends after it, which is made of it.
+fn owners(work: &BodyWork) -> impl Fn(ValueId) -> Option<usize> {
+    let mut of_node: BTreeMap<ValueId, usize> = BTreeMap::new();
+    let mut ends: Vec<(ValueId, usize)> = Vec::new();
+    for (i, kernel) in work.kernels.iter().enumerate() {
+        of_node.extend(kernel.nodes.iter().map(|&v| (v, i)));
+        ends.extend(kernel.nodes.last().map(|&v| (v, i)));
+    }
+    ends.sort();
+    move |node| {
+        let after = || ends.get(ends.partition_point(|(v, _)| *v < node)).or(ends.last()).map(|(_, i)| *i);
+        of_node.get(&node).copied().or_else(after)
+    }
+}
+
+/// What a kernel does, in the terms in which constants are fitted; `None` where those say nothing of it.
+fn description(kernel: &Kernel, seconds: f64) -> Option<Value> {
+    let what = match &kernel.kind {
+        KernelKind::Matmul(m) => json!({"matmul": {
+            "batch": m.batch, "m": m.m, "n": m.n, "k": m.k, "dtype": m.dtype, "aligned": m.aligned,
+        }}),
+        KernelKind::Fused { operations } => json!({"elementwise": {"operations": operations}}),
+        _ => return None,
+    };
+    (seconds > 0.0)
+        .then(|| json!({"what": what, "read_bytes": kernel.read_bytes, "written_bytes": kernel.written_bytes}))
+}

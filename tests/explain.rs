@@ -1,0 +1,213 @@
+//! Questions about a plan, from the command line: why a parameter, an op or a stage is as it is, why not another plan, and how two
+//! plans differ. The texts are goldens; beside them what must hold of any such text is asked of the numbers in it.
+
+mod common;
+
+use altiplano::cost_models::{Rooflines, preset};
+use altiplano::planner::account::{Part, accounts, of_lanes};
+use altiplano::planner::{Request, Silent};
+use altiplano::{ImportOptions, load_model, plan, request};
+use common::{DEMO, Scratch, altiplano, golden, succeeds};
+
+/// A plan of two stages of two workers, and one of one stage.
+const PIPELINE: &[&str] = &["--dp", "2", "--pp", "2"];
+const TENSOR: &[&str] = &["--dp", "2", "--tp", "2", "--global-batch", "8"];
+
+fn planned(scratch: &Scratch, name: &str, options: &[&str]) -> String {
+    let file = scratch.path(name).display().to_string();
+    succeeds(&[&["plan", DEMO, "-o", &file], options].concat());
+    file
+}
+
+#[test]
+fn why_a_parameter_is_kept_as_it_is() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["why", &plan, "--param", "params['h*']['fc']['w']"]);
+    golden("why-param.txt", &text);
+    // The layout that the plan has is among those priced, and costs what it costs.
+    let taken: Vec<&str> = text.lines().filter(|line| line.contains("<- taken")).collect();
+    assert!(!taken.is_empty() && taken.iter().all(|line| line.contains("the same")), "{text}");
+    let layouts = text.lines().filter(|line| line.trim_start().starts_with('[')).count();
+    assert!(layouts > taken.len(), "no other layout is priced:\n{text}");
+}
+
+#[test]
+fn why_an_op_is_split_as_it_is() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", TENSOR);
+    let text = succeeds(&["why", &plan, "--op", "attention"]);
+    golden("why-op.txt", &text);
+    // Names, numbers and kinds lead to the same op.
+    let number = succeeds(&["show", DEMO]);
+    let line = number.lines().find(|l| l.contains(" = attention")).expect("the model has attention");
+    let id = line.split_whitespace().next().expect("a number").trim_end_matches(':');
+    assert_eq!(succeeds(&["why", &plan, "--op", id]).lines().next(), text.lines().next());
+    // Of a layer it is the one there.
+    let of_layer = succeeds(&["why", &plan, "--op", "attention", "--layer", "3"]);
+    assert!(of_layer.contains("h2/attention") && !of_layer.contains("h0/attention"), "{of_layer}");
+}
+
+#[test]
+fn why_a_stage_is_what_it_is() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    for stage in ["0", "1"] {
+        golden(&format!("why-stage{stage}.txt"), &succeeds(&["why", &plan, "--stage", stage]));
+    }
+}
+
+#[test]
+fn what_is_not_there_is_said_with_what_is_near() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let cases = [
+        (["--param", "wte"], "near to it are 'params['wte']'"),
+        (["--op", "mlp/dot_genral"], "mlp/dot_general'"),
+        (["--stage", "2"], "2 is not a stage of the plan, which has 2"),
+    ];
+    for (question, expected) in cases {
+        let refused = altiplano(&[&["why", &plan][..], &question].concat());
+        assert_eq!(refused.code, Some(2), "{question:?}: {}", refused.stderr);
+        assert!(refused.stderr.contains(expected), "{question:?}: {}", refused.stderr);
+    }
+    assert_eq!(altiplano(&["why", &plan]).code, Some(2));
+    let refused = altiplano(&["why", &plan, "--op", "attention", "--layer", "6"]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("6 is not a layer of the plan, which has 6"), "{}", refused.stderr);
+}
+
+#[test]
+fn why_not_prices_what_is_asked_for() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let asked = scratch.path("asked.json").display().to_string();
+    let text = succeeds(&["why-not", &plan, "--tp", "2", "--pp", "1", "-o", &asked]);
+    golden("why-not.txt", &text);
+    // It is the plan that the search finds for the model with that fixed, and the comparison of the two is the same.
+    let planned = planned(&scratch, "tensor.json", TENSOR);
+    let step = |file: &str| -> f64 {
+        let json: serde_json::Value = serde_json::from_str(&succeeds(&["inspect", file, "--json"])).expect("JSON");
+        json["predicted"]["step_time_s"].as_f64().expect("seconds")
+    };
+    assert_eq!(step(&asked), step(&planned));
+    let rows = |text: &str| text.lines().filter(|l| l.contains("matmuls") || l.contains("in all")).count();
+    assert_eq!(rows(&text), rows(&succeeds(&["compare", &plan, &asked])));
+}
+
+#[test]
+fn what_cannot_be_names_the_conflict_and_what_can() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let refused = altiplano(&["why-not", &plan, "--tp", "3"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    for part in ["--tp 3", "what has a plan instead", "--tp 2: at most", "--tp left free: at most"] {
+        assert!(refused.stderr.contains(part), "'{part}': {}", refused.stderr);
+    }
+    let nothing = altiplano(&["why-not", &plan]);
+    assert_eq!(nothing.code, Some(2));
+    assert!(nothing.stderr.contains("such as --tp 8"), "{}", nothing.stderr);
+}
+
+#[test]
+fn two_plans_are_compared_item_by_item() {
+    let scratch = Scratch::new();
+    let (one, other) = (planned(&scratch, "one.json", PIPELINE), planned(&scratch, "other.json", TENSOR));
+    let text = succeeds(&["compare", &one, &other]);
+    golden("compare.txt", &text);
+    let back = succeeds(&["compare", &other, &one]);
+    let sums = |text: &str| text.lines().filter(|l| l.contains("the step ") || l.contains("in all ")).count();
+    assert_eq!((sums(&text), sums(&back)), (2, 2));
+
+    let same = succeeds(&["compare", &one, &one]);
+    assert!(!same.contains("Layouts that differ") && !same.contains("\nStages"), "{same}");
+    assert!(same.contains("as before        52 parameters"), "{same}");
+    let larger = planned(&scratch, "larger.json", &["--dp", "4", "--global-batch", "64"]);
+    let text = succeeds(&["compare", &one, &larger]);
+    assert!(text.starts_with("They are not for the same") && text.contains("global batch: 8 and 64"), "{text}");
+}
+
+#[test]
+fn the_report_draws_the_step_and_what_is_held() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["inspect", &plan]);
+    golden("inspect.txt", &text);
+    let lines: Vec<&str> = text.lines().skip_while(|l| !l.starts_with("The step, from left")).skip(1).take(2).collect();
+    for (stage, line) in lines.iter().enumerate() {
+        let drawn = line.trim_start().strip_prefix(&format!("stage{stage}")).expect("a line for each stage").trim();
+        assert_eq!(drawn.len(), 80, "{line}");
+        assert!(drawn.chars().all(|c| "FBU.".contains(c)) && line.len() <= 100, "{line}");
+    }
+    // The last stage waits for the first microbatch, the first for its gradients.
+    assert!(lines[0].contains("FF.") && lines[1].contains("  ...."), "{lines:?}");
+    golden("inspect-dot.txt", &succeeds(&["inspect", &plan, "--dot"]));
+    let fuller = planned(
+        &scratch,
+        "fuller.json",
+        &["--cluster", "1xV100-16", "--global-batch", "2048", "--num-microbatches", "1"],
+    );
+    let text = succeeds(&["inspect", &fuller]);
+    assert!(text.lines().any(|l| l.contains("aaaa") && l.contains('|')), "{text}");
+}
+
+#[test]
+fn advice_plans_for_what_it_advises() {
+    let scratch = Scratch::new();
+    let file = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["advise", &file, "--noise-scale", "16", "--within", "1000"]);
+    golden("advise.txt", &text);
+    // What the table says of a larger batch is what planning for it gives.
+    let row = text.lines().find(|l| l.trim_start().starts_with("batch x2")).expect("a row");
+    let planned = succeeds(&["plan", DEMO, "--global-batch", "16"]);
+    let chosen = planned.lines().find(|l| l.trim_start().starts_with("chosen")).expect("the chosen plan");
+    let word = |line: &str, n: usize| line.split_whitespace().nth(n).map(str::to_string);
+    assert_eq!(word(row, 2), word(chosen, 1), "{row}\n{chosen}");
+    for wrong in ["0", "-3", "many"] {
+        assert_eq!(altiplano(&["advise", &file, &format!("--noise-scale={wrong}")]).code, Some(2), "{wrong}");
+    }
+}
+
+#[test]
+fn shells_complete_and_manuals_say_every_command() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("man");
+    succeeds(&["man", "-o", &folder.display().to_string()]);
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let text = succeeds(&["completions", shell]);
+        for command in ["plan", "why-not", "simulate"] {
+            assert!(text.contains(command), "{shell}: {command}");
+            let page = std::fs::read_to_string(folder.join(format!("altiplano-{command}.1"))).expect("a page");
+            assert!(page.contains(".SH SYNOPSIS"), "{command}");
+        }
+    }
+}
+
+#[test]
+fn accounts_are_what_is_predicted_taken_apart() {
+    let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the model");
+    let cases: [(&str, fn(&mut Request)); 4] = [
+        ("local:4", |r| (r.dp, r.pp) = (Some(2), Some(2))),
+        ("p3.16xlarge:1", |r| (r.dp, r.tp, r.zero) = (Some(4), Some(2), Some(3))),
+        ("p3.16xlarge:2", |r| (r.pp, r.virtual_stages, r.num_microbatches) = (Some(2), Some(2), Some(8))),
+        ("dgx-a100:2", |r| r.target = altiplano::ir::plan::Target::Megatron),
+    ];
+    for (cluster, fix) in cases {
+        let mut request = request(&model, preset(cluster).expect("a cluster"));
+        request.global_batch = Some(64);
+        request.baselines = false;
+        fix(&mut request);
+        let plan = plan(&request, &Silent).expect("a plan");
+        let accounts = accounts(&plan, &Rooflines::of(&plan.cluster)).expect("programs");
+        let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * plan.predicted.step_time_s;
+        for (account, stage) in accounts.iter().zip(&plan.stages) {
+            let p = &stage.predicted;
+            let parts = Part::ALL.map(|part| account.part_s(part));
+            let predicted = [p.compute_s, p.communication_s, p.bubble_s];
+            assert!(parts.into_iter().zip(predicted).all(|(a, b)| near(a, b)), "{cluster}: {parts:?} {predicted:?}");
+        }
+        for lane in of_lanes(&plan, &accounts) {
+            assert!(near(lane.sum_s(), plan.predicted.step_time_s), "{cluster}: {lane:?}");
+        }
+    }
+}

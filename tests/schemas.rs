@@ -1,0 +1,90 @@
+//! What is written as JSON is what its schema in `docs/` says, and the schemas refuse what they should.
+
+mod common;
+#[path = "../ir/src/import/json/schema.rs"]
+mod schema;
+
+use common::{DEMO, Scratch, succeeds};
+use schema::violations;
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn read(file: impl AsRef<Path>) -> Value {
+    let text = std::fs::read_to_string(&file).expect("a file");
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", file.as_ref().display()))
+}
+
+fn schema_of(name: &str) -> Value {
+    read(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/{name}.schema.json")))
+}
+
+/// Breaches, of which a union says only that none of its parts holds.
+fn broken(schema: &Value, document: &Value) -> Vec<String> {
+    violations(schema, schema, document, "$")
+}
+
+#[test]
+fn plans_simulations_and_traces_are_as_their_schemas_say() {
+    let scratch = Scratch::new();
+    let path = |name: &str| scratch.path(name).display().to_string();
+    let (plan, simulation, trace) = (schema_of("plan"), schema_of("simulation"), schema_of("trace"));
+    let cases: [&[&str]; 8] = [
+        &["--dp", "2", "--pp", "2"],
+        &["--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
+        &["--pp", "2", "--schedule", "zb-h1", "--optimizer", "sgd"],
+        &["--cluster", "p3.16xlarge:1", "--global-batch", "64", "--zero", "3", "--recompute", "full"],
+        &["--cluster", "dgx-a100:1", "--target", "megatron", "--precision", "bf16"],
+        &["--dp", "2", "--tp", "2", "--pin", "params['wte']=[{tensor}, {}]", "--reduce=200k"],
+        &["--loss", "none"],
+        &["--cluster", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml")],
+    ];
+    for options in cases {
+        let (file, drawn) = (path("plan.json"), path("trace.json"));
+        let planned = [&["plan", DEMO, "-o", &file], options].concat();
+        succeeds(&planned);
+        assert_eq!(broken(&plan, &read(&file)), Vec::<String>::new(), "{options:?}");
+        let said = succeeds(&["simulate", &file, "--json", "--trace", &drawn]);
+        let said = serde_json::from_str(&said).expect("JSON");
+        assert_eq!(broken(&simulation, &said), Vec::<String>::new(), "{options:?}");
+        assert_eq!(broken(&trace, &read(&drawn)), Vec::<String>::new(), "{options:?}");
+    }
+    let run = path("run.json");
+    succeeds(&["run", DEMO, "--steps", "1", "--trace", &run]);
+    assert_eq!(broken(&trace, &read(&run)), Vec::<String>::new());
+}
+
+#[test]
+fn frontiers_are_as_their_schema_says() {
+    let schema = schema_of("frontier");
+    for cluster in ["local:2", "p3.16xlarge:1"] {
+        let text = succeeds(&["plan", DEMO, "--cluster", cluster, "--frontier", "--json"]);
+        assert_eq!(broken(&schema, &serde_json::from_str(&text).expect("JSON")), Vec::<String>::new(), "{cluster}");
+    }
+}
+
+#[test]
+fn schemas_refuse_what_they_should() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &file]);
+    let (schema, good) = (schema_of("plan"), read(&file));
+    let refuses = |change: &dyn Fn(&mut Value), place: &str| {
+        let mut bad = good.clone();
+        change(&mut bad);
+        let found = broken(&schema, &bad);
+        assert!(found.iter().any(|f| f.starts_with(place)), "{place}: {found:?}");
+    };
+    refuses(&|p| p["version"] = json!(2), "$.version: const");
+    refuses(&|p| p["schedule"] = json!("2f2b"), "$.schedule: enum");
+    refuses(&|p| p["stages"][0]["zero"] = json!(4), "$.stages[0].zero: enum");
+    refuses(&|p| p["stages"][1]["predicted"]["peak_bytes"] = json!(-1), "$.stages[1].predicted.peak_bytes: minimum");
+    refuses(&|p| p["stages"][0]["more"] = json!(1), "$.stages[0]: unknown key");
+    refuses(&|p| p["optimizer"] = json!("adamw"), "$.optimizer: oneOf");
+    let mut bare = good.clone();
+    bare.as_object_mut().expect("an object").remove("graph");
+    assert!(broken(&schema, &bare).iter().any(|f| f.starts_with("$: required")));
+    let trace = schema_of("trace");
+    let event = |ph: &str| json!({"traceEvents": [{"name": "forward 0", "ph": ph, "pid": 0, "tid": 0, "ts": 0, "dur": 1}], "displayTimeUnit": "ms", "otherData": {"step_s": 1}});
+    assert_eq!(broken(&trace, &event("X")), Vec::<String>::new());
+    assert!(!broken(&trace, &event("B")).is_empty());
+}
