@@ -29,7 +29,12 @@ export class Chart {
     const recolour = () => { refresh(); this.redraw(); };
     theme.addEventListener("change", recolour);
     addEventListener("themechange", recolour);
+    // A printer takes what is drawn now.
+    const print = matchMedia("print");
+    const onPaper = () => { refresh(); this.resize(); this.paint(); };
+    print.addEventListener("change", onPaper);
     this.stops.push(
+      () => print.removeEventListener("change", onPaper),
       () => sizes.disconnect(),
       () => theme.removeEventListener("change", recolour),
       () => removeEventListener("themechange", recolour),
@@ -54,10 +59,14 @@ export class Chart {
     if (this.pending === 0) {
       this.pending = requestAnimationFrame(() => {
         this.pending = 0;
-        this.context.clearRect(0, 0, this.width, this.height);
-        this.draw();
+        this.paint();
       });
     }
+  }
+
+  private paint() {
+    this.context.clearRect(0, 0, this.width, this.height);
+    this.draw();
   }
 
   resize() {
