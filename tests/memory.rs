@@ -246,7 +246,8 @@ fn a_run_says_what_each_worker_held() {
     let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--virtual-stages", "1", "--steps", "1"]);
     let lines: Vec<&str> = said.lines().skip_while(|l| !l.starts_with("peak memory")).collect();
     assert!(lines.len() >= 4, "{said}");
-    for line in &lines[2..] {
+    // The table ends where that of seconds begins.
+    for line in lines[2..].iter().take_while(|l| !l.starts_with("seconds of")) {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[2..4], words[4..6], "held is predicted: {line}");
     }
