@@ -93,7 +93,8 @@ fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
     }
     assert!(succeeds(&["verify", &file]).contains("the numbers agree"));
     let run = succeeds(&["run", &file, "--steps", "2"]);
-    for line in run.lines().skip_while(|l| !l.starts_with("peak memory")).skip(2) {
+    let table = run.lines().skip_while(|l| !l.starts_with("peak memory")).skip(2);
+    for line in table.take_while(|line| !line.starts_with("seconds of")) {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[3..5], words[5..7], "held is predicted: {line}");
     }

@@ -54,6 +54,10 @@ pub fn fixed_of(
     let runs = evenly(&layered.kinds, degrees.stages as usize)
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
     let devices = degrees.dp * degrees.tp * degrees.cp;
+    // Stages on several nodes have all of each.
+    if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
+        return Err(PlanFailure::NoCombination);
+    }
     let mut axes = vec![("data", degrees.dp), ("tensor", degrees.tp)];
     if degrees.cp > 1 {
         axes.insert(1, ("context", degrees.cp));

@@ -227,7 +227,11 @@ fn by_hand(
     if asked || other || progress.stopped() {
         return Vec::new();
     }
-    sweep::climb(request, found, costs, progress)
+    // What is as fast as what was found, as far as the judge can tell, is no reason to take something else.
+    let most_s = found.predicted.step_time_s / (1.0 + UNDECIDED);
+    let mut plans = sweep::climb(request, found, costs, progress);
+    plans.retain(|p| p.predicted.step_time_s < most_s);
+    plans
 }
 
 /// The plain baselines: of each the best that fits, else the best there is; none where none are asked for.
