@@ -6,10 +6,11 @@ use crate::error::Error;
 use crate::report::Grid;
 use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
-use altiplano_ir::plan::Plan;
+use altiplano_cost_models::Rooflines;
+use altiplano_ir::plan::{Plan, Stage};
 use altiplano_planner::account::{Part, Work, busiest, of_lanes};
 use altiplano_planner::lost::shape;
-use altiplano_planner::{PlanFailure, Progress, Request, global_batch};
+use altiplano_planner::{PlanFailure, Progress, Request, global_batch, judged_again};
 use rayon::prelude::*;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -54,7 +55,7 @@ pub fn limits(simulation: &Simulation) -> Vec<String> {
         .filter(|&part| account.part_s(part) > 0.0)
         .map(|part| {
             let most = match largest(part) {
-                Some((work, s)) if part != Part::Waiting => format!(" (most of it {work}, {})", seconds(s)),
+                Some((work, s)) if part != Part::Waiting => format!(" (longest {work}, {})", seconds(s)),
                 _ => String::new(),
             };
             format!("{} {}{most}", part.name(), percent(account.part_s(part) / step_s))
@@ -143,14 +144,52 @@ pub fn changes(request: &Request) -> Vec<(String, Request)> {
     all
 }
 
-/// Plans for each of some requests, side by side; a search that is not done within `limit` gives the best that it has found.
-pub fn scenarios(changes: Vec<(String, Request)>, limit: Duration, progress: &dyn Progress) -> Vec<Scenario> {
+/// Plans for each of some requests, side by side, none slower than `plan` as it is; a search that is not done within `limit` gives the
+/// best that it has found.
+pub fn scenarios(
+    plan: &Plan,
+    changes: Vec<(String, Request)>,
+    limit: Duration,
+    progress: &dyn Progress,
+) -> Vec<Scenario> {
     let deadline = Deadline { progress, end: Instant::now() + limit };
     let planned = |(change, request): (String, Request)| {
-        let plan = altiplano_planner::plan(&request, &deadline);
+        let found = altiplano_planner::plan(&request, &deadline);
+        let faster = |p: &Plan| {
+            let found = found.as_ref().map_or(f64::INFINITY, |f| f.predicted.step_time_s);
+            p.predicted.step_time_s < found
+        };
+        let plan = match moved_to(plan, &request).filter(faster) {
+            Some(moved) => Ok(moved),
+            None => found,
+        };
         Scenario { change, request, plan }
     };
     changes.into_par_iter().map(planned).collect()
+}
+
+/// The plan as it is where other things are: on another cluster, or with more microbatches of the same size. `None` where it cannot be
+/// so, or does not fit.
+fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
+    let degrees = request.dp.or(request.tp).or(request.pp).or(request.virtual_stages).is_some();
+    let ways = request.zero.is_some() || request.recompute.is_some() || request.schedule.is_some();
+    if degrees || ways || request.microbatch.is_some() || request.num_microbatches.is_some() {
+        return None;
+    }
+    let mut moved = plan.clone();
+    moved.cluster = request.cluster.clone();
+    let batch = global_batch(request);
+    if batch != plan.global_batch {
+        moved.num_microbatches = u32::try_from(batch.checked_div(plan.microbatch)?).ok()?;
+        moved.global_batch = u64::from(moved.num_microbatches).checked_mul(plan.microbatch)?;
+    }
+    if moved.global_batch != batch || !moved.verify().is_empty() {
+        return None;
+    }
+    let costs = Rooflines::of(&moved.cluster);
+    let moved = judged_again(moved, &costs).ok()?;
+    let fits = |s: &Stage| s.predicted.peak_bytes <= moved.group_of(s).device.memory_bytes;
+    moved.stages.iter().all(fits).then_some(moved)
 }
 
 /// How many steps and samples a batch needs to come as far as another one, by its gradient's noise scale `B` (McCandlish et al. 2018,

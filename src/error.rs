@@ -36,6 +36,9 @@ pub enum Error {
     Read { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
     Write { file: PathBuf, error: std::io::Error },
+    /// Known before any work is done.
+    #[error("{}: {error}", file.display())]
+    NoPlace { file: PathBuf, error: std::io::Error },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
     #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), torch.export archives (.pt2), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
@@ -148,11 +151,11 @@ pub enum DataProblem {
 }
 
 impl Error {
-    /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
     pub fn profile_option(error: ProfileError) -> Error {
         Error::ProfileOption { error: Box::new(error) }
     }
 
+    /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),

@@ -77,12 +77,12 @@ pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
 pub fn expect_writable(file: &Path) -> Result<(), Error> {
     let folder = file.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let error = match () {
-        _ if file.is_dir() => ErrorKind::IsADirectory,
-        _ if !folder.exists() => ErrorKind::NotFound,
-        _ if !folder.is_dir() => ErrorKind::NotADirectory,
+        _ if file.is_dir() => std::io::Error::new(ErrorKind::IsADirectory, "is a folder"),
+        _ if !folder.exists() => std::io::Error::new(ErrorKind::NotFound, "there is no such folder"),
+        _ if !folder.is_dir() => std::io::Error::new(ErrorKind::NotADirectory, "what should be a folder is a file"),
         _ => return Ok(()),
     };
-    Err(Error::Write { file: file.to_path_buf(), error: error.into() })
+    Err(Error::NoPlace { file: file.to_path_buf(), error })
 }
 
 /// Writes beside a file and renames over it.

@@ -251,7 +251,7 @@ fn a_file_that_cannot_be_written_is_one_error() {
     assert_eq!(std::fs::read_to_string(&page).expect("it is written over"), written);
     for file in [path("nowhere/page.html"), path("")] {
         let output = altiplano(&["inspect", &plan, "--html", &file]);
-        assert_eq!(output.code, Some(1), "{}", output.stderr);
+        assert_eq!(output.code, Some(2), "{}", output.stderr);
         assert!(output.stderr.contains(&file) && output.stdout.is_empty(), "{}", output.stderr);
     }
 }

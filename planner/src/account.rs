@@ -39,6 +39,8 @@ pub enum Work {
     },
     /// What goes to other stages.
     Transfers,
+    /// What is sent to other stages while something is computed: less than nothing, since it is counted twice.
+    Overlapping,
     /// For other stages.
     Waiting,
 }
@@ -65,7 +67,7 @@ impl Work {
     /// The part of a stage's prediction that it is counted in.
     pub fn part(&self) -> Part {
         match self {
-            Work::Collective { .. } | Work::Transfers => Part::Communicating,
+            Work::Collective { .. } | Work::Transfers | Work::Overlapping => Part::Communicating,
             Work::Waiting => Part::Waiting,
             _ => Part::Computing,
         }
@@ -85,6 +87,7 @@ impl fmt::Display for Work {
             Work::Update => "update",
             Work::Collective { name, axes } => return write!(f, "{name} over {axes}"),
             Work::Transfers => "transfers to other stages",
+            Work::Overlapping => "of these, while computing",
             Work::Waiting => "waiting",
         })
     }
@@ -139,7 +142,8 @@ impl Account {
 
     /// With what a device does for another stage that shares it; both waits are the same one.
     fn beside(mut self, other: &Account) -> Account {
-        other.0.iter().filter(|(work, _)| **work != Work::Waiting).for_each(|(work, &s)| self.add(work.clone(), s));
+        let of_lane = |work: &Work| matches!(work, Work::Waiting | Work::Overlapping);
+        other.0.iter().filter(|(work, _)| !of_lane(work)).for_each(|(work, &s)| self.add(work.clone(), s));
         self
     }
 }
@@ -199,7 +203,12 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
             plan.stages_of(lane).for_each(|i| accounts[i].0.values_mut().for_each(|s| *s *= part));
             whole_s *= part;
         }
-        plan.stages_of(lane).for_each(|i| accounts[i].add(Work::Waiting, timeline.step_s - whole_s));
+        for i in plan.stages_of(lane) {
+            match timeline.step_s - whole_s {
+                over if over < 0.0 => *accounts[i].0.entry(Work::Overlapping).or_default() += over,
+                waiting => accounts[i].add(Work::Waiting, waiting),
+            }
+        }
     }
     accounts
 }

@@ -151,6 +151,10 @@ fn choose(
     let (more, judged_baselines) = rayon::join(hand_written, plain);
     plans.extend(more);
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    if let Some(variant) = plans.first().and_then(|best| without_bubble(request, freedom, best, costs)) {
+        plans.push(variant);
+    }
+    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let best = if plans.is_empty() { Err(failure.unwrap_or(PlanFailure::NoCombination)) } else { Ok(plans.remove(0)) };
     let others = plans;
     let again = |plan: Plan| match progress.stopped() || freedom.alpa {
@@ -232,6 +236,19 @@ fn by_hand(
     let mut plans = sweep::climb(request, found, costs, progress);
     plans.retain(|p| p.predicted.step_time_s < most_s);
     plans
+}
+
+/// A pipeline with the gradients of weights apart, where the order of calls is free and that is faster by more than the judge is
+/// unsure of.
+fn without_bubble(request: &Request, freedom: &Freedom, plan: &Plan, costs: &dyn Costs) -> Option<Plan> {
+    let workers = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
+    let plain = (plan.schedule, plan.virtual_stages) == (Schedule::OneFOneB, 1) && plan.stages.len() > 1;
+    if !freedom.zero_bubble || workers || !plain {
+        return None;
+    }
+    let variant = judged_again(Plan { schedule: Schedule::ZbH1, ..plan.clone() }, costs).ok()?;
+    let most_s = plan.predicted.step_time_s / (1.0 + UNDECIDED);
+    (fits(&variant) && variant.predicted.step_time_s < most_s).then_some(variant)
 }
 
 /// The plain baselines: of each the best that fits, else the best there is; none where none are asked for.
@@ -322,14 +339,28 @@ fn plans_that_fit(
     progress: &dyn Progress,
 ) -> Result<Vec<Plan>, PlanFailure> {
     let searched = search(request, freedom, costs, layered, progress);
+    let lean = || {
+        let lean = Freedom { lean: true, ..freedom.clone() };
+        let searched = search(request, &lean, costs, layered, progress);
+        within_memory(request, &lean, &searched, costs, progress)
+    };
     match within_memory(request, freedom, &searched, costs, progress) {
-        Err(PlanFailure::Memory { .. }) => {
-            let lean = Freedom { lean: true, ..freedom.clone() };
-            let searched = search(request, &lean, costs, layered, progress);
-            within_memory(request, &lean, &searched, costs, progress)
+        Err(PlanFailure::Memory { .. }) => lean(),
+        Ok(mut plans) if is_cramped(request, freedom, &searched, &plans[0]) && !progress.stopped() => {
+            plans.extend(lean().into_iter().flatten());
+            plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            Ok(plans)
         }
         result => result,
     }
+}
+
+/// Whether a plan takes so much longer than plans would without a limit of memory that layouts that keep less may be faster.
+fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched, plan: &Plan) -> bool {
+    const CRAMPED: f64 = 2.0;
+    let free = searched.ranked(request, freedom, &BTreeMap::new()).ok();
+    let least_s = free.iter().flatten().map(|f| f.step_s).fold(f64::INFINITY, f64::min);
+    !freedom.all_devices && plan.predicted.step_time_s > CRAMPED * least_s
 }
 
 /// What comes closest to fitting where nothing fits: the most microbatches, recomputed.

@@ -120,7 +120,8 @@ fn solved_again(
     let stage = &plan.stages[index];
     let trains = plan.schedule.trains();
     let roles = AxisRoles {
-        first_is_data: freedom.dp.is_some(),
+        // Where either degree is given, the mesh is of replicas and what they split features over.
+        first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
         ..AxisRoles::default()
     };

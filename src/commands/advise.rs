@@ -40,7 +40,7 @@ impl Advise {
         let bar = Bar::stoppable();
         let start = Instant::now();
         let limit = Duration::from_secs_f64(self.within.min(1e9));
-        let found = scenarios(changes(&request), limit, &bar);
+        let found = scenarios(&plan, changes(&request), limit, &bar);
         let took_s = start.elapsed().as_secs_f64();
         let stopped = bar.stopped() || took_s >= self.within;
         drop(bar);

@@ -19,7 +19,7 @@ pub struct Compare {
     #[arg(long, value_name = "DEGREES")]
     baseline: Option<Baseline>,
     /// What a step of the configuration takes, measured (5.3s, 830ms)
-    #[arg(long, value_name = "SECONDS", value_parser = duration, requires = "baseline")]
+    #[arg(long, value_name = "SECONDS", value_parser = duration, requires = "baseline", conflicts_with = "other")]
     measured: Option<f64>,
 }
 

@@ -65,7 +65,11 @@ fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {
 fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     let mut table = Grid::new(&["what", names[0], names[1], "more"]);
     let mut row = |what: String, a: f64, b: f64| {
-        let plain = |s: f64| if s > 0.0 { seconds(s) } else { "-".to_string() };
+        let plain = |s: f64| match s {
+            0.0 => "-".to_string(),
+            s if s < 0.0 => format!("-{}", seconds(-s)),
+            s => seconds(s),
+        };
         table.row([what, plain(a), plain(b), more(b - a, seconds)]);
     };
     let least = SHOWN * one.sum_s().max(other.sum_s());

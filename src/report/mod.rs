@@ -165,8 +165,10 @@ fn stages(plan: &Plan) -> String {
         let levels: BTreeSet<u8> = values.filter_map(|(v, s)| words::level(plan, stage, v, s, &users)).collect();
         let zero = match (levels.first(), levels.last()) {
             (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
-            _ if stage.zero == 0 => "not sharded (ZeRO-0)".to_string(),
-            _ => format!("ZeRO-{}", stage.zero),
+            (level, _) => match level.copied().unwrap_or(stage.zero) {
+                0 => "not sharded (ZeRO-0)".to_string(),
+                level => format!("ZeRO-{level}"),
+            },
         };
         let cells = [
             format!("stage{i}"),

@@ -207,12 +207,16 @@ impl Simulation {
             works.into_iter().map(|w| (w.to_string(), of(&predicted, w), of(&measured, w))).collect();
         rows.sort_by(|a, b| b.1.max(b.2).total_cmp(&a.1.max(a.2)).then(a.0.cmp(&b.0)));
         let least = SHOWN * predicted.sum_s().max(measured.sum_s());
-        rows.retain(|(_, a, b)| a.max(*b) > least);
+        rows.retain(|(_, a, b)| a.abs().max(b.abs()) > least);
         rows.push(("the step".into(), predicted.sum_s(), measured.sum_s()));
         let mut table = Grid::new(&["what", "predicted", "measured", "measured by predicted"]);
         for (what, predicted, measured) in rows {
-            let plain = |s: f64| if s > 0.0 { seconds(s) } else { "-".to_string() };
-            let times = if predicted > 0.0 && measured > 0.0 {
+            let plain = |s: f64| match s {
+                s if s < 0.0 => format!("-{}", seconds(-s)),
+                s if s > least => seconds(s),
+                _ => "-".to_string(),
+            };
+            let times = if predicted > least && measured > least {
                 format!("x {}", digits(measured / predicted))
             } else {
                 String::new()

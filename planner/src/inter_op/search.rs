@@ -151,7 +151,8 @@ fn candidates_of_mesh(
     num_microbatches: u32,
 ) -> (Vec<Way>, Vec<(usize, Candidate)>) {
     let roles = AxisRoles {
-        first_is_data: freedom.dp.is_some(),
+        // Where either degree is given, the mesh is of replicas and what they split features over.
+        first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
         ..AxisRoles::default()
     };
