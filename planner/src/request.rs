@@ -117,7 +117,7 @@ pub enum PlanFailure {
     Target { target: &'static str, option: &'static str, given: u32, allowed: u32 },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
-    #[error("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}")]
+    #[error("{}", degrees(*.dp, *.tp, *.pp, *.product, *.devices))]
     Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
     #[error(
         "--dp x --tp puts {of_stage} devices into a stage, which lies in one group of nodes; the groups of the cluster have {}",
@@ -196,5 +196,17 @@ impl std::fmt::Display for Bytes {
         }
         let digits = if unit == 0 || value >= 100.0 { 0 } else { 2 - (value >= 10.0) as usize };
         write!(f, "{value:.digits$} {}", units[unit])
+    }
+}
+
+/// Why degrees are not those of a cluster: together they must be all of its devices, one alone must divide them.
+fn degrees(dp: u32, tp: u32, pp: u32, product: u64, devices: u32) -> String {
+    let all = [("--dp", dp), ("--tp", tp), ("--pp", pp)];
+    let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();
+    match split.as_slice() {
+        [one] if product <= u64::from(devices) => {
+            format!("{one}: the cluster's {devices} devices are no multiple of it")
+        }
+        _ => format!("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}"),
     }
 }
