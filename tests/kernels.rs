@@ -3,18 +3,17 @@
 
 mod common;
 
-use altiplano::ir::graph::{Graph, Node, ValueId};
+use altiplano::ir::graph::{Graph, ValueId};
 use altiplano::ir::interpret::run_mesh;
 use altiplano::ir::kernels::{Kernel, KernelKind, kernels};
 use altiplano::ir::mesh::Mesh;
-use altiplano::ir::op::{Input, Op};
 use altiplano::ir::tensor::Tensor;
 use altiplano::ir::types::TensorType;
 use altiplano::runtime::loops::interpret::{Memory, run};
 use altiplano::runtime::loops::{Source, launches};
 use altiplano::{kernels_text, load_plan, programs};
 use common::{Scratch, succeeds};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Made-up elements: small integers, and reals for which roots and logarithms are defined.
 fn values(ty: &TensorType, seed: u64) -> Tensor {
@@ -26,35 +25,13 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
     })
 }
 
-/// What a kernel computes, from what it reads, as a graph of its own.
-fn part(graph: &Graph, kernel: &Kernel) -> (Graph, BTreeMap<ValueId, ValueId>) {
-    let reads: BTreeSet<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
-    let mut needed = vec![false; graph.len()];
-    kernel.writes.iter().for_each(|w| needed[w.index()] = true);
-    for v in graph.values().rev().filter(|v| !reads.contains(v)) {
-        if needed[v.index()] {
-            graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
-        }
-    }
-    let (mut part, mut map) = (Graph::new("part"), BTreeMap::new());
-    for v in graph.values().filter(|v| needed[v.index()]) {
-        let node = graph.node(v);
-        let new = match reads.contains(&v) || node.op.is_leaf() {
-            true => part.emit(Op::Input(Input { name: v.to_string(), ty: node.ty.clone() }), &[]),
-            false => part.append(Node { operands: node.operands.iter().map(|o| map[o]).collect(), ..node.clone() }),
-        };
-        map.insert(v, new);
-    }
-    (part, map)
-}
-
 /// Compares a kernel's launches with its nodes on each device of the mesh; false where it has none.
 fn agrees(graph: &Graph, kernel: &Kernel, mesh: &Mesh) -> bool {
     if !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed) {
         return false;
     }
     let made = launches(graph, kernel).unwrap_or_else(|why| panic!("{why}"));
-    let (part, map) = part(graph, kernel);
+    let (part, map) = kernel.part(graph);
     let given = |v: ValueId, device: u32| values(part.ty(v), u64::from(v.0 + 1000 * device) + 1);
     let expected = run_mesh(&part, mesh, given);
     for device in 0..mesh.num_devices() {

@@ -14,11 +14,12 @@
 //! depend on each other in a circle.
 
 use crate::dtype::DType;
-use crate::graph::{Graph, ValueId};
+use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Op, Operator};
+use crate::optimizer::leaf;
 use crate::work::{Called, Work};
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// Bytes of a row, in f32, that a kernel keeps on the chip between reducing and using it: the registers of a thread block,
 /// 64 Ki of 4 bytes, less what addresses and operands take.
@@ -48,6 +49,28 @@ impl Kernel {
     pub fn moving(kind: KernelKind, bytes: u64) -> Kernel {
         let (nodes, reads, writes) = (Vec::new(), Vec::new(), Vec::new());
         Kernel { kind, nodes, reads, writes, read_bytes: bytes, written_bytes: 0, work: None }
+    }
+
+    /// What it computes as a graph of its own, in which what it reads are inputs, and the value there of each value of `graph`.
+    pub fn part(&self, graph: &Graph) -> (Graph, BTreeMap<ValueId, ValueId>) {
+        let reads: BTreeSet<ValueId> = self.reads.iter().map(|r| r.0).collect();
+        let mut needed = vec![false; graph.len()];
+        self.writes.iter().for_each(|w| needed[w.index()] = true);
+        for v in graph.values().rev().filter(|v| !reads.contains(v)) {
+            if needed[v.index()] {
+                graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+            }
+        }
+        let (mut part, mut map) = (Graph::new(graph.name.clone()), BTreeMap::new());
+        for v in graph.values().filter(|v| needed[v.index()]) {
+            let node = graph.node(v);
+            let new = match reads.contains(&v) || node.op.is_leaf() {
+                true => leaf(&mut part, v.to_string(), node.ty.clone()),
+                false => part.append(Node { operands: node.operands.iter().map(|o| map[o]).collect(), ..node.clone() }),
+            };
+            map.insert(v, new);
+        }
+        (part, map)
     }
 }
 

@@ -2,16 +2,16 @@
 
 use altiplano_ir::autodiff::differentiate;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, Node, ValueId};
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::run_all;
-use altiplano_ir::kernels::{Kernel, KernelKind, kernels};
+use altiplano_ir::kernels::{KernelKind, kernels};
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::*;
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::loops::interpret::{Memory, run};
 use altiplano_runtime::loops::{Source, launches};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 fn input(g: &mut Graph, dtype: DType, shape: &[u64]) -> ValueId {
     let name = format!("x{}", g.len());
@@ -31,28 +31,6 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
     })
 }
 
-/// The nodes that a kernel's results are made of, from what it reads, as a graph of their own; and what each is here.
-fn part(graph: &Graph, kernel: &Kernel) -> (Graph, BTreeMap<ValueId, ValueId>) {
-    let reads: BTreeSet<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
-    let mut needed = vec![false; graph.len()];
-    kernel.writes.iter().for_each(|w| needed[w.index()] = true);
-    for v in graph.values().rev().filter(|v| !reads.contains(v)) {
-        if needed[v.index()] {
-            graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
-        }
-    }
-    let (mut part, mut map) = (Graph::new("part"), BTreeMap::new());
-    for v in graph.values().filter(|v| needed[v.index()]) {
-        let node = graph.node(v);
-        let new = match reads.contains(&v) || node.op.is_leaf() {
-            true => part.emit(Op::Input(Input { name: v.to_string(), ty: node.ty.clone() }), &[]),
-            false => part.append(Node { operands: node.operands.iter().map(|o| map[o]).collect(), ..node.clone() }),
-        };
-        map.insert(v, new);
-    }
-    (part, map)
-}
-
 /// Runs the launches of every kernel that has some on made-up values of what it reads; how many kernels were compared.
 fn check(graph: &Graph, written: &[ValueId]) -> usize {
     let written: BTreeSet<ValueId> = written.iter().copied().collect();
@@ -62,7 +40,7 @@ fn check(graph: &Graph, written: &[ValueId]) -> usize {
             continue;
         }
         let made = launches(graph, &kernel).unwrap_or_else(|why| panic!("{why}"));
-        let (part, map) = part(graph, &kernel);
+        let (part, map) = kernel.part(graph);
         let given = |v: ValueId| values(part.ty(v), u64::from(v.0) + 1);
         let expected = run_all(&part, given);
         let mut memory = Memory::new();
