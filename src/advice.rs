@@ -7,10 +7,10 @@ use crate::report::Grid;
 use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
-use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::plan::Plan;
 use altiplano_planner::account::{Part, Work, busiest, of_lanes};
 use altiplano_planner::lost::shape;
-use altiplano_planner::{PlanFailure, Progress, Request, global_batch, judged_again};
+use altiplano_planner::{PlanFailure, Progress, Request, fits, global_batch, judged_again};
 use rayon::prelude::*;
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -188,8 +188,7 @@ fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
     }
     let costs = Rooflines::of(&moved.cluster);
     let moved = judged_again(moved, &costs).ok()?;
-    let fits = |s: &Stage| s.predicted.peak_bytes <= moved.group_of(s).device.memory_bytes;
-    moved.stages.iter().all(fits).then_some(moved)
+    fits(&moved).then_some(moved)
 }
 
 /// How many steps and samples a batch needs to come as far as another one, by its gradient's noise scale `B` (McCandlish et al. 2018,

@@ -591,7 +591,8 @@ fn peak_bytes(plan: &Plan) -> u64 {
     plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0)
 }
 
-fn fits(plan: &Plan) -> bool {
+/// Whether every device has the memory that the judge says its stage needs.
+pub fn fits(plan: &Plan) -> bool {
     plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
 }
 

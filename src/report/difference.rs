@@ -4,8 +4,8 @@
 use super::Grid;
 use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
-use altiplano_ir::plan::Plan;
 use altiplano_planner::account::{Account, busiest, of_lanes};
+use altiplano_planner::fits;
 use altiplano_planner::lost::{difference, shape};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -47,10 +47,6 @@ pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     );
     let _ = write!(out, "Bytes of the fullest device\n{}", memory(names, plans));
     out
-}
-
-fn fits(plan: &Plan) -> bool {
-    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
 }
 
 fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {

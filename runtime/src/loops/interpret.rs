@@ -6,7 +6,7 @@
 use super::{Launch, Phase, Scalar, Source, Var};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::float::reduce_precision;
-use altiplano_ir::op::{Binary, Direction};
+use altiplano_ir::op::Binary;
 use std::collections::BTreeMap;
 
 /// Values in memory, row major.
@@ -97,17 +97,7 @@ fn value(
         Scalar::And(a, b) => truth(of(a) != 0.0 && of(b) != 0.0),
         Scalar::Unary(op, dtype, a) => op.apply(of(a), *dtype),
         Scalar::Binary(op, dtype, a, b) => op.apply(of(a), of(b), *dtype),
-        Scalar::Compare(direction, _, a, b) => {
-            let (a, b) = (of(a), of(b));
-            truth(match direction {
-                Direction::Eq => a == b,
-                Direction::Ne => a != b,
-                Direction::Lt => a < b,
-                Direction::Le => a <= b,
-                Direction::Gt => a > b,
-                Direction::Ge => a >= b,
-            })
-        }
+        Scalar::Compare(direction, _, a, b) => truth(direction.holds(of(a), of(b))),
         Scalar::Select(_, [predicate, a, b]) => {
             if of(predicate) != 0.0 {
                 of(a)
