@@ -3,7 +3,7 @@
 //! known of batch sizes and learning rates is stated with its source.
 
 use crate::error::Error;
-use crate::report::Grid;
+use crate::report::{Grid, side};
 use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
@@ -12,6 +12,8 @@ use altiplano_planner::account::{Part, Work, busiest, of_lanes};
 use altiplano_planner::lost::shape;
 use altiplano_planner::{PlanFailure, Progress, Request, fits, global_batch, judged_again};
 use rayon::prelude::*;
+use serde::Serialize;
+use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
@@ -40,65 +42,141 @@ impl Progress for Deadline<'_> {
     }
 }
 
-/// What limits a plan, a line each.
-pub fn limits(simulation: &Simulation) -> Vec<String> {
-    let plan = simulation.plan();
-    let step_s = plan.predicted.step_time_s;
-    let accounts = simulation.accounts();
-    let lanes = of_lanes(plan, &accounts);
-    let at = busiest(&lanes);
-    let account = &lanes[at];
-    let largest = |part: Part| account.sorted().into_iter().find(|(work, _)| work.part() == part);
-    let mut lines = Vec::new();
-    let parts: Vec<String> = Part::ALL
-        .into_iter()
-        .filter(|&part| account.part_s(part) > 0.0)
-        .map(|part| {
-            let most = match largest(part) {
-                Some((work, s)) if part != Part::Waiting => format!(" (longest {work}, {})", seconds(s)),
-                _ => String::new(),
-            };
-            format!("{} {}{most}", part.name(), percent(account.part_s(part) / step_s))
-        })
-        .collect();
-    lines.push(format!("time      {} waits least: {}", plan.lane_name(at), parts.join(", ")));
-    if plan.num_lanes() > 1 {
-        let waits = |lane: usize| lanes[lane].part_s(Part::Waiting) / step_s;
-        let weight = |lane: usize| plan.lanes()[lane].devices.len() as f64;
-        let all = (0..lanes.len()).map(|l| waits(l) * weight(l)).sum::<f64>() / f64::from(plan.num_devices());
-        let most = (0..lanes.len()).max_by(|&a, &b| waits(a).total_cmp(&waits(b))).unwrap_or(0);
+/// What limits a plan, on its own devices.
+#[derive(Clone, Debug, Serialize)]
+pub struct Limits {
+    pub time: TimeLimit,
+    /// Where there are several lanes.
+    pub bubble: Option<Bubble>,
+    /// What is sent for the longest part of a step, if anything is, and over which links.
+    pub link: Option<LinkLimit>,
+    pub memory: MemoryLimit,
+}
+
+/// Where the seconds of the devices go that wait least.
+#[derive(Clone, Debug, Serialize)]
+pub struct TimeLimit {
+    pub lane: String,
+    pub parts: Vec<PartOfStep>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct PartOfStep {
+    pub part: &'static str,
+    pub seconds: f64,
+    pub of_step: f64,
+    /// What it is most of, and for how long.
+    pub longest: Option<Longest>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Longest {
+    pub what: String,
+    pub seconds: f64,
+}
+
+/// Parts of a step that devices wait: all of them on average, and those that wait most.
+#[derive(Clone, Debug, Serialize)]
+pub struct Bubble {
+    pub of_step: f64,
+    pub most_of_step: f64,
+    pub most: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct LinkLimit {
+    pub what: String,
+    pub link: String,
+    pub seconds: f64,
+    pub of_step: f64,
+}
+
+/// The fullest devices.
+#[derive(Clone, Debug, Serialize)]
+pub struct MemoryLimit {
+    pub lane: String,
+    pub peak_bytes: u64,
+    pub memory_bytes: u64,
+}
+
+impl Limits {
+    pub fn new(simulation: &Simulation) -> Limits {
+        let plan = simulation.plan();
+        let step_s = plan.predicted.step_time_s;
+        let accounts = simulation.accounts();
+        let lanes = of_lanes(plan, &accounts);
+        let at = busiest(&lanes);
+        let account = &lanes[at];
+        let largest = |part: Part| account.sorted().into_iter().find(|(work, _)| work.part() == part);
+        let parts = Part::ALL.into_iter().filter(|&part| account.part_s(part) > 0.0).map(|part| {
+            let longest = largest(part)
+                .filter(|_| part != Part::Waiting)
+                .map(|(work, seconds)| Longest { what: work.to_string(), seconds });
+            let seconds = account.part_s(part);
+            PartOfStep { part: part.name(), seconds, of_step: seconds / step_s, longest }
+        });
+        let time = TimeLimit { lane: plan.lane_name(at), parts: parts.collect() };
+        let bubble = (plan.num_lanes() > 1).then(|| {
+            let waits = |lane: usize| lanes[lane].part_s(Part::Waiting) / step_s;
+            let weight = |lane: usize| plan.lanes()[lane].devices.len() as f64;
+            let of_step = (0..lanes.len()).map(|l| waits(l) * weight(l)).sum::<f64>() / f64::from(plan.num_devices());
+            let most = (0..lanes.len()).max_by(|&a, &b| waits(a).total_cmp(&waits(b))).unwrap_or(0);
+            Bubble { of_step, most_of_step: waits(most), most: plan.lane_name(most) }
+        });
+        let over = |work: &Work| match work {
+            Work::Collective { axes, .. } => simulation.link_of(at, axes),
+            Work::Transfers => Some("the links between stages".to_string()),
+            _ => None,
+        };
+        let link = largest(Part::Communicating).and_then(|(work, seconds)| {
+            Some(LinkLimit { link: over(work)?, what: work.to_string(), seconds, of_step: seconds / step_s })
+        });
+        let limit = |lane: usize| {
+            let stage = &plan.lanes()[lane];
+            let memory_bytes = plan.group_of(stage).device.memory_bytes;
+            MemoryLimit { lane: plan.lane_name(lane), peak_bytes: stage.predicted.peak_bytes, memory_bytes }
+        };
+        let fuller = |a: &MemoryLimit, b: &MemoryLimit| a.part().total_cmp(&b.part());
+        let memory = (1..plan.num_lanes()).map(limit).fold(limit(0), |a, b| if fuller(&a, &b).is_le() { b } else { a });
+        Limits { time, bubble, link, memory }
+    }
+
+    /// In words, a line each.
+    pub fn lines(&self) -> Vec<String> {
+        let Limits { time, bubble, link, memory } = self;
+        let parts: Vec<String> = time
+            .parts
+            .iter()
+            .map(|part| {
+                let longest = part.longest.as_ref();
+                let longest =
+                    longest.map_or(String::new(), |l| format!(" (longest {}, {})", l.what, seconds(l.seconds)));
+                format!("{} {}{longest}", part.part, percent(part.of_step))
+            })
+            .collect();
+        let mut lines = vec![format!("time      {} waits least: {}", time.lane, parts.join(", "))];
+        lines.extend(bubble.as_ref().map(|Bubble { of_step, most_of_step, most }| {
+            let (all, worst) = (percent(*of_step), percent(*most_of_step));
+            format!("bubble    {all} of all devices' time is waiting; most is {worst} of {most}")
+        }));
+        lines.extend(link.as_ref().map(|LinkLimit { what, link, of_step, .. }| {
+            format!("link      {} of a step is {what}, over {link}", percent(*of_step))
+        }));
         lines.push(format!(
-            "bubble    {} of all devices' time is waiting; most is {} of {}",
-            percent(all),
-            percent(waits(most)),
-            plan.lane_name(most)
+            "memory    {} is the fullest: {} of {} on each device ({})",
+            memory.lane,
+            bytes(memory.peak_bytes),
+            bytes(memory.memory_bytes),
+            percent(memory.part())
         ));
+        lines
     }
-    let sent = |work: &Work| match work {
-        Work::Collective { axes, .. } => simulation.link_of(at, axes),
-        Work::Transfers => Some("the links between stages".to_string()),
-        _ => None,
-    };
-    if let Some((work, s)) = largest(Part::Communicating)
-        && let Some(link) = sent(work)
-    {
-        lines.push(format!("link      {} of a step is {work}, over {link}", percent(s / step_s)));
+}
+
+impl MemoryLimit {
+    fn part(&self) -> f64 {
+        self.peak_bytes as f64 / self.memory_bytes.max(1) as f64
     }
-    let part = |lane: usize| {
-        let stage = &plan.lanes()[lane];
-        stage.predicted.peak_bytes as f64 / plan.group_of(stage).device.memory_bytes.max(1) as f64
-    };
-    let fullest = (0..plan.num_lanes()).max_by(|&a, &b| part(a).total_cmp(&part(b))).unwrap_or(0);
-    let stage = &plan.lanes()[fullest];
-    let limit = plan.group_of(stage).device.memory_bytes;
-    lines.push(format!(
-        "memory    {} is the fullest: {} of {} on each device ({})",
-        plan.lane_name(fullest),
-        bytes(stage.predicted.peak_bytes),
-        bytes(limit),
-        percent(part(fullest))
-    ));
-    lines
 }
 
 /// What could be otherwise of a request: nothing, a node more, links and memory of twice what they are, and half, twice and four times
@@ -241,33 +319,59 @@ pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
     table.right_but_last()
 }
 
+/// What a batch means for training beside the plan's own.
+#[derive(Clone, Debug, Serialize)]
+pub struct Batch {
+    pub samples: u64,
+    pub step_time_s: f64,
+    /// Factors of the learning rate, see [`learning_rates`].
+    pub rate_linear: f64,
+    pub rate_square_root: f64,
+    /// Where the noise scale is known.
+    pub effort: Option<RelativeEffort>,
+}
+
+/// What it takes to come as far, as multiples of what it takes with the plan's own batch.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct RelativeEffort {
+    pub steps: f64,
+    pub samples: f64,
+    pub time: f64,
+}
+
+/// The plan's own batch, and those that were planned for, smallest first.
+fn batches(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Vec<Batch> {
+    let own = (plan.global_batch, plan.predicted.step_time_s);
+    let others = scenarios.iter().filter_map(|s| s.plan.as_ref().ok());
+    let others = others.map(|p| (p.global_batch, p.predicted.step_time_s)).filter(|(samples, _)| *samples != own.0);
+    let mut all: Vec<(u64, f64)> = [own].into_iter().chain(others).collect();
+    all.sort_by_key(|b| b.0);
+    let batch = |(samples, step_time_s): (u64, f64)| {
+        let [rate_linear, rate_square_root] = learning_rates(own.0, samples);
+        let effort = noise_scale.map(|scale| {
+            let (ours, theirs) = (BatchEffort::of(own.0 as f64, scale), BatchEffort::of(samples as f64, scale));
+            let steps = theirs.steps / ours.steps;
+            RelativeEffort { steps, samples: theirs.samples / ours.samples, time: steps * step_time_s / own.1 }
+        });
+        Batch { samples, step_time_s, rate_linear, rate_square_root, effort }
+    };
+    all.into_iter().map(batch).collect()
+}
+
 /// What batches mean for training: learning rates, warm-up, and with a noise scale how far a larger batch helps.
 pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> String {
     let batch = plan.global_batch;
     let mut out = String::new();
-    // The plan's own batch, and those that were planned for on the same devices.
-    let mut batches: Vec<(u64, f64)> = vec![(batch, plan.predicted.step_time_s)];
-    batches.extend(scenarios.iter().filter_map(|s| {
-        let found = s.plan.as_ref().ok()?;
-        (found.global_batch != batch).then_some((found.global_batch, found.predicted.step_time_s))
-    }));
-    batches.sort_by_key(|b| b.0);
     let mut columns = vec!["batch", "rate, linear", "rate, square root"];
     if noise_scale.is_some() {
         columns.extend(["steps", "samples", "time"]);
     }
     let mut table = Grid::new(&columns);
-    let of_plan = noise_scale.map(|scale| BatchEffort::of(batch as f64, scale));
-    for &(samples, step_s) in &batches {
-        let [linear, root] = learning_rates(batch, samples);
-        let times = |x: f64| format!("x {}", digits(x));
-        let mut cells = vec![samples.to_string(), times(linear), times(root)];
-        if let (Some(scale), Some(ours)) = (noise_scale, of_plan) {
-            let effort = BatchEffort::of(samples as f64, scale);
-            let time = effort.steps * step_s / (ours.steps * plan.predicted.step_time_s);
-            cells.extend([times(effort.steps / ours.steps), times(effort.samples / ours.samples), times(time)]);
-        }
-        table.row(cells);
+    for Batch { samples, rate_linear, rate_square_root, effort, .. } in batches(plan, scenarios, noise_scale) {
+        let effort = effort.into_iter().flat_map(|e| [e.steps, e.samples, e.time]);
+        let factors = [rate_linear, rate_square_root].into_iter().chain(effort);
+        let factors = factors.map(|x| format!("x {}", digits(x)));
+        table.row([samples.to_string()].into_iter().chain(factors).collect::<Vec<_>>());
     }
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{}", table.right());
@@ -305,7 +409,7 @@ pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f6
 pub fn advice(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Result<String, Error> {
     let simulation = Simulation::new(plan.clone(), None)?;
     let mut out = String::from("What limits this plan\n");
-    limits(&simulation).iter().for_each(|line| {
+    Limits::new(&simulation).lines().iter().for_each(|line| {
         let _ = writeln!(out, "  {line}");
     });
     let _ = write!(
@@ -318,6 +422,31 @@ pub fn advice(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> 
             write!(out, "\n\nWhat other batches mean for training\n{}", training_side(plan, scenarios, noise_scale));
     }
     Ok(out)
+}
+
+/// All of it as `docs/advice.schema.json` says.
+///
+/// # Errors
+/// Where the plan cannot be lowered.
+pub fn advice_json(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Result<Value, Error> {
+    let simulation = Simulation::new(plan.clone(), None)?;
+    let scenario = |s: &Scenario| match &s.plan {
+        Ok(found) => {
+            json!({"change": s.change, "cluster_devices": s.request.cluster.num_devices(), "plan": side(found)})
+        }
+        Err(why) => {
+            json!({"change": s.change, "cluster_devices": s.request.cluster.num_devices(), "why": why.to_string()})
+        }
+    };
+    Ok(json!({
+        "format": "altiplano.advice",
+        "version": 1,
+        "plan": side(plan),
+        "limits": Limits::new(&simulation),
+        "scenarios": scenarios.iter().map(scenario).collect::<Vec<_>>(),
+        "noise_scale": noise_scale,
+        "batches": if plan.schedule.trains() { batches(plan, scenarios, noise_scale) } else { Vec::new() },
+    }))
 }
 
 #[cfg(test)]

@@ -4,8 +4,8 @@
 //! judged by the same judge. Where its step was measured, the error of the judge on it is a correction for the plan as well.
 
 use crate::error::Error;
-use crate::moved::{layouts, placed, posed_differently, stages};
-use crate::report::side_by_side;
+use crate::moved::{Moves, layouts, layouts_table, posed_differently, stages};
+use crate::report::{side_by_side, side_by_side_json};
 use crate::simulate::Simulation;
 use crate::units::{digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
@@ -14,6 +14,7 @@ use altiplano_planner::fixed::Degrees;
 use altiplano_planner::sweep::configured;
 use altiplano_planner::target::execution;
 use altiplano_planner::{PlanFailure, Request};
+use serde_json::{Value, json};
 use std::fmt::Write;
 use std::str::FromStr;
 
@@ -135,53 +136,100 @@ impl Baseline {
     }
 }
 
-/// A plan beside what runs today; `measured_s` are seconds of a step of that.
-///
-/// # Errors
-/// Where one of them cannot be lowered.
-pub fn compared(plan: &Plan, baseline: &Plan, measured_s: Option<f64>) -> Result<String, Error> {
-    let simulations = [Simulation::new(plan.clone(), None)?, Simulation::new(baseline.clone(), None)?];
-    let mut out = side_by_side(["plan", "baseline"], simulations.each_ref());
-    let (ours, theirs) = (plan.predicted.step_time_s, baseline.predicted.step_time_s);
-    // Writing to a string cannot fail.
-    let _ = writeln!(out, "\n\nthe baseline is for {}", baseline.target.name());
-    let _ = writeln!(out, "the plan is predicted {} times as fast", digits(theirs / ours));
-    if let Some(measured_s) = measured_s {
-        let off = measured_s / theirs;
-        let how = if off >= 1.0 { "slower" } else { "faster" };
-        let _ = writeln!(
-            out,
-            "the baseline's {} measured is {} {how} than its prediction; off by as much, the plan takes {} a step",
-            seconds(measured_s),
-            percent((off - 1.0).abs()),
-            seconds(ours * off)
-        );
-    }
-    Ok(out.trim_end().to_string())
+/// Two plans side by side, each under a name.
+pub struct Comparison<'a> {
+    pub names: [&'a str; 2],
+    pub simulations: [Simulation; 2],
 }
 
-/// Two plans: what they are for where that differs, what they take and why, and what moves from one to the other.
-///
-/// # Errors
-/// Where one of them cannot be lowered.
-pub fn two_plans(names: [&str; 2], one: &Plan, other: &Plan) -> Result<String, Error> {
-    let mut out = String::new();
-    let posed = posed_differently(one, other);
-    if !posed.is_empty() {
-        let _ = writeln!(out, "They are not for the same, and what they take differs for that too:");
-        posed.iter().for_each(|line| {
-            let _ = writeln!(out, "  {line}");
-        });
-        let _ = writeln!(out);
+impl<'a> Comparison<'a> {
+    /// # Errors
+    /// Where one of them cannot be lowered.
+    pub fn new(names: [&'a str; 2], one: &Plan, other: &Plan) -> Result<Self, Error> {
+        let simulations = [Simulation::new(one.clone(), None)?, Simulation::new(other.clone(), None)?];
+        Ok(Comparison { names, simulations })
     }
-    let simulations = [Simulation::new(one.clone(), None)?, Simulation::new(other.clone(), None)?];
-    let _ = writeln!(out, "{}", side_by_side(names, simulations.each_ref()));
-    let tables = [("Stages", stages(names, one, other)), ("Layouts that differ", layouts(names, one, other))];
-    for (title, table) in tables.iter().filter(|(_, table)| !table.is_empty()) {
-        let _ = writeln!(out, "\n{title}\n{table}");
+
+    fn plans(&self) -> [&Plan; 2] {
+        self.simulations.each_ref().map(Simulation::plan)
     }
-    let _ = write!(out, "\nParameters, from {} to {}\n{}", names[0], names[1], placed(one, other));
-    Ok(out)
+
+    /// Whether parameters can move from the one to the other: they are kept by the same devices.
+    fn share_devices(&self) -> bool {
+        let [one, other] = self.plans();
+        one.cluster == other.cluster && one.model == other.model
+    }
+
+    /// What the plans are for where that differs, what they take and why, and what moves from one to the other.
+    pub fn text(&self) -> String {
+        let (mut out, names, [one, other]) = (String::new(), self.names, self.plans());
+        let posed = posed_differently(one, other);
+        if !posed.is_empty() {
+            // Writing to a string cannot fail.
+            let _ = writeln!(out, "They are not for the same, and what they take differs for that too:");
+            posed.iter().for_each(|(what, [a, b])| {
+                let _ = writeln!(out, "  {what}: {a} and {b}");
+            });
+            let _ = writeln!(out);
+        }
+        let _ = writeln!(out, "{}", side_by_side(names, self.simulations.each_ref()));
+        let differ = layouts_table(names, &layouts(one, other));
+        let tables = [("Stages", stages(names, one, other)), ("Layouts that differ", differ)];
+        for (title, table) in tables.iter().filter(|(_, table)| !table.is_empty()) {
+            let _ = writeln!(out, "\n{title}\n{table}");
+        }
+        if self.share_devices() {
+            let _ = write!(out, "\nParameters, from {} to {}\n{}", names[0], names[1], Moves::new(one, other));
+        }
+        out.trim_end().to_string()
+    }
+
+    /// All of it, as `docs/comparison.schema.json` says.
+    pub fn json(&self) -> Value {
+        let [one, other] = self.plans();
+        let mut json = side_by_side_json(self.names, self.simulations.each_ref());
+        json["format"] = json!("altiplano.comparison");
+        json["version"] = json!(1);
+        let posed = posed_differently(one, other);
+        json["posed_differently"] = posed.into_iter().map(|(what, of)| json!({"what": what, "values": of})).collect();
+        json["layouts"] = json!(layouts(one, other));
+        if self.share_devices() {
+            json["parameters"] = json!(Moves::new(one, other));
+        }
+        json
+    }
+
+    /// The plan beside a configuration that runs today; `measured_s` are seconds of a step of that.
+    pub fn text_of_baseline(&self, measured_s: Option<f64>) -> String {
+        let [plan, baseline] = self.plans();
+        let mut out = side_by_side(self.names, self.simulations.each_ref());
+        let (ours, theirs) = (plan.predicted.step_time_s, baseline.predicted.step_time_s);
+        let _ = writeln!(out, "\n\nthe baseline is for {}", baseline.target.name());
+        let _ = writeln!(out, "the plan is predicted {} times as fast", digits(theirs / ours));
+        if let Some(measured_s) = measured_s {
+            let off = measured_s / theirs;
+            let how = if off >= 1.0 { "slower" } else { "faster" };
+            let _ = writeln!(
+                out,
+                "the baseline's {} measured is {} {how} than its prediction; off by as much, the plan takes {} a step",
+                seconds(measured_s),
+                percent((off - 1.0).abs()),
+                seconds(ours * off)
+            );
+        }
+        out.trim_end().to_string()
+    }
+
+    /// [`Comparison::json`] with what was measured, and what the plan takes where it is off by as much.
+    pub fn json_of_baseline(&self, measured_s: Option<f64>) -> Value {
+        let mut json = self.json();
+        if let Some(measured_s) = measured_s {
+            let [ours, theirs] = self.plans().map(|p| p.predicted.step_time_s);
+            json["measured_s"] = json!(measured_s);
+            json["expected_s"] = json!(ours * measured_s / theirs);
+        }
+        json
+    }
 }
 
 /// Seconds as people write them: `5.3`, `5.3s`, `830ms`.

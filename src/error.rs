@@ -4,6 +4,8 @@
 use crate::arguments::ArgumentError;
 use crate::fidelity::{TableError, TraceError};
 use crate::pins::PinProblem;
+use crate::scale::QueueProblem;
+use crate::training::checkpoint::CheckpointProblem;
 use crate::units::plural;
 use altiplano_cost_models::ClusterError;
 use altiplano_cost_models::profile::ProfileError;
@@ -19,6 +21,9 @@ use altiplano_ir::plan::PlanError;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
 use altiplano_runtime::RuntimeError;
+use altiplano_runtime::devices::cuda::CudaError;
+use altiplano_runtime::error::KernelError;
+use altiplano_runtime::tape::BuildError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -39,6 +44,10 @@ pub enum Error {
     /// Known before any work is done.
     #[error("{}: {error}", file.display())]
     NoPlace { file: PathBuf, error: std::io::Error },
+    #[error("no tape for GPUs: {error}")]
+    Tape { error: Box<BuildError> },
+    #[error("--tape {rank}: the plan has the ranks 0 to {}", devices.saturating_sub(1))]
+    NoRank { rank: u32, devices: u32 },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
     #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), torch.export archives (.pt2), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
@@ -97,6 +106,8 @@ pub enum Error {
     Pin { pin: String, problem: Box<PinProblem> },
     #[error("{}: {error}", file.display())]
     Trace { file: PathBuf, error: Box<TraceError> },
+    #[error("{}: {problem}", file.display())]
+    QueueWaits { file: PathBuf, problem: Box<QueueProblem> },
     #[error("{}:{line}: {error}", file.display())]
     Row { file: PathBuf, line: u64, error: Box<TableError> },
     #[error(
@@ -115,20 +126,30 @@ pub enum Error {
     Plan(Box<PlanFailure>),
     #[error(transparent)]
     Runtime(Box<RuntimeError>),
+    #[error(transparent)]
+    Cuda(Box<CudaError>),
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },
     #[error("{option}: {problem}")]
     Option { option: &'static str, problem: &'static str },
+    #[error("{}:{line}:{column}: {problem}", file.display())]
+    Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
     TooManyWorkers { devices: u32, most: u32 },
     #[error("the loss is {loss} at step {step}: {}", diverged(.step))]
     Diverged { step: u64, loss: f64 },
+    #[error("step {step}: {error}")]
+    NaN { step: u64, error: Box<RuntimeError> },
     #[error("the numbers differ: {what} of '{tensor}' is off by {difference:.2e}, more than {tolerance:.0e}")]
     NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
     #[error(
         "nothing to compare: {what} of '{tensor}' is not a number on both sides; look for such values in the weights and the data"
     )]
     NoNumbers { what: &'static str, tensor: String },
+    #[error("{}: {problem}", place.display())]
+    Checkpoint { place: PathBuf, problem: Box<CheckpointProblem> },
+    #[error("ended by a signal after step {step}")]
+    Interrupted { signal: i32, step: u64 },
     #[error("writing to standard output: {0}")]
     Output(std::io::Error),
 }
@@ -141,13 +162,41 @@ pub enum DataProblem {
     #[error("tensor '{name}' is {found}, expected {expected}")]
     Type { name: String, found: TensorType, expected: TensorType },
     #[error(
-        "a .npy file holds one tensor, but the model has {inputs} inputs; give a .safetensors file with their names"
+        "it holds one tensor, but the model has {}, and they are no tokens and labels [batch, sequence]; give a .safetensors file with their names", plural(*inputs as u64, "input")
     )]
     OneTensor { inputs: usize },
+    #[error(
+        "the inputs '{}' and '{}' could be tokens and labels, but no name says which is which; give a .safetensors file with their names", inputs[0], inputs[1]
+    )]
+    WhichIsLabel { inputs: [String; 2] },
+    #[error("--token-type u16|u32 has to say what the ids in it are")]
+    TokenType,
+    #[error("there is no .safetensors file in it")]
+    EmptyFolder,
     #[error("it has {}, fewer than the {needed} of one batch", plural(*samples, "sample"))]
     TooFewSamples { samples: u64, needed: u64 },
     #[error("tensor '{name}' holds {value}, but table {table} that it indexes has {}", plural(*rows, "row"))]
     IndexOutOfRange { name: String, value: i64, table: String, rows: u64 },
+}
+
+/// What is wrong with a file of options.
+#[derive(Debug, thiserror::Error)]
+pub enum OptionsProblem {
+    #[error("{}", .0.message())]
+    Toml(Box<toml::de::Error>),
+    #[error("`run` has no option '{name}'{}", perhaps(near))]
+    Unknown { name: String, near: Names },
+    #[error("'{name}' is true or false")]
+    NotAFlag { name: String },
+    #[error("'{name}' takes a string or a number")]
+    NoValue { name: String },
+    #[error("{said}")]
+    Refused { said: String },
+}
+
+/// `; near to it are 'steps'`, or nothing.
+fn perhaps(near: &Names) -> String {
+    if near.0.is_empty() { String::new() } else { format!("; near to it are {near}") }
 }
 
 impl Error {
@@ -159,24 +208,62 @@ impl Error {
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),
-            Error::Runtime(error) => matches!(
-                **error,
-                RuntimeError::Io { .. }
-                    | RuntimeError::Safetensors { .. }
-                    | RuntimeError::TorchExport { .. }
-                    | RuntimeError::Npy { .. }
-                    | RuntimeError::Tensor { .. }
-                    | RuntimeError::FileKind { .. }
-                    | RuntimeError::TensorType { .. }
-                    | RuntimeError::InputType { .. }
-            ),
+            Error::Runtime(error) => {
+                matches!(
+                    **error,
+                    RuntimeError::Cuda(ref problem) if problem.is_setup()
+                ) || matches!(
+                    **error,
+                    RuntimeError::Io { .. }
+                        | RuntimeError::Safetensors { .. }
+                        | RuntimeError::TorchExport { .. }
+                        | RuntimeError::Npy { .. }
+                        | RuntimeError::Tensor { .. }
+                        | RuntimeError::FileKind { .. }
+                        | RuntimeError::TensorType { .. }
+                        | RuntimeError::InputType { .. }
+                ) || of_all_ranks(error)
+            }
+            Error::Checkpoint { problem, .. } => !matches!(**problem, CheckpointProblem::NotWritten { .. }),
+            Error::Cuda(error) => error.is_setup(),
             Error::Write { .. }
             | Error::Diverged { .. }
+            | Error::NaN { .. }
             | Error::NumbersDiffer { .. }
             | Error::NoNumbers { .. }
+            | Error::Interrupted { .. }
             | Error::Output(_) => false,
             _ => true,
         }
+    }
+
+    /// What the program ends with: 1 where work failed, 2 for unusable options or input, and what shells expect of a program that a
+    /// signal ended.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
+            _ if self.is_usage() => 2,
+            _ => 1,
+        }
+    }
+
+    /// Whether all ranks that run together find the same, so that it does not matter which one says it.
+    pub fn is_of_all_ranks(&self) -> bool {
+        match self {
+            Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } => true,
+            Error::Runtime(error) => of_all_ranks(error),
+            _ => false,
+        }
+    }
+
+    /// Whether this may only be since another rank was lost.
+    pub fn follows(&self) -> bool {
+        let of_mpi = |error: &RuntimeError| match error {
+            RuntimeError::Mpi(_) => true,
+            RuntimeError::Device { error, .. } => matches!(error, KernelError::Mpi { .. }),
+            _ => false,
+        };
+        matches!(self, Error::Runtime(error) if of_mpi(error))
     }
 
     /// The reader of the output has gone away, which is no error.
@@ -195,6 +282,23 @@ impl From<RuntimeError> for Error {
     fn from(error: RuntimeError) -> Self {
         Error::Runtime(Box::new(error))
     }
+}
+
+impl From<CudaError> for Error {
+    fn from(error: CudaError) -> Self {
+        Error::Cuda(Box::new(error))
+    }
+}
+
+/// Ranks that do not fit the plan, or each other.
+#[cfg(feature = "mpi")]
+fn of_all_ranks(error: &RuntimeError) -> bool {
+    matches!(error, RuntimeError::Ranks(_))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn of_all_ranks(_: &RuntimeError) -> bool {
+    false
 }
 
 /// A few names, for messages.

@@ -2,9 +2,9 @@
 
 use crate::error::Error;
 use crate::simulate::Recorded;
-use crate::training::{Batch, Ran, Training, session, start};
+use crate::training::{Batch, Ran, Training, at_step, session, start};
 use altiplano_ir::plan::Plan;
-use altiplano_runtime::{HostData, HostTensor};
+use altiplano_runtime::{HostData, HostTensor, Options};
 use std::collections::BTreeMap;
 
 /// What a model gives for a batch: its results as `result/0`, `result/1` and so on.
@@ -25,7 +25,7 @@ pub fn infer(
     training: &Training,
     mut on_pass: impl FnMut(&Pass) -> Result<(), Error>,
 ) -> Result<(Ran, Results), Error> {
-    let mut session = session(plan, true)?;
+    let mut session = session(plan, &Options { record: true, check_nan: training.check_nan, ..Options::default() })?;
     let mut recorded = Recorded::default();
     let (weights, mut batches) = start(plan, training)?;
     for (name, weights) in weights {
@@ -33,18 +33,18 @@ pub fn infer(
     }
     let mut last = Results::new();
     for number in 1..=training.steps {
-        let (report, parts) = session.evaluate(&batches.take())?;
+        let (report, parts) = session.evaluate(&batches.take()?).map_err(|error| at_step(number, error))?;
         let seconds = report.seconds;
         on_pass(&Pass { number, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
         last = results(plan, parts);
         recorded = Recorded { seconds, recordings: report.recordings };
     }
-    Ok((Ran { peak_bytes: session.peak_bytes(), last: recorded }, last))
+    Ok((Ran { peak_bytes: session.peak_bytes(), last: recorded, noise: None }, last))
 }
 
 /// The results of one batch from these weights.
 pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, batch: &Batch) -> Result<Results, Error> {
-    let mut session = session(plan, false)?;
+    let mut session = session(plan, &Options::default())?;
     for (name, tensor) in weights {
         session.load_parameter(name, tensor)?;
     }

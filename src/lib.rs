@@ -35,6 +35,7 @@ pub mod precision;
 pub mod profiled;
 pub mod remedies;
 mod report;
+pub mod scale;
 pub mod simulate;
 pub mod training;
 pub mod units;
@@ -46,14 +47,14 @@ pub use altiplano_planner as planner;
 pub use altiplano_runtime as runtime;
 
 pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
-pub use error::{DataProblem, Error, Names};
+pub use error::{DataProblem, Error, Names, OptionsProblem};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
 pub use moved::moved;
 pub use plan_file::{by_cluster, expect_writable, load_plan, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
     Asked, frontier_json, frontier_text, held, kernels_text, one_line, page_html, plan_dot, programs as programs_text,
-    report, side_by_side, why_stage, why_text,
+    report, side_by_side, tape_text, why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

@@ -1,10 +1,10 @@
 //! The command line. Each subcommand is a file in `commands/`; here they are named and their errors become exit codes:
-//! 0 done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input.
+//! 0 done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input, 128 and more a signal.
 
 mod commands;
 mod progress;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// Planning makes many small values on many threads: with the system's allocator it takes twice as long.
@@ -26,13 +26,17 @@ enum Command {
     Why(commands::why::Why),
     WhyNot(commands::why_not::WhyNot),
     Advise(commands::advise::Advise),
+    Scale(commands::scale::Scale),
     Compare(commands::compare::Compare),
     Show(commands::show::Show),
     Clusters(commands::clusters::Clusters),
     Probe(commands::probe::Probe),
+    Devices(commands::devices::Devices),
     Profile(commands::profile::Profile),
     Import(commands::import::Import),
-    Run(commands::run::Run),
+    Run(Box<commands::run::Run>),
+    BenchInput(Box<commands::bench_input::BenchInput>),
+    Checkpoint(commands::checkpoint::Checkpoint),
     Verify(commands::verify::Verify),
     Simulate(commands::simulate::Simulate),
     Fidelity(commands::fidelity::Fidelity),
@@ -43,19 +47,25 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let done = match Cli::parse().command {
+    let matches = commands::config::matches(Cli::command(), std::env::args_os().collect());
+    let cli = matches.map(|matches| Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()));
+    let done = cli.and_then(|cli| match cli.command {
         Command::Plan(command) => command.run(),
         Command::Inspect(command) => command.run(),
         Command::Why(command) => command.run(),
         Command::WhyNot(command) => command.run(),
         Command::Advise(command) => command.run(),
+        Command::Scale(command) => command.run(),
         Command::Compare(command) => command.run(),
         Command::Show(command) => command.run(),
         Command::Clusters(command) => command.run(),
         Command::Probe(command) => command.run(),
+        Command::Devices(command) => command.run(),
         Command::Profile(command) => command.run(),
         Command::Import(command) => command.run(),
         Command::Run(command) => command.run(),
+        Command::BenchInput(command) => command.run(),
+        Command::Checkpoint(command) => command.run(),
         Command::Verify(command) => command.run(),
         Command::Calibrate(command) => command.run(),
         Command::Simulate(command) => command.run(),
@@ -63,13 +73,13 @@ fn main() -> ExitCode {
         Command::Demo(command) => command.run(),
         Command::Completions(command) => command.run(Cli::command()),
         Command::Man(command) => command.run(Cli::command()),
-    };
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
-            if error.is_usage() { ExitCode::from(2) } else { ExitCode::from(1) }
+            ExitCode::from(error.exit_code())
         }
     }
 }

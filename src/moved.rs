@@ -7,8 +7,9 @@ use crate::units::{bytes, count, digits, plural, seconds};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::{Plan, Stage, Storage};
 use altiplano_planner::lost::shape;
+use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 /// Where a plan keeps a parameter: the devices of its stages, and the layouts there in words.
 fn places<'a>(plan: &'a Plan) -> BTreeMap<&'a str, (u64, Vec<(&'a Stage, &'a Storage)>)> {
@@ -27,9 +28,12 @@ fn layout((stage, storage): &(&Stage, &Storage)) -> String {
 }
 
 /// What two plans are for, where it is not the same: seconds of one then say little of the other.
-pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<String> {
+pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String; 2])> {
     let optimizer = |p: &Plan| match p.schedule.trains() {
-        true => p.optimizer.name().to_string(),
+        true => match p.clip_norm {
+            Some(most) => format!("{}, clipped at {most}", p.optimizer.name()),
+            None => p.optimizer.name().to_string(),
+        },
         false => "none, it is run and not trained".to_string(),
     };
     let elements = |p: &Plan| p.graph.parameters().fold(0u64, |n, (v, _)| n.saturating_add(p.graph.ty(v).elements()));
@@ -45,12 +49,21 @@ pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<String> {
         ]
     };
     let pairs = of(one).into_iter().zip(of(other));
-    pairs.filter(|(a, b)| a.1 != b.1).map(|(a, b)| format!("{}: {} and {}", a.0, a.1, b.1)).collect()
+    pairs.filter(|(a, b)| a.1 != b.1).map(|(a, b)| (a.0, [a.1, b.1])).collect()
 }
 
-/// The layouts that differ, of parameters and of what matmuls and lookups give, alike layers in one line; empty where none do.
-pub fn layouts(names: [&str; 2], one: &Plan, other: &Plan) -> String {
-    const SHOWN: usize = 24;
+/// Values that two plans lay out differently, those of alike layers together.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LayoutsDiffer {
+    /// A name, or the pattern of several.
+    pub value: String,
+    pub count: usize,
+    /// In each plan, in words for parameters and as shardings for what ops give.
+    pub layouts: [String; 2],
+}
+
+/// The layouts that differ, of parameters and of what matmuls and lookups give, in the order of the model.
+pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
     let mut lines: BTreeMap<(String, String, String), (usize, String, usize)> = BTreeMap::new();
     let mut add = |name: &str, a: &str, b: &str| {
         let position = lines.len();
@@ -81,13 +94,23 @@ pub fn layouts(names: [&str; 2], one: &Plan, other: &Plan) -> String {
     }
     let mut ordered: Vec<_> = lines.into_iter().collect();
     ordered.sort_by_key(|(_, (position, ..))| *position);
-    if ordered.is_empty() {
+    let line = |((pattern, a, b), (_, name, count)): ((String, String, String), (usize, String, usize))| {
+        LayoutsDiffer { value: if count == 1 { name } else { pattern }, count, layouts: [a, b] }
+    };
+    ordered.into_iter().map(line).collect()
+}
+
+/// [`layouts`] as a table; empty where none differ.
+pub fn layouts_table(names: [&str; 2], differ: &[LayoutsDiffer]) -> String {
+    const SHOWN: usize = 24;
+    if differ.is_empty() {
         return String::new();
     }
     let mut table = Grid::new(&["value", names[0], names[1]]);
-    let more = ordered.len().saturating_sub(SHOWN);
-    for ((pattern, a, b), (_, name, count)) in ordered.into_iter().take(SHOWN) {
-        table.row([if count == 1 { name } else { format!("{pattern} x {count}") }, a, b]);
+    let more = differ.len().saturating_sub(SHOWN);
+    for LayoutsDiffer { value, count, layouts: [a, b] } in &differ[..differ.len() - more] {
+        let value = if *count == 1 { value.clone() } else { format!("{value} x {count}") };
+        table.row([value, a.clone(), b.clone()]);
     }
     let more = if more > 0 { format!("\n  and {}", plural(more as u64, "more line")) } else { String::new() };
     format!("{}{more}", table.left())
@@ -167,45 +190,69 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     differ("stages", shape(old), shape(new), &mut say);
     let peak = |p: &Plan| bytes(p.predicted.peak_bytes.iter().copied().max().unwrap_or(0));
     differ("fullest device", peak(old), peak(new), &mut say);
-    out.push_str(&placed(old, new));
+    let _ = write!(out, "{}", Moves::new(old, new));
     out
 }
 
-/// Which parameters are elsewhere, laid out anew, new or gone, a line each.
-pub fn placed(old: &Plan, new: &Plan) -> String {
-    let mut out = String::new();
-    let mut say = |what: &str, text: String| {
-        let _ = writeln!(out, "  {what:<16} {text}");
-    };
-    let (before, after) = (places(old), places(new));
-    let (mut devices, mut layouts, mut stay) = ((0u64, 0u64), (0u64, 0u64), 0u64);
-    for (name, (size, kept)) in &after {
-        let Some((_, was)) = before.get(name) else { continue };
-        let on = |kept: &[(&Stage, &Storage)]| kept.iter().flat_map(|(s, _)| s.devices.clone()).collect::<Vec<_>>();
-        let as_laid = |kept: &[(&Stage, &Storage)]| kept.iter().map(layout).collect::<Vec<_>>();
-        if on(was) != on(kept) {
-            devices = (devices.0 + 1, devices.1 + size);
-        } else if as_laid(was) != as_laid(kept) {
-            layouts = (layouts.0 + 1, layouts.1 + size);
-        } else {
-            stay += 1;
+/// How many parameters, and their bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Tensors {
+    pub count: u64,
+    pub bytes: u64,
+}
+
+impl Tensors {
+    fn add(&mut self, bytes: u64) {
+        self.count += 1;
+        self.bytes = self.bytes.saturating_add(bytes);
+    }
+}
+
+/// What becomes of parameters from one plan to another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Moves {
+    pub to_other_devices: Tensors,
+    /// Where they were, in other layouts.
+    pub laid_out_anew: Tensors,
+    pub new: Tensors,
+    pub gone: Tensors,
+    pub as_before: Tensors,
+}
+
+impl Moves {
+    pub fn new(old: &Plan, new: &Plan) -> Moves {
+        let mut moves = Moves::default();
+        let (before, after) = (places(old), places(new));
+        for (name, (size, kept)) in &after {
+            let on = |kept: &[(&Stage, &Storage)]| kept.iter().flat_map(|(s, _)| s.devices.clone()).collect::<Vec<_>>();
+            let as_laid = |kept: &[(&Stage, &Storage)]| kept.iter().map(layout).collect::<Vec<_>>();
+            let way = match before.get(name) {
+                None => &mut moves.new,
+                Some((_, was)) if on(was) != on(kept) => &mut moves.to_other_devices,
+                Some((_, was)) if as_laid(was) != as_laid(kept) => &mut moves.laid_out_anew,
+                Some(_) => &mut moves.as_before,
+            };
+            way.add(*size);
         }
+        before.iter().filter(|(name, _)| !after.contains_key(*name)).for_each(|(_, (size, _))| moves.gone.add(*size));
+        moves
     }
-    let added = after.keys().filter(|name| !before.contains_key(*name)).count() as u64;
-    let gone = before.keys().filter(|name| !after.contains_key(*name)).count() as u64;
-    let tensors = |(count, size): (u64, u64)| format!("{}, {}", plural(count, "parameter"), bytes(size));
-    if devices.0 > 0 {
-        say("to other devices", tensors(devices));
+}
+
+/// A line each.
+impl fmt::Display for Moves {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = [
+            ("to other devices", self.to_other_devices),
+            ("laid out anew", self.laid_out_anew),
+            ("new", self.new),
+            ("gone", self.gone),
+        ];
+        for (what, tensors) in lines.into_iter().filter(|(_, t)| t.count > 0) {
+            let size =
+                if matches!(what, "new" | "gone") { String::new() } else { format!(", {}", bytes(tensors.bytes)) };
+            writeln!(f, "  {what:<16} {}{size}", plural(tensors.count, "parameter"))?;
+        }
+        write!(f, "  {:<16} {}", "as before", plural(self.as_before.count, "parameter"))
     }
-    if layouts.0 > 0 {
-        say("laid out anew", tensors(layouts));
-    }
-    if added > 0 {
-        say("new", plural(added, "parameter"));
-    }
-    if gone > 0 {
-        say("gone", plural(gone, "parameter"));
-    }
-    say("as before", plural(stay, "parameter"));
-    out.trim_end().to_string()
 }

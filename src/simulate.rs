@@ -22,13 +22,15 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
-use altiplano_planner::account::{Account, accounts_of};
-use altiplano_planner::lower::{Prices, Sketch};
+use altiplano_planner::PlanFailure;
+use altiplano_planner::account::{Account, Part, accounts_of, of_lanes};
+use altiplano_planner::lower::{Derived, Prices, lowered, sketch};
 use altiplano_planner::memory::LaneMemory;
-use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
+use altiplano_planner::predict::{lane_memories, played, timings_of, whole_work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming};
 use std::collections::BTreeSet;
 use std::fmt::Write;
+use std::sync::OnceLock;
 
 /// A call of a stage's body, and when it runs. What follows the last backward of a step is one call, of no microbatch.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,7 +45,9 @@ pub struct CallSpan {
 /// A plan's step, played.
 pub struct Simulation {
     plan: Plan,
-    programs: Programs,
+    derived: Derived,
+    /// Lowered where somebody asks what lanes run: for what they take, those that differ are enough.
+    programs: OnceLock<Programs>,
     costs: Box<dyn Costs + Send>,
     /// The same, where it is a measured profile.
     profiled: Option<Profiled>,
@@ -56,17 +60,25 @@ pub struct Simulation {
 impl Simulation {
     /// A plan's step by the figures of its cluster, or by a measured profile of this machine.
     pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
-        let programs = crate::programs(&plan)?;
+        let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains());
+        let derived = derived.map_err(PlanFailure::from)?;
         let profiled = profile.map(|p| Profiled::of_plan(p, &plan)).transpose()?;
         let costs: Box<dyn Costs + Send> = match &profiled {
             Some(profiled) => Box::new(profiled.clone()),
             None => Box::new(Rooflines::of(&plan.cluster)),
         };
-        let whole = Sketch::whole(&programs);
-        let work = work_of(&plan, &whole, &*costs);
-        let timings = timings_of(&plan, &whole, &work, &*costs);
-        let memories = lane_memories(&plan, &whole, &work);
-        Ok(Simulation { plan, programs, costs, profiled, work, timings, memories })
+        // Workers on one machine slow each other down, which takes all programs to tell.
+        let alone = costs.runtime().is_none();
+        let sketch = sketch(&plan, &derived, &Rooflines::of(&plan.cluster), alone);
+        let work = whole_work_of(&plan, &sketch, &*costs);
+        let timings = timings_of(&plan, &sketch, &work, &*costs);
+        let memories = lane_memories(&plan, &sketch, &work);
+        Ok(Simulation { plan, derived, programs: OnceLock::new(), costs, profiled, work, timings, memories })
+    }
+
+    /// What every lane runs.
+    fn programs(&self) -> &Programs {
+        self.programs.get_or_init(|| lowered(&self.plan, &self.derived, &Rooflines::of(&self.plan.cluster)))
     }
 
     pub fn num_stages(&self) -> usize {
@@ -142,6 +154,7 @@ impl Simulation {
     /// What each stage does, in words. Equal neighbours are one line.
     pub fn text(&self) -> String {
         let timeline = self.timeline(&mut |_, _, _, _| {});
+        let lanes = of_lanes(&self.plan, &self.accounts());
         let mut out = String::new();
         // Writing to a string cannot fail.
         let _ = writeln!(
@@ -164,7 +177,7 @@ impl Simulation {
             .iter()
             .enumerate()
             .map(|(i, (times, timing))| {
-                let lane = &timeline.stages[self.plan.lane_of(i)];
+                let waiting_s = lanes[self.plan.lane_of(i)].part_s(Part::Waiting);
                 let pass = |parts: &[&Played]| {
                     let sum = |of: fn(&Played) -> f64| seconds(parts.iter().map(|p| of(p)).sum());
                     format!("{:>7}  {:>7}  {:>13}", sum(|p| p.seconds), sum(|p| p.host_s), sum(|p| p.exposed_s))
@@ -174,7 +187,7 @@ impl Simulation {
                     pass(&[&timing.forward]),
                     pass(&[&timing.backward, &timing.weights]),
                     seconds(times.step_s),
-                    seconds(lane.bubble_s)
+                    seconds(waiting_s)
                 )
             })
             .collect();
@@ -213,7 +226,7 @@ impl Simulation {
     pub fn explain(&self, name: &str) -> Option<String> {
         let mut out = String::new();
         for (i, bodies) in self.work.iter().enumerate() {
-            let program = &self.programs.programs[self.plan.lane_of(i)];
+            let program = &self.programs().programs[self.plan.lane_of(i)];
             let prices = self.prices(i);
             for work in bodies {
                 let Some(body) = program.body_of(i as u32, work.phase) else { continue };
@@ -353,6 +366,7 @@ fn phase(phase: Phase) -> &'static str {
         Phase::Backward => "backward",
         Phase::Weights => "weights",
         Phase::Reduce => "reduce",
+        Phase::Norm => "norm",
         Phase::Update => "update",
     }
 }

@@ -14,7 +14,7 @@ use altiplano_ir::unstack::row_name;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use altiplano_runtime::data::{read_safetensors, tensor_named};
 use altiplano_runtime::random::Stream;
-use altiplano_runtime::{HostTensor, evaluate};
+use altiplano_runtime::{HostTensor, Options, evaluate};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -183,7 +183,7 @@ pub fn verify(
         Some((file, tensors)) => (weights_of(plan, file, tensors)?, recorded_batch(plan, file, tensors)?),
         None => {
             let (weights, mut batches) = start(plan, training)?;
-            (weights, batches.take())
+            (weights, batches.take()?)
         }
     };
     let tolerance = Tolerance::of(plan);
@@ -250,6 +250,7 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     let whole = plan.loss != LossKind::Other && plan.graph.batch != 0;
     request.num_microbatches = Some(if whole { 1 } else { plan.num_microbatches });
     request.optimizer = plan.optimizer;
+    request.clip_norm = plan.clip_norm;
     request.allow_microbatch_semantics = true;
     (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
     request.zero = Some(0);
@@ -286,7 +287,7 @@ fn outcome(
     batch: &Batch,
     learning_rate: f64,
 ) -> Result<Outcome, Error> {
-    let mut session = session(plan, false)?;
+    let mut session = session(plan, &Options::default())?;
     for (name, tensor) in weights {
         session.load_parameter(name, tensor)?;
     }
@@ -358,7 +359,7 @@ fn stacked(weights: &BTreeMap<String, HostTensor>, name: &str, names: &mut Vec<S
 
 /// The batch in a file of recorded values, which must be exactly the plan's.
 fn recorded_batch(plan: &Plan, file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<Batch, Error> {
-    let batch = Batches::open(plan, file)?.take();
+    let batch = Batches::open(plan, file)?.take()?;
     for (name, ours) in &batch {
         let recorded = tensors.get(name).or_else(|| tensors.get(&format!("input/{name}")));
         if let Some(recorded) = recorded.filter(|r| r.ty.shape != ours.ty.shape) {

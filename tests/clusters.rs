@@ -63,7 +63,8 @@ fn the_example_of_two_kinds_is_no_slower_than_either() {
         assert!(text.contains(&format!("group{}, {}", stage.group, both.group_of(stage).device.name)), "{text}");
         assert!(text.contains("alone"), "baselines say which group they are on: {text}");
         for group in &cluster.groups {
-            let alone = Cluster { name: "alone".into(), groups: vec![group.clone()], between_groups: None };
+            let alone =
+                Cluster { name: "alone".into(), groups: vec![group.clone()], between_groups: None, storage: None };
             let alone = planned(&model, alone, global_batch);
             let (ours, theirs) = (both.predicted.step_time_s, alone.predicted.step_time_s);
             assert!(ours <= 1.02 * theirs, "{ours} on both, {theirs} on {} alone", group.device.name);

@@ -5,6 +5,13 @@ mod common;
 use common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::Value;
 
+/// What the README promises first.
+#[test]
+fn the_demo_trains_alike_on_four_workers_and_on_one() {
+    let text = succeeds(&["demo"]);
+    assert!(text.trim_end().ends_with("The losses agree."), "{text}");
+}
+
 #[test]
 fn a_plan_is_written_inspected_and_the_same_twice() {
     let scratch = Scratch::new();
@@ -96,6 +103,25 @@ fn training_lowers_the_loss() {
     assert!(text.contains("samples/s") && text.contains("peak memory"), "{text}");
     assert!((losses[0] - 1024f64.ln()).abs() < 0.2, "an untrained model guesses: {losses:?}");
     assert!(losses[3] < losses[0], "the loss should fall: {losses:?}");
+}
+
+#[test]
+fn what_is_missing_for_gpus_is_told_with_how_to_get_it() {
+    let text = succeeds(&["devices"]);
+    for part in ["cpu      usable", "cuda     ", "driver", "nvrtc", "cublasLt", "nccl"] {
+        assert!(text.contains(part), "'{part}' is missing:\n{text}");
+    }
+    let document: Value = serde_json::from_str(&succeeds(&["devices", "--json"])).expect("JSON");
+    if document["cuda"]["usable"] == true {
+        eprintln!("SKIPPED: this machine lacks nothing");
+        return;
+    }
+    let problem = document["cuda"]["problem"].as_str().expect("a problem");
+    for command in ["run", "verify"] {
+        let output = altiplano(&[command, DEMO, "--device", "cuda"]);
+        assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+        assert_eq!(output.stderr.trim_end(), format!("error: {problem}"), "one line, before any work is done");
+    }
 }
 
 #[test]
@@ -213,6 +239,11 @@ fn nothing_is_called_agreement_that_is_none() {
     let output = altiplano(&["run", &file, "--cluster", "local:2"]);
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
     assert!(output.stderr.contains("the weights or the data"), "{}{}", output.stdout, output.stderr);
+    let output = altiplano(&["run", &file, "--cluster", "local:2", "--check-nan"]);
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    for part in ["step 1: device ", "made a NaN of numbers", "divide"] {
+        assert!(output.stderr.contains(part), "'{part}' is missing: {}", output.stderr);
+    }
 }
 
 #[test]

@@ -124,7 +124,12 @@ fn two_plans_are_compared_item_by_item() {
     assert!(same.contains("as before        52 parameters"), "{same}");
     let larger = planned(&scratch, "larger.json", &["--dp", "4", "--global-batch", "64"]);
     let text = succeeds(&["compare", &one, &larger]);
-    assert!(text.starts_with("They are not for the same") && text.contains("global batch: 8 and 64"), "{text}");
+    assert!(
+        text.starts_with("They are not for the same")
+            && text.contains("global batch: 8 and 64")
+            && text.contains("as before"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -149,6 +154,69 @@ fn the_report_draws_the_step_and_what_is_held() {
     );
     let text = succeeds(&["inspect", &fuller]);
     assert!(text.lines().any(|l| l.contains("aaaa") && l.contains('|')), "{text}");
+}
+
+#[test]
+fn simulations_say_every_stage_and_what_a_tensor_of_a_kind_costs() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    golden("simulate.txt", &succeeds(&["simulate", &plan]));
+    golden("simulate-memory.txt", &succeeds(&["simulate", &plan, "--memory"]));
+}
+
+/// What is measured differs from run to run: the golden has what a run says besides.
+#[test]
+fn a_run_ends_with_what_was_predicted_beside_what_was_measured() {
+    let scratch = Scratch::new();
+    let plan = planned(&scratch, "plan.json", PIPELINE);
+    let text = succeeds(&["run", &plan, "--steps", "1"]);
+    let (head, table) = text.split_at(text.find("seconds of the last step").expect("the table"));
+    let head: Vec<&str> = head.lines().filter(|line| !line.starts_with("step ")).collect();
+    let seconds = |cell: &str| -> f64 {
+        let (number, unit) = cell.split_once(' ').unwrap_or((cell, "s"));
+        let of = [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)].into_iter().find(|(u, _)| *u == unit);
+        number.parse::<f64>().unwrap_or(0.0) * of.map_or(0.0, |(_, s)| s)
+    };
+    // Rows come in the order of what was measured, and what is hardly predicted is there if it was measured.
+    let mut rows: Vec<String> = Vec::new();
+    for line in table.lines().skip(2) {
+        let cells: Vec<&str> = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
+        assert!((3..=4).contains(&cells.len()), "{line}");
+        if seconds(cells[1]) > 1e-4 {
+            rows.push(format!("{} | {}", cells[0], cells[1]));
+        }
+    }
+    rows.sort();
+    golden("run-measured.txt", &[head.join("\n"), rows.join("\n")].join("\n"));
+}
+
+/// Two layers without biases.
+const MLP: &str = r#"module @mlp {
+  func.func public @main(%arg0: tensor<8x16xf32> loc("params['w1']"), %arg1: tensor<16x4xf32> loc("params['w2']"), %arg2: tensor<4x8xf32> loc("x")) -> tensor<f32> {
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %0 = stablehlo.dot_general %arg2, %arg0, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x16xf32>) -> tensor<4x16xf32>
+    %1 = stablehlo.tanh %0 : tensor<4x16xf32>
+    %2 = stablehlo.dot_general %1, %arg1, contracting_dims = [1] x [0] : (tensor<4x16xf32>, tensor<16x4xf32>) -> tensor<4x4xf32>
+    %3 = stablehlo.multiply %2, %2 : tensor<4x4xf32>
+    %4 = stablehlo.reduce(%3 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<4x4xf32>, tensor<f32>) -> tensor<f32>
+    return %4 : tensor<f32>
+  }
+}
+"#;
+
+#[test]
+fn programs_kernels_tapes_and_frontiers_are_printed_alike_each_time() {
+    let scratch = Scratch::new();
+    let model = scratch.file("mlp.mlir", MLP);
+    let plan = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", &model, "--cluster", "2xA100-80", "--dp", "2", "-o", &plan]);
+    golden("inspect-programs.txt", &succeeds(&["inspect", &plan, "--programs"]));
+    golden("inspect-tape.txt", &succeeds(&["inspect", &plan, "--programs", "--tape", "1"]));
+    // What comes before the kernels is the same for all plans.
+    let kernels = succeeds(&["inspect", &plan, "--programs", "--kernels"]);
+    let first = kernels.find("\n// stage").expect("kernels with the bodies that launch them");
+    golden("inspect-kernels.txt", &kernels[first..]);
+    golden("frontier.txt", &succeeds(&["plan", DEMO, "--cluster", "p3.16xlarge:1", "--frontier"]));
 }
 
 #[test]

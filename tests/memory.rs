@@ -5,17 +5,14 @@
 
 mod common;
 
+use altiplano::ImportOptions;
 use altiplano::inference::infer;
-use altiplano::ir::dtype::DType;
-use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::ir::plan::Plan;
 use altiplano::ir::reduce::Goal;
-use altiplano::planner::Silent;
 use altiplano::planner::memory::cpu_peaks;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, train};
-use altiplano::{ImportOptions, load_cluster, load_model, request};
-use common::{DEMO, Scratch, altiplano, shared_model, succeeds};
+use common::{DEMO, Scratch, altiplano, planned, shared_model, succeeds};
 use serde_json::Value;
 use std::path::Path;
 
@@ -29,7 +26,7 @@ const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_siz
 const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}"#;
 
-/// Plans that every model is tried with: a cluster, and words that [`plan`] understands.
+/// Plans that every model is tried with: a cluster, and words that [`planned`] understands.
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
@@ -58,42 +55,6 @@ const MORE: [&str; 23] = [
     "local:2 dp2 tp1 pp1 sgd",
     "local:2 dp1 tp2 pp1 inference micro2",
 ];
-
-/// The plan of a model under a list of words, or why there is none.
-fn plan(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, String> {
-    let mut words = words.split_whitespace();
-    let cluster = words.next().expect("a cluster");
-    let words: Vec<&str> = words.collect();
-    let has = |word: &str| words.contains(&word);
-    let number = |prefix: &str| words.iter().find_map(|w| w.strip_prefix(prefix)?.parse::<u32>().ok());
-    let import = ImportOptions {
-        precision: has("bf16").then_some(DType::BF16),
-        loss: if has("inference") { Some("none".into()) } else { import.loss.clone() },
-        ..import.clone()
-    };
-    let model = load_model(model, &import).map_err(|e| e.to_string())?;
-    let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
-    request.baselines = false;
-    (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
-    // One stage on each block of devices, in the order that is said, where it is said.
-    request.virtual_stages = number("virtual").or(Some(1));
-    if !has("inference") {
-        request.schedule = Some(Schedule::OneFOneB);
-    }
-    request.zero = number("zero").map(|zero| zero as u8);
-    request.num_microbatches = number("micro");
-    request.recompute = has("recompute").then_some(true);
-    if has("gpipe") {
-        request.schedule = Some(Schedule::GPipe);
-    }
-    if has("zb") {
-        request.schedule = Some(Schedule::ZbH1);
-    }
-    if has("sgd") {
-        request.optimizer = Optimizer::sgd();
-    }
-    altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
-}
 
 /// What each worker of a plan holds at most over two steps.
 fn held(plan: &Plan) -> Vec<u64> {
@@ -138,7 +99,7 @@ fn what_is_predicted_is_what_is_held() {
         let more: &[&str] = if *more { &MORE } else { &[] };
         for words in PLANS.iter().chain(more) {
             // Not every model can be split in every way.
-            let Ok(plan) = plan(file.as_ref(), import, words) else { continue };
+            let Ok(plan) = planned(file.as_ref(), import, words) else { continue };
             let held = held(&plan);
             let predicted = cpu_peaks(&altiplano::programs(&plan).expect("programs"));
             assert_eq!(
@@ -178,7 +139,7 @@ fn the_timeline_adds_up_to_the_peak() {
         "local:2 dp1 tp1 pp2 recompute",
     ];
     for words in plans {
-        let plan = plan(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
+        let plan = planned(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
         let predicted = plan.predicted.peak_bytes.clone();
         let step_s = plan.predicted.step_time_s;
         for (memory, peak) in Simulation::new(plan, None).expect("programs").memory().iter().zip(predicted) {
@@ -199,7 +160,7 @@ fn the_timeline_adds_up_to_the_peak() {
 #[test]
 fn microbatches_in_flight_are_counted() {
     let check = |words: &str, expected: [u64; 2]| {
-        let plan = plan(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
+        let plan = planned(DEMO.as_ref(), &ImportOptions::default(), words).expect("a plan");
         let memory = Simulation::new(plan, None).expect("programs").memory();
         for (memory, expected) in memory.iter().zip(expected) {
             let activations = memory.held.iter().filter(|t| t.category.name() == "activations");

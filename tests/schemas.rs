@@ -28,13 +28,14 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
     let scratch = Scratch::new();
     let path = |name: &str| scratch.path(name).display().to_string();
     let (plan, simulation, trace) = (schema_of("plan"), schema_of("simulation"), schema_of("trace"));
-    let cases: [&[&str]; 8] = [
+    let cases: [&[&str]; 9] = [
         &["--dp", "2", "--pp", "2"],
         &["--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
         &["--pp", "2", "--schedule", "zb-h1", "--optimizer", "sgd"],
         &["--cluster", "p3.16xlarge:1", "--global-batch", "64", "--zero", "3", "--recompute", "full"],
         &["--cluster", "dgx-a100:1", "--target", "megatron", "--precision", "bf16"],
         &["--dp", "2", "--tp", "2", "--pin", "params['wte']=[{tensor}, {}]", "--reduce=200k"],
+        &["--optimizer", "lamb", "--clip-norm", "1", "--pp", "2"],
         &["--loss", "none"],
         &["--cluster", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml")],
     ];
@@ -54,11 +55,103 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
 }
 
 #[test]
+fn checkpoints_are_as_their_schema_says() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("checkpoints");
+    let schema = schema_of("checkpoint");
+    succeeds(&["run", DEMO, "--steps", "1", "--checkpoint", &folder.display().to_string()]);
+    let mut manifest = read(folder.join("step-000001/manifest.json"));
+    assert_eq!(broken(&schema, &manifest), Vec::<String>::new());
+    assert_eq!(manifest.get("clip_norm"), None);
+    let clipped = scratch.path("clipped");
+    let options = ["--clip-norm", "0.5", "--optimizer", "lars", "--trust", "0.01", "--cluster", "local:1"];
+    succeeds(&[&["run", DEMO, "--steps", "1", "--checkpoint", &clipped.display().to_string()][..], &options].concat());
+    let of_clip = read(clipped.join("step-000001/manifest.json"));
+    assert_eq!(broken(&schema, &of_clip), Vec::<String>::new());
+    assert_eq!((&of_clip["clip_norm"], &of_clip["optimizer"]["lars"]["trust"]), (&json!(0.5), &json!(0.01)));
+    manifest["files"][0]["crc32"] = json!(7);
+    assert_ne!(broken(&schema, &manifest), Vec::<String>::new());
+}
+
+#[test]
+fn devices_are_as_their_schema_says() {
+    let said = serde_json::from_str(&succeeds(&["devices", "--json"])).expect("JSON");
+    assert_eq!(broken(&schema_of("devices"), &said), Vec::<String>::new());
+}
+
+#[test]
 fn frontiers_are_as_their_schema_says() {
     let schema = schema_of("frontier");
     for cluster in ["local:2", "p3.16xlarge:1"] {
         let text = succeeds(&["plan", DEMO, "--cluster", cluster, "--frontier", "--json"]);
         assert_eq!(broken(&schema, &serde_json::from_str(&text).expect("JSON")), Vec::<String>::new(), "{cluster}");
+    }
+}
+
+#[test]
+fn comparisons_and_advice_are_as_their_schemas_say() {
+    let scratch = Scratch::new();
+    let [one, other] = ["one.json", "other.json"].map(|name| scratch.path(name).display().to_string());
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &one]);
+    succeeds(&["plan", DEMO, "--cluster", "p3.16xlarge:1", "--global-batch", "64", "-o", &other]);
+    let json = |arguments: &[&str]| -> Value {
+        let text = succeeds(&[arguments, &["--json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{arguments:?}: {e}"))
+    };
+    let schema = schema_of("comparison");
+    let cases: [&[&str]; 4] = [
+        &["compare", &one, &other],
+        &["compare", &one, &one],
+        &["compare", &one, "--baseline", "tp=2", "--measured", "1s"],
+        &["why-not", &one, "--tp", "2", "--pp", "1"],
+    ];
+    for case in cases {
+        let found = json(case);
+        assert_eq!(broken(&schema, &found), Vec::<String>::new(), "{case:?}");
+        // Items add up to what they are items of.
+        for i in 0..2 {
+            let sum = |list: &str, of: &str| -> f64 {
+                found[list].as_array().expect("items").iter().map(|item| item[of][i].as_f64().expect("a number")).sum()
+            };
+            let plan = &found["plans"][i];
+            let step_s = plan["step_time_s"].as_f64().expect("seconds");
+            assert!((sum("seconds", "seconds") - step_s).abs() <= 1e-9 * step_s, "{case:?}: plan {i}");
+            assert_eq!(sum("bytes", "bytes"), plan["peak_bytes"].as_f64().expect("bytes"), "{case:?}: plan {i}");
+        }
+        // Parameters move only where there is where to.
+        assert_eq!(found["parameters"].is_object(), case[..2] != ["compare", &one] || case[2] != other, "{case:?}");
+    }
+    let schema = schema_of("advice");
+    for more in [&["--noise-scale", "16"][..], &["--tp", "2"]] {
+        let found = json(&[&["advise", &one, "--within", "1000"], more].concat());
+        assert_eq!(broken(&schema, &found), Vec::<String>::new(), "{more:?}");
+        assert!(found["scenarios"].as_array().is_some_and(|s| s.len() >= 4), "{more:?}");
+    }
+}
+
+#[test]
+fn sweeps_over_nodes_are_as_their_schema_says() {
+    let schema = schema_of("scale");
+    let cases: [&[&str]; 3] = [
+        &["--cluster", "p3.16xlarge", "--nodes", "1,2", "--global-batch", "64"],
+        &[
+            "--cluster",
+            "dgx-a100",
+            "--nodes",
+            "1,2",
+            "--weak",
+            "--tokens",
+            "1e6",
+            "--noise-scale",
+            "8",
+            "--max-hours",
+            "1",
+        ],
+        &["--nodes", "1", "--samples", "100", "--epochs", "3", "--learning-rate", "1", "--base-batch", "8"],
+    ];
+    for case in cases {
+        let text = succeeds(&[&["scale", DEMO, "--json"], case].concat());
+        assert_eq!(broken(&schema, &serde_json::from_str(&text).expect("JSON")), Vec::<String>::new(), "{case:?}");
     }
 }
 

@@ -214,7 +214,7 @@ pub fn presets() -> Vec<(&'static str, &'static str)> {
 /// that they most often come with, `4x8xA100-80` four such nodes. The cluster is named as it was asked for.
 pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
     if let Some(group) = counted(text)? {
-        return Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None });
+        return Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None, storage: None });
     }
     let (nodes, part) = match text.split_once('/') {
         Some((nodes, part)) => (nodes, Some(part)),
@@ -239,7 +239,7 @@ pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
         }
         None => group,
     };
-    Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None })
+    Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None, storage: None })
 }
 
 /// The first devices of a node. Where devices are wired to each other, those that are left out take their links along.

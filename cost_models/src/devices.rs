@@ -25,6 +25,8 @@ struct DeviceFigures {
     /// MiB of all dies together.
     l2_mib: u64,
     multiprocessors: u32,
+    /// Thermal design power; 0 where it is not known.
+    watts: f64,
     /// Generation of its NVLink, 0 for a GPU without; `None` for what is no GPU.
     nvlink: Option<u32>,
 }
@@ -33,6 +35,7 @@ pub use altiplano_ir::cluster::MATMUL_EFFICIENCY;
 
 // Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for the B200
 // its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm documentation).
+// Watts: the power limits of the same vendors' datasheets; of the MI250X half of a module's 560 W.
 const DEVICES: &[DeviceFigures] = &[
     // NVIDIA Tesla V100 datasheet (2020), SXM2: 125 TFLOP/s tensor, 15.7 single, 7.8 double; HBM2 at 900 GB/s. No bf16.
     // Matmuls of GPT layers run at 72 to 88 TFLOP/s (Aceso's V100 profiles, 2024, SuperScaler repository).
@@ -45,6 +48,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 6,
         multiprocessors: 80,
+        watts: 300.0,
         nvlink: Some(2),
     },
     DeviceFigures {
@@ -56,6 +60,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 6,
         multiprocessors: 80,
+        watts: 300.0,
         nvlink: Some(2),
     },
     // NVIDIA DGX-2 datasheet (2019): the V100 on its other board, at the same rates.
@@ -68,6 +73,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 6,
         multiprocessors: 80,
+        watts: 350.0,
         nvlink: Some(2),
     },
     // NVIDIA A100 datasheet (2021): 312 TFLOP/s f16 and bf16 tensor, 19.5 f32, 19.5 f64 tensor; HBM2 at 1555 GB/s (40 GB),
@@ -82,6 +88,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 40,
         multiprocessors: 108,
+        watts: 400.0,
         nvlink: Some(3),
     },
     DeviceFigures {
@@ -93,6 +100,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 40,
         multiprocessors: 108,
+        watts: 400.0,
         nvlink: Some(3),
     },
     DeviceFigures {
@@ -104,6 +112,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 40,
         multiprocessors: 108,
+        watts: 300.0,
         nvlink: Some(0),
     },
     // NVIDIA A100 40GB PCIe product brief (2020): the same rates, HBM2 at 1555 GB/s.
@@ -116,6 +125,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 40,
         multiprocessors: 108,
+        watts: 250.0,
         nvlink: Some(0),
     },
     // NVIDIA H100 datasheet (2023), SXM: 1979 TFLOP/s f16 and bf16 with sparsity, so 989.5 dense, and twice that for 8-bit
@@ -130,6 +140,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 50,
         multiprocessors: 132,
+        watts: 700.0,
         nvlink: Some(4),
     },
     // NVIDIA H100 datasheet (2023), PCIe: 1513 TFLOP/s f16 and bf16 with sparsity, twice that for 8-bit floats; 51 f32 and f64
@@ -143,6 +154,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 50,
         multiprocessors: 114,
+        watts: 350.0,
         nvlink: Some(0),
     },
     // NVIDIA H200 datasheet (2024), SXM: the H100's rates; 141 GB HBM3e at 4.8 TB/s.
@@ -155,6 +167,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 50,
         multiprocessors: 132,
+        watts: 700.0,
         nvlink: Some(4),
     },
     // NVIDIA HGX B200 datasheet (2025), eight devices: 36 PFLOP/s f16 and bf16 with sparsity, 72 for 8-bit floats, 600 TFLOP/s f32,
@@ -168,6 +181,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 126,
         multiprocessors: 148,
+        watts: 1000.0,
         nvlink: Some(5),
     },
     // NVIDIA L40S datasheet (2023): 362 TFLOP/s f16 and bf16 dense, 733 for 8-bit floats; 91.6 f32; f64 at 1/64 of that;
@@ -181,6 +195,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 96,
         multiprocessors: 142,
+        watts: 350.0,
         nvlink: Some(0),
     },
     // NVIDIA Ada GPU architecture whitepaper (2022), RTX 4090: 165.2 TFLOP/s f16 and bf16 tensor with f32 accumulation,
@@ -194,6 +209,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 72,
         multiprocessors: 128,
+        watts: 450.0,
         nvlink: Some(0),
     },
     // AMD Instinct MI300X datasheet (2023): 1307.4 TFLOP/s f16 and bf16 matrix, 2614.9 for 8-bit floats (of its `fnuz` kind),
@@ -215,6 +231,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 32,
         multiprocessors: 304,
+        watts: 750.0,
         nvlink: Some(0),
     },
     // AMD Instinct MI250X datasheet (2021), halved for one of its two dies, which are devices of their own: 383 TFLOP/s f16 and
@@ -228,6 +245,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: GPU_LAUNCH_S,
         l2_mib: 8,
         multiprocessors: 110,
+        watts: 280.0,
         nvlink: Some(0),
     },
     // One worker of a desktop or a server: about a core with 256-bit fused multiply-adds at 3 GHz (2 FMA units x 8 lanes x
@@ -241,6 +259,7 @@ const DEVICES: &[DeviceFigures] = &[
         launch_s: 1e-6,
         l2_mib: 1,
         multiprocessors: 1,
+        watts: 0.0,
         nvlink: None,
     },
 ];
@@ -257,6 +276,7 @@ impl DeviceFigures {
             l2_bytes: Some(self.l2_mib << 20),
             constants: None,
             multiprocessors: Some(self.multiprocessors),
+            watts: (self.watts > 0.0).then_some(self.watts),
         }
     }
 }

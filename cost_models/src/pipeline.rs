@@ -58,12 +58,14 @@ pub struct Order {
     pub num_stages: usize,
     pub virtual_stages: usize,
     pub num_microbatches: u32,
+    /// All devices wait for the last gradient of any before they update, as for the norm of all gradients.
+    pub meets: bool,
 }
 
 impl Order {
     /// One stage a lane.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
-        Order { schedule, num_stages, virtual_stages: 1, num_microbatches }
+        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false }
     }
 
     /// The order in which a plan is run.
@@ -73,6 +75,7 @@ impl Order {
             num_stages: plan.stages.len(),
             virtual_stages: plan.virtual_stages as usize,
             num_microbatches: plan.num_microbatches,
+            meets: plan.clip_norm.is_some() || plan.measure_noise,
         }
     }
 
@@ -182,16 +185,25 @@ impl Order {
 
     /// Microbatches of whose activations a stage holds any at once, at most.
     pub fn in_flight(&self, stage: usize) -> u32 {
-        let (mut held, mut most) = (0u32, 0u32);
-        for (_, call) in self.calls(stage % self.num_lanes().max(1)).filter(|(s, _)| *s == stage) {
+        let lanes = self.num_lanes().max(1);
+        self.in_flight_of(stage % lanes).get(stage / lanes).copied().unwrap_or(0)
+    }
+
+    /// [`Order::in_flight`] of the stages of a lane, first to last.
+    pub fn in_flight_of(&self, lane: usize) -> Vec<u32> {
+        let lanes = self.num_lanes().max(1);
+        let mut held = vec![0u32; self.num_stages.div_ceil(lanes)];
+        let mut most = held.clone();
+        for (stage, call) in self.calls(lane) {
+            let (held, most) = (&mut held[stage / lanes], &mut most[stage / lanes]);
             match call {
                 // Without a backward nothing is kept for one.
-                PipelineCall::Forward { .. } if !self.schedule.trains() => most = 1,
-                PipelineCall::Forward { .. } => held += 1,
+                PipelineCall::Forward { .. } if !self.schedule.trains() => *held = 1,
+                PipelineCall::Forward { .. } => *held += 1,
                 PipelineCall::Backward { .. } if self.schedule == Schedule::ZbH1 => {}
-                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => held = held.saturating_sub(1),
+                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => *held = held.saturating_sub(1),
             }
-            most = most.max(held);
+            *most = (*most).max(*held);
         }
         most
     }
@@ -261,7 +273,9 @@ pub fn simulate_order(
 
     // A lane's last work is that of all its stages.
     let finish_s = |l: usize| (l..num_stages).step_by(num_lanes).map(|s| stages[s].step_s).sum::<f64>();
-    let step_s = lanes.iter().enumerate().map(|(l, lane)| lane.free_s + finish_s(l)).fold(0.0, f64::max);
+    let last_s = lanes.iter().map(|lane| lane.free_s).fold(0.0, f64::max);
+    let done_s = |lane: &Stream| if order.meets { last_s } else { lane.free_s };
+    let step_s = lanes.iter().enumerate().map(|(l, lane)| done_s(lane) + finish_s(l)).fold(0.0, f64::max);
     let timeline = |(l, lane): (usize, &Stream)| {
         let busy_s = lane.busy_s + finish_s(l);
         StageTimeline { busy_s, bubble_s: (step_s - busy_s).max(0.0) }

@@ -3,7 +3,9 @@
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
-use altiplano_ir::cluster::{BetweenGroups, Cluster, Constants, Device, DeviceKind, Group, InterNode, IntraNode};
+use altiplano_ir::cluster::{
+    BetweenGroups, Cluster, Constants, DataStorage, Device, DeviceKind, Group, InterNode, IntraNode, NodeDisk,
+};
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,7 +58,8 @@ pub fn parse(text: &str) -> Result<Cluster, ClusterError> {
         None if groups.len() > 1 => return Err(ClusterError::NoLinkBetweenGroups),
         None => None,
     };
-    Ok(Cluster { name: file.name, groups, between_groups })
+    let storage = file.storage.as_ref().map(|storage| reader.storage(storage)).transpose()?;
+    Ok(Cluster { name: file.name, groups, between_groups, storage })
 }
 
 #[derive(Deserialize)]
@@ -68,6 +71,7 @@ struct FileToml {
     #[serde(default)]
     device: BTreeMap<String, Spanned<DeviceToml>>,
     between_groups: Option<BetweenToml>,
+    storage: Option<StorageToml>,
 }
 
 #[derive(Deserialize)]
@@ -93,6 +97,7 @@ struct DeviceToml {
     launch_s: Option<Spanned<f64>>,
     l2_bytes: Option<Spanned<f64>>,
     multiprocessors: Option<Spanned<u64>>,
+    watts: Option<Spanned<f64>>,
     #[serde(default)]
     constants: BTreeMap<String, Spanned<f64>>,
     /// What the constants were fitted on, for people.
@@ -125,6 +130,23 @@ struct InterToml {
 struct BetweenToml {
     bytes_per_s: Spanned<f64>,
     latency_s: Spanned<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StorageToml {
+    bytes_per_s: Spanned<f64>,
+    /// As much as all nodes together where nothing is said.
+    node_bytes_per_s: Option<Spanned<f64>>,
+    metadata_ops_per_s: Option<Spanned<f64>>,
+    node_disk: Option<DiskToml>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DiskToml {
+    bytes: Spanned<f64>,
+    bytes_per_s: Spanned<f64>,
 }
 
 /// Checks what the TOML parser cannot know.
@@ -218,6 +240,23 @@ impl Reader<'_> {
         Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, price_per_hour })
     }
 
+    fn storage(&self, storage: &StorageToml) -> Result<DataStorage, ClusterError> {
+        let bytes_per_s = self.positive("storage.bytes_per_s", &storage.bytes_per_s)?;
+        let optional = |key, at: &Option<Spanned<f64>>| at.as_ref().map(|at| self.positive(key, at)).transpose();
+        let disk = |disk: &DiskToml| {
+            Ok(NodeDisk {
+                bytes: self.positive("storage.node_disk.bytes", &disk.bytes)?.ceil() as u64,
+                bytes_per_s: self.positive("storage.node_disk.bytes_per_s", &disk.bytes_per_s)?,
+            })
+        };
+        Ok(DataStorage {
+            bytes_per_s,
+            node_bytes_per_s: optional("storage.node_bytes_per_s", &storage.node_bytes_per_s)?.unwrap_or(bytes_per_s),
+            metadata_ops_per_s: optional("storage.metadata_ops_per_s", &storage.metadata_ops_per_s)?,
+            node_disk: storage.node_disk.as_ref().map(disk).transpose()?,
+        })
+    }
+
     /// A device of the file, else of the catalogue.
     fn device(&self, at: &Spanned<String>) -> Result<Device, ClusterError> {
         let name = at.get_ref();
@@ -256,6 +295,7 @@ impl Reader<'_> {
         let launch_s = figures.launch_s.as_ref().map(|s| self.not_negative("launch_s", s)).transpose()?;
         let l2_bytes = figures.l2_bytes.as_ref().map(|b| self.positive("l2_bytes", b)).transpose()?;
         let multiprocessors = figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?;
+        let watts = figures.watts.as_ref().map(|w| self.positive("watts", w)).transpose()?;
         let known = like.as_ref();
         Ok(Device {
             name: name.to_string(),
@@ -266,6 +306,7 @@ impl Reader<'_> {
             launch_s: launch_s.or(known.map(|d| d.launch_s)).unwrap_or(GPU_LAUNCH_S),
             l2_bytes: l2_bytes.map(|b| b.ceil() as u64).or(known.and_then(|d| d.l2_bytes)),
             multiprocessors: multiprocessors.or(known.and_then(|d| d.multiprocessors)),
+            watts: watts.or(known.and_then(|d| d.watts)),
             constants: self.constants(figures, known.map_or(name, |d| &d.name))?,
         })
     }
@@ -394,6 +435,18 @@ fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
         writeln!(out, "bytes_per_s = {}", float(link.bytes_per_s))?;
         writeln!(out, "latency_s = {}", float(link.latency_s))?;
     }
+    if let Some(storage) = &cluster.storage {
+        writeln!(out, "\n[storage]")?;
+        writeln!(out, "bytes_per_s = {}", float(storage.bytes_per_s))?;
+        writeln!(out, "node_bytes_per_s = {}", float(storage.node_bytes_per_s))?;
+        if let Some(rate) = storage.metadata_ops_per_s {
+            writeln!(out, "metadata_ops_per_s = {}", float(rate))?;
+        }
+        if let Some(NodeDisk { bytes, bytes_per_s }) = storage.node_disk {
+            let (bytes, rate) = (float(bytes as f64), float(bytes_per_s));
+            writeln!(out, "node_disk = {{ bytes = {bytes}, bytes_per_s = {rate} }}")?;
+        }
+    }
     let mut written = BTreeSet::new();
     for device in cluster.groups.iter().map(|g| &g.device) {
         if catalogue::device(&device.name).as_ref() == Some(device) || !written.insert(&device.name) {
@@ -413,6 +466,9 @@ fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
         }
         if let Some(count) = device.multiprocessors {
             writeln!(out, "multiprocessors = {count}")?;
+        }
+        if let Some(watts) = device.watts {
+            writeln!(out, "watts = {}", float(watts))?;
         }
         if let Some(constants) = device.constants {
             write_constants(out, &device.name, constants)?;

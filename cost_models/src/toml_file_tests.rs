@@ -74,6 +74,27 @@ fn what_a_file_may_say_of_its_network_and_its_caches() {
 }
 
 #[test]
+fn power_and_storage_are_read_and_printed() {
+    let own = "[device.own]\nlike = \"A100-SXM-80GB\"\nwatts = 350\n";
+    let storage =
+        "[storage]\nbytes_per_s = 1e11\nmetadata_ops_per_s = 5e4\nnode_disk = { bytes = 7e12, bytes_per_s = 2e10 }\n";
+    let cluster = parse(&format!("{}{own}{storage}", GROUP.replace("A100-SXM-80GB", "own"))).unwrap();
+    assert_eq!(cluster.groups[0].device.watts, Some(350.0));
+    let read = cluster.storage.unwrap();
+    assert_eq!((read.bytes_per_s, read.node_bytes_per_s, read.metadata_ops_per_s), (1e11, 1e11, Some(5e4)));
+    assert_eq!(read.node_disk, Some(NodeDisk { bytes: 7_000_000_000_000, bytes_per_s: 2e10 }));
+    assert_eq!(parse(&print(&cluster)), Ok(cluster));
+    assert_eq!(parse(GROUP).unwrap().groups[0].device.watts, Some(400.0), "the catalogue's");
+    assert_eq!(parse(GROUP).unwrap().storage, None);
+    for (bad, key) in
+        [("bytes_per_s = 0", "storage.bytes_per_s"), ("bytes_per_s = 1\nnode_bytes_per_s = -1", "node_bytes_per_s")]
+    {
+        let error = parse(&format!("{GROUP}\n[storage]\n{bad}\n")).unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains("line"), "{error}");
+    }
+}
+
+#[test]
 fn links_that_nothing_crosses_may_be_left_out() {
     let one = |rest: &str| {
         parse(&format!("name = \"x\"\n[[group]]\ndevice = \"H100-SXM\"\n{rest}")).map(|mut c| c.groups.remove(0))
@@ -266,6 +287,7 @@ proptest! {
             launch_s: latency_s,
             l2_bytes,
             multiprocessors,
+            watts: price.filter(|&p| p > 0.0),
             constants,
         };
         let group = Group {
@@ -276,7 +298,13 @@ proptest! {
             inter_node: InterNode { kind: name.chars().rev().collect(), bytes_per_s: rates[4], nics: nodes, latency_s, oversubscription },
             price_per_hour: price,
         };
-        let cluster = Cluster { name, groups: vec![group], between_groups: None };
+        let storage = price.filter(|&p| p > 0.0).map(|p| DataStorage {
+            bytes_per_s: rates[0],
+            node_bytes_per_s: rates[1],
+            metadata_ops_per_s: Some(p),
+            node_disk: Some(NodeDisk { bytes: memory_bytes, bytes_per_s: rates[2] }),
+        });
+        let cluster = Cluster { name, groups: vec![group], between_groups: None, storage };
         prop_assert_eq!(parse(&print(&cluster)), Ok(cluster));
     }
 }

@@ -44,6 +44,9 @@ pub struct Device {
     /// Units that blocks of threads are distributed over: NVIDIA's streaming multiprocessors, AMD's compute units, cores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multiprocessors: Option<u32>,
+    /// Power that it draws at work.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub watts: Option<f64>,
     /// What was fitted for this device; the catalogue's where nothing was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub constants: Option<Constants>,
@@ -186,6 +189,30 @@ pub struct BetweenGroups {
     pub latency_s: f64,
 }
 
+/// Where samples are read from: a file system that all nodes share, and disks of each node.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataStorage {
+    /// Of the file system, to all nodes together.
+    pub bytes_per_s: f64,
+    /// Of the file system, to one node.
+    pub node_bytes_per_s: f64,
+    /// Files that can be opened a second, by all nodes together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata_ops_per_s: Option<f64>,
+    /// The disks of a node that data can be copied to before training.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_disk: Option<NodeDisk>,
+}
+
+/// The disks of a node, together.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeDisk {
+    pub bytes: u64,
+    pub bytes_per_s: f64,
+}
+
 /// A cluster. Global device ids count through groups, nodes and devices in order.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cluster {
@@ -194,6 +221,9 @@ pub struct Cluster {
     /// Where there are several groups, how they reach each other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub between_groups: Option<BetweenGroups>,
+    /// Where samples are read from, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub storage: Option<DataStorage>,
 }
 
 impl Group {

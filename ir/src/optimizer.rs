@@ -1,16 +1,21 @@
 //! Optimizer updates as graphs: elementwise ops on a parameter, its gradient and its state.
 //!
 //! An update is the same for every shard of a parameter, so it is written once for a local shape and runs under
-//! any storage sharding. State is f32; parameters of half precision keep an f32 master copy that is updated and
-//! then rounded.
+//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32;
+//! parameters of half precision keep an f32 master copy that is updated and then rounded.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
-use crate::op::{Binary, Input, Op, Unary};
+use crate::op::{Binary, Direction, Input, Op, Reducer, Unary};
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 
 /// How parameters are updated from gradients.
+///
+/// LARS, LARC and LAMB scale the step of each parameter by a ratio of norms over the whole tensor, however it is sharded; the ratio
+/// is 1 where one of the norms is 0. Parameters of one dimension, which are biases and gains, step by the rate alone: the papers
+/// write a ratio for every layer, but the implementations that they were shown with leave it out there (LAMB's of BERT by
+/// name, LARS's of ResNet-50 for batch normalisation and biases), since such a tensor may begin with zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Optimizer {
@@ -35,6 +40,23 @@ pub enum Optimizer {
         #[serde(default = "yes")]
         bias_correction: bool,
     },
+    /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), decay added to the gradient: `v = decay * v + (1 - decay) * g^2`,
+    /// `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
+    Rmsprop { decay: f64, epsilon: f64, momentum: f64, weight_decay: f64 },
+    /// Adagrad (Duchi, Hazan & Singer 2011), decay added to the gradient: `s += g^2; p -= lr * g / (sqrt(s) + epsilon)`.
+    Adagrad { epsilon: f64, weight_decay: f64 },
+    /// Adadelta (Zeiler 2012, algorithm 1), decay added to the gradient: `v = rho * v + (1 - rho) * g^2`,
+    /// `d = g * sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its own rate is 1.
+    Adadelta { rho: f64, epsilon: f64, weight_decay: f64 },
+    /// LARS (You, Gitman & Ginsburg 2017, algorithm 1): `r = trust * |p| / (|g| + weight_decay * |p|)`,
+    /// `u = momentum * u + lr * r * (g + weight_decay * p)`, `p -= u`.
+    Lars { momentum: f64, weight_decay: f64, trust: f64 },
+    /// LARC (Ginsburg, Gitman & You 2018): the rate of a layer is LARS's, and at most the given one:
+    /// `r = min(trust * |p| / (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
+    Larc { momentum: f64, weight_decay: f64, trust: f64 },
+    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) + weight_decay * p`
+    /// with Adam's averages, `p -= lr * |p| / |d| * d`.
+    Lamb { beta1: f64, beta2: f64, epsilon: f64, weight_decay: f64 },
 }
 
 fn yes() -> bool {
@@ -42,6 +64,9 @@ fn yes() -> bool {
 }
 
 impl Optimizer {
+    /// The names of all.
+    pub const NAMES: [&str; 9] = ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "lars", "larc", "lamb"];
+
     pub fn sgd() -> Self {
         Optimizer::Sgd { momentum: 0.9, weight_decay: 0.0 }
     }
@@ -54,12 +79,18 @@ impl Optimizer {
         Optimizer::Adamw { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true }
     }
 
-    /// The default settings of the optimizer of this name.
+    /// The default settings of the optimizer of this name: those of its paper, or where that has none, PyTorch's.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "sgd" => Some(Optimizer::sgd()),
             "adam" => Some(Optimizer::adam()),
             "adamw" => Some(Optimizer::adamw()),
+            "rmsprop" => Some(Optimizer::Rmsprop { decay: 0.99, epsilon: 1e-8, momentum: 0.0, weight_decay: 0.0 }),
+            "adagrad" => Some(Optimizer::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }),
+            "adadelta" => Some(Optimizer::Adadelta { rho: 0.95, epsilon: 1e-6, weight_decay: 0.0 }),
+            "lars" => Some(Optimizer::Lars { momentum: 0.9, weight_decay: 5e-4, trust: 1e-3 }),
+            "larc" => Some(Optimizer::Larc { momentum: 0.9, weight_decay: 5e-4, trust: 1e-3 }),
+            "lamb" => Some(Optimizer::Lamb { beta1: 0.9, beta2: 0.999, epsilon: 1e-6, weight_decay: 0.01 }),
             _ => None,
         }
     }
@@ -69,6 +100,65 @@ impl Optimizer {
             Optimizer::Sgd { .. } => "sgd",
             Optimizer::Adam { .. } => "adam",
             Optimizer::Adamw { .. } => "adamw",
+            Optimizer::Rmsprop { .. } => "rmsprop",
+            Optimizer::Adagrad { .. } => "adagrad",
+            Optimizer::Adadelta { .. } => "adadelta",
+            Optimizer::Lars { .. } => "lars",
+            Optimizer::Larc { .. } => "larc",
+            Optimizer::Lamb { .. } => "lamb",
+        }
+    }
+
+    /// The names of all settings that are numbers.
+    pub const SETTINGS: [&str; 8] = ["momentum", "beta1", "beta2", "epsilon", "weight_decay", "decay", "rho", "trust"];
+
+    /// A setting by its name, one of [`Optimizer::SETTINGS`]; none where this optimizer has no such setting.
+    ///
+    /// ```
+    /// use altiplano_ir::optimizer::Optimizer;
+    ///
+    /// let mut sgd = Optimizer::sgd();
+    /// *sgd.setting("momentum").expect("SGD has a momentum") = 0.8;
+    /// assert_eq!(sgd, Optimizer::Sgd { momentum: 0.8, weight_decay: 0.0 });
+    /// assert!(sgd.setting("beta1").is_none());
+    /// ```
+    pub fn setting(&mut self, name: &str) -> Option<&mut f64> {
+        use Optimizer::{Adadelta, Adagrad, Adam, Adamw, Lamb, Larc, Lars, Rmsprop, Sgd};
+        match (name, self) {
+            (
+                "momentum",
+                Sgd { momentum: x, .. }
+                | Rmsprop { momentum: x, .. }
+                | Lars { momentum: x, .. }
+                | Larc { momentum: x, .. },
+            )
+            | ("beta1", Adam { beta1: x, .. } | Adamw { beta1: x, .. } | Lamb { beta1: x, .. })
+            | ("beta2", Adam { beta2: x, .. } | Adamw { beta2: x, .. } | Lamb { beta2: x, .. })
+            | (
+                "epsilon",
+                Adam { epsilon: x, .. }
+                | Adamw { epsilon: x, .. }
+                | Rmsprop { epsilon: x, .. }
+                | Adagrad { epsilon: x, .. }
+                | Adadelta { epsilon: x, .. }
+                | Lamb { epsilon: x, .. },
+            )
+            | (
+                "weight_decay",
+                Sgd { weight_decay: x, .. }
+                | Adam { weight_decay: x, .. }
+                | Adamw { weight_decay: x, .. }
+                | Rmsprop { weight_decay: x, .. }
+                | Adagrad { weight_decay: x, .. }
+                | Adadelta { weight_decay: x, .. }
+                | Lars { weight_decay: x, .. }
+                | Larc { weight_decay: x, .. }
+                | Lamb { weight_decay: x, .. },
+            )
+            | ("decay", Rmsprop { decay: x, .. })
+            | ("rho", Adadelta { rho: x, .. })
+            | ("trust", Lars { trust: x, .. } | Larc { trust: x, .. }) => Some(x),
+            _ => None,
         }
     }
 
@@ -76,8 +166,12 @@ impl Optimizer {
     pub fn slots(&self, parameter: DType) -> Vec<&'static str> {
         let mut slots = match self {
             Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => vec![],
-            Optimizer::Sgd { .. } => vec!["momentum"],
-            Optimizer::Adam { .. } | Optimizer::Adamw { .. } => vec!["m", "v"],
+            Optimizer::Sgd { .. } | Optimizer::Lars { .. } | Optimizer::Larc { .. } => vec!["momentum"],
+            Optimizer::Adam { .. } | Optimizer::Adamw { .. } | Optimizer::Lamb { .. } => vec!["m", "v"],
+            Optimizer::Rmsprop { momentum, .. } if *momentum == 0.0 => vec!["v"],
+            Optimizer::Rmsprop { .. } => vec!["v", "momentum"],
+            Optimizer::Adagrad { .. } => vec!["sum"],
+            Optimizer::Adadelta { .. } => vec!["v", "u"],
         };
         if parameter.is_half() {
             slots.push("master");
@@ -91,39 +185,76 @@ impl Optimizer {
     }
 }
 
+/// What the update of a parameter shard starts from.
+pub struct Given<'a> {
+    pub parameter: ValueId,
+    /// The sum over microbatches, and what turns it into the mean.
+    pub gradient: ValueId,
+    pub gradient_scale: f64,
+    /// A scalar that the gradient is multiplied by as well, where it is clipped.
+    pub clip: Option<ValueId>,
+    /// In the order of [`Optimizer::slots`].
+    pub states: &'a [ValueId],
+    /// f32 scalars.
+    pub learning_rate: ValueId,
+    pub step: ValueId,
+    /// Adds up a local scalar over all shards of the tensor.
+    pub whole: &'a dyn Fn(&mut Graph, ValueId) -> ValueId,
+}
+
 /// The update of one parameter shard.
 pub struct Update {
     pub parameter: ValueId,
     pub states: Vec<ValueId>,
 }
 
-/// Appends the update of a parameter shard to `graph`. `gradient` is the sum over microbatches and `gradient_scale`
-/// what turns it into the mean; `states` are in the order of [`Optimizer::slots`]; `learning_rate` and `step` are
-/// f32 scalars.
-#[allow(clippy::too_many_arguments)]
-pub fn update(
-    graph: &mut Graph,
-    optimizer: &Optimizer,
-    parameter: ValueId,
-    gradient: ValueId,
-    gradient_scale: f64,
-    states: &[ValueId],
-    learning_rate: ValueId,
-    step: ValueId,
-) -> Update {
+/// The factor of gradients whose norm is at most `most` afterwards: `min(1, most / (norm + 1e-6))` (Pascanu, Mikolov & Bengio 2013,
+/// algorithm 1, with the small number of PyTorch's `clip_grad_norm_`). `squares` is the sum of the squares of all gradients.
+pub fn clip_factor(graph: &mut Graph, squares: ValueId, most: f64) -> ValueId {
+    let norm = graph.unary(Unary::Sqrt, squares);
+    let little = graph.splat_like(norm, 1e-6);
+    let norm = graph.add(norm, little);
+    let most = graph.splat_like(norm, most);
+    let factor = graph.div(most, norm);
+    let one = graph.splat_like(factor, 1.0);
+    graph.emit(Op::Binary(Binary::Minimum), &[factor, one])
+}
+
+/// The sum of the squares of a local tensor, times `factor`, as an f32 scalar.
+pub fn squares(graph: &mut Graph, x: ValueId, factor: f64) -> ValueId {
+    // Squares leave the range of half precision long before numbers do.
+    let mut x = graph.convert(x, DType::F32);
+    if factor != 1.0 {
+        x = scale(graph, x, factor);
+    }
+    let square = graph.mul(x, x);
+    let dims: Vec<usize> = (0..graph.ty(square).rank()).collect();
+    graph.reduce(square, Reducer::Sum, &dims)
+}
+
+/// Appends the update of a parameter shard to `graph`.
+pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Update {
+    let &Given { parameter, states, learning_rate, step, .. } = given;
     let dtype = graph.ty(parameter).dtype;
     let shape = graph.shape(parameter).to_vec();
     let slots = optimizer.slots(dtype);
     let slot = |name: &str| slots.iter().position(|s| *s == name).map(|i| states[i]);
+    let state = |name: &str| slot(name).unwrap_or_else(|| unreachable!("{optimizer:?} has the slot {name}"));
     let half = dtype.is_half();
     let weights = if half { slot("master").unwrap_or(parameter) } else { parameter };
     let compute = graph.ty(weights).dtype;
-    let mut grad = graph.convert(gradient, compute);
-    if gradient_scale != 1.0 {
-        grad = scale(graph, grad, gradient_scale);
+    let mut grad = graph.convert(given.gradient, compute);
+    if given.gradient_scale != 1.0 {
+        grad = scale(graph, grad, given.gradient_scale);
     }
-    let lr = graph.convert(learning_rate, compute);
-    let lr = graph.broadcast_scalar(lr, &shape);
+    if let Some(factor) = given.clip {
+        let factor = graph.convert(factor, compute);
+        let factor = graph.broadcast_scalar(factor, &shape);
+        grad = graph.mul(grad, factor);
+    }
+    let rate = graph.convert(learning_rate, compute);
+    let lr = graph.broadcast_scalar(rate, &shape);
+    let has_ratio = shape.len() > 1;
 
     let mut new_states = Vec::new();
     let new_weights = match *optimizer {
@@ -131,8 +262,7 @@ pub fn update(
             grad = decayed(graph, grad, weights, weight_decay);
             let direction = match slot("momentum") {
                 Some(old) => {
-                    let kept = scale(graph, old, momentum);
-                    let velocity = graph.add(kept, grad);
+                    let velocity = moved(graph, old, grad, momentum);
                     new_states.push(velocity);
                     velocity
                 }
@@ -141,32 +271,96 @@ pub fn update(
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
-        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction }
-        | Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
-            let decoupled = matches!(optimizer, Optimizer::Adamw { .. });
-            if !decoupled {
-                grad = decayed(graph, grad, weights, weight_decay);
-            }
-            let (Some(m), Some(v)) = (slot("m"), slot("v")) else {
-                unreachable!("Adam has the slots m and v");
-            };
-            let m = average(graph, m, grad, beta1);
+        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+            grad = decayed(graph, grad, weights, weight_decay);
+            let settings = (beta1, beta2, epsilon, bias_correction);
+            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
+            new_states.extend(averages);
+            let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+            let settings = (beta1, beta2, epsilon, bias_correction);
+            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
+            new_states.extend(averages);
+            let direction = decayed(graph, direction, weights, weight_decay);
+            let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay } => {
+            grad = decayed(graph, grad, weights, weight_decay);
             let square = graph.mul(grad, grad);
-            let v = average(graph, v, square, beta2);
-            new_states.extend([m, v]);
-            let (mut m_hat, mut v_hat) = (m, v);
-            if bias_correction {
-                m_hat = unbiased(graph, m, beta1, step, &shape);
-                v_hat = unbiased(graph, v, beta2, step, &shape);
-            }
-            let root = graph.unary(Unary::Sqrt, v_hat);
-            let epsilon = graph.splat_like(root, epsilon);
-            let denominator = graph.add(root, epsilon);
-            let mut direction = graph.div(m_hat, denominator);
-            if decoupled && weight_decay != 0.0 {
-                direction = decayed(graph, direction, weights, weight_decay);
+            let v = average(graph, state("v"), square, decay);
+            new_states.push(v);
+            let mut direction = by_root(graph, grad, v, epsilon);
+            if let Some(old) = slot("momentum") {
+                direction = moved(graph, old, direction, momentum);
+                new_states.push(direction);
             }
             let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Adagrad { epsilon, weight_decay } => {
+            grad = decayed(graph, grad, weights, weight_decay);
+            let square = graph.mul(grad, grad);
+            let sum = graph.add(state("sum"), square);
+            new_states.push(sum);
+            let direction = by_root(graph, grad, sum, epsilon);
+            let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Adadelta { rho, epsilon, weight_decay } => {
+            grad = decayed(graph, grad, weights, weight_decay);
+            let square = graph.mul(grad, grad);
+            let v = average(graph, state("v"), square, rho);
+            let root = |graph: &mut Graph, x: ValueId| {
+                let epsilon = graph.splat_like(x, epsilon);
+                let sum = graph.add(x, epsilon);
+                graph.unary(Unary::Sqrt, sum)
+            };
+            let (of_steps, of_gradients) = (root(graph, state("u")), root(graph, v));
+            let ratio = graph.div(of_steps, of_gradients);
+            let direction = graph.mul(grad, ratio);
+            let square = graph.mul(direction, direction);
+            let u = average(graph, state("u"), square, rho);
+            new_states.extend([v, u]);
+            let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Lars { momentum, weight_decay, trust } | Optimizer::Larc { momentum, weight_decay, trust } => {
+            let mut rate = rate;
+            if has_ratio {
+                let [of_weights, of_gradient] = [weights, grad].map(|x| norm(graph, x, given.whole));
+                let denominator = decayed(graph, of_gradient, of_weights, weight_decay);
+                let numerator = scale(graph, of_weights, trust);
+                let ratio = where_positive(graph, numerator, denominator, [of_weights, of_gradient]);
+                let ratio = graph.convert(ratio, compute);
+                rate = match optimizer {
+                    Optimizer::Larc { .. } => graph.emit(Op::Binary(Binary::Minimum), &[ratio, rate]),
+                    _ => graph.mul(ratio, rate),
+                };
+            }
+            let rate = graph.broadcast_scalar(rate, &shape);
+            let direction = decayed(graph, grad, weights, weight_decay);
+            let change = graph.mul(rate, direction);
+            let velocity = moved(graph, state("momentum"), change, momentum);
+            new_states.push(velocity);
+            graph.sub(weights, velocity)
+        }
+        Optimizer::Lamb { beta1, beta2, epsilon, weight_decay } => {
+            let settings = (beta1, beta2, epsilon, true);
+            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
+            new_states.extend(averages);
+            let direction = decayed(graph, direction, weights, weight_decay);
+            let mut rate = rate;
+            if has_ratio {
+                let [of_weights, of_direction] = [weights, direction].map(|x| norm(graph, x, given.whole));
+                let ratio = where_positive(graph, of_weights, of_direction, [of_weights, of_direction]);
+                let ratio = graph.convert(ratio, compute);
+                rate = graph.mul(rate, ratio);
+            }
+            let rate = graph.broadcast_scalar(rate, &shape);
+            let change = graph.mul(rate, direction);
             graph.sub(weights, change)
         }
     };
@@ -174,6 +368,57 @@ pub fn update(
         new_states.push(new_weights);
     }
     Update { parameter: graph.convert(new_weights, dtype), states: new_states }
+}
+
+/// Adam's direction, and its new averages `m` and `v`; settings are beta1, beta2, epsilon and whether the bias is corrected.
+fn adam(
+    graph: &mut Graph,
+    grad: ValueId,
+    (m, v): (ValueId, ValueId),
+    step: ValueId,
+    (beta1, beta2, epsilon, bias_correction): (f64, f64, f64, bool),
+) -> (ValueId, [ValueId; 2]) {
+    let shape = graph.shape(grad).to_vec();
+    let m = average(graph, m, grad, beta1);
+    let square = graph.mul(grad, grad);
+    let v = average(graph, v, square, beta2);
+    let (mut m_hat, mut v_hat) = (m, v);
+    if bias_correction {
+        m_hat = unbiased(graph, m, beta1, step, &shape);
+        v_hat = unbiased(graph, v, beta2, step, &shape);
+    }
+    (by_root(graph, m_hat, v_hat, epsilon), [m, v])
+}
+
+/// `x / (sqrt(square) + epsilon)`.
+fn by_root(graph: &mut Graph, x: ValueId, square: ValueId, epsilon: f64) -> ValueId {
+    let root = graph.unary(Unary::Sqrt, square);
+    let epsilon = graph.splat_like(root, epsilon);
+    let denominator = graph.add(root, epsilon);
+    graph.div(x, denominator)
+}
+
+/// The norm of a whole tensor of which `x` is a shard, as an f32 scalar.
+fn norm(graph: &mut Graph, x: ValueId, whole: &dyn Fn(&mut Graph, ValueId) -> ValueId) -> ValueId {
+    let local = squares(graph, x, 1.0);
+    let sum = whole(graph, local);
+    graph.unary(Unary::Sqrt, sum)
+}
+
+/// `numerator / denominator`, or 1 where one of the norms is 0.
+fn where_positive(graph: &mut Graph, numerator: ValueId, denominator: ValueId, norms: [ValueId; 2]) -> ValueId {
+    let least = graph.emit(Op::Binary(Binary::Minimum), &norms);
+    let zero = graph.splat_like(least, 0.0);
+    let one = graph.splat_like(least, 1.0);
+    let positive = graph.compare(Direction::Gt, least, zero);
+    let ratio = graph.div(numerator, denominator);
+    graph.select(positive, ratio, one)
+}
+
+/// `momentum * old + new`.
+fn moved(graph: &mut Graph, old: ValueId, new: ValueId, momentum: f64) -> ValueId {
+    let kept = scale(graph, old, momentum);
+    graph.add(kept, new)
 }
 
 fn scale(graph: &mut Graph, x: ValueId, factor: f64) -> ValueId {
@@ -213,3 +458,7 @@ fn unbiased(graph: &mut Graph, x: ValueId, beta: f64, step: ValueId, shape: &[u6
 pub fn leaf(graph: &mut Graph, name: impl Into<String>, ty: TensorType) -> ValueId {
     graph.emit(Op::Input(Input { name: name.into(), ty }), &[])
 }
+
+#[cfg(test)]
+#[path = "optimizer_tests.rs"]
+mod tests;

@@ -281,6 +281,12 @@ pub struct Plan {
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
     pub optimizer: Optimizer,
+    /// The largest norm that all gradients together may have; larger ones are scaled down before the update.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clip_norm: Option<f64>,
+    /// Whether steps measure the gradient's norm and variance.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub measure_noise: bool,
     #[serde(default)]
     pub execution: Execution,
     /// What the plan was made for.
@@ -312,6 +318,10 @@ fn one() -> u32 {
 
 fn is_one(n: &u32) -> bool {
     *n == 1
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// What is wrong with a plan file, with the JSON path of the place.
@@ -430,6 +440,9 @@ impl Plan {
             return errors;
         }
         let mut fail = |path: String, problem: &'static str| errors.push(PlanError::Invalid { path, problem });
+        if self.clip_norm.is_some_and(|most| !(most.is_finite() && most > 0.0)) {
+            fail("clip_norm".to_string(), "must be a finite number above 0");
+        }
         for (i, group) in self.cluster.groups.iter().enumerate() {
             let rate = |x: f64| x.is_finite() && x > 0.0;
             let wait = |x: f64| x.is_finite() && x >= 0.0;

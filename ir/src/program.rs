@@ -15,6 +15,17 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BufferId(pub u32);
 
+/// What sums over all parameters are called where a parameter's name is asked for: the [`BufferKind::State`] that a step leaves
+/// them in for the host, and the [`BufferKind::Accumulator`] in which a stage collects its share. No parameter is called so.
+pub const ALL_PARAMETERS: &str = "(all parameters)";
+
+/// Slots of [`ALL_PARAMETERS`]: the square of the norm of the step's gradient, before it is clipped;
+pub const GRADIENT_SQUARES: &str = "gradient squares";
+/// the variance of that gradient over batches, summed over elements, as parts of the batch tell of it;
+pub const GRADIENT_VARIANCE: &str = "gradient variance";
+/// and the square of the norm of the gradients of which that is, those seen in parts.
+pub const MEASURED_SQUARES: &str = "measured squares";
+
 /// A transfer of [`Programs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TransferId(pub u32);
@@ -75,6 +86,8 @@ pub enum Phase {
     Weights,
     /// Reduces gradients once per step, before they are exchanged between stages.
     Reduce,
+    /// A stage's share of sums over all gradients, before these are exchanged between stages.
+    Norm,
     Update,
 }
 

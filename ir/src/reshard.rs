@@ -66,6 +66,28 @@ impl Collective {
         }
     }
 
+    /// Elements that a device with libraries of collectives holds in another order before it and after it: a library takes what
+    /// goes to one device, and gives what comes from one, as one run.
+    pub fn rearranged_elements(&self, operand: &[u64], mesh: &Mesh) -> [u64; 2] {
+        let result = self.result_shape(operand, mesh);
+        let all = |shape: &[u64]| shape.iter().product::<u64>();
+        // A single part, or parts of the first dimension, are runs as they lie.
+        let is_run = |dim: u8, outer: u64| outer == 1 && all(&operand[..usize::from(dim)]) == 1;
+        let unless = |is_run: bool, elements: u64| if is_run { 0 } else { elements };
+        match *self {
+            Collective::ReduceScatter { dim, outer, .. } => [unless(is_run(dim, outer), all(operand)), 0],
+            Collective::AllGather { dim, outer, .. } => [0, unless(is_run(dim, outer), all(&result))],
+            Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
+                let mut part = operand.to_vec();
+                part[usize::from(split_dim)] /= mesh.product(self.axes());
+                let joined = concat_outer == 1 && all(&part[..usize::from(concat_dim)]) == 1;
+                [unless(is_run(split_dim, split_outer), all(operand)), unless(joined, all(&result))]
+            }
+            Collective::Halo { .. } => [0, all(operand).saturating_mul(mesh.product(self.axes()))],
+            Collective::AllReduce { .. } | Collective::LocalSlice { .. } | Collective::KeepFirst { .. } => [0, 0],
+        }
+    }
+
     /// Local shape of the result.
     pub fn result_shape(&self, operand: &[u64], mesh: &Mesh) -> Vec<u64> {
         let n = mesh.product(self.axes());

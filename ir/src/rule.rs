@@ -7,8 +7,9 @@
 
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
-use crate::sharding::{DimLayout, Segment, Sharding};
+use crate::sharding::{Axes, DimLayout, Segment, Sharding};
 use serde::{Deserialize, Serialize};
+use smallvec::{SmallVec, smallvec};
 
 /// What splitting a factor over an axis means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -165,7 +166,7 @@ impl ShardingRule {
 
     /// The sharding each operand must have and the one the result gets. `strategy` must be allowed.
     pub fn shardings(&self, strategy: &Strategy, mesh: &Mesh) -> OpShardings {
-        let mut splits: Vec<(u64, Vec<AxisId>)> = vec![(1, Vec::new()); self.factors.len()];
+        let mut splits: SmallVec<[(u64, Axes); 8]> = smallvec![(1, Axes::new()); self.factors.len()];
         for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
             if let AxisUse::Factor { factor, outer } = *use_ {
                 splits[factor as usize].0 = outer;
@@ -182,7 +183,7 @@ impl ShardingRule {
             let segments = factors.iter().flat_map(|&f| {
                 let (outer, axes) = &splits[f as usize];
                 let size = self.factors[f as usize].size;
-                let outer_segment = (*outer > 1).then_some(Segment { size: *outer, axes: Vec::new() });
+                let outer_segment = (*outer > 1).then_some(Segment { size: *outer, axes: Axes::new() });
                 outer_segment.into_iter().chain([Segment { size: size / outer, axes: axes.clone() }])
             });
             DimLayout::from_segments(segments, mesh)

@@ -8,12 +8,16 @@ use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
+use smallvec::{SmallVec, smallvec};
+
+/// Axes of a mesh, in place: a search makes and compares millions of layouts.
+pub type Axes = SmallVec<[AxisId; 16]>;
 
 /// A factor of a dimension and the axes that split it, major axis first.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Segment {
     pub size: u64,
-    pub axes: Vec<AxisId>,
+    pub axes: Axes,
 }
 
 /// The segments of one dimension in normal form: the product of sizes is the dimension, every
@@ -21,23 +25,23 @@ pub struct Segment {
 /// on the same devices are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DimLayout {
-    segments: Vec<Segment>,
+    segments: SmallVec<[Segment; 1]>,
 }
 
 impl DimLayout {
     /// A dimension that no axis splits.
     pub fn whole(size: u64) -> Self {
-        DimLayout { segments: vec![Segment { size, axes: Vec::new() }] }
+        DimLayout { segments: smallvec![Segment { size, axes: Axes::new() }] }
     }
 
     /// A dimension split into contiguous blocks over `axes`.
-    pub fn split(size: u64, axes: Vec<AxisId>) -> Self {
-        DimLayout { segments: vec![Segment { size, axes }] }
+    pub fn split(size: u64, axes: impl IntoIterator<Item = AxisId>) -> Self {
+        DimLayout { segments: smallvec![Segment { size, axes: axes.into_iter().collect() }] }
     }
 
     /// Brings any list of segments to normal form. `mesh` decides which segments are split completely.
     pub fn from_segments(segments: impl IntoIterator<Item = Segment>, mesh: &Mesh) -> Self {
-        let mut normal: Vec<Segment> = Vec::new();
+        let mut normal: SmallVec<[Segment; 1]> = SmallVec::new();
         for segment in segments {
             if let Some(last) = normal.last_mut() {
                 let whole = mesh.product(&last.axes) == last.size;
@@ -50,7 +54,7 @@ impl DimLayout {
             normal.push(segment);
         }
         if normal.is_empty() {
-            normal.push(Segment { size: 1, axes: Vec::new() });
+            normal.push(Segment { size: 1, axes: Axes::new() });
         }
         DimLayout { segments: normal }
     }
@@ -226,7 +230,7 @@ impl Sharding {
                     };
                     if let Some(n) = head {
                         segments.extend(open.take());
-                        open = Some(Segment { size: n.parse().ok()?, axes: Vec::new() });
+                        open = Some(Segment { size: n.parse().ok()?, axes: Axes::new() });
                     }
                     if let Some(a) = axis {
                         open.as_mut()?.axes.push(mesh.find(a)?);
@@ -316,7 +320,7 @@ mod tests {
     const T: AxisId = AxisId(1);
 
     fn seg(size: u64, axes: &[AxisId]) -> Segment {
-        Segment { size, axes: axes.to_vec() }
+        Segment { size, axes: axes.into() }
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use crate::graph::{Graph, ValueId};
 use crate::interpret;
 use crate::op::{Binary, Input, Op, Operator, Parameter, Unary};
-use crate::optimizer::{Optimizer, leaf, update};
+use crate::optimizer::{Given, Optimizer, leaf, update};
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
@@ -488,6 +488,7 @@ fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
         Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
             adamw((decimal(beta1), decimal(beta2), decimal(epsilon), small(decimal(weight_decay)), bias_correction))
         }
+        other => other,
     };
     Some(fitted)
 }
@@ -511,7 +512,17 @@ fn step_of(fitted: &Fitted, step: f64, weight: f64, states: &[f64], gradient: f6
     let mut graph = Graph::new("step");
     let values = [&[weight, gradient, fitted.learning_rate, step], states].concat();
     let leaves: Vec<ValueId> = (0..values.len()).map(|i| leaf(&mut graph, i.to_string(), scalar.clone())).collect();
-    let new = update(&mut graph, &fitted.optimizer, leaves[0], leaves[1], 1.0, &leaves[4..], leaves[2], leaves[3]);
+    let given = Given {
+        parameter: leaves[0],
+        gradient: leaves[1],
+        gradient_scale: 1.0,
+        clip: None,
+        states: &leaves[4..],
+        learning_rate: leaves[2],
+        step: leaves[3],
+        whole: &|_, x| x,
+    };
+    let new = update(&mut graph, &fitted.optimizer, &given);
     graph.outputs = [&[new.parameter], new.states.as_slice()].concat();
     let results = interpret::run(&graph, |v| Tensor::scalar(scalar.dtype, values[v.index()]));
     results.iter().map(|t| t.data[0]).collect()

@@ -37,7 +37,17 @@ fn step_under(optimizer: &Optimizer, learning_rate: f64, states_first: bool) -> 
     let mut updated_states = vec![Vec::new(); 2];
     for (i, (parameter, gradient)) in [w, b].into_iter().zip(gradients).enumerate() {
         let own: Vec<ValueId> = states.iter().map(|s| s[i]).collect();
-        let new = update(&mut graph, optimizer, parameter, gradient, 1.0, &own, rate, step);
+        let given = Given {
+            parameter,
+            gradient,
+            gradient_scale: 1.0,
+            clip: None,
+            states: &own,
+            learning_rate: rate,
+            step,
+            whole: &|_, x| x,
+        };
+        let new = update(&mut graph, optimizer, &given);
         updated.push(new.parameter);
         updated_states[i] = new.states;
     }

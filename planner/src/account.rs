@@ -170,7 +170,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
                 Phase::Forward => &timing.forward,
                 Phase::Backward => &timing.backward,
                 Phase::Weights => &timing.weights,
-                Phase::Reduce | Phase::Update => continue,
+                Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
             of_body(body, played, mesh).0.into_iter().for_each(|(work, s)| account.add(work, batches * s));
         }
@@ -178,7 +178,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
         account.add(Work::Update, update_s);
         // What is sent at the end of a step hides behind other work, and each collective as much of itself.
         let mut sent = Account::default();
-        for body in bodies.iter().filter(|b| matches!(b.phase, Phase::Reduce | Phase::Update)) {
+        for body in bodies.iter().filter(|b| matches!(b.phase, Phase::Reduce | Phase::Norm | Phase::Update)) {
             let collectives = body.sent.iter().flatten();
             collectives.for_each(|(c, operand, result)| {
                 sent.add(Work::collective(c, mesh), *operand.max(result) as f64);

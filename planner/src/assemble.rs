@@ -63,6 +63,8 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         schedule: parts.schedule,
         virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,
+        clip_norm: request.clip_norm,
+        measure_noise: false,
         execution: request.execution,
         target: request.target,
         loss: request.loss,

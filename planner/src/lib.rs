@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod assemble;
+mod cuts;
 pub mod fixed;
 pub mod frontier;
 pub mod inter_op;
@@ -25,6 +26,8 @@ pub mod target;
 pub mod timing;
 pub mod why;
 
+pub use cuts::Cuts;
+use cuts::Sizes;
 use lower::Derived;
 pub use lower::lower;
 use request::Muted;
@@ -32,9 +35,8 @@ pub use request::SearchKind;
 pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
-use altiplano_ir::batch::{LossKind, rebatch};
+use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::{DeviceKind, Group};
-use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage, Target};
 use altiplano_ir::program::Programs;
 use inter_op::search::{Found, Freedom, Searched, num_devices, search};
@@ -43,21 +45,35 @@ use inter_op::variants;
 use model::Layered;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
 
 /// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     plan_with(request, &Rooflines::of(&request.cluster), progress)
 }
 
+/// [`plan`] among requests of one model that differ in cluster and batch alone, which share how it is cut.
+pub fn plan_among(request: &Request, cuts: &Arc<Cuts>, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    planned(request, cuts, &Rooflines::of(&request.cluster), progress)
+}
+
 /// [`plan`] by other prices of the cluster.
 pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    planned(request, &Arc::default(), costs, progress)
+}
+
+fn planned(
+    request: &Request,
+    cuts: &Arc<Cuts>,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Plan, PlanFailure> {
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
         return best_of_sweep(request, costs, progress);
     }
-    let sizes = Sizes::new(request);
+    let sizes = Sizes::among(request, cuts);
     let layered = |count: u32| sizes.at(count);
     if request.trains() {
         altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
@@ -136,22 +152,26 @@ fn choose(
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
 ) -> Choice {
-    let searched = plans_that_fit(request, freedom, costs, layered, progress).map_err(|failure| match failure {
-        PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
-            PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
-        }
-        failure => failure,
-    });
+    let searched =
+        plans_that_fit(request, freedom, costs, layered, progress, Calibration::default()).map_err(|failure| {
+            match failure {
+                PlanFailure::NoCombination if !request.graph.pins.is_empty() => {
+                    PlanFailure::Pins { pins: request.graph.pins.iter().map(ToString::to_string).collect() }
+                }
+                failure => failure,
+            }
+        });
     let (mut plans, failure) = match searched {
         Ok(plans) => (plans, None),
         Err(failure) => (Vec::new(), Some(failure)),
     };
     let hand_written = || plans.first().map_or(Vec::new(), |found| by_hand(request, freedom, found, costs, progress));
-    let plain = || judged_baselines(request, freedom, costs, layered, progress);
+    let best_s = plans.first().map(|p| p.predicted.step_time_s);
+    let plain = || judged_baselines(request, freedom, best_s, costs, layered, progress);
     let (more, judged_baselines) = rayon::join(hand_written, plain);
     plans.extend(more);
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-    if let Some(variant) = plans.first().and_then(|best| without_bubble(request, freedom, best, costs)) {
+    if let Some(variant) = plans.first().and_then(|best| without_bubble(request, freedom, best, costs, layered)) {
         plans.push(variant);
     }
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
@@ -240,21 +260,35 @@ fn by_hand(
 
 /// A pipeline with the gradients of weights apart, where the order of calls is free and that is faster by more than the judge is
 /// unsure of.
-fn without_bubble(request: &Request, freedom: &Freedom, plan: &Plan, costs: &dyn Costs) -> Option<Plan> {
+fn without_bubble(
+    request: &Request,
+    freedom: &Freedom,
+    plan: &Plan,
+    costs: &dyn Costs,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
+) -> Option<Plan> {
     let workers = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
     let plain = (plan.schedule, plan.virtual_stages) == (Schedule::OneFOneB, 1) && plan.stages.len() > 1;
     if !freedom.zero_bubble || workers || !plain {
         return None;
     }
-    let variant = judged_again(Plan { schedule: Schedule::ZbH1, ..plan.clone() }, costs).ok()?;
+    let at_size = layered(plan.num_microbatches)?;
+    let variant = predicted(Plan { schedule: Schedule::ZbH1, ..plan.clone() }, at_size.derived().ok()?, costs).ok()?;
     let most_s = plan.predicted.step_time_s / (1.0 + UNDECIDED);
     (fits(&variant) && variant.predicted.step_time_s < most_s).then_some(variant)
 }
 
-/// The plain baselines: of each the best that fits, else the best there is; none where none are asked for.
+/// Nodes of a model of which a stage that runs all of it takes seconds to judge.
+const LARGE_MODEL: usize = 8_000;
+/// By how much the estimate of a baseline must be behind for it not to be judged, in a large model, or for one such to be enough.
+const FAR_BEHIND: f64 = 4.0;
+
+/// The plain baselines: of each the best that fits, else the best there is; none where none are asked for. Of a large model those that
+/// do not fit, or are far behind the best plan's `best_s`, are said to be so by the search alone.
 fn judged_baselines(
     request: &Request,
     freedom: &Freedom,
+    best_s: Option<f64>,
     costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
@@ -266,9 +300,16 @@ fn judged_baselines(
     progress.step("baselines", 0, baselines.len());
     let judged = |(name, freedom): (&'static str, Freedom)| {
         let quietly = Muted(progress);
-        let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly);
-        let mut result = fitting.map(|mut plans| plans.swap_remove(0));
-        if matches!(result, Err(PlanFailure::Memory { .. })) {
+        let large = request.graph.len() > LARGE_MODEL;
+        let far_s = best_s.map_or(f64::INFINITY, |best_s| FAR_BEHIND * best_s);
+        let known = match large {
+            true => Calibration { far_s, ..Calibration::default() },
+            false => Calibration { one_of_s: far_s, ..Calibration::default() },
+        };
+        let fitting = plans_that_fit(request, &freedom, costs, layered, &quietly, known);
+        let far = PlanFailure::FarBehind { times: FAR_BEHIND };
+        let mut result = fitting.and_then(|plans| plans.into_iter().next().ok_or(far));
+        if !large && matches!(result, Err(PlanFailure::Memory { .. })) {
             result = leanest(request, &freedom, costs, layered);
         }
         (name, result)
@@ -296,30 +337,6 @@ pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     leanest(request, &freedom, &costs, &layered)
 }
 
-/// The model cut into layers, at every size of microbatch that it is asked for.
-struct Sizes<'a> {
-    request: &'a Request,
-    starts: Vec<u32>,
-    known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<Arc<Layered>>>>>>,
-}
-
-impl<'a> Sizes<'a> {
-    fn new(request: &'a Request) -> Self {
-        Sizes { request, starts: layers::cluster(&request.graph), known: Mutex::default() }
-    }
-
-    /// At so many microbatches; `None` where the batch does not divide.
-    fn at(&self, count: u32) -> Option<Arc<Layered>> {
-        let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
-        let Request { stop_gradients, .. } = self.request;
-        let new = || {
-            let graph = at_microbatches(self.request, count)?;
-            Some(Arc::new(Layered::new(graph, self.starts.clone(), stop_gradients, self.request.trains())))
-        };
-        cell.get_or_init(new).clone()
-    }
-}
-
 /// `1 stage`, `2 stages`.
 fn count(n: u32, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
@@ -337,30 +354,43 @@ fn plans_that_fit(
     costs: &dyn Costs,
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
     progress: &dyn Progress,
+    mut known: Calibration,
 ) -> Result<Vec<Plan>, PlanFailure> {
     let searched = search(request, freedom, costs, layered, progress);
-    let lean = || {
+    let lean = |known: &mut Calibration| {
         let lean = Freedom { lean: true, ..freedom.clone() };
         let searched = search(request, &lean, costs, layered, progress);
-        within_memory(request, &lean, &searched, costs, progress)
+        within_memory(request, &lean, &searched, costs, progress, known)
     };
-    match within_memory(request, freedom, &searched, costs, progress) {
-        Err(PlanFailure::Memory { .. }) => lean(),
-        Ok(mut plans) if is_cramped(request, freedom, &searched, &plans[0]) && !progress.stopped() => {
-            plans.extend(lean().into_iter().flatten());
-            plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-            Ok(plans)
-        }
-        result => result,
+    if progress.stopped() || !is_cramped(request, freedom, &searched) {
+        return match within_memory(request, freedom, &searched, costs, progress, &mut known) {
+            Err(PlanFailure::Memory { .. }) => lean(&mut known),
+            result => result,
+        };
     }
+    // What was judged of the ones says which of the others are worth it.
+    let Ok(mut plans) = lean(&mut known) else {
+        return within_memory(request, freedom, &searched, costs, progress, &mut known);
+    };
+    plans.extend(within_memory(request, freedom, &searched, costs, progress, &mut known).into_iter().flatten());
+    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    Ok(plans)
 }
 
-/// Whether a plan takes so much longer than plans would without a limit of memory that layouts that keep less may be faster.
-fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched, plan: &Plan) -> bool {
+/// Whether plans that fit take so much longer, by the search's estimates, than plans would without a limit of memory that layouts
+/// that keep less may be faster.
+fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool {
     const CRAMPED: f64 = 2.0;
-    let free = searched.ranked(request, freedom, &BTreeMap::new()).ok();
-    let least_s = free.iter().flatten().map(|f| f.step_s).fold(f64::INFINITY, f64::min);
-    !freedom.all_devices && plan.predicted.step_time_s > CRAMPED * least_s
+    if freedom.all_devices {
+        return false;
+    }
+    let limits = searched.candidates.iter().map(|c| (c.num_microbatches, freedom.memory_bytes.clone())).collect();
+    let least_s = |limits: &BTreeMap<u32, Vec<u64>>| {
+        let found = searched.ranked(request, freedom, limits).ok();
+        found.iter().flatten().map(|f| f.step_s).fold(f64::INFINITY, f64::min)
+    };
+    let fitting_s = least_s(&limits);
+    fitting_s.is_finite() && fitting_s > CRAMPED * least_s(&BTreeMap::new())
 }
 
 /// What comes closest to fitting where nothing fits: the most microbatches, recomputed.
@@ -387,12 +417,14 @@ fn within_memory(
     searched: &Searched,
     costs: &dyn Costs,
     progress: &dyn Progress,
+    before: &mut Calibration,
 ) -> Result<Vec<Plan>, PlanFailure> {
     let devices = &freedom.memory_bytes;
     // Each number of microbatches has its own limits: the estimate is off by another amount for each.
     let mut limits: BTreeMap<u32, Vec<u64>> =
         searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
     let mut closest: Option<(f64, PlanFailure)> = None;
+    let mut judged = Judged::default();
     for _ in 0..32 {
         let ranked = match variants::asked_for(searched, request, freedom, &limits) {
             Ok(ranked) => ranked,
@@ -401,9 +433,11 @@ fn within_memory(
         };
         // Whoever is told to stop judges one.
         let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
-        let mut known = Calibration::default();
-        let plans = judged_while_promising(request, worth, costs, &mut known)?;
+        let mut known = before.clone();
+        let plans = judged_while_promising(request, worth, costs, &mut known, &mut judged)?;
         let mut fitting: Vec<Plan> = Vec::new();
+        // Where none was worth it beside what is known, looking again under lower limits finds nothing better.
+        let judged_some = !plans.is_empty();
         for plan in plans {
             // Of each device's memory, how much its stage needs.
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
@@ -433,8 +467,13 @@ fn within_memory(
                 fitting.push(plan);
             }
         }
+        if !fitting.is_empty() && fitting.iter().all(|p| p.predicted.step_time_s > known.one_of_s) {
+            fitting.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+            return Ok(fitting);
+        }
         if !fitting.is_empty() {
-            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress, &mut known)?);
+            let more = (&mut known, &mut judged);
+            fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress, more)?);
             // Other orders of the calls of pipelines, of which more is asked than to be as fast.
             let step_s = |p: &Plan| p.predicted.step_time_s;
             let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
@@ -444,9 +483,13 @@ fn within_memory(
                 true => Vec::new(),
                 false => variants::others(searched, freedom, &ranked, &limits),
             };
-            let others = judged_while_promising(request, &others, costs, &mut known)?;
+            let others = judged_while_promising(request, &others, costs, &mut known, &mut judged)?;
             fitting.extend(others.into_iter().filter(|p| fits(p) && step_s(p) < most_s));
             fitting.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
+            *before = known;
+            return Ok(fitting);
+        }
+        if !judged_some {
             return Ok(fitting);
         }
     }
@@ -458,14 +501,14 @@ const OVERESTIMATED: [f64; 2] = [1.15, 1.35];
 
 /// Plans that fit although the search estimates that they do not, and that are worth judging: those that it would choose if devices
 /// had more memory. `known` are judged already.
-fn a_little_too_large(
+fn a_little_too_large<'a>(
     request: &Request,
     freedom: &Freedom,
-    searched: &Searched,
-    known: &[Found<'_>],
+    searched: &'a Searched,
+    known: &[Found<'a>],
     costs: &dyn Costs,
     progress: &dyn Progress,
-    calibration: &mut Calibration,
+    (calibration, judged): (&mut Calibration, &mut Judged<'a>),
 ) -> Result<Vec<Plan>, PlanFailure> {
     const JUDGED: usize = 3;
     if progress.stopped() {
@@ -481,12 +524,17 @@ fn a_little_too_large(
         more.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
         new.extend(more.into_iter().take(searched.judged_at_most(JUDGED)));
     }
-    let plans = judged_while_promising(request, &new, costs, calibration)?;
+    let plans = judged_while_promising(request, &new, costs, calibration, judged)?;
     Ok(plans.into_iter().filter(fits).collect())
 }
 
 /// How the judge's seconds stand to the search's.
+#[derive(Clone)]
 struct Calibration {
+    /// What is estimated to take longer is not judged.
+    far_s: f64,
+    /// Of plans that are estimated to take longer one is judged.
+    one_of_s: f64,
     /// Of the fastest plan that fits.
     best_s: f64,
     /// The least that a plan was judged to take of what was estimated.
@@ -495,7 +543,7 @@ struct Calibration {
 
 impl Default for Calibration {
     fn default() -> Self {
-        Calibration { best_s: f64::INFINITY, ratio: f64::INFINITY }
+        Calibration { far_s: f64::INFINITY, one_of_s: f64::INFINITY, best_s: f64::INFINITY, ratio: f64::INFINITY }
     }
 }
 
@@ -504,32 +552,49 @@ impl Calibration {
     fn promises(&self, found: &Found<'_>) -> bool {
         // What another order of calls gains is in no estimate.
         let estimated_s = if found.schedule == Schedule::ZbH1 { 0.0 } else { found.step_s };
-        !self.ratio.is_finite() || estimated_s * self.ratio <= self.best_s * (1.0 + UNDECIDED)
+        let near = !self.ratio.is_finite() || estimated_s * self.ratio <= self.best_s * (1.0 + UNDECIDED);
+        near && estimated_s <= self.far_s
+    }
+}
+
+/// Search results that were judged not to fit: under lower limits, or higher ones, the search may find them again.
+#[derive(Default)]
+struct Judged<'a>(Vec<(Found<'a>, Plan)>);
+
+impl Judged<'_> {
+    fn known(&self, found: &Found<'_>) -> Option<Plan> {
+        self.0.iter().find(|(known, _)| known.is(found)).map(|(_, plan)| plan.clone())
     }
 }
 
 /// Judges search results, the most promising first, a few at a time, and leaves out those that cannot be the best by what is known
 /// by then of how far estimates are off.
-fn judged_while_promising(
+fn judged_while_promising<'a>(
     request: &Request,
-    found: &[Found<'_>],
+    found: &[Found<'a>],
     costs: &dyn Costs,
     known: &mut Calibration,
+    before: &mut Judged<'a>,
 ) -> Result<Vec<Plan>, PlanFailure> {
     const AT_A_TIME: usize = 4;
-    let mut order: Vec<&Found<'_>> = found.iter().collect();
+    let mut order: Vec<&Found<'a>> = found.iter().collect();
     order.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     let mut plans = Vec::new();
     while !order.is_empty() {
         order.retain(|f| known.promises(f));
-        let some: Vec<&Found<'_>> = order.drain(..order.len().min(AT_A_TIME)).collect();
-        let new: Vec<Plan> =
-            some.par_iter().map(|found| judged(request, found, costs)).collect::<Result<_, PlanFailure>>()?;
+        if order.first().is_some_and(|f| f.step_s > known.one_of_s) {
+            order.truncate(usize::from(plans.is_empty()));
+        }
+        let some: Vec<&Found<'a>> = order.drain(..order.len().min(AT_A_TIME)).collect();
+        let judge = |found: &&Found<'a>| before.known(found).map_or_else(|| judged(request, found, costs), Ok);
+        let new: Vec<Plan> = some.par_iter().map(judge).collect::<Result<_, PlanFailure>>()?;
         for (found, plan) in some.into_iter().zip(new) {
             let step_s = plan.predicted.step_time_s;
             known.ratio = known.ratio.min(step_s / found.step_s.max(f64::MIN_POSITIVE));
             if fits(&plan) {
                 known.best_s = known.best_s.min(step_s);
+            } else if before.known(found).is_none() {
+                before.0.push((found.clone(), plan.clone()));
             }
             plans.push(plan);
         }
@@ -606,14 +671,6 @@ fn allowed(request: &Request, plan: &Plan) -> bool {
         && request.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
         && request.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
         && request.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
-}
-
-/// The graph at the microbatch size that a number of microbatches gives.
-fn at_microbatches(request: &Request, count: u32) -> Option<Graph> {
-    if request.graph.batch == 0 {
-        return Some(request.graph.clone());
-    }
-    rebatch(&request.graph, global_batch(request) / count as u64).ok()
 }
 
 pub fn global_batch(request: &Request) -> u64 {

@@ -128,6 +128,8 @@ pub(crate) mod tests {
             schedule: Schedule::OneFOneB,
             virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
+            clip_norm: None,
+            measure_noise: false,
             execution: Default::default(),
             target: Default::default(),
             loss: altiplano_ir::batch::LossKind::Mean,

@@ -7,19 +7,13 @@
 //! of them costs no more than additions.
 
 use crate::timing::BodyWork;
-use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_ir::cluster::DeviceKind;
-use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::Op;
+use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Memory;
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, Transfer, TransferId};
-use altiplano_ir::storage::{self, Leaf, Output, Step, Steps};
+use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
-use std::collections::{BTreeMap, BTreeSet};
-
-/// Blocks of device memory are multiples of this many bytes: PyTorch's caching allocator rounds to 512
-/// (c10/cuda/CUDACachingAllocator.h, `kMinBlockSize`), and the CUDA driver aligns to at least 256.
-const GPU_BLOCK_BYTES: u64 = 512;
+use std::collections::BTreeMap;
 
 /// What a tensor is held for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -168,7 +162,7 @@ pub fn steps(program: &Program, kind: DeviceKind, work: &[Vec<BodyWork>]) -> Vec
         DeviceKind::Gpu => {
             let is_it = |w: &&BodyWork| (w.stage, w.phase) == (body.stage, body.phase);
             let kernels = work.iter().flatten().find(is_it).map_or(&[][..], |w| &w.kernels);
-            launched(program, body, kernels)
+            storage::launched(program, body, kernels).map(|_| ())
         }
     };
     program.bodies.iter().map(of).collect()
@@ -183,101 +177,6 @@ pub fn cpu_steps(program: &Program) -> Vec<Steps<()>> {
 pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
     let peak = |(lane, program)| LaneMemory::new(programs, lane, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
     programs.programs.iter().enumerate().map(peak).collect()
-}
-
-fn block_bytes(bytes: u64) -> u64 {
-    bytes.next_multiple_of(GPU_BLOCK_BYTES)
-}
-
-/// Kernels as steps. What several kernels fuse is in no memory between them, and an elementwise kernel may write over what it
-/// reads for the last time. Buffers that last are allocated once: what replaces their value is written into them, and needs
-/// memory of its own only while the old value is still to be read.
-fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<()> {
-    let graph = &body.graph;
-    let step = |node, inputs, outputs, workspace_bytes, replaceable| Step {
-        node,
-        members: Vec::new(),
-        kernel: (),
-        inputs,
-        outputs,
-        workspace_bytes,
-        replaceable,
-        in_place: Vec::new(),
-        dies: Vec::new(),
-    };
-    let lasts = |b: BufferId| !program.buffer(b).kind.is_of_step();
-    // The kernel that reads a value last.
-    let mut last_read: BTreeMap<ValueId, usize> = BTreeMap::new();
-    for (i, kernel) in kernels.iter().enumerate() {
-        last_read.extend(kernel.reads.iter().map(|r| (r.0, i)));
-    }
-    let leaves: BTreeMap<BufferId, ValueId> = body.reads.iter().map(|&(v, b)| (b, v)).collect();
-    // Values that are written into buffers that last and nowhere else, and the kernel from which on that may be.
-    let mut into_buffer: BTreeMap<ValueId, usize> = BTreeMap::new();
-    for &(b, v) in body.writes.iter().filter(|w| lasts(w.0)) {
-        let from = leaves.get(&b).and_then(|leaf| last_read.get(leaf)).copied().unwrap_or(0);
-        let known = into_buffer.entry(v).or_insert(from);
-        *known = from.max(*known);
-    }
-    for (_, v) in body.writes.iter().filter(|w| !lasts(w.0)) {
-        into_buffer.remove(v);
-    }
-    let output = |i: usize, v: ValueId| {
-        let ty = graph.ty(v);
-        let bytes = if into_buffer.get(&v).is_some_and(|&from| from <= i) { 0 } else { block_bytes(ty.bytes()) };
-        Output { value: v, dtype: ty.dtype, elements: ty.elements() as usize, bytes }
-    };
-    let made: BTreeSet<ValueId> = kernels.iter().flat_map(|k| k.writes.iter().copied()).collect();
-    let mut steps = Vec::with_capacity(kernels.len() + 1);
-    // What is known beforehand is written where it is wanted in memory.
-    let known = |v: &ValueId| !made.contains(v) && !graph.node(*v).op.is_leaf();
-    let constants: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).filter(known).collect();
-    steps.extend(constants.into_iter().map(|v| step(v, Vec::new(), vec![output(0, v)], 0, Vec::new())));
-    for (i, kernel) in kernels.iter().enumerate() {
-        let inputs: Vec<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
-        let outputs: Vec<Output> = kernel.writes.iter().map(|&v| output(i, v)).collect();
-        let mut replaceable: Vec<(usize, ValueId)> = Vec::new();
-        if matches!(kernel.kind, KernelKind::Fused { .. }) {
-            for (i, v) in kernel.writes.iter().enumerate().filter(|(_, v)| !into_buffer.contains_key(v)) {
-                let whole = |(read, bytes): &&(ValueId, u64)| {
-                    graph.ty(*read).bytes() == *bytes && graph.ty(*v).bytes() == *bytes
-                };
-                replaceable.extend(kernel.reads.iter().filter(whole).map(|r| (i, r.0)));
-            }
-        }
-        let node = kernel.nodes.last().copied().unwrap_or(ValueId(0));
-        steps.push(step(node, inputs, outputs, workspace_bytes(graph, node), replaceable));
-    }
-    let freed: BTreeSet<BufferId> = body.frees.iter().copied().collect();
-    let replaced: BTreeSet<BufferId> = body.writes.iter().map(|w| w.0).collect();
-    let leaf = |&(value, buffer): &(ValueId, BufferId)| Leaf {
-        value,
-        buffer,
-        owned: !lasts(buffer) && (freed.contains(&buffer) || replaced.contains(&buffer)),
-        bytes: block_bytes(graph.ty(value).bytes()),
-    };
-    let mut steps = Steps {
-        name: body.name.clone(),
-        steps,
-        leaves: body.reads.iter().map(leaf).collect(),
-        writes: body.writes.clone(),
-        frees: body.frees.clone(),
-        num_values: graph.len(),
-        transient_bytes: 0,
-    };
-    storage::assign(&mut steps);
-    steps
-}
-
-/// What a convolution needs while it runs, beyond its operands and its result: matrices in single precision.
-fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
-    let node = graph.node(v);
-    match &node.op {
-        Op::Convolution(op) if node.ty.dtype.is_float() => {
-            block_bytes(4 * op.workspace(graph.shape(node.operands[1]), &node.ty.shape).iter().sum::<u64>())
-        }
-        _ => 0,
-    }
 }
 
 /// Follows the calls of one microbatch.

@@ -11,11 +11,13 @@ use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline,
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
-use altiplano_ir::expand::without_composites;
-use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::graph::Graph;
+use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
 use altiplano_ir::program::{Call, Programs};
+use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The work of a plan's programs, by stage; none for stages that are as others.
@@ -30,6 +32,18 @@ pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<B
         work(sketch.written(plan.lane_of(i)), i as u32, &plan.execution, cost)
     };
     (0..plan.stages.len()).into_par_iter().map(of_stage).collect()
+}
+
+/// [`work_of`] with that of stages that are as others.
+pub fn whole_work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
+    let mut work = work_of(plan, sketch, costs);
+    for i in 0..work.len() {
+        let first = like(plan, sketch, i);
+        if first != i {
+            work[i] = work[first].iter().map(|body| body.of_stage(i as u32)).collect();
+        }
+    }
+    work
 }
 
 /// The stage that stands for stage `i` in a sketch.
@@ -295,13 +309,32 @@ const TRAINING_PASSES: f64 = 3.0;
 /// FLOPs of a microbatch's forward and, where the model is trained, of its backward.
 pub fn step_flop(graph: &Graph, trains: bool) -> f64 {
     let passes = if trains { TRAINING_PASSES } else { 1.0 };
-    passes * forward_flop(&without_composites(graph))
+    passes * forward_flop(graph, &mut FxHashMap::default())
 }
 
-/// FLOPs of matmuls and convolutions of the forward graph.
-pub fn forward_flop(graph: &Graph) -> f64 {
-    let matmul = |v: &ValueId| graph.node(*v).op.is_contraction();
-    graph.values().filter(matmul).map(|v| graph.flop(v) as f64).sum::<f64>()
+/// FLOPs of matmuls and convolutions of the forward graph, of those in composites too. Equal composites are looked into once.
+fn forward_flop(graph: &Graph, known: &mut FxHashMap<(String, Vec<TensorType>), f64>) -> f64 {
+    let mut flop = 0.0;
+    for v in graph.values() {
+        let node = graph.node(v);
+        match &node.op {
+            Op::Composite(op) => {
+                let types = graph.operand_types(v);
+                let key = (format!("{op:?}"), types.iter().map(|&ty| ty.clone()).collect());
+                flop += match known.get(&key) {
+                    Some(&known) => known,
+                    None => {
+                        let inside = op.body(&types).map_or(0.0, |body| forward_flop(&body.graph, known));
+                        known.insert(key, inside);
+                        inside
+                    }
+                };
+            }
+            op if op.is_contraction() => flop += graph.flop(v) as f64,
+            _ => {}
+        }
+    }
+    flop
 }
 
 /// Peak rate of all devices together for the element type of most of the model's matmuls.

@@ -35,6 +35,8 @@ pub struct Request {
     pub zero: Option<u8>,
     pub recompute: Option<bool>,
     pub optimizer: Optimizer,
+    /// The largest norm that all gradients together may have.
+    pub clip_norm: Option<f64>,
     pub execution: Execution,
     /// What is to run the plan; see [`crate::target::aimed`].
     pub target: Target,
@@ -67,6 +69,7 @@ impl Request {
             zero: None,
             recompute: None,
             optimizer: Optimizer::adamw(),
+            clip_norm: None,
             execution: Execution::default(),
             target: Target::Altiplano,
             search: SearchKind::Whole,
@@ -84,6 +87,7 @@ impl Request {
         request.global_batch = Some(plan.global_batch);
         request.schedule = (!plan.schedule.trains()).then_some(plan.schedule);
         request.optimizer = plan.optimizer;
+        request.clip_norm = plan.clip_norm;
         request.execution = plan.execution;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;
@@ -135,6 +139,9 @@ pub enum PlanFailure {
     Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
+    /// What the search finds is not worth judging.
+    #[error("by the search's estimates more than {times} times slower than the best plan")]
+    FarBehind { times: f64 },
     #[error(
         "no plan for this cluster and these options lays out values as --pin or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
         .pins.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("; "),
@@ -146,7 +153,8 @@ pub enum PlanFailure {
 impl PlanFailure {
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
-        !matches!(self, PlanFailure::Memory { .. } | PlanFailure::NoCombination | PlanFailure::Pins { .. })
+        use PlanFailure::{FarBehind, Memory, NoCombination, Pins};
+        !matches!(self, Memory { .. } | NoCombination | FarBehind { .. } | Pins { .. })
     }
 }
 

@@ -5,11 +5,12 @@
 //! cluster, few enough to lower and judge all that may fit. What comes out is what such a stack can do at its best, and what a
 //! search over more must not be slower than.
 
+use crate::cuts::at_microbatches;
 use crate::fixed::{Degrees, finely_layered, fixed_of};
 use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::target::one_group;
-use crate::{at_microbatches, fits, global_batch, peak_bytes, predicted};
+use crate::{fits, global_batch, peak_bytes, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;

@@ -36,6 +36,11 @@ pub struct BodyWork {
 }
 
 impl BodyWork {
+    /// The same of a stage that is as this body's.
+    pub fn of_stage(&self, stage: u32) -> BodyWork {
+        BodyWork { stage, ..self.clone() }
+    }
+
     pub fn new(body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
@@ -70,7 +75,7 @@ impl BodyWork {
     }
 
     fn is_once(&self) -> bool {
-        matches!(self.phase, Phase::Reduce | Phase::Update)
+        matches!(self.phase, Phase::Reduce | Phase::Norm | Phase::Update)
     }
 
     /// Seconds of each kernel and collective.
@@ -195,7 +200,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 Phase::Forward => timing.forward = played,
                 Phase::Backward => timing.backward = played,
                 Phase::Weights => timing.weights = played,
-                Phase::Reduce | Phase::Update => {
+                Phase::Reduce | Phase::Norm | Phase::Update => {
                     let start_s = timing.finish_s;
                     timing.finish_spans.extend(played.spans.iter().map(|(from, to)| (start_s + from, start_s + to)));
                     timing.finish_s += played.seconds;
@@ -229,7 +234,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 append(&mut list, &mut written, body, tasks, barrier);
                 num_before = list.len();
             }
-            Phase::Reduce | Phase::Update => {
+            Phase::Reduce | Phase::Norm | Phase::Update => {
                 let mut tasks = tasks;
                 for (task, sent) in tasks.iter_mut().zip(&body.sent) {
                     if task.stream != Stream::Communication {

@@ -15,7 +15,7 @@ use support::{check, transformer};
 fn cluster(presets: &[&str], bytes_per_s: f64) -> Cluster {
     let groups = presets.iter().flat_map(|text| preset(text).expect("a known preset").groups).collect();
     let between_groups = Some(BetweenGroups { bytes_per_s, latency_s: 1e-5 });
-    Cluster { name: "several".into(), groups, between_groups }
+    Cluster { name: "several".into(), groups, between_groups, storage: None }
 }
 
 fn request(cluster: Cluster) -> Request {
@@ -58,7 +58,7 @@ fn more_groups_are_never_slower() {
             let whole = check(&request(both.clone())).predicted.step_time_s;
             for group in both.groups {
                 let name = format!("{} x {}", group.num_devices(), group.device.name);
-                let alone = Cluster { name: name.clone(), groups: vec![group], between_groups: None };
+                let alone = Cluster { name: name.clone(), groups: vec![group], between_groups: None, storage: None };
                 let alone = plan(&request(alone), &Silent).expect("a plan").predicted.step_time_s;
                 assert!(whole <= alone * 1.02, "{whole} on {presets:?}, {alone} on {name}");
             }

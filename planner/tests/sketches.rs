@@ -22,8 +22,15 @@ fn request(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
     request
 }
 
-/// Both predictions of a plan, and how many of its lanes are written out.
+/// Both predictions of a plan, and how many of its lanes are written out; the same where stages exchange norms.
 fn check(plan: &Plan) -> usize {
+    let clipped = Plan { clip_norm: Some(1.0), measure_noise: true, ..plan.clone() };
+    let written = check_one(plan);
+    assert_eq!(check_one(&clipped), written);
+    written
+}
+
+fn check_one(plan: &Plan) -> usize {
     let costs = Rooflines::of(&plan.cluster);
     let whole = programs(plan).expect("a plan that was judged is lowered");
     let mut by_all = plan.clone();

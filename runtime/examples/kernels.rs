@@ -5,7 +5,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::*;
-use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::optimizer::{Given, Optimizer};
 use altiplano_ir::program::*;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -154,7 +154,17 @@ fn adamw(n: u64) -> Graph {
     let ty = DType::F32;
     let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| leaf(&mut graph, name, ty, &[n]));
     let [lr, step] = ["lr", "step"].map(|name| leaf(&mut graph, name, ty, &[]));
-    let update = altiplano_ir::optimizer::update(&mut graph, &Optimizer::adamw(), p, g, 0.5, &[m, v], lr, step);
+    let given = Given {
+        parameter: p,
+        gradient: g,
+        gradient_scale: 0.5,
+        clip: None,
+        states: &[m, v],
+        learning_rate: lr,
+        step,
+        whole: &|_, x| x,
+    };
+    let update = altiplano_ir::optimizer::update(&mut graph, &Optimizer::adamw(), &given);
     graph.outputs = [vec![update.parameter], update.states].concat();
     graph
 }

@@ -98,6 +98,15 @@ impl Arena {
         Ok(Storage { words, bytes, arena: self.clone() })
     }
 
+    /// A tensor of so many bytes that lies in these words already.
+    pub fn adopt(self: &Arc<Self>, words: Vec<u64>, bytes: usize) -> Result<Storage, KernelError> {
+        if words.len() != bytes.div_ceil(8) {
+            return Err(KernelError::MessageSize { expected: bytes.next_multiple_of(8), found: 8 * words.len() });
+        }
+        self.charge(bytes as u64)?;
+        Ok(Storage { words, bytes, arena: self.clone() })
+    }
+
     pub fn zeros(self: &Arc<Self>, class: Class, elements: usize) -> Result<Storage, KernelError> {
         let mut storage = self.allocate(class, elements)?;
         storage.words.fill(0);
@@ -113,6 +122,11 @@ impl Storage {
 
     pub fn slice_mut<T: Pod>(&mut self) -> &mut [T] {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes / size_of::<T>()]
+    }
+
+    /// The tensor as it lies in memory, in blocks of eight bytes.
+    pub fn words(&self) -> &[u64] {
+        &self.words
     }
 
     pub fn bytes(&self) -> usize {

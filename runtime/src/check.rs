@@ -1,10 +1,12 @@
-//! Checks programs before anything runs: a plan file is data from outside, and what is wrong with it must be an error
-//! with a place, not a hang or a panic of some device.
+//! Checks programs before anything runs, and what a step is given: a plan file is data from outside, and what is wrong with it must
+//! be an error with a place, not a hang or a panic of some device. Sessions of all kinds of devices do it here.
 
 use crate::error::RuntimeError;
+use crate::host::HostTensor;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{BufferId, BufferKind, Call, Program, Programs, TransferId};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The first thing that is wrong with the programs.
 pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
@@ -26,6 +28,54 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
         }
     }
     check_schedules(programs)
+}
+
+/// The inputs that programs use of those given, in their buffers' element types: each is whole, its batch dimensions being
+/// `num_microbatches` times those of the buffer. Scalars have only to be there.
+pub fn checked_inputs<'a>(
+    programs: impl IntoIterator<Item = &'a Program>,
+    num_microbatches: u32,
+    given: &BTreeMap<String, HostTensor>,
+    scalars: &BTreeMap<String, f64>,
+) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
+    let mut inputs = BTreeMap::new();
+    for buffer in programs.into_iter().flat_map(|program| &program.buffers) {
+        match &buffer.kind {
+            BufferKind::Scalar { name } if !scalars.contains_key(name) => {
+                return Err(RuntimeError::MissingScalar { name: name.clone() });
+            }
+            BufferKind::Input { name } => {
+                let tensor = given.get(name).ok_or_else(|| RuntimeError::MissingInput { name: name.clone() })?;
+                tensor.check()?;
+                let (expected, found) = (&buffer.ty, &tensor.ty);
+                let mut dims = expected.shape.iter().zip(&found.shape);
+                let fits = expected.rank() == found.rank()
+                    && dims.all(|(&e, &f)| f == e || e.checked_mul(num_microbatches.into()) == Some(f));
+                let kinds = |d: DType| (d.is_float(), d.is_integer());
+                if !fits || kinds(expected.dtype) != kinds(found.dtype) {
+                    return Err(RuntimeError::InputType {
+                        name: name.clone(),
+                        expected: expected.clone(),
+                        found: found.clone(),
+                        microbatches: num_microbatches,
+                    });
+                }
+                inputs.entry(name.clone()).or_insert_with(|| tensor.cast(expected.dtype));
+            }
+            _ => {}
+        }
+    }
+    Ok(inputs)
+}
+
+/// The loss of a step from those of its microbatches; NaN where no program computes one.
+pub fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
+    let sum: f64 = losses.iter().sum();
+    match losses.len() {
+        0 => f64::NAN,
+        n if is_mean => sum / n as f64,
+        _ => sum,
+    }
 }
 
 fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {

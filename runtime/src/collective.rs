@@ -1,8 +1,9 @@
-//! Collectives among device threads of one process. Members lend each other their tensors, read them in the order of
+//! Collectives among devices. Members that are threads of one process lend each other their tensors, read them in the order of
 //! the group, so that all get the same bits, and then tell each other that they are done. After that every device
-//! owns its tensors alone again, and what it holds does not depend on timing.
+//! owns its tensors alone again, and what it holds does not depend on timing. Members that are processes send copies instead, or
+//! leave the collective to MPI.
 
-use crate::arena::Storage;
+use crate::arena::{Arena, Storage};
 use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
 use crate::error::KernelError;
 use crate::kernel::copy::Copy;
@@ -26,7 +27,7 @@ pub struct Member<'a> {
 }
 
 /// Sets every element to what the reducer leaves unchanged.
-fn fill_neutral(storage: &mut Storage, reducer: Reducer, dtype: DType) {
+pub(crate) fn fill_neutral(storage: &mut Storage, reducer: Reducer, dtype: DType) {
     let neutral = reducer.neutral(dtype);
     let class = Class::of(dtype);
     with_class!(class, T => {
@@ -41,11 +42,18 @@ fn fill_neutral(storage: &mut Storage, reducer: Reducer, dtype: DType) {
 
 impl Member<'_> {
     fn share(&mut self, tensor: &Arc<Storage>) -> Result<Vec<Arc<Storage>>, KernelError> {
+        let copies = self.mailbox.copies();
         for (i, &rank) in self.ranks.iter().enumerate() {
             if i != self.me {
-                self.mailbox.send(rank, Tag::Collective, Payload::Shared(tensor.clone()));
+                let payload = match copies {
+                    true => Payload::Words(tensor.words().to_vec()),
+                    false => Payload::Shared(tensor.clone()),
+                };
+                self.mailbox.send(rank, Tag::Collective, payload);
             }
         }
+        // What others send is no part of what this device holds, as what they lend is not.
+        let arena = Arena::new(None);
         let mut all = Vec::with_capacity(self.ranks.len());
         for i in 0..self.ranks.len() {
             if i == self.me {
@@ -54,7 +62,8 @@ impl Member<'_> {
             }
             match self.mailbox.receive(self.ranks[i], Tag::Collective)? {
                 Payload::Shared(storage) => all.push(storage),
-                _ => return Err(KernelError::Disconnected),
+                Payload::Words(words) => all.push(Arc::new(arena.adopt(words, tensor.bytes())?)),
+                Payload::Done => return Err(KernelError::Disconnected),
             }
         }
         Ok(all)
@@ -62,6 +71,9 @@ impl Member<'_> {
 
     /// Waits until nobody reads what this device shared. Call after dropping what was received.
     fn done(&mut self) -> Result<(), KernelError> {
+        if self.mailbox.copies() {
+            return Ok(());
+        }
         for (i, &rank) in self.ranks.iter().enumerate() {
             if i != self.me {
                 self.mailbox.send(rank, Tag::Collective, Payload::Done);
@@ -91,6 +103,11 @@ impl Member<'_> {
         let n = self.ranks.len();
         let arena = operand.arena().clone();
         let elements: usize = shape.iter().product();
+        #[cfg(feature = "mpi")]
+        let operand = match self.run_by_mpi(collective, dtype, shape, operand, in_place)? {
+            crate::mpi::collective::Ran::Done(result) => return Ok(result),
+            crate::mpi::collective::Ran::NotHere(operand) => operand,
+        };
         match collective {
             Collective::AllReduce { reducer, .. } => {
                 if n == 1 {
@@ -132,17 +149,12 @@ impl Member<'_> {
                 let mut result = arena.allocate(class, elements)?;
                 let operands = self.share(&operand)?;
                 for (which, part) in operands.iter().enumerate() {
-                    let copies = exchange(
-                        shape,
-                        (*split_dim as usize, *split_outer as usize),
-                        (*concat_dim as usize, *concat_outer as usize),
-                        n,
-                        self.me,
-                        which,
-                    );
-                    with_width!(class, T => match &copies {
-                        (copy, None) => copy.run(part.slice::<T>(), result.slice_mut::<T>()),
-                        (cut, Some(join)) => {
+                    let split = (*split_dim as usize, *split_outer as usize);
+                    let concat = (*concat_dim as usize, *concat_outer as usize);
+                    let Exchange { cut, join, both } = exchange(shape, split, concat, n, self.me, which);
+                    with_width!(class, T => match &both {
+                        Some(copy) => copy.run(part.slice::<T>(), result.slice_mut::<T>()),
+                        None => {
                             let mut between = vec![0 as T; elements / n];
                             cut.run(part.slice::<T>(), &mut between);
                             join.run(&between, result.slice_mut::<T>());
@@ -261,14 +273,14 @@ pub fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, K
 }
 
 /// A dimension seen as `count` runs of `length` elements that belong to one member.
-struct Blocks {
-    count: usize,
-    length: usize,
+pub(crate) struct Blocks {
+    pub count: usize,
+    pub length: usize,
 }
 
 impl Blocks {
     /// Runs of one of `n` parts of dimension `dim`, cut within each of its `outer` blocks.
-    fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
+    pub fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
         let (dim, outer) = (dim as usize, outer as usize);
         let before: usize = shape[..dim].iter().product();
         let after: usize = shape[dim + 1..].iter().product();
@@ -276,20 +288,29 @@ impl Blocks {
     }
 
     /// Runs of a tensor that is itself such a part.
-    fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
+    pub fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
         Blocks::of_part(shape, dim, outer, 1)
     }
 }
 
-/// The copy from member `which`'s operand into the result of member `me`; two copies where both dimensions are one.
-fn exchange(
+/// The copies from member `which`'s operand into the result of member `me`.
+pub(crate) struct Exchange {
+    /// Out of the operand.
+    pub cut: Copy,
+    /// Into the result.
+    pub join: Copy,
+    /// Both at once, unless both dimensions are one.
+    pub both: Option<Copy>,
+}
+
+pub(crate) fn exchange(
     shape: &[usize],
     (split, split_outer): (usize, usize),
     (concat, concat_outer): (usize, usize),
     n: usize,
     me: usize,
     which: usize,
-) -> (Copy, Option<Copy>) {
+) -> Exchange {
     let mut part = shape.to_vec();
     part[split] /= n;
     let mut joined = part.clone();
@@ -320,15 +341,12 @@ fn exchange(
             both.push((size, s, t));
         }
     }
-    if split == concat {
-        (Copy::new(cut_offset, 0, cut), Some(Copy::new(0, join_offset, join)))
-    } else {
-        (Copy::new(cut_offset, join_offset, both), None)
-    }
+    let both = (split != concat).then(|| Copy::new(cut_offset, join_offset, both));
+    Exchange { cut: Copy::new(cut_offset, 0, cut), join: Copy::new(0, join_offset, join), both }
 }
 
 /// `target[i]` is the reduction of `operands[..][first + i]`, in the order of the operands.
-fn reduce<T: Element>(operands: &[&[T]], first: usize, target: &mut [T], reducer: Reducer, dtype: DType) {
+pub(crate) fn reduce<T: Element>(operands: &[&[T]], first: usize, target: &mut [T], reducer: Reducer, dtype: DType) {
     const BLOCK: usize = 512;
     let integers = Class::of(dtype).is_integer();
     let float = float_reducer(reducer, dtype);

@@ -10,8 +10,8 @@ use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::stack_of;
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
-use safetensors::{Dtype, SafeTensors};
-use std::borrow::Cow;
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -87,23 +87,51 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
 /// Writes tensors to a `.safetensors` file: beside it first, then in its place, so that it is never half written. Types
 /// that the format does not have are written as the least of its types that has all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
-    let mut encoded = Vec::with_capacity(tensors.len());
-    for (name, tensor) in tensors {
-        tensor.check()?;
-        let shape: Vec<usize> = tensor.ty.shape.iter().map(|&d| d as usize).collect();
-        let (dtype, known) = written_as(tensor.ty.dtype);
-        encoded.push((name, known, shape, encode(&tensor.cast(dtype))));
-    }
-    let fail = |error| RuntimeError::Safetensors { file: file.to_path_buf(), error };
-    let mut views = Vec::with_capacity(encoded.len());
-    for (name, dtype, shape, bytes) in &encoded {
-        views.push((name.as_str(), TensorView::new(*dtype, shape.clone(), bytes).map_err(fail)?));
-    }
+    let encoded = encoded(tensors)?;
     let mut beside = file.as_os_str().to_owned();
     beside.push(".part");
     let beside = Path::new(&beside);
-    safetensors::serialize_to_file(views, None, beside).map_err(fail)?;
+    views(&encoded)
+        .and_then(|views| safetensors::serialize_to_file(views, None, beside))
+        .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })?;
     std::fs::rename(beside, file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+}
+
+/// The bytes of what [`write_safetensors`] would write to `file`.
+pub fn encode_safetensors(
+    file: &Path,
+    tensors: impl IntoIterator<Item = (String, HostTensor)>,
+) -> Result<Vec<u8>, RuntimeError> {
+    let encoded = encoded(tensors)?;
+    views(&encoded)
+        .and_then(|views| safetensors::serialize(views, None))
+        .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })
+}
+
+/// A tensor as the format has it.
+struct Encoded {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+fn encoded<N: Into<String>, T: Borrow<HostTensor>>(
+    tensors: impl IntoIterator<Item = (N, T)>,
+) -> Result<Vec<Encoded>, RuntimeError> {
+    let one = |(name, tensor): (N, T)| {
+        let tensor = tensor.borrow();
+        tensor.check()?;
+        let shape = tensor.ty.shape.iter().map(|&d| d as usize).collect();
+        let (stored, dtype) = written_as(tensor.ty.dtype);
+        let bytes = if stored == tensor.ty.dtype { encode(tensor) } else { encode(&tensor.cast(stored)) };
+        Ok(Encoded { name: name.into(), dtype, shape, bytes })
+    };
+    tensors.into_iter().map(one).collect()
+}
+
+fn views(encoded: &[Encoded]) -> Result<Vec<(&str, TensorView<'_>)>, SafeTensorError> {
+    encoded.iter().map(|e| Ok((e.name.as_str(), TensorView::new(e.dtype, e.shape.clone(), &e.bytes)?))).collect()
 }
 
 /// The tensor of a NumPy file, versions 1 to 3 of the format.
@@ -111,7 +139,16 @@ pub fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
     parse_npy(&read_bytes(file)?).map_err(|problem| RuntimeError::Npy { file: file.to_path_buf(), problem })
 }
 
-fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
+/// What a NumPy file says before its elements.
+pub(crate) struct NpyHeader {
+    pub ty: TensorType,
+    pub big_endian: bool,
+    /// Where the elements start.
+    pub data: u64,
+}
+
+/// The header at the start of a NumPy file.
+pub(crate) fn npy_header(bytes: &[u8]) -> Result<NpyHeader, &'static str> {
     const SHORT: &str = "ends before its header does";
     if bytes.get(..6) != Some(b"\x93NUMPY") {
         return Err("is not a NumPy file");
@@ -155,23 +192,27 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
     let dims: Result<Vec<u64>, _> =
         inside.split(',').map(str::trim).filter(|d| !d.is_empty()).map(str::parse).collect();
     let ty = TensorType::new(dtype, dims.map_err(|_| "has a shape that is not a list of sizes")?);
-    let data = bytes.get(end..).unwrap_or(&[]);
+    Ok(NpyHeader { ty, big_endian: endian == ">", data: end as u64 })
+}
+
+fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
+    let NpyHeader { ty, big_endian, data } = npy_header(bytes)?;
+    let data = bytes.get(data as usize..).unwrap_or(&[]);
     if !ty.check() || ty.bytes() != data.len() as u64 {
         return Err("has more or fewer bytes than its shape says");
     }
-    let data = match endian {
-        ">" => {
-            let swapped: Vec<u8> =
-                data.chunks_exact(dtype.bytes() as usize).flat_map(|e| e.iter().rev().copied()).collect();
-            decode(dtype, &swapped)
-        }
-        _ => decode(dtype, data),
-    };
+    if !big_endian {
+        let data = decode(ty.dtype, data);
+        return Ok(HostTensor { ty, data });
+    }
+    let width = ty.dtype.bytes() as usize;
+    let swapped: Vec<u8> = data.chunks_exact(width).flat_map(|e| e.iter().rev().copied()).collect();
+    let data = decode(ty.dtype, &swapped);
     Ok(HostTensor { ty, data })
 }
 
 /// Little-endian elements of a file in their storage format.
-fn decode(dtype: DType, bytes: &[u8]) -> HostData {
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> HostData {
     fn each<const N: usize, T>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
         bytes.as_chunks::<N>().0.iter().map(|&b| convert(b)).collect()
     }
@@ -211,7 +252,7 @@ fn encode(tensor: &HostTensor) -> Vec<u8> {
     }
 }
 
-fn dtype_of(dtype: Dtype) -> Option<DType> {
+pub(crate) fn dtype_of(dtype: Dtype) -> Option<DType> {
     DType::ALL.into_iter().find(|d| safetensors_dtype(*d) == Some(dtype))
 }
 

@@ -10,6 +10,8 @@ use crate::layout::{Selection, held_indices, summand_of};
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::recording::{Recorder, Span, Start, What};
 use crate::step::{Compiled, Kernel, Step};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Program, Transfer, TransferId};
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,6 +28,8 @@ pub struct Plan {
     /// Rank of the first device of each program.
     pub first_rank: Vec<usize>,
     pub num_microbatches: u32,
+    /// Whether what ops make is looked through.
+    pub check_nan: bool,
 }
 
 /// What the session asks of a device.
@@ -78,6 +82,8 @@ pub struct Device {
     /// Parts of results, where they are asked for.
     results: Option<Vec<ResultPart>>,
     recorder: Option<Recorder>,
+    /// The first op of the step that made an infinity, where ops are checked.
+    infinite: Option<Box<Place>>,
     /// What is being done, for messages.
     place: Place,
     empty: Storage,
@@ -109,23 +115,29 @@ impl Device {
             losses,
             results: None,
             recorder: None,
+            infinite: None,
             place,
             empty,
         })
     }
 
+    /// Answers one command, with the place where it failed if it did.
+    pub(crate) fn answer_here(&mut self, command: Command) -> Result<Reply, RuntimeError> {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(command)));
+        let failed =
+            |panic: Box<dyn std::any::Any + Send>| Err(KernelError::Panic { message: panic_message(panic.as_ref()) });
+        outcome
+            .unwrap_or_else(failed)
+            .map_err(|error| RuntimeError::Device { place: Box::new(self.place.clone()), error })
+    }
+
     /// Answers commands until the session closes the channel. After an error all devices stop.
     pub fn serve(mut self, commands: Receiver<Command>, replies: Sender<(usize, Result<Reply, RuntimeError>)>) {
         while let Ok(command) = commands.recv() {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(command)));
-            let result = match outcome {
-                Ok(result) => result,
-                Err(panic) => Err(KernelError::Panic { message: panic_message(panic.as_ref()) }),
-            };
-            let reply = result.map_err(|error| {
+            let reply = self.answer_here(command);
+            if reply.is_err() {
                 self.mailbox.stop_all();
-                RuntimeError::Device { place: Box::new(self.place.clone()), error }
-            });
+            }
             if replies.send((self.mailbox.rank, reply)).is_err() {
                 return;
             }
@@ -242,6 +254,7 @@ impl Device {
     fn step(&mut self, scalars: &BTreeMap<String, f64>) -> Result<(), KernelError> {
         let plan = self.plan.clone();
         self.place.activity = "preparing a step".to_string();
+        self.infinite = None;
         for (i, buffer) in plan.program.buffers.iter().enumerate() {
             let id = BufferId(i as u32);
             match &buffer.kind {
@@ -269,16 +282,19 @@ impl Device {
                     let compiled = &plan.bodies[body as usize];
                     self.place.activity = format!("body '{}'", compiled.name);
                     self.place.microbatch = microbatch;
+                    self.mailbox.note(&self.place);
                     self.run(compiled, body, microbatch, position)?;
                 }
                 Call::Send { transfer, microbatch, free } => {
                     self.place.activity = format!("sending {transfer}");
                     self.place.microbatch = microbatch;
+                    self.mailbox.note(&self.place);
                     self.send(transfer, microbatch, free)?;
                 }
                 Call::Receive { transfer, microbatch } => {
                     self.place.activity = format!("receiving {transfer}");
                     self.place.microbatch = microbatch;
+                    self.mailbox.note(&self.place);
                     self.receive(transfer, microbatch)?;
                 }
             }
@@ -343,11 +359,17 @@ impl Device {
         }
         let plan = self.plan.clone();
         let graph = &plan.program.bodies[index as usize].graph;
+        if plan.check_nan {
+            self.check_leaves(body, &values)?;
+        }
         for step in &body.steps {
             self.place.op = Some((step.node, graph.nodes.get(step.node.index()).map_or("", |n| n.op.name())));
             self.mailbox.check()?;
             let start = self.start();
             self.execute(step, &mut values)?;
+            if plan.check_nan {
+                self.check_outputs(step, graph, &values)?;
+            }
             self.record(What::Kernel { position, node: step.node }, start);
             for v in &step.dies {
                 values[v.index()] = None;
@@ -372,6 +394,40 @@ impl Device {
                 continue;
             }
             self.buffers.insert(self.target_key(buffer, microbatch), storage);
+        }
+        Ok(())
+    }
+
+    /// Fails where what a body starts from is no number.
+    fn check_leaves(&self, body: &Compiled, values: &[Option<Arc<Storage>>]) -> Result<(), KernelError> {
+        for leaf in &body.leaves {
+            let buffer = self.plan.program.buffer(leaf.buffer);
+            if values[leaf.value.index()].as_ref().is_some_and(|s| oddities(s, buffer.ty.dtype).0) {
+                return Err(KernelError::HoldsNaN { buffer: buffer.name.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails where a step made a NaN. All that it read had none, or the device would have stopped before. Masks are full of negative
+    /// infinities, so that only a positive one, which overflow makes, is kept for the message.
+    fn check_outputs(
+        &mut self,
+        step: &Step,
+        graph: &Graph,
+        values: &[Option<Arc<Storage>>],
+    ) -> Result<(), KernelError> {
+        for output in &step.outputs {
+            let Some(storage) = &values[output.value.index()] else { continue };
+            let (nan, infinite) = oddities(storage, output.dtype);
+            if nan {
+                let name = |v: &ValueId| (*v, graph.nodes.get(v.index()).map_or("", |n| n.op.name()));
+                let fused = step.members.iter().map(name).collect();
+                return Err(KernelError::MadeNaN { fused, infinite: self.infinite.take() });
+            }
+            if infinite && self.infinite.is_none() {
+                self.infinite = Some(Box::new(self.place.clone()));
+            }
         }
         Ok(())
     }
@@ -462,6 +518,17 @@ impl Device {
         self.buffers.insert(self.target_key(buffer, microbatch), Arc::new(storage));
         Ok(())
     }
+}
+
+/// Whether there is a NaN among the elements, and whether there is a positive infinity.
+fn oddities(storage: &Storage, dtype: DType) -> (bool, bool) {
+    if !dtype.is_float() {
+        return (false, false);
+    }
+    with_class!(Class::of(dtype), T => storage.slice::<T>().iter().fold((false, false), |(nan, infinite), x| {
+        let x = x.to_f32();
+        (nan || x.is_nan(), infinite || x == f32::INFINITY)
+    }))
 }
 
 /// What a panic said.

@@ -1,6 +1,8 @@
 //! Everything that can go wrong when programs are executed or data files are read.
 //! Each variant names the place (device, body, op; or file and tensor), so that a caller can act on it.
 
+use crate::devices::cuda::{CudaError, ExecutorError};
+use crate::tape::BuildError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::program::{BufferId, TransferId};
 use altiplano_ir::types::TensorType;
@@ -23,8 +25,26 @@ pub enum KernelError {
     InputShape { name: String, given: TensorType, wanted: TensorType, microbatch: Option<u32> },
     #[error("a message has {found} bytes where {expected} were expected")]
     MessageSize { expected: usize, found: usize },
+    /// `fused` are the ops of the kernel, where there are several; `infinite` is the first op of the step that made an infinity.
+    #[error("made a NaN of numbers{}{}", one_of(.fused), after(.infinite.as_deref()))]
+    MadeNaN { fused: Vec<(ValueId, &'static str)>, infinite: Option<Box<Place>> },
+    #[error("'{buffer}' holds a NaN before any op of the body has run")]
+    HoldsNaN { buffer: String },
     #[error("the command channel is closed")]
     Closed,
+    #[error("{call}: {message}")]
+    Mpi { call: &'static str, message: String },
+}
+
+/// `, in one of %4 subtract, %5 divide`, or nothing.
+fn one_of(fused: &[(ValueId, &'static str)]) -> String {
+    let ops: Vec<String> = fused.iter().map(|(value, name)| format!("{value} {name}")).collect();
+    if ops.len() < 2 { String::new() } else { format!(", in one of {}", ops.join(", ")) }
+}
+
+/// `, after ... made an infinity`, or nothing.
+fn after(infinite: Option<&Place>) -> String {
+    infinite.map(|place| format!("; the first infinity was made by {place}")).unwrap_or_default()
 }
 
 /// Where in a program something failed.
@@ -92,6 +112,22 @@ pub enum RuntimeError {
     Stopped,
     #[error("tensor of type {ty} needs {expected} values, found {found}")]
     ValueCount { ty: TensorType, expected: u64, found: u64 },
+    #[cfg(feature = "mpi")]
+    #[error(transparent)]
+    Ranks(Box<RanksError>),
+    #[cfg(feature = "mpi")]
+    #[error("the ranks cannot watch each other: {0}")]
+    Watch(Box<WatchError>),
+    #[error("{0}")]
+    Mpi(KernelError),
+    #[error("'{name}' is put together by the first rank alone")]
+    Elsewhere { name: String },
+    #[error(transparent)]
+    Tape(Box<BuildError>),
+    #[error(transparent)]
+    Cuda(Box<CudaError>),
+    #[error(transparent)]
+    Executor(Box<ExecutorError>),
     #[error("{}: {error}", file.display())]
     Io { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
@@ -104,4 +140,67 @@ pub enum RuntimeError {
     Tensor { file: PathBuf, tensor: String, problem: &'static str },
     #[error("{}: unknown kind of data file; .safetensors and .npy are read", file.display())]
     FileKind { file: PathBuf },
+}
+
+impl From<BuildError> for RuntimeError {
+    fn from(error: BuildError) -> RuntimeError {
+        RuntimeError::Tape(Box::new(error))
+    }
+}
+
+impl From<CudaError> for RuntimeError {
+    fn from(error: CudaError) -> RuntimeError {
+        RuntimeError::Cuda(Box::new(error))
+    }
+}
+
+impl From<ExecutorError> for RuntimeError {
+    fn from(error: ExecutorError) -> RuntimeError {
+        RuntimeError::Executor(Box::new(error))
+    }
+}
+
+/// Why ranks cannot run a plan together.
+#[cfg(feature = "mpi")]
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RanksError {
+    #[error("the plan has {devices} devices and {ranks} ranks were started; start one a device: mpirun -n {devices}")]
+    Count { devices: usize, ranks: usize },
+    #[error(
+        "the plan is for nodes with {} devices and the ranks are on nodes with {}; start them so (mpirun --map-by ppr:N:node), or say --ranks-anywhere",
+        list(planned),
+        list(found)
+    )]
+    Nodes { planned: Vec<usize>, found: Vec<usize> },
+    #[error("rank {rank} has {what} than rank 0; give all ranks the same files and options")]
+    Differs { rank: usize, what: &'static str },
+    #[error("MPI gives no thread but the first any rights; a build with thread support is needed")]
+    Threads,
+    #[error("the plan's programs do not have one device each per rank")]
+    Devices,
+}
+
+/// `4, 4`, or `64 times 8`.
+#[cfg(feature = "mpi")]
+fn list(sizes: &[usize]) -> String {
+    match sizes {
+        [first, .., last] if sizes.len() > 8 && first == last => format!("{} times {first}", sizes.len()),
+        _ => sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// Why ranks cannot watch each other.
+#[cfg(feature = "mpi")]
+#[derive(Debug, thiserror::Error)]
+pub enum WatchError {
+    #[error("no place to listen for other ranks: {0}")]
+    Listen(std::io::Error),
+    #[error(
+        "of {ranks} ranks {joined} could connect to the first; a firewall between them must let connections to any port pass"
+    )]
+    NotAll { joined: usize, ranks: usize },
+    #[error("no connection to the first rank, at {host}: {error}")]
+    Join { host: std::net::IpAddr, error: std::io::Error },
+    #[error("the host of the first rank has no address")]
+    NoAddress,
 }

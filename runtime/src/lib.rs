@@ -5,11 +5,13 @@
 //! look like outside of devices is a [`HostTensor`].
 
 pub mod arena;
+pub mod array_file;
 mod check;
 pub mod collective;
 pub mod compile;
 pub mod data;
 pub mod device;
+pub mod devices;
 pub mod element;
 pub mod error;
 mod evaluate;
@@ -23,10 +25,14 @@ pub mod loops;
 pub mod mailbox;
 pub mod math;
 pub mod measure;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod random;
 pub mod recording;
+mod roster;
 pub mod session;
 pub mod step;
+pub mod tape;
 pub mod work;
 
 pub use altiplano_ir::storage::view;

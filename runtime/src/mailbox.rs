@@ -1,8 +1,11 @@
-//! Messages between device threads. Every device has one mailbox; what arrives before it is wanted is set aside.
-//! Sending never blocks. A device that fails tells all others to stop, so that nobody waits for it for ever.
+//! Messages between devices, which are threads of one process or, over MPI, processes. Every device has one mailbox; what arrives
+//! before it is wanted is set aside. Sending never blocks. A device that fails tells all others to stop, so that nobody waits for it
+//! for ever; of processes the watch does so.
 
 use crate::arena::Storage;
-use crate::error::KernelError;
+use crate::error::{KernelError, Place};
+#[cfg(feature = "mpi")]
+use crate::mpi::wire::RankWire;
 use altiplano_ir::program::TransferId;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -14,8 +17,14 @@ use std::time::{Duration, Instant};
 /// messages between two devices keep theirs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tag {
-    Transfer { transfer: TransferId, microbatch: Option<u32>, message: u32 },
+    Transfer {
+        transfer: TransferId,
+        microbatch: Option<u32>,
+        message: u32,
+    },
     Collective,
+    /// From one device to another, in an order that both know.
+    Channel,
 }
 
 /// What a message carries.
@@ -34,13 +43,20 @@ enum Packet {
     Stop,
 }
 
+/// What carries messages.
+enum Wire {
+    /// Devices are threads of this process, and lend each other what they send.
+    Threads { receiver: Receiver<Packet>, senders: Vec<Sender<Packet>>, stopped: Arc<AtomicBool> },
+    /// Devices are processes, and send copies.
+    #[cfg(feature = "mpi")]
+    Ranks(Box<RankWire>),
+}
+
 /// One device's end of the network. Devices are numbered by rank, over all programs.
 pub struct Mailbox {
     pub rank: usize,
-    receiver: Receiver<Packet>,
-    senders: Vec<Sender<Packet>>,
+    wire: Wire,
     waiting: HashMap<(usize, Tag), VecDeque<Payload>>,
-    stopped: Arc<AtomicBool>,
     /// For messages that had not come yet.
     pub waited: Duration,
 }
@@ -52,18 +68,42 @@ impl Mailbox {
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| channel()).unzip();
         let mailbox = |(rank, receiver)| Mailbox {
             rank,
-            receiver,
-            senders: senders.clone(),
+            wire: Wire::Threads { receiver, senders: senders.clone(), stopped: stopped.clone() },
             waiting: HashMap::new(),
-            stopped: stopped.clone(),
             waited: Duration::ZERO,
         };
         receivers.into_iter().enumerate().map(mailbox).collect()
     }
 
+    /// The mailbox of a device that has a process of its own.
+    #[cfg(feature = "mpi")]
+    pub fn of_rank(wire: RankWire) -> Mailbox {
+        Mailbox {
+            rank: wire.rank(),
+            wire: Wire::Ranks(Box::new(wire)),
+            waiting: HashMap::new(),
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// What carries messages, where it is MPI.
+    #[cfg(feature = "mpi")]
+    pub fn ranks(&mut self) -> Option<&mut RankWire> {
+        if let Wire::Ranks(wire) = &mut self.wire { Some(wire) } else { None }
+    }
+
+    /// Whether others get copies of what is sent to them, so that nobody need wait until they have read it.
+    pub fn copies(&self) -> bool {
+        !matches!(self.wire, Wire::Threads { .. })
+    }
+
     pub fn send(&self, to: usize, tag: Tag, payload: Payload) {
-        // A receiver that is gone has failed, and has told everybody.
-        let _ = self.senders[to].send(Packet::Message { from: self.rank, tag, payload });
+        match &self.wire {
+            // A receiver that is gone has failed, and has told everybody.
+            Wire::Threads { senders, .. } => drop(senders[to].send(Packet::Message { from: self.rank, tag, payload })),
+            #[cfg(feature = "mpi")]
+            Wire::Ranks(wire) => wire.send(to, tag, payload),
+        }
     }
 
     /// Waits for the next message of this tag from `from`.
@@ -74,28 +114,52 @@ impl Mailbox {
         loop {
             self.check()?;
             let start = Instant::now();
-            let received = self.receiver.recv();
+            let received = match &self.wire {
+                Wire::Threads { receiver, .. } => match receiver.recv() {
+                    Ok(Packet::Message { from, tag, payload }) => Ok((from, tag, payload)),
+                    Ok(Packet::Stop) | Err(_) => Err(KernelError::Disconnected),
+                },
+                #[cfg(feature = "mpi")]
+                Wire::Ranks(wire) => wire.receive(from).map(|(tag, words)| (from, tag, Payload::Words(words))),
+            };
             self.waited += start.elapsed();
-            match received {
-                Ok(Packet::Message { from: f, tag: t, payload }) if f == from && t == tag => return Ok(payload),
-                Ok(Packet::Message { from, tag, payload }) => {
-                    self.waiting.entry((from, tag)).or_default().push_back(payload);
-                }
-                Ok(Packet::Stop) | Err(_) => return Err(KernelError::Disconnected),
+            let (f, t, payload) = received?;
+            if f == from && t == tag {
+                return Ok(payload);
             }
+            self.waiting.entry((f, t)).or_default().push_back(payload);
         }
     }
 
     /// Fails where another device has failed.
     pub fn check(&self) -> Result<(), KernelError> {
-        if self.stopped.load(Ordering::Relaxed) { Err(KernelError::Disconnected) } else { Ok(()) }
+        match &self.wire {
+            Wire::Threads { stopped, .. } if stopped.load(Ordering::Relaxed) => Err(KernelError::Disconnected),
+            Wire::Threads { .. } => Ok(()),
+            #[cfg(feature = "mpi")]
+            Wire::Ranks(wire) => wire.check(),
+        }
     }
 
     /// Tells all devices to stop.
     pub fn stop_all(&self) {
-        self.stopped.store(true, Ordering::Relaxed);
-        for sender in &self.senders {
-            let _ = sender.send(Packet::Stop);
+        match &self.wire {
+            Wire::Threads { senders, stopped, .. } => {
+                stopped.store(true, Ordering::Relaxed);
+                for sender in senders {
+                    let _ = sender.send(Packet::Stop);
+                }
+            }
+            #[cfg(feature = "mpi")]
+            Wire::Ranks(_) => {}
+        }
+    }
+
+    /// Says what the device does, to those who would have to tell where it was lost.
+    pub fn note(&self, _place: &Place) {
+        #[cfg(feature = "mpi")]
+        if let Wire::Ranks(wire) = &self.wire {
+            wire.note(_place);
         }
     }
 

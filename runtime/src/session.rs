@@ -2,18 +2,15 @@
 //! device's parameters and state between steps.
 
 use crate::arena::Arena;
-use crate::check::check;
-use crate::compile::compile;
-use crate::device::{Command, Device, Plan, Reply, ResultPart};
-use crate::element::Element;
+use crate::check::{check, checked_inputs, step_loss};
+use crate::device::{Command, Device, Reply, ResultPart};
 use crate::error::{KernelError, Place, RuntimeError};
-use crate::host::{HostData, HostTensor};
-use crate::layout::{Selection, held_indices, is_replica, summand_of};
+use crate::host::HostTensor;
 use crate::mailbox::Mailbox;
 use crate::recording::Recording;
+use crate::roster::{Holder, Roster};
 use crate::work::threads_of_device;
-use altiplano_ir::dtype::DType;
-use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs, TransferId};
+use altiplano_ir::program::{BufferKind, Programs};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -29,6 +26,8 @@ pub struct Options {
     pub memory_limit_bytes: Option<u64>,
     /// Report what devices did when.
     pub record: bool,
+    /// Stop at the first op that makes a NaN of numbers.
+    pub check_nan: bool,
 }
 
 /// What a step did.
@@ -49,8 +48,7 @@ pub struct StepReport {
 ///
 /// Dropping a session ends its threads.
 pub struct Session {
-    plans: Vec<Arc<Plan>>,
-    loss_is_mean: bool,
+    roster: Roster,
     record: bool,
     arenas: Vec<(u32, Arc<Arena>)>,
     /// By rank.
@@ -64,32 +62,13 @@ impl Session {
     /// Checks the programs, compiles their bodies and starts the devices, with zeros in all parameters and state.
     pub fn new(programs: &Programs, options: &Options) -> Result<Session, RuntimeError> {
         check(programs)?;
-        let mut first_rank = Vec::new();
-        let mut ranks = 0;
-        for program in &programs.programs {
-            first_rank.push(ranks);
-            ranks += program.devices.len();
-        }
-        let transfers: Vec<_> = (0..programs.transfers.len() as u32)
-            .map(|t| (programs.transfers[t as usize].clone(), Arc::new(programs.messages(TransferId(t)))))
-            .collect();
-        let plan = |(index, program): (usize, &altiplano_ir::program::Program)| {
-            Arc::new(Plan {
-                index: index as u32,
-                bodies: program.bodies.iter().map(compile).collect(),
-                program: program.clone(),
-                transfers: transfers.clone(),
-                first_rank: first_rank.clone(),
-                num_microbatches: programs.num_microbatches,
-            })
-        };
-        let plans: Vec<Arc<Plan>> = programs.programs.iter().enumerate().map(plan).collect();
+        let roster = Roster::new(programs, options.check_nan, |_| true);
+        let ranks = roster.num_ranks();
         let cores = options.cores.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get())).unwrap_or(1);
         let threads_each = threads_of_device(cores, ranks);
         let (reply, replies) = channel();
         let mut session = Session {
-            plans: plans.clone(),
-            loss_is_mean: programs.loss_is_mean,
+            roster,
             record: options.record,
             arenas: Vec::new(),
             commands: Vec::new(),
@@ -98,7 +77,7 @@ impl Session {
             stopped: false,
         };
         let mut mailboxes = Mailbox::network(ranks).into_iter();
-        for plan in &plans {
+        for plan in session.roster.plans.clone() {
             for (position, &id) in plan.program.devices.iter().enumerate() {
                 let Some(mailbox) = mailboxes.next() else { break };
                 let arena = Arena::new(options.memory_limit_bytes);
@@ -129,65 +108,22 @@ impl Session {
         Ok(session)
     }
 
-    /// Buffers for which `wanted` holds, with the program of each.
-    fn buffers(&self, wanted: impl Fn(&Buffer) -> bool) -> Vec<(usize, BufferId)> {
-        let mut found = Vec::new();
-        for (p, plan) in self.plans.iter().enumerate() {
-            for (b, buffer) in plan.program.buffers.iter().enumerate() {
-                if wanted(buffer) {
-                    found.push((p, BufferId(b as u32)));
-                }
-            }
-        }
-        found
-    }
-
     /// Loads a parameter into every program that holds it, and into its `master` state. A tensor of another float
     /// type is rounded to the parameter's; the master gets it unrounded.
     pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        let holders = self.buffers(|b| matches!(&b.kind, BufferKind::Parameter { name: n } if n == name));
-        if holders.is_empty() {
-            return Err(RuntimeError::UnknownParameter { name: name.to_string() });
-        }
-        let masters = self.buffers(
-            |b| matches!(&b.kind, BufferKind::State { parameter, slot } if parameter == name && slot == "master"),
-        );
-        self.load(name, &[holders, masters].concat(), tensor)
+        let holders = [self.roster.parameter(name)?, self.roster.masters(name)].concat();
+        self.load(name, &holders, tensor)
     }
 
     /// Loads one tensor of optimizer state into every program that holds it.
     pub fn load_state(&mut self, parameter: &str, slot: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        let holders = self.state_buffers(parameter, slot)?;
+        let holders = self.roster.state(parameter, slot)?;
         self.load(&format!("{parameter}/{slot}"), &holders, tensor)
     }
 
-    fn state_buffers(&self, parameter: &str, slot: &str) -> Result<Vec<(usize, BufferId)>, RuntimeError> {
-        let holders = self
-            .buffers(|b| matches!(&b.kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot));
-        if holders.is_empty() {
-            return Err(RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() });
-        }
-        Ok(holders)
-    }
-
-    fn load(&mut self, name: &str, holders: &[(usize, BufferId)], tensor: &HostTensor) -> Result<(), RuntimeError> {
-        tensor.check()?;
-        let mut casts: BTreeMap<DType, Arc<HostTensor>> = BTreeMap::new();
-        for &(p, b) in holders {
-            let expected = &self.plans[p].program.buffer(b).ty;
-            let floats = expected.dtype.is_float() && tensor.ty.dtype.is_float();
-            if expected.shape != tensor.ty.shape || !(floats || expected.dtype == tensor.ty.dtype) {
-                return Err(RuntimeError::TensorType {
-                    name: name.to_string(),
-                    expected: expected.clone(),
-                    found: tensor.ty.clone(),
-                });
-            }
-            casts.entry(expected.dtype).or_insert_with(|| Arc::new(tensor.cast(expected.dtype)));
-        }
-        for &(p, b) in holders {
-            let tensor = &casts[&self.plans[p].program.buffer(b).ty.dtype];
-            self.ask(p, |_| Command::Load { buffer: b, tensor: tensor.clone() })?;
+    fn load(&mut self, name: &str, holders: &[Holder], tensor: &HostTensor) -> Result<(), RuntimeError> {
+        for ((p, buffer), tensor) in self.roster.cast(name, holders, tensor, |_| true)? {
+            self.ask(p, |_| Command::Load { buffer, tensor: tensor.clone() })?;
         }
         Ok(())
     }
@@ -211,13 +147,12 @@ impl Session {
         let (report, parts) = self.run(inputs, &BTreeMap::new(), true)?;
         let mut results: BTreeMap<u32, BTreeMap<Option<u32>, HostTensor>> = BTreeMap::new();
         for (rank, ResultPart { buffer, microbatch, part }) in parts {
-            let program_of = self.plans.iter().rposition(|plan| plan.first_rank[plan.index as usize] <= rank);
-            let plan = self.plans[program_of.unwrap_or(0)].clone();
+            let plan = &self.roster.plans[self.roster.program_of(rank)];
             let description = plan.program.buffer(buffer);
             let BufferKind::Output { index } = description.kind else { continue };
             let of_microbatch = results.entry(index).or_default().entry(microbatch);
             let whole = of_microbatch.or_insert_with(|| HostTensor::zeros(description.ty.clone()));
-            place_part(&plan, buffer, rank, &part, whole);
+            plan.place_part(buffer, rank, &part.data, whole);
         }
         let in_order = |(index, parts): (u32, BTreeMap<_, _>)| (index, parts.into_values().collect());
         Ok((report, results.into_iter().map(in_order).collect()))
@@ -229,7 +164,9 @@ impl Session {
         scalars: &BTreeMap<String, f64>,
         results: bool,
     ) -> Result<(StepReport, Vec<(usize, ResultPart)>), RuntimeError> {
-        let inputs = Arc::new(self.check_inputs(inputs, scalars)?);
+        let num_microbatches = self.roster.plans.first().map_or(1, |plan| plan.num_microbatches);
+        let programs = self.roster.plans.iter().map(|plan| &plan.program);
+        let inputs = Arc::new(checked_inputs(programs, num_microbatches, inputs, scalars)?);
         let scalars = Arc::new(scalars.clone());
         let start = Instant::now();
         self.begin()?;
@@ -241,88 +178,37 @@ impl Session {
         let (mut losses, mut parts, mut recordings) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, reply) in replies {
             if let Reply::Stepped { losses: of_device, results, spans } = reply {
-                if let Some(program) = self.plans.iter().position(|p| p.first_rank[p.index as usize] == rank)
-                    && self.record
-                {
+                let program = self.roster.program_of(rank);
+                if self.record && self.roster.ranks(program).start == rank {
                     recordings.push(Recording { program: program as u32, spans });
                 }
                 losses.extend(of_device);
                 parts.extend(results.into_iter().map(|part| (rank, part)));
             }
         }
-        let sum: f64 = losses.iter().sum();
-        let loss = match losses.len() {
-            0 => f64::NAN,
-            n if self.loss_is_mean => sum / n as f64,
-            _ => sum,
-        };
+        let loss = step_loss(&losses, self.roster.loss_is_mean);
         Ok((StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes(), recordings }, parts))
-    }
-
-    /// The inputs that programs use, in their buffers' element types.
-    fn check_inputs(
-        &self,
-        given: &BTreeMap<String, HostTensor>,
-        scalars: &BTreeMap<String, f64>,
-    ) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
-        let mut inputs = BTreeMap::new();
-        for plan in &self.plans {
-            for buffer in &plan.program.buffers {
-                match &buffer.kind {
-                    BufferKind::Scalar { name } if !scalars.contains_key(name) => {
-                        return Err(RuntimeError::MissingScalar { name: name.clone() });
-                    }
-                    BufferKind::Input { name } => {
-                        let tensor = given.get(name).ok_or(RuntimeError::MissingInput { name: name.clone() })?;
-                        tensor.check()?;
-                        let (expected, found) = (&buffer.ty, &tensor.ty);
-                        let microbatches = plan.num_microbatches;
-                        let dims = expected.shape.iter().zip(&found.shape);
-                        let fits = expected.rank() == found.rank()
-                            && dims.into_iter().all(|(&e, &f)| f == e || e.checked_mul(microbatches as u64) == Some(f));
-                        let kinds = |d: DType| (d.is_float(), d.is_integer());
-                        if !fits || kinds(expected.dtype) != kinds(found.dtype) {
-                            return Err(RuntimeError::InputType {
-                                name: name.clone(),
-                                expected: expected.clone(),
-                                found: found.clone(),
-                                microbatches,
-                            });
-                        }
-                        inputs.entry(name.clone()).or_insert_with(|| tensor.cast(expected.dtype));
-                    }
-                    _ => {}
-                }
-            }
-        }
-        Ok(inputs)
     }
 
     /// A parameter, put together from one program that holds it.
     pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
-        let holders = self.buffers(|b| matches!(&b.kind, BufferKind::Parameter { name: n } if n == name));
-        match holders.first() {
-            Some(&(p, b)) => self.gather(p, b),
-            None => Err(RuntimeError::UnknownParameter { name: name.to_string() }),
-        }
+        let holders = self.roster.parameter(name)?;
+        self.gather(holders[0])
     }
 
     /// One tensor of optimizer state.
     pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
-        let holders = self.state_buffers(parameter, slot)?;
-        self.gather(holders[0].0, holders[0].1)
+        let holders = self.roster.state(parameter, slot)?;
+        self.gather(holders[0])
     }
 
     /// The gradient of a parameter as the last step accumulated it: partial sums are added up, and where several
     /// programs hold an accumulator of the same parameter, their sum.
     pub fn accumulator(&mut self, parameter: &str) -> Result<HostTensor, RuntimeError> {
-        let holders = self.buffers(|b| matches!(&b.kind, BufferKind::Accumulator { parameter: p } if p == parameter));
-        let Some((&(p, b), others)) = holders.split_first() else {
-            return Err(RuntimeError::UnknownParameter { name: parameter.to_string() });
-        };
-        let mut sum = self.gather(p, b)?;
-        for &(p, b) in others {
-            let more = self.gather(p, b)?.to_f64();
+        let holders = self.roster.accumulator(parameter)?;
+        let mut sum = self.gather(holders[0])?;
+        for &holder in &holders[1..] {
+            let more = self.gather(holder)?.to_f64();
             let both: Vec<f64> = sum.to_f64().iter().zip(more).map(|(x, y)| x + y).collect();
             sum = HostTensor::from_f64(sum.ty, &both);
         }
@@ -331,19 +217,12 @@ impl Session {
 
     /// Names of all parameters.
     pub fn parameters(&self) -> BTreeSet<String> {
-        let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
-        let name = |b: &Buffer| if let BufferKind::Parameter { name } = &b.kind { Some(name.clone()) } else { None };
-        buffers.filter_map(name).collect()
+        self.roster.parameters()
     }
 
     /// Parameter and slot of all optimizer state.
     pub fn states(&self) -> BTreeSet<(String, String)> {
-        let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
-        let name = |b: &Buffer| match &b.kind {
-            BufferKind::State { parameter, slot } => Some((parameter.clone(), slot.clone())),
-            _ => None,
-        };
-        buffers.filter_map(name).collect()
+        self.roster.states()
     }
 
     /// The most bytes that each device has held so far, by global id.
@@ -357,12 +236,12 @@ impl Session {
     }
 
     /// Puts a buffer together from its parts, reducing what is partial.
-    fn gather(&mut self, p: usize, b: BufferId) -> Result<HostTensor, RuntimeError> {
-        let plan = self.plans[p].clone();
-        let mut whole = HostTensor::zeros(plan.program.buffer(b).ty.clone());
-        for (rank, reply) in self.ask(p, |_| Command::Fetch { buffer: b })? {
+    fn gather(&mut self, (p, buffer): Holder) -> Result<HostTensor, RuntimeError> {
+        let plan = self.roster.plans[p].clone();
+        let mut whole = HostTensor::zeros(plan.program.buffer(buffer).ty.clone());
+        for (rank, reply) in self.ask(p, |_| Command::Fetch { buffer })? {
             if let Reply::Fetched(part) = reply {
-                place_part(&plan, b, rank, &part, &mut whole);
+                plan.place_part(buffer, rank, &part.data, &mut whole);
             }
         }
         Ok(whole)
@@ -371,8 +250,7 @@ impl Session {
     /// Gives a command to all devices of a program.
     fn ask(&mut self, p: usize, command: impl Fn(usize) -> Command) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         self.begin()?;
-        let first = self.plans[p].first_rank[p];
-        let ranks: Vec<usize> = (first..first + self.plans[p].program.devices.len()).collect();
+        let ranks: Vec<usize> = self.roster.ranks(p).collect();
         self.exchange(&ranks, command)
     }
 
@@ -411,43 +289,6 @@ impl Session {
         }
         answers.sort_by_key(|a| a.0);
         Ok(answers)
-    }
-}
-
-/// Puts one device's part of a buffer where it belongs in the whole, unless another device has the same.
-fn place_part(plan: &Plan, buffer: BufferId, rank: usize, part: &HostTensor, whole: &mut HostTensor) {
-    let program = &plan.program;
-    let sharding = &program.buffer(buffer).sharding;
-    let coordinates = program.mesh.coordinates((rank - plan.first_rank[plan.index as usize]) as u32);
-    if is_replica(sharding, &program.mesh, &coordinates) {
-        return;
-    }
-    let shape: Vec<usize> = whole.ty.shape.iter().map(|&d| d as usize).collect();
-    let selection = Selection::new(&shape, &held_indices(sharding, &program.mesh, &coordinates));
-    put(&selection, &part.data, &mut whole.data, summand_of(sharding, &coordinates));
-}
-
-/// Writes a part into the whole tensor, or combines it with what is there.
-fn put(selection: &Selection, part: &HostData, whole: &mut HostData, reducer: Option<altiplano_ir::op::Reducer>) {
-    fn typed<T: Element>(
-        selection: &Selection,
-        part: &[T],
-        whole: &mut [T],
-        reducer: Option<altiplano_ir::op::Reducer>,
-    ) {
-        match reducer {
-            None => selection.write(part, whole),
-            Some(reducer) => selection.combine(part, whole, reducer),
-        }
-    }
-    match (part, whole) {
-        (HostData::F32(p), HostData::F32(w)) => typed(selection, p, w, reducer),
-        (HostData::F16(p), HostData::F16(w)) => typed(selection, p, w, reducer),
-        (HostData::BF16(p), HostData::BF16(w)) => typed(selection, p, w, reducer),
-        (HostData::I32(p), HostData::I32(w)) => typed(selection, p, w, reducer),
-        (HostData::I64(p), HostData::I64(w)) => typed(selection, p, w, reducer),
-        (HostData::Bool(p), HostData::Bool(w)) => typed(selection, p, w, reducer),
-        _ => {}
     }
 }
 

@@ -508,3 +508,37 @@ fn wrong_tensors_are_refused_and_the_session_goes_on() {
     inputs.insert("t".to_string(), t);
     assert!(session.step(&inputs, &scalars()).unwrap().loss.is_finite());
 }
+
+#[test]
+fn the_op_that_makes_a_nan_is_named() {
+    let options = Options { check_nan: true, ..Options::default() };
+    let mesh = Mesh::new(&[("data", 2)]);
+    let programs = |infinite: bool| {
+        let mut graph = Graph::new("nan");
+        let x = input(&mut graph, "x", DType::F32, &[2, 3]);
+        // 0 / 0, or infinity minus infinity once x is large.
+        let y = if infinite { graph.emit(Op::Unary(Unary::Exponential), &[x]) } else { graph.sub(x, x) };
+        let sum = graph.reduce(y, Reducer::Sum, &[1]);
+        let op = if infinite { Binary::Subtract } else { Binary::Divide };
+        let z = graph.emit(Op::Binary(op), &[sum, sum]);
+        graph.outputs = vec![z];
+        programs_of(&graph, &mesh)
+    };
+    let stopped = |infinite: bool, value: f64| {
+        let mut session = Session::new(&programs(infinite), &options).expect("it starts");
+        let ty = TensorType::new(DType::F32, [2, 2, 3]);
+        session.load_parameter("x", &HostTensor::from_f64(ty, &[value; 12])).expect("it loads");
+        match session.step(&BTreeMap::new(), &BTreeMap::new()) {
+            Err(error @ RuntimeError::Device { .. }) => Some(error.to_string()),
+            other => other.map(|_| None).expect("no other failure"),
+        }
+    };
+    let text = stopped(false, 1.0).expect("0 / 0 is noticed");
+    assert!(text.contains("divide") && text.contains("made a NaN of numbers"), "{text}");
+    assert!(!text.contains("infinity"), "{text}");
+    let text = stopped(true, 100.0).expect("infinity - infinity is noticed");
+    assert!(text.contains("subtract") && text.contains("the first infinity was made by"), "{text}");
+    assert_eq!(stopped(true, 1.0), None, "numbers pass");
+    let text = stopped(true, f64::NAN).expect("a NaN in a parameter is noticed");
+    assert!(text.contains("'x' holds a NaN"), "{text}");
+}

@@ -4,7 +4,7 @@ use crate::commands::options::FixedOptions;
 use crate::commands::{load_to_ask, say};
 use crate::progress::Bar;
 use altiplano::Error;
-use altiplano::advice::{advice, changes, scenarios};
+use altiplano::advice::{advice, advice_json, changes, scenarios};
 use altiplano::planner::{Progress, Request};
 use altiplano::units::seconds;
 use clap::Args;
@@ -25,6 +25,9 @@ pub struct Advise {
     /// Seconds after which searches give the best that they have found; what they find then depends on the machine
     #[arg(long, value_name = "SECONDS", value_parser = positive, default_value = "60")]
     within: f64,
+    /// JSON, as docs/advice.schema.json says
+    #[arg(long)]
+    json: bool,
 }
 
 fn positive(text: &str) -> Result<f64, &'static str> {
@@ -49,6 +52,9 @@ impl Advise {
             eprintln!(
                 "note: the time was up, or the search was stopped; some of these are the best that were found by then"
             );
+        }
+        if self.json {
+            return say(format!("{:#}", advice_json(&plan, &found, self.noise_scale)?));
         }
         say(advice(&plan, &found, self.noise_scale)?)
     }

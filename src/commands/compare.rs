@@ -2,9 +2,9 @@
 
 use crate::commands::{load_to_ask, say};
 use altiplano::Error;
-use altiplano::compare::{Baseline, compared, duration, two_plans};
+use altiplano::compare::{Baseline, Comparison, duration};
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Set a plan beside another one, or beside a configuration that you run today
 #[derive(Args)]
@@ -21,15 +21,32 @@ pub struct Compare {
     /// What a step of the configuration takes, measured (5.3s, 830ms)
     #[arg(long, value_name = "SECONDS", value_parser = duration, requires = "baseline", conflicts_with = "other")]
     measured: Option<f64>,
+    /// JSON, as docs/comparison.schema.json says
+    #[arg(long)]
+    json: bool,
 }
 
 impl Compare {
     pub fn run(self) -> Result<(), Error> {
         let plan = load_to_ask(&self.plan)?;
-        match (&self.baseline, &self.other) {
-            (Some(baseline), _) => say(compared(&plan, &baseline.plan(&plan)?, self.measured)?),
-            (None, Some(other)) => say(two_plans(["one", "other"], &plan, &load_to_ask(other)?)?),
-            (None, None) => Ok(()),
+        if let Some(baseline) = &self.baseline {
+            let beside = Comparison::new(["plan", "baseline"], &plan, &baseline.plan(&plan)?)?;
+            return match self.json {
+                true => say(format!("{:#}", beside.json_of_baseline(self.measured))),
+                false => say(beside.text_of_baseline(self.measured)),
+            };
         }
+        let Some(file) = &self.other else { return Ok(()) };
+        let names = names([&self.plan, file]);
+        let beside = Comparison::new(names.each_ref().map(String::as_str), &plan, &load_to_ask(file)?)?;
+        if self.json { say(format!("{:#}", beside.json())) } else { say(beside.text()) }
     }
+}
+
+/// What two files are called in tables: by their names, where these differ and are short.
+fn names(files: [&Path; 2]) -> [String; 2] {
+    const SHORT: usize = 16;
+    let stems = files.map(|f| f.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default());
+    let plain = |s: &String| (1..=SHORT).contains(&s.chars().count()) && !s.chars().any(char::is_control);
+    if stems[0] != stems[1] && stems.iter().all(plain) { stems } else { ["one", "other"].map(String::from) }
 }

@@ -3,7 +3,8 @@
 use crate::commands::say;
 use altiplano::units::bytes;
 use altiplano::{
-    Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, report, write_file,
+    Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, report, tape_text,
+    write_file,
 };
 use clap::Args;
 use std::path::PathBuf;
@@ -22,6 +23,9 @@ pub struct Inspect {
     /// With --programs: print the kernels that these launch on NVIDIA GPUs, as one CUDA source
     #[arg(long, requires = "programs")]
     kernels: bool,
+    /// With --programs: print what the device of this rank does in a step where it is a GPU, command by command
+    #[arg(long, value_name = "RANK", requires = "programs", conflicts_with = "kernels")]
+    tape: Option<u32>,
     /// Print the layers and stages with their shardings, and the bytes between them, as DOT, which Graphviz draws
     #[arg(long, conflicts_with_all = ["json", "programs"])]
     dot: bool,
@@ -44,6 +48,8 @@ impl Inspect {
             say(plan.to_json())
         } else if self.kernels {
             say(kernels_text(&programs(&plan)?))
+        } else if let Some(rank) = self.tape {
+            say(tape_text(&programs(&plan)?, rank)?.trim_end())
         } else if self.programs {
             say(programs_text(&programs(&plan)?).trim_end())
         } else if self.dot {

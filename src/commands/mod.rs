@@ -1,11 +1,15 @@
 //! The subcommands, and the writing to stdout that they share.
 
 pub mod advise;
+pub mod bench_input;
 pub mod calibrate;
+pub mod checkpoint;
 pub mod clusters;
 pub mod compare;
 pub mod completions;
+pub mod config;
 pub mod demo;
+pub mod devices;
 pub mod fidelity;
 pub mod import;
 pub mod inspect;
@@ -14,7 +18,10 @@ pub mod options;
 pub mod plan;
 pub mod probe;
 pub mod profile;
+pub mod ranks;
+pub mod rate;
 pub mod run;
+pub mod scale;
 pub mod show;
 pub mod simulate;
 pub mod verify;

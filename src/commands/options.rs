@@ -11,10 +11,12 @@ use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
 use altiplano::planner::{Progress, Request, SearchKind};
 use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
-use altiplano::training::Training;
+use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
+use altiplano::training::{DataOptions, Training};
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
 };
+use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
@@ -82,8 +84,24 @@ fn parameters(text: &str) -> Result<u64, &'static str> {
 
 /// A learning rate, which may be 0 to look and not to touch.
 fn learning_rate(text: &str) -> Result<f64, &'static str> {
-    let rate: f64 = text.parse().map_err(|_| "expected a number")?;
-    if rate.is_finite() && rate >= 0.0 { Ok(rate) } else { Err("expected a finite number, 0 or more") }
+    not_negative(text)
+}
+
+fn not_negative(text: &str) -> Result<f64, &'static str> {
+    let number: f64 = text.parse().map_err(|_| "expected a number")?;
+    if number.is_finite() && number >= 0.0 { Ok(number) } else { Err("expected a finite number, 0 or more") }
+}
+
+/// What an average keeps.
+fn below_one(text: &str) -> Result<f64, &'static str> {
+    let number: f64 = text.parse().map_err(|_| "expected a number")?;
+    if (0.0..1.0).contains(&number) { Ok(number) } else { Err("expected a number from 0, below 1") }
+}
+
+/// A number above 0.
+fn positive(text: &str) -> Result<f64, &'static str> {
+    let number: f64 = text.parse().map_err(|_| "expected a number")?;
+    if number.is_finite() && number > 0.0 { Ok(number) } else { Err("expected a finite number above 0") }
 }
 
 fn size(text: &str) -> Result<(String, u64), &'static str> {
@@ -141,9 +159,14 @@ pub struct PlanOptions {
     global_batch: Option<u64>,
     #[command(flatten)]
     fixed: FixedOptions,
-    /// [default: adamw]
-    #[arg(long)]
-    optimizer: Option<OptimizerName>,
+    /// What updates parameters, with the settings of its paper [default: adamw]
+    #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES))]
+    optimizer: Option<String>,
+    #[command(flatten)]
+    settings: OptimizerSettings,
+    /// Scale gradients down to this norm, of all parameters together, where theirs is larger
+    #[arg(long, value_name = "NORM", value_parser = positive)]
+    clip_norm: Option<f64>,
     /// Judge plans by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -156,6 +179,64 @@ pub struct PlanOptions {
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
+}
+
+/// Settings of the optimizer that take the place of its paper's.
+#[derive(Args, Clone, Debug, Default, PartialEq)]
+pub struct OptimizerSettings {
+    /// Momentum of sgd, rmsprop, lars and larc
+    #[arg(long, value_name = "X", value_parser = below_one)]
+    momentum: Option<f64>,
+    /// Part that the average of gradients keeps each step, of adam, adamw and lamb
+    #[arg(long, value_name = "X", value_parser = below_one)]
+    beta1: Option<f64>,
+    /// Part that the average of squares keeps each step, of adam, adamw and lamb
+    #[arg(long, value_name = "X", value_parser = below_one)]
+    beta2: Option<f64>,
+    /// What is added to roots of averages, of all but sgd, lars and larc
+    #[arg(long, value_name = "X", value_parser = positive)]
+    epsilon: Option<f64>,
+    /// Pull of parameters towards 0
+    #[arg(long, value_name = "X", value_parser = not_negative)]
+    weight_decay: Option<f64>,
+    /// Part that the average of squares keeps each step, of rmsprop
+    #[arg(long, value_name = "X", value_parser = below_one)]
+    decay: Option<f64>,
+    /// Part that the averages keep each step, of adadelta
+    #[arg(long, value_name = "X", value_parser = below_one)]
+    rho: Option<f64>,
+    /// Factor of the ratio of norms, of lars and larc
+    #[arg(long, value_name = "X", value_parser = positive)]
+    trust: Option<f64>,
+}
+
+impl OptimizerSettings {
+    /// The options as they are typed, what they set, and their values.
+    fn given(&self) -> impl Iterator<Item = (&'static str, &'static str, f64)> + use<> {
+        let all = [
+            ("--momentum", "momentum", self.momentum),
+            ("--beta1", "beta1", self.beta1),
+            ("--beta2", "beta2", self.beta2),
+            ("--epsilon", "epsilon", self.epsilon),
+            ("--weight-decay", "weight_decay", self.weight_decay),
+            ("--decay", "decay", self.decay),
+            ("--rho", "rho", self.rho),
+            ("--trust", "trust", self.trust),
+        ];
+        all.into_iter().filter_map(|(option, name, value)| Some((option, name, value?)))
+    }
+
+    /// Sets what is given.
+    ///
+    /// # Errors
+    /// A setting that the optimizer does not have.
+    fn set(&self, optimizer: &mut Optimizer) -> Result<(), Error> {
+        for (option, name, value) in self.given() {
+            let problem = "the optimizer has no such setting; --help says which have it, and --optimizer takes another";
+            *optimizer.setting(name).ok_or(Error::Option { option, problem })? = value;
+        }
+        Ok(())
+    }
 }
 
 /// What is fixed of the plans that are looked at, degrees and the like.
@@ -221,13 +302,6 @@ enum SearchName {
     Alpa,
 }
 
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum OptimizerName {
-    Sgd,
-    Adam,
-    Adamw,
-}
-
 impl PlanOptions {
     /// The plan for a model, by the profile if there is one.
     pub fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
@@ -241,6 +315,16 @@ impl PlanOptions {
     pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
         frontier_by(request, profile.as_ref(), progress)
+    }
+
+    /// For plans on machines that are not this one, which no profile measured.
+    pub fn expect_no_profile(&self) -> Result<(), Error> {
+        match self.profile {
+            Some(_) => {
+                Err(Error::Option { option: "--profile", problem: "is of this machine alone, not of several nodes" })
+            }
+            None => Ok(()),
+        }
     }
 
     /// The planning problem that a model file and these options pose.
@@ -284,12 +368,15 @@ impl PlanOptions {
         if model.inference && self.optimizer.is_some() {
             return Err(Error::Option { option: "--optimizer", problem: OF_TRAINING });
         }
-        request.optimizer = match self.optimizer {
-            Some(OptimizerName::Sgd) => Optimizer::sgd(),
-            Some(OptimizerName::Adam) => Optimizer::adam(),
-            Some(OptimizerName::Adamw) => Optimizer::adamw(),
-            None => request.optimizer,
-        };
+        if let Some((option, ..)) = self.settings.given().next().filter(|_| model.inference) {
+            return Err(Error::Option { option, problem: OF_TRAINING });
+        }
+        if model.inference && self.clip_norm.is_some() {
+            return Err(Error::Option { option: "--clip-norm", problem: OF_TRAINING });
+        }
+        request.optimizer = self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.optimizer);
+        self.settings.set(&mut request.optimizer)?;
+        request.clip_norm = self.clip_norm;
         request.target = match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,
@@ -377,6 +464,14 @@ pub struct PlanOrModel {
 }
 
 impl PlanOrModel {
+    /// For what all ranks must have the same of, which a plan found anew by each need not be.
+    pub fn expect_plan(&self, option: &'static str) -> Result<(), Error> {
+        if Format::of(&read_bytes(&self.file)?) == Format::PlanJson {
+            return Ok(());
+        }
+        Err(Error::Option { option, problem: "takes a plan file, which `altiplano plan MODEL -o PLAN` writes" })
+    }
+
     /// The measured profile that plans are judged by, if there is one.
     pub fn profile(&self) -> Result<Option<Profile>, Error> {
         self.plan.profile.as_deref().map(load_profile).transpose()
@@ -387,7 +482,7 @@ impl PlanOrModel {
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
-            let of_plan = PlanOptions { profile: None, ..self.plan.clone() };
+            let of_plan = PlanOptions { profile: None, clip_norm: None, ..self.plan.clone() };
             let fixed = self.model != ModelOptions::default() || of_plan != PlanOptions::default();
             if fixed {
                 return Err(Error::Option {
@@ -396,6 +491,10 @@ impl PlanOrModel {
                 });
             }
             let mut plan = plan_of(&self.file, &bytes)?;
+            if self.plan.clip_norm.is_some() && !plan.schedule.trains() {
+                return Err(Error::Option { option: "--clip-norm", problem: OF_TRAINING });
+            }
+            plan.clip_norm = self.plan.clip_norm.or(plan.clip_norm);
             if let Some(file) = &self.plan.profile {
                 judge_by(&mut plan, file)?;
             }
@@ -411,9 +510,15 @@ impl PlanOrModel {
 /// What a run starts from and trains on.
 #[derive(Args, Clone)]
 pub struct Start {
-    /// Batches: .safetensors with tensors named as the inputs, or .npy [default: made up]
-    #[arg(long, value_name = "FILE")]
+    /// Batches: .safetensors with tensors named as the inputs, a folder of such files, .npy, or ids (.u16, .u32) [default: made up]
+    #[arg(long, value_name = "FILE|DIR")]
     data: Option<PathBuf>,
+    /// What the ids in the file of --data are, which then holds nothing else (little-endian)
+    #[arg(long, value_name = "TYPE", requires = "data", value_enum)]
+    token_type: Option<TokenType>,
+    /// Take samples in an order by this seed, another in each epoch, instead of as they come [default seed: 0]
+    #[arg(long, value_name = "SEED", requires = "data", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
+    shuffle: Option<u64>,
     /// Start from these weights: .safetensors with tensors named as the parameters, or an ONNX model
     #[arg(long, value_name = "FILE", conflicts_with = "init")]
     weights: Option<PathBuf>,
@@ -423,12 +528,81 @@ pub struct Start {
     /// Learning rate [default: that of a whole training step, or 0.001]
     #[arg(long, value_name = "X", value_parser = learning_rate, allow_hyphen_values = true)]
     lr: Option<f64>,
+    /// What workers run on; `altiplano devices` lists what is here
+    #[arg(long, value_name = "DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
+    device: DeviceKind,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum TokenType {
+    U16,
+    U32,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum DeviceKind {
+    Cpu,
+    Cuda,
 }
 
 impl Start {
+    /// How GPUs are used, where they are asked for; that they can be is found out before anything is planned.
+    pub fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
+        if self.device == DeviceKind::Cpu {
+            return Ok(None);
+        }
+        let search = cuda_search();
+        Survey::of(&search).usable()?;
+        Ok(Some(CudaOptions { search, cache: kernel_cache(), ..CudaOptions::default() }))
+    }
+
+    pub fn is_cuda(&self) -> bool {
+        self.device == DeviceKind::Cuda
+    }
+
+    /// For what does not run on GPUs.
+    pub fn expect_cpu(&self) -> Result<(), Error> {
+        if self.cuda()?.is_none() {
+            return Ok(());
+        }
+        Err(Error::Option { option: "--device", problem: "only `run` of a plan that trains runs on GPUs so far" })
+    }
+
     /// `step` is the training step that the model was, if it was one.
     pub fn training(self, steps: u64, step: Option<&GivenStep>) -> Training {
         let learning_rate = self.lr.or(step.and_then(|s| s.learning_rate)).unwrap_or(1e-3);
-        Training { steps, learning_rate, seed: self.init, weights: self.weights, data: self.data }
+        Training {
+            steps,
+            learning_rate,
+            seed: self.init,
+            weights: self.weights,
+            data: DataOptions {
+                file: self.data,
+                token_type: self.token_type.map(|token| match token {
+                    TokenType::U16 => DType::U16,
+                    TokenType::U32 => DType::U32,
+                }),
+                shuffle: self.shuffle,
+            },
+            ..Training::default()
+        }
     }
+}
+
+/// Where compiled kernels are kept: in the user's folder of caches, where there is one.
+fn kernel_cache() -> Option<PathBuf> {
+    let of_user = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
+    let caches = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
+    Some(caches.or_else(of_user)?.join("altiplano/kernels"))
+}
+
+/// Where CUDA's libraries are looked for: where `ALTIPLANO_CUDA` says, then in the active virtual environment of Python.
+pub fn cuda_search() -> Search {
+    let mut folders: Vec<PathBuf> =
+        std::env::var_os("ALTIPLANO_CUDA").map(|all| std::env::split_paths(&all).collect()).unwrap_or_default();
+    if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
+        let versions = std::fs::read_dir(Path::new(&environment).join("lib")).into_iter().flatten().flatten();
+        folders.extend(versions.map(|version| version.path().join("site-packages")));
+    }
+    Search { folders }
 }

@@ -63,7 +63,7 @@ impl Probe {
             fit(&mut group, &measured).map_err(|error| of_file(file, error))?;
         }
         let name = format!("{} x {}", group.devices_per_node, group.device.name);
-        let cluster = Cluster { name, groups: vec![group], between_groups: None };
+        let cluster = Cluster { name, groups: vec![group], between_groups: None, storage: None };
         let text = format!("# What was found; latencies are usual ones.\n{}", print(&cluster));
         match &self.output {
             Some(file) => write_file(file, &text),
@@ -138,7 +138,7 @@ fn network_cards(directory: &Path, named: bool) -> Result<Vec<Nic>, Error> {
 }
 
 /// Cores and bytes of memory.
-fn processors() -> Result<(u32, u64), Error> {
+pub(super) fn processors() -> Result<(u32, u64), Error> {
     let cores = std::fs::read_to_string("/proc/cpuinfo").map_or(0, |text| parse_cores(&text));
     // Elsewhere than on Linux the standard library knows the threads, if not the cores.
     let threads = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);

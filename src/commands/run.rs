@@ -1,6 +1,9 @@
-//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, or runs a model that is not trained.
+//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, on GPUs, or as one of many ranks, or runs a model that is not
+//! trained.
 
 use crate::commands::options::{PlanOrModel, Start};
+use crate::commands::ranks::RankArguments;
+use crate::commands::rate::Rate;
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
@@ -9,11 +12,20 @@ use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
 use altiplano::runtime::data::write_safetensors;
 use altiplano::simulate::Simulation;
-use altiplano::training::{Ran, Step, train};
-use altiplano::units::{digits, seconds};
+use altiplano::training::checkpoint::Checkpoints;
+use altiplano::training::engine::{Engine, Team};
+use altiplano::training::evaluation::EvaluationOptions;
+#[cfg(feature = "mpi")]
+use altiplano::training::train_on;
+use altiplano::training::{DataOptions, Event, Ran, Step, Training, train_until};
+use altiplano::units::{digits, percent, seconds};
 use altiplano::{Error, expect_writable, held, one_line, write_file};
 use clap::Args;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Train a plan on CPU workers of this machine
 #[derive(Args)]
@@ -29,17 +41,111 @@ pub struct Run {
     /// Write the last step as a Chrome trace, with the tracks and names of `simulate --trace`
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Look through what every op makes, and stop at the first that makes a NaN
+    #[arg(long)]
+    check_nan: bool,
+    /// Write checkpoints into this folder: at the end, where a signal ends the run, and as often as --checkpoint-every says
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N", requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
+    checkpoint_every: Option<u64>,
+    /// Keep the newest K checkpoints alone
+    #[arg(long, value_name = "K", requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
+    keep: Option<u64>,
+    /// Go on from the newest checkpoint that is whole, up to --steps steps in all; under any plan of the model
+    #[arg(long, requires = "checkpoint")]
+    resume: bool,
+    /// Write a line of JSON for each step: step, loss, learning_rate, seconds, samples_per_s, data_wait_s; gradient_norm and
+    /// noise_scale where they are known; and step and eval_loss for each look at held-out data
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// Look at the loss on this data, which nothing is trained on, in files as --data takes them
+    #[arg(long, value_name = "FILE|DIR")]
+    eval_data: Option<PathBuf>,
+    /// Steps between two such looks; there is one after the last step [default: 100]
+    #[arg(long, value_name = "N", requires = "eval_data", value_parser = clap::value_parser!(u64).range(1..))]
+    eval_every: Option<u64>,
+    /// Batches of a look [default: 8]
+    #[arg(long, value_name = "K", requires = "eval_data", value_parser = clap::value_parser!(u64).range(1..))]
+    eval_steps: Option<u64>,
+    /// Estimate from how much microbatches and replicas differ up to which batch larger ones save steps
+    #[arg(long)]
+    measure_noise_scale: bool,
+    /// Options of `run` in a TOML file, by their names here (`lr = 0.003`); what is given here as well wins
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    ranks: RankArguments,
+    #[command(flatten)]
+    rate: Rate,
     #[command(flatten)]
     start: Start,
 }
 
 impl Run {
     pub fn run(self) -> Result<(), Error> {
-        let files = [&self.trace, &self.output];
-        files.into_iter().flatten().try_for_each(|file| expect_writable(file))?;
-        let (plan, given) = self.plan.plan_and_step()?;
+        if self.ranks.is_mpi() && self.start.is_cuda() {
+            let problem = "ranks run on CPUs so far; one process runs all GPUs of a machine with --engine threads";
+            return Err(Error::Option { option: "--engine mpi", problem });
+        }
+        self.ranks.clone().on_team(|team| self.run_on(team))
+    }
+
+    fn run_on(self, team: Team) -> Result<(), Error> {
+        let leads = team.leads();
+        // One of many speaks for all.
+        let say = |text: String| if leads { say(text) } else { Ok(()) };
+        if self.ranks.is_mpi() {
+            self.plan.expect_plan("--engine mpi")?;
+        }
+        let mut cuda = self.start.cuda()?;
+        let files = [&self.trace, &self.output, &self.metrics].into_iter().filter(|_| leads);
+        files.flatten().try_for_each(|file| expect_writable(file))?;
+        let (mut plan, given) = self.plan.plan_and_step()?;
+        plan.measure_noise = self.measure_noise_scale;
         let profile = self.plan.profile()?;
-        let training = self.start.clone().training(self.steps, given.as_ref());
+        if !plan.schedule.trains() {
+            self.start.expect_cpu()?;
+            if self.ranks.is_mpi() {
+                let problem = "runs plans that train so far; without it this one runs on threads";
+                return Err(Error::Option { option: "--engine mpi", problem });
+            }
+        }
+        if let Some(options) = &mut cuda {
+            options.running.check_nan = self.check_nan;
+        }
+        let checkpoints = self.checkpoint.as_ref().map(|folder| Checkpoints {
+            every: self.checkpoint_every,
+            keep: self.keep,
+            resume: self.resume,
+            ..Checkpoints::new(folder)
+        });
+        let rate_schedule = self.rate.schedule(self.steps)?;
+        if checkpoints.is_some() && !plan.schedule.trains() {
+            return Err(Error::Option { option: "--checkpoint", problem: "nothing is trained with --loss none" });
+        }
+        if self.metrics.is_some() && !plan.schedule.trains() {
+            return Err(Error::Option { option: "--metrics", problem: "nothing is trained with --loss none" });
+        }
+        let of_training =
+            [("--eval-data", self.eval_data.is_some()), ("--measure-noise-scale", self.measure_noise_scale)];
+        if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !plan.schedule.trains()) {
+            return Err(Error::Option { option, problem: "nothing is trained with --loss none" });
+        }
+        let mut training = Training {
+            check_nan: self.check_nan,
+            cuda,
+            checkpoints,
+            rate_schedule,
+            metrics: self.metrics.clone(),
+            ..self.start.clone().training(self.steps, given.as_ref())
+        };
+        training.evaluation = self.eval_data.clone().map(|file| EvaluationOptions {
+            data: DataOptions { file: Some(file), token_type: training.data.token_type, shuffle: None },
+            every: self.eval_every.unwrap_or(100),
+            steps: self.eval_steps.unwrap_or(8),
+        });
         if self.output.is_some() && plan.schedule.trains() {
             let problem = "a training step gives no results; --loss none runs the model instead";
             return Err(Error::Option { option: "--output", problem });
@@ -62,13 +168,49 @@ impl Run {
             }
             return self.end(&plan, profile.as_ref(), &ran);
         }
-        let ran = train(&plan, &training, |step| {
-            let said = bar.suspend(|| say(line(step)));
-            bar.step("training", step.number as usize, training.steps as usize);
-            said
-        })?;
+        team.expect_same(&plan, &training)?;
+        let stopped = signals(&bar);
+        let signal = || Some(stopped.load(Ordering::Relaxed) as i32).filter(|&signal| signal != 0);
+        let (mut waited_s, mut spent_s) = (0.0, 0.0);
+        let on_event = |event: Event<'_>| match event {
+            _ if !leads => Ok(()),
+            Event::Step(step) => {
+                waited_s += step.data_wait_s;
+                spent_s += step.data_wait_s + step.seconds;
+                let said = bar.suspend(|| say(line(step)));
+                bar.step("training", step.number as usize, training.steps as usize);
+                said
+            }
+            event => bar.suspend(|| tell(&event, training.steps)),
+        };
+        let (ran, engine): (Ran, Option<Engine>) = match team {
+            Team::Alone => (train_until(&plan, &training, signal, on_event)?, None),
+            #[cfg(feature = "mpi")]
+            team => {
+                let mut engine = team.engine(&plan, &training)?;
+                (train_on(&mut engine, &plan, &training, signal, on_event)?, Some(engine))
+            }
+        };
         drop(bar);
-        self.end(&plan, profile.as_ref(), &ran)
+        if training.data.file.is_some() && spent_s > 0.0 {
+            say(format!("waiting for data: {} of the time of steps", percent(waited_s / spent_s)))?;
+        }
+        if self.measure_noise_scale {
+            say(match &ran.noise {
+                Some(noise) => {
+                    format!("{noise}\n  `altiplano scale --noise-scale {:.0}` weighs batches by it", noise.samples)
+                }
+                None => "gradient noise scale: not told from infinity over so few steps; more --steps or a larger batch tell it"
+                    .to_string(),
+            })?;
+        }
+        if leads {
+            self.end(&plan, profile.as_ref(), &ran)?;
+        }
+        match engine {
+            Some(engine) => Ok(engine.finish()?),
+            None => Ok(()),
+        }
     }
 
     /// What is said when all steps are done.
@@ -85,9 +227,51 @@ impl Run {
     }
 }
 
+/// The signal that asks the run to end, once one has; a second one ends it at once.
+fn signals(bar: &Bar) -> Arc<AtomicUsize> {
+    let stopped = Arc::new(AtomicUsize::new(0));
+    let again = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // Where no handler can be set, the signal ends the program at once, as ever. The order matters: the first of a kind
+        // arms what the second does.
+        let set = register_conditional_shutdown(signal, 128 + signal, again.clone())
+            .and_then(|_| register(signal, again.clone()))
+            .and_then(|_| register_usize(signal, stopped.clone(), signal as usize));
+        if let Err(error) = set {
+            bar.suspend(|| eprintln!("warning: a signal will end the run at once: {error}"));
+        }
+    }
+    stopped
+}
+
+/// Says what a run tells between its steps.
+fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
+    match event {
+        Event::Step(step) => say(line(step)),
+        Event::Evaluated { step, loss, seconds: time_s } => {
+            say(format!("held out, after step {step}  loss {loss:<9.6}  {}", seconds(*time_s)))
+        }
+        Event::Resumed { step, place } if *step >= steps => {
+            say(format!("{} has all {steps} steps: nothing is left to do", place.display()))
+        }
+        Event::Resumed { step, place } => say(format!("going on after step {step}, from {}", place.display())),
+        Event::Data { description } => say(description),
+        Event::FromTheStart => say("no checkpoint yet: from the start"),
+        Event::Written { step, place } => say(format!("checkpoint of step {step}: {}", place.display())),
+        Event::Damaged { error } => {
+            eprintln!("warning: {error}; looking at the one before");
+            Ok(())
+        }
+        Event::NotWritten { step, error } => {
+            eprintln!("warning: no checkpoint of step {step} was written, those before it are as they were: {error}");
+            Ok(())
+        }
+    }
+}
+
 /// `step 3  loss 6.2146  0.123 s/step  65.0 samples/s`
 pub fn line(step: &Step) -> String {
-    let Step { number, loss, seconds: time_s, samples_per_s } = step;
+    let Step { number, loss, seconds: time_s, samples_per_s, .. } = step;
     format!("step {number:>4}  loss {loss:<9.6}  {}/step  {} samples/s", seconds(*time_s), digits(*samples_per_s))
 }
 

@@ -22,6 +22,7 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
+        self.start.expect_cpu()?;
         let (plan, given) = self.plan.plan_and_step()?;
         let training = self.start.training(1, given.as_ref());
         say(format!("{}: {}", plan.model, one_line(&plan)))?;

@@ -3,8 +3,8 @@
 use crate::commands::options::FixedOptions;
 use crate::commands::{explain_failure, load_to_ask, say};
 use crate::progress::Bar;
+use altiplano::compare::Comparison;
 use altiplano::planner::Request;
-use altiplano::simulate::Simulation;
 use altiplano::units::{percent, seconds};
 use altiplano::{Error, expect_writable, plan, side_by_side, write_file};
 use clap::Args;
@@ -20,6 +20,9 @@ pub struct WhyNot {
     /// Write the plan that was asked for to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// JSON, as docs/comparison.schema.json says
+    #[arg(long)]
+    json: bool,
 }
 
 impl WhyNot {
@@ -40,8 +43,11 @@ impl WhyNot {
             write_file(file, &asked.to_json())?;
         }
         let (ours, theirs) = (chosen.predicted.step_time_s, asked.predicted.step_time_s);
-        let simulations = [Simulation::new(chosen, None)?, Simulation::new(asked, None)?];
-        say(side_by_side(["plan", "asked for"], simulations.each_ref()))?;
+        let beside = Comparison::new(["plan", "asked for"], &chosen, &asked)?;
+        if self.json {
+            return say(format!("{:#}", beside.json()));
+        }
+        say(side_by_side(beside.names, beside.simulations.each_ref()))?;
         let part = percent((theirs / ours - 1.0).abs());
         say(match theirs > ours {
             true => format!("\nwhat is asked for takes {} a step more ({part})", seconds(theirs - ours)),

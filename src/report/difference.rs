@@ -4,9 +4,11 @@
 use super::Grid;
 use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
+use altiplano_ir::plan::Plan;
 use altiplano_planner::account::{Account, busiest, of_lanes};
 use altiplano_planner::fits;
 use altiplano_planner::lost::{difference, shape};
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -32,12 +34,7 @@ pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     }
     // Writing to a string cannot fail.
     let _ = writeln!(out, "{}\n", table.right_but_last());
-    let lanes = plans.map(|s| {
-        let lanes = of_lanes(s.plan(), &s.accounts());
-        let at = busiest(&lanes);
-        (s.plan().lane_name(at), lanes.into_iter().nth(at).unwrap_or_default())
-    });
-    let [(of_one, one), (of_other, other)] = &lanes;
+    let [(of_one, one), (of_other, other)] = &least_waiting(plans);
     let _ = writeln!(
         out,
         "Seconds of a step, on the devices that wait least ({of_one} of {}, {of_other} of {})\n{}\n",
@@ -47,6 +44,55 @@ pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     );
     let _ = write!(out, "Bytes of the fullest device\n{}", memory(names, plans));
     out
+}
+
+/// The devices of each plan that wait least, and where their seconds go.
+fn least_waiting(plans: [&Simulation; 2]) -> [(String, Account); 2] {
+    plans.map(|s| {
+        let lanes = of_lanes(s.plan(), &s.accounts());
+        let at = busiest(&lanes);
+        (s.plan().lane_name(at), lanes.into_iter().nth(at).unwrap_or_default())
+    })
+}
+
+/// What is the same of any plan beside others, as JSON.
+pub fn side(plan: &Plan) -> Value {
+    let p = &plan.predicted;
+    json!({
+        "model": plan.model,
+        "cluster": plan.cluster.name,
+        "target": plan.target.name(),
+        "devices": plan.num_devices(),
+        "global_batch": plan.global_batch,
+        "microbatch": plan.microbatch,
+        "num_microbatches": plan.num_microbatches,
+        "stages": plan.stages.len(),
+        "step_time_s": p.step_time_s,
+        "samples_per_s": p.samples_per_s,
+        "mfu": p.mfu,
+        "peak_bytes": p.peak_bytes.iter().copied().max().unwrap_or(0),
+        "fits": fits(plan),
+        "how": shape(plan),
+    })
+}
+
+/// What [`side_by_side`] says, every row of it, as JSON.
+pub fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
+    let lanes = least_waiting(plans);
+    let plan = |i: usize| {
+        let mut side = side(plans[i].plan());
+        side["name"] = json!(names[i]);
+        side["waits_least"] = json!(lanes[i].0);
+        side
+    };
+    let seconds = difference(&lanes[0].1, &lanes[1].1);
+    let seconds = seconds.into_iter().map(|(work, a, b)| json!({"what": work.to_string(), "seconds": [a, b]}));
+    let bytes = held(plans).into_iter().map(|(class, a, b)| json!({"class": class, "bytes": [a, b]}));
+    json!({
+        "plans": [plan(0), plan(1)],
+        "seconds": seconds.collect::<Vec<_>>(),
+        "bytes": bytes.collect::<Vec<_>>(),
+    })
 }
 
 fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {
@@ -82,23 +128,26 @@ fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     table.right()
 }
 
-/// The rows add up to the peak of each plan.
-fn memory(names: [&str; 2], plans: [&Simulation; 2]) -> String {
+/// Bytes of the fullest device of each plan by what they hold, what differs most first.
+fn held(plans: [&Simulation; 2]) -> Vec<(&'static str, u64, u64)> {
     let fullest = plans.map(|s| s.memory().into_iter().max_by_key(|m| m.peak_bytes));
     let sums = fullest.each_ref().map(|m| m.as_ref().map(|m| m.by_category()).unwrap_or_default());
+    let categories: BTreeSet<_> = sums.iter().flat_map(|s| s.keys().copied()).collect();
+    let of = |i: usize, c| sums[i].get(&c).copied().unwrap_or(0);
+    let mut rows: Vec<_> = categories.into_iter().map(|c| (c.name(), of(0, c), of(1, c))).collect();
+    rows.sort_by_key(|&(name, a, b)| (std::cmp::Reverse(a.abs_diff(b)), name));
+    rows
+}
+
+/// The rows add up to the peak of each plan.
+fn memory(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     let mut table = Grid::new(&["class", names[0], names[1], "more"]);
     let mut row = |what: &str, a: u64, b: u64| {
         let plain = |n: u64| if n > 0 { bytes(n) } else { "-".to_string() };
         table.row([what.to_string(), plain(a), plain(b), more(b as f64 - a as f64, |d| bytes(d as u64))]);
     };
-    let categories: BTreeSet<_> = sums.iter().flat_map(|s| s.keys().copied()).collect();
-    let mut rows: Vec<(&str, u64, u64)> = categories
-        .into_iter()
-        .map(|c| (c.name(), sums[0].get(&c).copied().unwrap_or(0), sums[1].get(&c).copied().unwrap_or(0)))
-        .collect();
-    rows.sort_by_key(|&(name, a, b)| (std::cmp::Reverse(a.abs_diff(b)), name));
+    let rows = held(plans);
     rows.iter().for_each(|&(name, a, b)| row(name, a, b));
-    let peak = |i: usize| fullest[i].as_ref().map_or(0, |m| m.peak_bytes);
-    row("in all", peak(0), peak(1));
+    row("in all", rows.iter().map(|r| r.1).sum(), rows.iter().map(|r| r.2).sum());
     table.right()
 }

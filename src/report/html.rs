@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 /// The program of the page and its style, as `src/report/page/README.md` says how to build them.
 const SCRIPT: &str = include_str!("page/dist/page.js");
-const STYLE: &str = include_str!("page/dist/page.css");
+pub(crate) const STYLE: &str = include_str!("page/dist/page.css");
 
 /// The page of a plan, whole. The same plan gives the same page.
 ///

@@ -8,21 +8,24 @@ mod html;
 mod kernels;
 mod programs;
 mod stage;
+mod tape;
 mod timeline;
 mod why;
 pub(crate) mod words;
 
-pub use difference::side_by_side;
+pub use difference::{side, side_by_side, side_by_side_json};
 pub use dot::plan_dot;
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
+pub(crate) use html::STYLE as PAGE_STYLE;
 pub use html::page_html;
 pub use kernels::kernels_text;
 pub use programs::programs;
 pub use stage::why_stage;
+pub use tape::tape_text;
 pub use why::{Asked, why_text};
 
-use crate::advice::limits;
+use crate::advice::Limits;
 use crate::simulate::Simulation;
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
@@ -51,7 +54,7 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     if let (None, Ok(simulation)) = (&plan.profile, Simulation::new(plan.clone(), None)) {
         writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation))?;
         writeln!(out, "\nWhat limits this plan (`altiplano advise` searches for what would make it faster)")?;
-        limits(&simulation).iter().try_for_each(|line| writeln!(out, "  {line}"))?;
+        Limits::new(&simulation).lines().iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
     for (title, stages) in equal_stages(plan) {
@@ -105,7 +108,8 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let trains = plan.schedule.trains();
     let task = if trains { format!("loss            {loss}") } else { "task            run, not trained".to_string() };
     writeln!(out, "  {task}")?;
-    let optimizer = if trains { format!("; optimizer {}", plan.optimizer.name()) } else { String::new() };
+    let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
+    let optimizer = if trains { format!("; optimizer {}{clip}", plan.optimizer.name()) } else { String::new() };
     match (plan.stages.len(), plan.virtual_stages) {
         (1, _) => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
         (n, 1) => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,

@@ -38,7 +38,7 @@ fn letter(phase: Phase) -> char {
         Phase::Forward => 'F',
         Phase::Backward => 'B',
         Phase::Weights => 'W',
-        Phase::Reduce | Phase::Update => 'U',
+        Phase::Reduce | Phase::Norm | Phase::Update => 'U',
     }
 }
 

@@ -70,7 +70,7 @@ impl Simulation {
             };
             spans[self.plan.lane_of(stage)].insert(key, (start, end));
         });
-        let lanes = self.programs.programs.iter().zip(&spans).enumerate();
+        let lanes = self.programs().programs.iter().zip(&spans).enumerate();
         let times = lanes.map(|(lane, (program, spans))| {
             let once_s: f64 = self.plan.stages_of(lane).map(|stage| self.timings[stage].0.step_s).sum();
             let is_once = |call: &&Call| matches!(call, Call::Run { microbatch: None, .. });
@@ -129,7 +129,7 @@ impl Simulation {
         let held = |h: &Held| {
             let tensor = &memory.tensors[h.tensor];
             HeldTensor {
-                name: name(&self.programs, lane, tensor.origin),
+                name: name(self.programs(), lane, tensor.origin),
                 category: tensor.category,
                 bytes: tensor.bytes,
                 count: h.count,
@@ -152,7 +152,7 @@ impl Simulation {
     /// The call in which most is held by a device of a lane.
     pub fn moment(&self, lane: usize) -> String {
         let (position, _) = self.memories[lane].peak_at;
-        let program = &self.programs.programs[lane];
+        let program = &self.programs().programs[lane];
         match program.schedule.get(position) {
             Some(&Call::Run { body, microbatch }) => {
                 let phase = match program.bodies[body as usize].phase {
@@ -160,6 +160,7 @@ impl Simulation {
                     Phase::Backward => "backward",
                     Phase::Weights => "the gradients of weights",
                     Phase::Reduce => "the reduction of gradients",
+                    Phase::Norm => "the norm of gradients",
                     Phase::Update => "the update",
                 };
                 let of = match self.plan.virtual_stages {

@@ -68,7 +68,7 @@ impl Simulation {
         let mut events = self.tracks();
         for recording in &recorded.recordings {
             let lane = recording.program as usize;
-            let program = &self.programs.programs[lane];
+            let program = &self.programs().programs[lane];
             let mut once: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
             for (position, span) in calls(recording) {
                 let Some(&Call::Run { body, microbatch }) = program.schedule.get(position) else { continue };
@@ -142,7 +142,7 @@ impl Simulation {
     /// Where the seconds of a step that was run went, on the first device of each lane.
     pub fn measured(&self, recorded: &Recorded) -> Vec<Account> {
         let of = |recording: &Recording| {
-            let program = &self.programs.programs[recording.program as usize];
+            let program = &self.programs().programs[recording.program as usize];
             let mut account = Account::default();
             for (position, span) in calls(recording) {
                 let call_s = span.end_s - span.start_s;
@@ -152,7 +152,7 @@ impl Simulation {
                     continue;
                 };
                 let body = &program.bodies[body as usize];
-                let once = matches!(body.phase, Phase::Reduce | Phase::Update);
+                let once = matches!(body.phase, Phase::Reduce | Phase::Norm | Phase::Update);
                 let mesh = &self.plan.stages[body.stage as usize].mesh;
                 let work = self.work[body.stage as usize].iter().find(|w| w.phase == body.phase);
                 let owner = work.map(owners);
@@ -202,24 +202,27 @@ impl Simulation {
         };
         let (predicted, measured) = (mean(&predicted), mean(&measured));
         let works: BTreeSet<&Work> = predicted.0.keys().chain(measured.0.keys()).collect();
-        let of = |account: &Account, work: &Work| account.0.get(work).copied().unwrap_or(0.0);
+        // What is left of differences of times is no time.
+        let of = |account: &Account, work: &Work| {
+            let seconds = account.0.get(work).copied().unwrap_or(0.0);
+            if seconds.abs() > 1e-9 * account.sum_s() { seconds } else { 0.0 }
+        };
         let mut rows: Vec<(String, f64, f64)> =
             works.into_iter().map(|w| (w.to_string(), of(&predicted, w), of(&measured, w))).collect();
         rows.sort_by(|a, b| b.1.max(b.2).total_cmp(&a.1.max(a.2)).then(a.0.cmp(&b.0)));
-        let least = SHOWN * predicted.sum_s().max(measured.sum_s());
-        rows.retain(|(_, a, b)| a.abs().max(b.abs()) > least);
+        let (least, least_measured) = (SHOWN * predicted.sum_s(), SHOWN * measured.sum_s());
+        rows.retain(|(_, a, b)| a.abs() > least || b.abs() > least_measured);
         rows.push(("the step".into(), predicted.sum_s(), measured.sum_s()));
         let mut table = Grid::new(&["what", "predicted", "measured", "measured by predicted"]);
         for (what, predicted, measured) in rows {
             let plain = |s: f64| match s {
+                0.0 => "-".to_string(),
                 s if s < 0.0 => format!("-{}", seconds(-s)),
-                s if s > least => seconds(s),
-                _ => "-".to_string(),
+                s => seconds(s),
             };
-            let times = if predicted > least && measured > least {
-                format!("x {}", digits(measured / predicted))
-            } else {
-                String::new()
+            let times = match predicted > 0.0 && measured > 0.0 {
+                true => format!("x {}", digits(measured / predicted)),
+                false => String::new(),
             };
             table.row([what, plain(predicted), plain(measured), times]);
         }
@@ -264,7 +267,7 @@ impl Simulation {
 
     fn work_and_body(&self, stage: usize, phase: Phase) -> Option<(&BodyWork, &Body)> {
         let work = self.work[stage].iter().find(|b| b.phase == phase)?;
-        let program = &self.programs.programs[self.plan.lane_of(stage)];
+        let program = &self.programs().programs[self.plan.lane_of(stage)];
         let body = program.body_of(stage as u32, phase)?;
         Some((work, &program.bodies[body as usize]))
     }

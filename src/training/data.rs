@@ -1,14 +1,20 @@
-//! Batches: cut from a file whose tensors have more samples than one batch, or made up.
+//! Batches: of files, whose samples are read as they are needed and may be taken in another order, or made up.
+//!
+//! A run takes samples from one endless row: epoch after epoch, each in an order of its own where they are shuffled. Which sample
+//! is where in that row follows from its number, so that a run goes on at any place of it, under any plan.
 
 use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, Floats, bound};
+use crate::training::checkpoint::Position;
+use crate::training::shuffle::Permutation;
+use crate::training::source::{Source, open};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::sample::{RANDOM_KEY, SAMPLE_INDEX};
 use altiplano_ir::types::TensorType;
-use altiplano_runtime::data::{read_npy, read_safetensors, synthetic};
+use altiplano_runtime::data::synthetic;
 use altiplano_runtime::{HostData, HostTensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,139 +22,185 @@ use std::path::{Path, PathBuf};
 /// The inputs of one step, by name.
 pub type Batch = BTreeMap<String, HostTensor>;
 
+/// Where batches come from, and in which order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DataOptions {
+    /// Made up where there is none.
+    pub file: Option<PathBuf>,
+    /// The type of the ids in a file of nothing else, where its name does not say it.
+    pub token_type: Option<DType>,
+    /// Samples in an order by this seed, another in each epoch; else as they come.
+    pub shuffle: Option<u64>,
+}
+
 /// An endless supply of batches.
 pub struct Batches {
     inputs: Vec<InputType>,
-    source: Source,
+    source: Option<Source>,
+    options: DataOptions,
+    /// Of what is made up.
+    made_up_seed: u64,
     /// Inputs that are the same in all batches.
     state: BTreeMap<String, HostTensor>,
     /// The number of each sample in the batch, where random bits are counted by it.
     sample_index: Option<(String, HostTensor)>,
     /// Of the key that random bits are drawn with, where the model draws any.
     seed: Option<u64>,
-    /// Batches given out.
-    taken: u64,
+    /// In how many equal parts all inputs of a batch can be cut.
+    units: u64,
+    global_batch: u64,
+    position: Position,
 }
 
 /// What a step needs of one input.
-struct InputType {
-    name: String,
+pub(super) struct InputType {
+    pub name: String,
     /// At the global batch.
-    ty: TensorType,
-    batch_dim: Option<usize>,
-    bound: Option<Bound>,
-    floats: Floats,
-}
-
-enum Source {
-    Synthetic { seed: u64 },
-    File { file: PathBuf, tensors: BTreeMap<String, HostTensor>, samples: u64 },
+    pub ty: TensorType,
+    pub batch_dim: Option<usize>,
+    pub bound: Option<Bound>,
+    pub floats: Floats,
 }
 
 impl Batches {
     /// One batch over and over: integers that index what the model looks up, normal floats. It is the same for the
     /// same seed whatever the plan, and since it can be learnt by heart, the loss falls where training works.
     pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
-        let source = Source::Synthetic { seed };
-        let (sample_index, seed) = (sample_index(plan), random_seed(plan, seed));
-        Batches { inputs: inputs(plan), source, state: BTreeMap::new(), sample_index, seed, taken: 0 }
+        let inputs = inputs(plan);
+        let sizes = inputs.iter().filter_map(|i| Some(i.ty.shape[i.batch_dim?]));
+        let units = sizes.fold(plan.global_batch, greatest_common_divisor).max(1);
+        Batches {
+            inputs,
+            source: None,
+            options: DataOptions::default(),
+            made_up_seed: seed,
+            state: BTreeMap::new(),
+            sample_index: sample_index(plan),
+            seed: random_seed(plan, seed),
+            units,
+            global_batch: plan.global_batch,
+            position: Position::default(),
+        }
     }
 
     /// [`Self::synthetic`], or batches of a file, for a model whose state (running statistics, tables) is as given where it
     /// has a tensor of an input's name.
     pub fn with_state(
         plan: &Plan,
-        file: Option<&Path>,
+        options: &DataOptions,
         seed: u64,
         state: &BTreeMap<String, HostTensor>,
     ) -> Result<Batches, Error> {
-        match file {
-            Some(file) => {
-                let found = Batches::read(plan, file, state)?;
-                Ok(Batches { seed: random_seed(plan, seed), ..found })
+        let mut batches = Batches::synthetic(plan, seed);
+        let tensor = |i: &InputType| {
+            let tensor = state.get(&i.name).filter(|t| t.ty.shape == i.ty.shape)?;
+            Some((i.name.clone(), tensor.cast(i.ty.dtype)))
+        };
+        batches.state = batches.inputs.iter().filter(|i| i.batch_dim.is_none()).filter_map(tensor).collect();
+        if let Some(file) = &options.file {
+            let source = open(&batches.inputs, &batches.state, file, options.token_type, batches.units)?;
+            if source.units < batches.units {
+                let (samples, needed) = (source.units * batches.unit_samples(), batches.global_batch);
+                let problem = DataProblem::TooFewSamples { samples, needed };
+                return Err(Error::Data { file: file.clone(), problem: Box::new(problem) });
             }
-            None => {
-                let made_up = Batches::synthetic(plan, seed);
-                let given = |i: &&InputType| i.batch_dim.is_none();
-                let tensor = |i: &InputType| {
-                    let tensor = state.get(&i.name).filter(|t| t.ty.shape == i.ty.shape)?;
-                    Some((i.name.clone(), tensor.cast(i.ty.dtype)))
-                };
-                let state = made_up.inputs.iter().filter(given).filter_map(tensor).collect();
-                Ok(Batches { state, ..made_up })
-            }
+            batches.source = Some(source);
         }
+        batches.options = options.clone();
+        Ok(batches)
     }
 
-    /// Batches from a `.safetensors` file that names tensors as the model's inputs (`tokens` or `input/tokens`), or
-    /// from a `.npy` file where there is one input. Of a model with tokens and labels, a `.npy` file of ids is cut
-    /// into sequences whose labels are the next ids. After the last whole batch the first follows again.
+    /// Batches from a file: see [`open`].
     pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
-        Batches::read(plan, file, &BTreeMap::new())
-    }
-
-    fn read(plan: &Plan, file: &Path, state: &BTreeMap<String, HostTensor>) -> Result<Batches, Error> {
-        let inputs = inputs(plan);
-        let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
-        let is_npy = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("npy"));
-        let found = if is_npy { named(&inputs, read_npy(file)?).map_err(problem)? } else { read_safetensors(file)? };
-        let mut tensors = BTreeMap::new();
-        let mut samples: Option<(u64, u64)> = None;
-        for input in &inputs {
-            let name = &input.name;
-            let tensor = found.get(name).or_else(|| found.get(&format!("input/{name}")));
-            let tensor = tensor.or_else(|| state.get(name).filter(|_| input.batch_dim.is_none()));
-            let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.clone() }))?;
-            let mut wanted = input.ty.clone();
-            if let Some(dim) = input.batch_dim {
-                let given = tensor.ty.shape.get(dim).copied().unwrap_or(0);
-                let needed = wanted.shape[dim];
-                samples = Some(samples.map_or((given, needed), |(s, n)| (s.min(given), n)));
-                wanted.shape[dim] = given;
-            }
-            let same_kind = tensor.ty.dtype.is_float() == wanted.dtype.is_float();
-            if tensor.ty.shape != wanted.shape || !same_kind {
-                let (found, expected) = (tensor.ty.clone(), input.ty.clone());
-                return Err(problem(DataProblem::Type { name: name.clone(), found, expected }));
-            }
-            check_bound(input, tensor).map_err(problem)?;
-            tensors.insert(name.clone(), tensor.cast(wanted.dtype));
-        }
-        if let Some((samples, needed)) = samples.filter(|(samples, needed)| samples < needed) {
-            return Err(problem(DataProblem::TooFewSamples { samples, needed }));
-        }
-        let samples = samples.map_or(0, |(samples, _)| samples);
-        let source = Source::File { file: file.to_path_buf(), tensors, samples };
-        let (sample_index, seed) = (sample_index(plan), random_seed(plan, 0));
-        Ok(Batches { inputs, source, state: BTreeMap::new(), sample_index, seed, taken: 0 })
+        let options = DataOptions { file: Some(file.to_path_buf()), ..DataOptions::default() };
+        Batches::with_state(plan, &options, 0, &BTreeMap::new())
     }
 
     /// The file that batches are cut from.
     pub fn file(&self) -> Option<&Path> {
-        match &self.source {
-            Source::File { file, .. } => Some(file),
-            Source::Synthetic { .. } => None,
-        }
+        self.options.file.as_deref()
+    }
+
+    /// Files that are open for it.
+    pub fn num_files(&self) -> u64 {
+        self.source.as_ref().map_or(0, |source| source.starts.len().saturating_sub(1) as u64)
+    }
+
+    /// What is taken from the file, in words; none where batches are made up.
+    pub fn description(&self) -> Option<String> {
+        let source = self.source.as_ref()?;
+        let file = self.options.file.as_deref()?.display();
+        let samples = source.units * self.unit_samples();
+        let order = match self.options.shuffle {
+            Some(seed) => format!("in another order each epoch (seed {seed})"),
+            None => "as they come".to_string(),
+        };
+        Some(format!("data: {samples} samples of {file}, {order}{}", source.assumed))
+    }
+
+    /// How much was taken.
+    pub fn position(&self) -> Position {
+        self.position
+    }
+
+    /// Goes on as if so much had been taken.
+    pub fn seek(&mut self, position: Position) {
+        self.position = position;
+    }
+
+    fn unit_samples(&self) -> u64 {
+        (self.global_batch / self.units).max(1)
     }
 
     /// The next batch.
-    pub fn take(&mut self) -> Batch {
-        let number = self.taken;
-        self.taken += 1;
-        let tensor = |input: &InputType| {
-            let tensor = match &self.source {
-                _ if self.state.contains_key(&input.name) => self.state[&input.name].clone(),
-                Source::Synthetic { seed } => input.made_up(*seed),
-                Source::File { tensors, samples, .. } => input.cut(&tensors[&input.name], number, *samples),
-            };
-            (input.name.clone(), tensor)
+    pub fn take(&mut self) -> Result<Batch, Error> {
+        let Position { batches: number, samples } = self.position;
+        let mut batch = Batch::new();
+        let runs = match &self.source {
+            Some(source) => self.runs(samples / self.unit_samples(), source.units),
+            None => Vec::new(),
         };
-        let key = self.seed.map(|seed| {
+        for input in &self.inputs {
+            let tensor = match (&self.source, self.state.get(&input.name)) {
+                (Some(source), _) => {
+                    let tensor = source.columns[&input.name].gather(input, &runs, &source.starts, self.units)?;
+                    check_bound(input, &tensor).map_err(|problem| {
+                        let file = self.options.file.clone().unwrap_or_default();
+                        Error::Data { file, problem: Box::new(problem) }
+                    })?;
+                    tensor
+                }
+                (None, Some(given)) => given.clone(),
+                (None, None) => input.made_up(self.made_up_seed),
+            };
+            batch.insert(input.name.clone(), tensor);
+        }
+        batch.extend(self.sample_index.clone());
+        batch.extend(self.seed.map(|seed| {
             let words = [seed as u32, number as u32].map(f64::from);
             (RANDOM_KEY.to_string(), HostTensor::from_f64(TensorType::new(DType::U32, [2]), &words))
-        });
-        self.inputs.iter().map(tensor).chain(self.sample_index.clone()).chain(key).collect()
+        }));
+        self.position = Position { batches: number + 1, samples: samples + self.global_batch };
+        Ok(batch)
     }
+
+    /// The units of the batch whose first is `first` of the endless row, as runs of neighbours in the file: first and count.
+    fn runs(&self, first: u64, units: u64) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for place in first..first + self.units {
+            let (epoch, place) = (place / units, place % units);
+            let unit = self.options.shuffle.map_or(place, |seed| Permutation::new(units, seed, epoch).at(place));
+            match runs.last_mut() {
+                Some((from, count)) if *from + *count == unit => *count += 1,
+                _ => runs.push((unit, 1)),
+            }
+        }
+        runs
+    }
+}
+
+fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The seed of random bits, where a plan's graph draws any with a key that is made here.
@@ -182,29 +234,6 @@ fn inputs(plan: &Plan) -> Vec<InputType> {
     graph.inputs().filter(|(_, name)| ![SAMPLE_INDEX, RANDOM_KEY].contains(name)).map(input).collect()
 }
 
-/// One array of ids serves a model of one input as it is, and one of tokens and labels shifted by one.
-fn named(inputs: &[InputType], ids: HostTensor) -> Result<BTreeMap<String, HostTensor>, DataProblem> {
-    let is_label = |i: &InputType| i.name.contains("label") || i.name.contains("target");
-    match inputs {
-        [only] => Ok(BTreeMap::from([(only.name.clone(), ids)])),
-        [a, b] if a.ty == b.ty && a.ty.rank() == 2 && a.ty.dtype.is_integer() && ids.ty.dtype.is_integer() => {
-            let (tokens, labels) = if is_label(a) { (b, a) } else { (a, b) };
-            let length = a.ty.shape[1] as usize;
-            // Rows that are one longer than a sequence, or one long row of which every sequence takes its next id too.
-            let all = ids.to_f64();
-            let stride = if ids.ty.shape.last() == Some(&(length as u64 + 1)) { length + 1 } else { length };
-            let count = all.len().saturating_sub(1) / stride.max(1);
-            let rows = |shift: usize| {
-                let row = |r: usize| all[r * stride + shift..][..length].iter().copied();
-                let data: Vec<f64> = (0..count).flat_map(row).collect();
-                HostTensor::from_f64(TensorType::new(a.ty.dtype, [count as u64, length as u64]), &data)
-            };
-            Ok(BTreeMap::from([(tokens.name.clone(), rows(0)), (labels.name.clone(), rows(1))]))
-        }
-        _ => Err(DataProblem::OneTensor { inputs: inputs.len() }),
-    }
-}
-
 fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem> {
     let Some(Bound { table, rows }) = &input.bound else { return Ok(()) };
     let outside = |x: i64| x < 0 || x as u64 >= *rows;
@@ -232,20 +261,5 @@ impl InputType {
         }
         let numbers: Vec<f64> = tensor.to_f64().into_iter().map(|x| self.floats.made_of(x)).collect();
         HostTensor::from_f64(tensor.ty, &numbers)
-    }
-
-    /// Batch `number` of a tensor of `samples`.
-    fn cut(&self, tensor: &HostTensor, number: u64, samples: u64) -> HostTensor {
-        let Some(dim) = self.batch_dim else { return tensor.clone() };
-        let size = self.ty.shape[dim];
-        let first = number % (samples / size.max(1)).max(1) * size;
-        let class = tensor.data.class();
-        let inner = self.ty.shape[dim + 1..].iter().product::<u64>() as usize * class.bytes();
-        let outer = self.ty.shape[..dim].iter().product::<u64>() as usize;
-        let (row, from, length) =
-            (tensor.ty.shape[dim] as usize * inner, first as usize * inner, size as usize * inner);
-        let bytes = tensor.data.as_bytes();
-        let cut: Vec<u8> = (0..outer).flat_map(|o| &bytes[o * row + from..][..length]).copied().collect();
-        HostTensor { ty: self.ty.clone(), data: HostData::from_bytes(class, &cut) }
     }
 }

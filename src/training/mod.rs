@@ -1,22 +1,43 @@
 //! Training a plan on the workers of this machine.
 
 mod bounds;
+pub mod checkpoint;
 mod data;
+pub mod engine;
+pub mod evaluation;
+mod loader;
+mod metrics;
+pub mod noise;
 pub(crate) mod onnx_weights;
+pub mod rate;
+mod shuffle;
+mod source;
 
 pub use bounds::{Bound, bound};
-pub use data::{Batch, Batches};
+pub use data::{Batch, Batches, DataOptions};
+pub use loader::{InputSpeed, input_speed};
 
 use crate::error::{DataProblem, Error};
 use crate::simulate::Recorded;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::plan::Plan;
+use altiplano_ir::program::GRADIENT_SQUARES;
 use altiplano_planner::programs;
 use altiplano_runtime::data::{read_weights, tensor_named};
+use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
+use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
-use altiplano_runtime::{HostTensor, Options, Session, StepReport};
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session};
+use checkpoint::{CheckpointProblem, Checkpoints, DataState, Folder, Manifest, Writer, Written, load, newest};
+use engine::Engine;
+use evaluation::{Evaluation, EvaluationOptions};
+use loader::{Loaded, Loader};
+use metrics::Metrics;
+use noise::{NoiseEstimate, NoiseScale};
+use rate::RateSchedule;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// The most devices that are run as threads of one machine.
 pub const MAX_WORKERS: u32 = 64;
@@ -25,13 +46,23 @@ pub const MAX_WORKERS: u32 = 64;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
     pub steps: u64,
+    /// The highest.
     pub learning_rate: f64,
+    pub rate_schedule: RateSchedule,
     /// Of weights and of made-up batches.
     pub seed: u64,
     /// Weights by the names of the parameters; default: initialised by seed.
     pub weights: Option<PathBuf>,
-    /// Batches; default: made up.
-    pub data: Option<PathBuf>,
+    pub data: DataOptions,
+    /// Stop at the first op that makes a NaN.
+    pub check_nan: bool,
+    /// On these GPUs; else on CPU workers.
+    pub cuda: Option<CudaOptions>,
+    pub checkpoints: Option<Checkpoints>,
+    /// A line for each step.
+    pub metrics: Option<PathBuf>,
+    /// Held-out data to look at between steps.
+    pub evaluation: Option<EvaluationOptions>,
 }
 
 /// One step.
@@ -40,8 +71,50 @@ pub struct Step {
     /// Counted from 1.
     pub number: u64,
     pub loss: f64,
+    pub learning_rate: f64,
     pub seconds: f64,
     pub samples_per_s: f64,
+    /// Seconds before the step in which its batch was waited for.
+    pub data_wait_s: f64,
+    /// Of all parameters together, before it is clipped; where the plan asks for it.
+    pub gradient_norm: Option<f64>,
+    /// In samples, over the later half of the steps so far; where the plan measures it and it is told from 0.
+    pub noise_scale: Option<f64>,
+}
+
+/// What a run tells while it goes on.
+pub enum Event<'a> {
+    Step(&'a Step),
+    /// The loss on held-out data after a step.
+    Evaluated {
+        step: u64,
+        loss: f64,
+        seconds: f64,
+    },
+    /// The run goes on after this step.
+    Resumed {
+        step: u64,
+        place: &'a Path,
+    },
+    /// What is trained on, where it is not made up.
+    Data {
+        description: &'a str,
+    },
+    /// There is no checkpoint to go on from.
+    FromTheStart,
+    /// A checkpoint that is not whole, for which an older one is looked at.
+    Damaged {
+        error: &'a Error,
+    },
+    Written {
+        step: u64,
+        place: &'a Path,
+    },
+    /// A checkpoint was not written; those before it are as they were.
+    NotWritten {
+        step: u64,
+        error: &'a Error,
+    },
 }
 
 /// What is left of a run.
@@ -51,6 +124,8 @@ pub struct Ran {
     pub peak_bytes: Vec<u64>,
     /// What workers did in the last step, and when.
     pub last: Recorded,
+    /// Where the plan measures it, if it is told from 0.
+    pub noise: Option<NoiseEstimate>,
 }
 
 /// Trains `training.steps` steps and tells `on_step` of each.
@@ -59,31 +134,239 @@ pub fn train(
     training: &Training,
     mut on_step: impl FnMut(&Step) -> Result<(), Error>,
 ) -> Result<Ran, Error> {
-    let mut last = Recorded::default();
-    let mut session = session(plan, true)?;
-    let (weights, mut batches) = start(plan, training)?;
-    for (name, weights) in weights {
-        session.load_parameter(&name, &weights)?;
+    let on_event = |event: Event<'_>| if let Event::Step(step) = event { on_step(step) } else { Ok(()) };
+    train_until(plan, training, || None, on_event)
+}
+
+/// [`train`] that goes on from a checkpoint and writes some, as `training` says, and ends after a step at which `signal` gives
+/// the number of one.
+pub fn train_until(
+    plan: &Plan,
+    training: &Training,
+    signal: impl Fn() -> Option<i32>,
+    mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
+) -> Result<Ran, Error> {
+    let folder = training.checkpoints.as_ref().map(Folder::open).transpose()?;
+    train_in(plan, training, &mut Engine::new(plan, training)?, folder, signal, &mut on_event)
+}
+
+/// [`train_until`] as one of all that run the plan together, each on its part. What is told of the run, and what it writes, is up to
+/// the one that leads.
+pub fn train_on(
+    engine: &mut Engine,
+    plan: &Plan,
+    training: &Training,
+    signal: impl Fn() -> Option<i32>,
+    mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
+) -> Result<Ran, Error> {
+    let checkpoints = training.checkpoints.as_ref().filter(|_| engine.leads());
+    let folder = checkpoints.map(Folder::open).transpose()?;
+    train_in(plan, training, engine, folder, signal, &mut on_event)
+}
+
+/// The newest checkpoint that the run can go on from, found by the process that leads.
+fn resumed(
+    plan: &Plan,
+    engine: &Engine,
+    options: &Checkpoints,
+    mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
+) -> Result<Option<(Manifest, PathBuf)>, Error> {
+    let mut said = String::new();
+    if engine.leads() {
+        let found = newest(&options.folder, |error| on_event(Event::Damaged { error }))?;
+        if let Some((manifest, place)) = &found {
+            manifest.expect_fits(plan).map_err(|problem| problem.at(place))?;
+            let name = place.file_name().unwrap_or_default().to_string_lossy();
+            said = format!("{name}\n{}", manifest.to_json());
+        }
     }
-    for number in 1..=training.steps {
-        let StepReport { loss, seconds, recordings, .. } =
-            session.step(&batches.take(), &scalars(training.learning_rate, number))?;
-        last = Recorded { seconds, recordings };
-        on_step(&Step { number, loss, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
+    let said = engine.hear_first(said)?;
+    let Some((name, manifest)) = said.split_once('\n') else { return Ok(None) };
+    let place = options.folder.join(name);
+    let manifest = Manifest::from_json(manifest).map_err(|problem| problem.at(&place))?;
+    Ok(Some((manifest, place)))
+}
+
+fn train_in(
+    plan: &Plan,
+    training: &Training,
+    engine: &mut Engine,
+    folder: Option<Folder>,
+    signal: impl Fn() -> Option<i32>,
+    on_event: &mut dyn FnMut(Event<'_>) -> Result<(), Error>,
+) -> Result<Ran, Error> {
+    let checkpoints = training.checkpoints.as_ref();
+    let from = match checkpoints {
+        Some(options) if options.resume => resumed(plan, engine, options, &mut *on_event)?,
+        _ => None,
+    };
+    let resumes = checkpoints.is_some_and(|options| options.resume);
+    let mut writer = checkpoints.map(|options| match folder {
+        Some(folder) => Writer::new(folder),
+        None => Writer::contributing(options.clone()),
+    });
+    // A run that goes on does so with the seeds that it began with.
+    let mut training = training.clone();
+    if let Some((manifest, _)) = &from {
+        (training.seed, training.data.shuffle) = (manifest.data.seed, manifest.data.shuffle);
+    }
+    let training = &training;
+    let (weights, mut batches) = start_of(plan, training, |name| from.is_none() && engine.holds(name))?;
+    let mut done = 0;
+    match &from {
+        Some((manifest, place)) => {
+            engine.note(|| format!("loading {}", place.display()));
+            load(plan, engine, manifest, place)?;
+            batches.seek(manifest.data.position);
+            done = manifest.step;
+            on_event(Event::Resumed { step: done, place })?;
+        }
+        None => {
+            for (name, weights) in weights {
+                engine.load_parameter(&name, &weights)?;
+            }
+            if resumes {
+                on_event(Event::FromTheStart)?;
+            }
+        }
+    }
+    if let Some(description) = batches.description() {
+        on_event(Event::Data { description: &description })?;
+    }
+    let mut metrics =
+        training.metrics.as_ref().filter(|_| engine.leads()).map(|file| Metrics::open(file, done)).transpose()?;
+    let evaluation = training.evaluation.as_ref();
+    if evaluation.is_some() && !matches!(engine, Engine::Cpu(_)) {
+        return Err(Error::Option {
+            option: "--eval-data",
+            problem: "held-out data is looked at by CPU workers of one process only so far",
+        });
+    }
+    let evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
+    let mut evaluates = evaluates.zip(evaluation);
+    let mut noise = NoiseScale::new(plan.global_batch);
+    let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
+    let mut last = Recorded::default();
+    let mut failed: Option<(u64, Error)> = None;
+    for number in done + 1..=training.steps {
+        engine.note(|| format!("waiting for the data of step {number}"));
+        let Some((Loaded { batch, position }, data_wait_s)) = loader.next()? else { break };
+        let learning_rate = training.rate_schedule.at(number, training.learning_rate);
+        let stepped = engine.step(&batch, &scalars(learning_rate, number));
+        let (loss, recorded) = stepped.map_err(|error| at_step(number, error))?;
+        let seconds = recorded.seconds;
+        let samples_per_s = plan.global_batch as f64 / seconds;
+        let gradient_norm = measured(plan, training, engine, &mut noise)?;
+        let noise_scale = noise.now();
+        let step =
+            Step { number, loss, learning_rate, seconds, samples_per_s, data_wait_s, gradient_norm, noise_scale };
+        if let Some(metrics) = &mut metrics {
+            metrics.write(&step)?;
+        }
+        on_event(Event::Step(&step))?;
+        last = recorded;
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
         }
+        if let Some((evaluation, options)) = &mut evaluates
+            && (number.is_multiple_of(options.every.max(1)) || number == training.steps)
+        {
+            let start = Instant::now();
+            let loss = evaluation.loss(engine)?;
+            if let Some(metrics) = &mut metrics {
+                metrics.write_evaluation(number, loss)?;
+            }
+            on_event(Event::Evaluated { step: number, loss, seconds: start.elapsed().as_secs_f64() })?;
+        }
+        let signal = engine.agree(signal())?;
+        if let Some(writer) = &mut writer {
+            tell(writer.poll(), &mut failed, &mut *on_event)?;
+            if signal.is_some() || number == training.steps || writer.is_due(number) {
+                tell(writer.finish(), &mut failed, &mut *on_event)?;
+                let file = training.data.file.as_ref().map(|file| file.display().to_string());
+                let data = DataState { file, seed: training.seed, shuffle: training.data.shuffle, position };
+                engine.note(|| format!("gathering the checkpoint of step {number}"));
+                writer.start(plan, engine, Manifest::new(plan, number, data))?;
+            }
+        }
+        if let Some(signal) = signal {
+            if let Some(writer) = &mut writer {
+                engine.note(|| format!("writing the checkpoint of step {number}"));
+                tell(writer.finish(), &mut failed, &mut *on_event)?;
+            }
+            // Nobody ends the run before all is written.
+            engine.meet()?;
+            return Err(Error::Interrupted { signal, step: number });
+        }
     }
-    Ok(Ran { peak_bytes: session.peak_bytes(), last })
+    if let Some(writer) = &mut writer {
+        engine.note(|| "writing the last checkpoint".to_string());
+        tell(writer.finish(), &mut failed, &mut *on_event)?;
+    }
+    match (failed, &training.checkpoints) {
+        // The last checkpoint is what the run was for.
+        (Some((step, error)), Some(options)) => {
+            Err(CheckpointProblem::NotWritten { step, error: Box::new(error) }.at(&options.folder))
+        }
+        _ => Ok(Ran { peak_bytes: engine.peak_bytes()?, last: engine.recorded(last)?, noise: noise.estimate() }),
+    }
 }
 
-/// Workers for a plan, with nothing loaded yet, whose steps say what they did if `record`.
-pub fn session(plan: &Plan, record: bool) -> Result<Session, Error> {
+/// What a step measured of its gradient: the norm, and what is added to `noise`.
+fn measured(
+    plan: &Plan,
+    training: &Training,
+    engine: &mut Engine,
+    noise: &mut NoiseScale,
+) -> Result<Option<f64>, Error> {
+    if plan.measure_noise {
+        noise.measure(engine)?;
+    }
+    // Who writes no metrics does not wait for a number that nobody sees.
+    let wanted = plan.measure_noise || plan.clip_norm.is_some() && training.metrics.is_some();
+    Ok(if wanted { Some(engine.sum_of_gradients(GRADIENT_SQUARES)?.sqrt()) } else { None })
+}
+
+/// Tells what became of a checkpoint. The error of the last that was not written stays, until one is.
+fn tell(
+    written: Option<Written>,
+    failed: &mut Option<(u64, Error)>,
+    mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let Some(Written { step, result }) = written else { return Ok(()) };
+    match result {
+        Ok(place) => {
+            *failed = None;
+            on_event(Event::Written { step, place: &place })
+        }
+        Err(error) => {
+            on_event(Event::NotWritten { step, error: &error })?;
+            *failed = Some((step, error));
+            Ok(())
+        }
+    }
+}
+
+/// Says at which step an op made a NaN.
+pub(crate) fn at_step(step: u64, error: RuntimeError) -> Error {
+    match &error {
+        RuntimeError::Device { error: KernelError::MadeNaN { .. } | KernelError::HoldsNaN { .. }, .. } => {
+            Error::NaN { step, error: Box::new(error) }
+        }
+        RuntimeError::Executor(of_gpu) if matches!(**of_gpu, ExecutorError::NaN { .. }) => {
+            Error::NaN { step, error: Box::new(error) }
+        }
+        _ => error.into(),
+    }
+}
+
+/// Workers for a plan, with nothing loaded yet.
+pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
     let devices = plan.num_devices();
     if devices > MAX_WORKERS {
         return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
     }
-    Ok(Session::new(&programs(plan)?, &Options { record, ..Options::default() })?)
+    Ok(Session::new(&programs(plan)?, options)?)
 }
 
 /// The scalars that a step is given; `step` counts from 1.
@@ -93,11 +376,22 @@ pub fn scalars(learning_rate: f64, step: u64) -> BTreeMap<String, f64> {
 
 /// The weights to start from, by name, and the batches to train on. A file of weights may hold the model's state too.
 pub fn start(plan: &Plan, training: &Training) -> Result<(BTreeMap<String, HostTensor>, Batches), Error> {
-    let (data, seed) = (training.data.as_deref(), training.seed);
+    start_of(plan, training, |_| true)
+}
+
+/// [`start`] with those weights alone that are wanted.
+fn start_of(
+    plan: &Plan,
+    training: &Training,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<(BTreeMap<String, HostTensor>, Batches), Error> {
+    let (data, seed) = (&training.data, training.seed);
     match &training.weights {
         Some(file) => {
             let tensors = weights_in(file)?;
-            Ok((weights_of(plan, file, &tensors)?, Batches::with_state(plan, data, seed, &tensors)?))
+            let mut weights = weights_of(plan, file, &tensors)?;
+            weights.retain(|name, _| wanted(name));
+            Ok((weights, Batches::with_state(plan, data, seed, &tensors)?))
         }
         None => {
             let graph = without_composites(&plan.graph);
@@ -106,7 +400,7 @@ pub fn start(plan: &Plan, training: &Training) -> Result<(BTreeMap<String, HostT
                 let role = role(&graph, &users, v);
                 (String::from(name), initial(name, graph.ty(v), role, training.seed))
             };
-            let weights = graph.parameters().map(value).collect();
+            let weights = graph.parameters().filter(|(_, name)| wanted(name)).map(value).collect();
             Ok((weights, Batches::with_state(plan, data, seed, &BTreeMap::new())?))
         }
     }

@@ -2,6 +2,11 @@
 
 #![allow(dead_code)] // Each test binary uses its own part.
 
+use altiplano::ir::dtype::DType;
+use altiplano::ir::optimizer::Optimizer;
+use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::planner::Silent;
+use altiplano::{ImportOptions, load_cluster, load_model, request};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -128,4 +133,41 @@ pub fn golden(name: &str, text: &str) {
         line(&expected),
         line(&text)
     );
+}
+
+/// The plan of a model under a list of words, or why there is none.
+pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, String> {
+    let mut words = words.split_whitespace();
+    let cluster = words.next().expect("a cluster");
+    let words: Vec<&str> = words.collect();
+    let has = |word: &str| words.contains(&word);
+    let number = |prefix: &str| words.iter().find_map(|w| w.strip_prefix(prefix)?.parse::<u32>().ok());
+    let import = ImportOptions {
+        precision: has("bf16").then_some(DType::BF16),
+        loss: if has("inference") { Some("none".into()) } else { import.loss.clone() },
+        ..import.clone()
+    };
+    let model = load_model(model, &import).map_err(|e| e.to_string())?;
+    let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
+    request.baselines = false;
+    (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
+    // One stage on each block of devices, in the order that is said, where it is said.
+    request.virtual_stages = number("virtual").or(Some(1));
+    if !has("inference") {
+        request.schedule = Some(Schedule::OneFOneB);
+    }
+    request.zero = number("zero").map(|zero| zero as u8);
+    request.num_microbatches = number("micro");
+    request.recompute = has("recompute").then_some(true);
+    if has("gpipe") {
+        request.schedule = Some(Schedule::GPipe);
+    }
+    if has("zb") {
+        request.schedule = Some(Schedule::ZbH1);
+    }
+    if has("sgd") {
+        request.optimizer = Optimizer::sgd();
+    }
+    request.clip_norm = has("clip").then_some(0.1);
+    altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
 }

@@ -2,14 +2,16 @@
 //! they die, and which results take over the storage of an operand that dies.
 //!
 //! The CPU runtime executes the steps that [`compile`] finds, and the planner predicts memory from the same steps, so that
-//! what is predicted and what is held have one source. Other devices store other values; their steps come from elsewhere
-//! and go through the same [`liveness`].
+//! what is predicted and what is held have one source. GPUs store other values; theirs are the steps that [`launched`] makes
+//! of kernels, which go through the same [`liveness`].
 
 pub mod compile;
+mod launched;
 mod liveness;
 pub mod view;
 
 pub use compile::compile;
+pub use launched::{BLOCK_BYTES, block_bytes, launched};
 pub use liveness::assign;
 
 use crate::dtype::DType;

@@ -8,6 +8,7 @@ use super::dynamic::Candidate;
 use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_ir::plan::Schedule;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -33,17 +34,15 @@ pub fn interleaved<'a>(
     if !freedom.schedules.contains(&Schedule::OneFOneB) {
         return Vec::new();
     }
-    let mut found: Vec<Found<'a>> = Vec::new();
-    for candidates in &searched.candidates {
-        for (block, lanes) in candidates.lanes(freedom) {
-            let group = candidates.blocks[block].group;
-            let limit = memory_bytes.get(&candidates.num_microbatches).map_or(u64::MAX, |bytes| bytes[group]);
-            for way in candidates.ways_of_layers(block) {
-                let runs = Runs::new(candidates, block, way);
-                found.extend(runs.pipelines(lanes, freedom.virtual_stages, limit));
-            }
-        }
-    }
+    let on_blocks = |candidates: &'a Candidates| candidates.lanes(freedom).into_iter().map(move |on| (candidates, on));
+    let jobs: Vec<(&Candidates, (usize, usize))> = searched.candidates.iter().flat_map(on_blocks).collect();
+    let pipelines = |(candidates, (block, lanes)): (&'a Candidates, (usize, usize))| {
+        let group = candidates.blocks[block].group;
+        let limit = memory_bytes.get(&candidates.num_microbatches).map_or(u64::MAX, |bytes| bytes[group]);
+        let of_way = |way| Runs::new(candidates, block, way).pipelines(lanes, freedom.virtual_stages, limit);
+        candidates.ways_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
+    };
+    let mut found: Vec<Found<'a>> = jobs.into_par_iter().flat_map_iter(pipelines).collect();
     let best_first = |found: &mut Vec<Found<'a>>| found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     best_first(&mut found);
     // Who asks for a number of stages gets it, however slow.
@@ -162,7 +161,7 @@ impl<'a> Runs<'a> {
 
     fn order(&self, num_stages: usize, virtual_stages: usize) -> Order {
         let num_microbatches = self.candidates.num_microbatches;
-        Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches }
+        Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches, meets: false }
     }
 
     /// Seconds of a step with stages cut at these layers.
@@ -185,9 +184,9 @@ impl<'a> Runs<'a> {
         let lanes = order.num_lanes();
         let held = |lane: usize| {
             let (mut sum, mut transient) = (0u64, 0u64);
-            for s in (lane..order.num_stages).step_by(lanes) {
+            for (s, in_flight) in (lane..order.num_stages).step_by(lanes).zip(order.in_flight_of(lane)) {
                 let Some(c) = self.get(bounds[s], bounds[s + 1]) else { return u64::MAX };
-                let kept = c.bytes_per_inflight_microbatch.saturating_mul(u64::from(order.in_flight(s)));
+                let kept = c.bytes_per_inflight_microbatch.saturating_mul(u64::from(in_flight));
                 sum = sum.saturating_add(c.static_bytes).saturating_add(kept);
                 transient = transient.max(c.transient_bytes);
             }

@@ -548,8 +548,8 @@ pub struct Searched {
 }
 
 /// Walks through the numbers of microbatches, both ways from one that fills a pipeline over all nodes, until two in a row are no
-/// better, neither for the best plan nor for the best without a pipeline: more microbatches shrink the bubble and what is held, fewer
-/// the work per call; once that only costs, it stays so. `layered` gives the layered graph at each.
+/// better, or one is far worse, for the best plan and for the best without a pipeline that is worth a look: more microbatches shrink
+/// the bubble and what is held, fewer the work per call; once that only costs, it stays so. `layered` gives the layered graph at each.
 pub fn search(
     request: &Request,
     freedom: &Freedom,
@@ -564,8 +564,8 @@ pub fn search(
     let mut least = [f64::INFINITY; 2];
     let mut done = 0;
     let mut bound_s = None;
-    // Whether a number of microbatches is better than those before; `None` where nothing fits.
-    let mut tried = |i: usize| -> Option<bool> {
+    // How a number of microbatches compares to those before; `None` where nothing fits.
+    let mut tried = |i: usize| -> Option<Compared> {
         let count = counts[i];
         progress.step(&format!("{count} microbatches"), done, total);
         done += 1;
@@ -579,9 +579,10 @@ pub fn search(
         let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };
         found.push(candidates);
         let mut better = false;
-        for (least, step_s) in least.iter_mut().zip([best, single]) {
-            better |= step_s.is_some_and(|s| s < *least);
-            *least = least.min(step_s.unwrap_or(f64::INFINITY));
+        for (i, step_s) in [best, single].into_iter().enumerate() {
+            let step_s = step_s.unwrap_or(f64::INFINITY);
+            better |= step_s < least[i] && step_s <= WORTH_A_LOOK * least[0];
+            least[i] = least[i].min(step_s);
         }
         if least[0].is_finite() {
             // The FLOPs of a step at the peak rate of all devices, which are the same at every number of microbatches.
@@ -589,7 +590,11 @@ pub fn search(
             let flop = || step_flop(graph, request.trains()) * f64::from(count);
             progress.best(least[0], *bound_s.get_or_insert_with(|| flop() / peak_flops(&request.cluster, graph)));
         }
-        best.map(|_| better)
+        best.map(|step_s| match better {
+            true => Compared::Better,
+            false if step_s > FAR_WORSE * least[0] => Compared::FarWorse,
+            false => Compared::NoBetter,
+        })
     };
     let mut any = false;
     let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
@@ -601,27 +606,43 @@ pub fn search(
         let better = tried(i);
         any |= better.is_some();
         worse = match better {
-            Some(true) => 0,
-            Some(false) => worse + 1,
+            Some(Compared::Better) => 0,
+            Some(Compared::NoBetter) => worse + 1,
+            Some(Compared::FarWorse) => 2,
             None => worse,
         };
-        if worse == 2 || any && progress.stopped() {
+        if worse >= 2 || any && progress.stopped() {
             break;
         }
     }
     worse = 0;
     for i in (0..start).rev() {
-        if worse == 2 || any && progress.stopped() {
+        if worse >= 2 || any && progress.stopped() {
             break;
         }
         let better = tried(i);
         any |= better.is_some();
-        worse = if better == Some(true) { 0 } else { worse + 1 };
+        worse = match better {
+            Some(Compared::Better) => 0,
+            Some(Compared::FarWorse) => 2,
+            Some(Compared::NoBetter) | None => worse + 1,
+        };
     }
     progress.step("done", total, total);
     found.sort_by_key(|c| c.num_microbatches);
     Searched { candidates: found }
 }
+
+/// How a number of microbatches compares to the best of those before it.
+enum Compared {
+    Better,
+    NoBetter,
+    /// By more than [`FAR_WORSE`].
+    FarWorse,
+}
+
+/// How many times as long as the best a number of microbatches takes from which on it is not expected that the next ones gain.
+const FAR_WORSE: f64 = 2.0;
 
 /// Microbatches for each stage with which a pipeline is mostly full.
 const FULL: u32 = 4;
@@ -636,6 +657,8 @@ fn least_bytes(layered: &Layered, request: &Request) -> u64 {
 
 /// Search results further than this from the best estimate are not worth judging.
 const WORTH_JUDGING: f64 = 1.5;
+/// The same for the one without a pipeline, which is judged although it seems slower.
+const WORTH_A_LOOK: f64 = 4.0;
 /// Meshes for the whole model as one stage that are judged beside them.
 const MOST_MESHES: usize = 3;
 /// Pipelines of equal stages that are judged beside them.
@@ -665,13 +688,20 @@ impl Searched {
         let unlimited = vec![u64::MAX; request.cluster.groups.len()];
         let mut all: Vec<Found<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
-        for candidates in &self.candidates {
+        let best_of = self.candidates.par_iter().map(|candidates| {
             let memory_bytes = memory_bytes.get(&candidates.num_microbatches).unwrap_or(&unlimited);
-            match candidates.best(request, freedom, memory_bytes, freedom.pp) {
-                Ok(found) => {
-                    if found.stages.len() > 1 && freedom.pp.is_none() {
-                        all.extend(candidates.best(request, freedom, memory_bytes, Some(1)));
-                    }
+            let found = candidates.best(request, freedom, memory_bytes, freedom.pp)?;
+            let single = match found.stages.len() > 1 && freedom.pp.is_none() {
+                true => candidates.best(request, freedom, memory_bytes, Some(1)).ok(),
+                false => None,
+            };
+            Ok((found, single))
+        });
+        let best: Vec<Result<_, NoStages>> = best_of.collect();
+        for result in best {
+            match result {
+                Ok((found, single)) => {
+                    all.extend(single);
                     all.push(found);
                 }
                 Err(error) => {
@@ -693,7 +723,9 @@ impl Searched {
         // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
         let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
         let most_judged = self.judged_at_most(most_judged);
-        let simplest = all.iter().position(|f| f.stages.len() == 1);
+        // One stage of a very large model takes as long to judge as many pipelines.
+        let worth = if self.judged_at_most(2) == 1 { WORTH_JUDGING } else { WORTH_A_LOOK };
+        let simplest = all.iter().position(|f| f.stages.len() == 1 && f.step_s <= worth * least);
         let mut rank = 0;
         all.retain(|f| {
             rank += 1;

@@ -472,7 +472,7 @@ pub fn batch_layout(ty: &TensorType, batch_dims: u32, mesh: &Mesh) -> Sharding {
                 axes.push(axis);
             }
         }
-        sharding.dims[dim] = DimLayout::from_segments([Segment { size: ty.shape[dim], axes }], mesh);
+        sharding.dims[dim] = DimLayout::from_segments([Segment { size: ty.shape[dim], axes: axes.into() }], mesh);
     }
     sharding
 }

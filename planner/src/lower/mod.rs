@@ -35,7 +35,7 @@ use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What lowering looks at of a model, whatever its plan: the graph without composites, and its derivative.
 pub struct Derived {
@@ -164,10 +164,22 @@ pub struct Prices<'a> {
     insides: Option<&'a Insides>,
 }
 
-/// What is known of composites whose parts send nothing, on devices of one kind: by op, types of the operands on one device, and
-/// which factors are split, which decides whether parts have something to send.
+/// What is known of composites on devices of one kind, by op and types of the operands on one device.
 #[derive(Default)]
-pub struct Insides(Mutex<FxHashMap<(String, Vec<TensorType>, Vec<bool>), Inside>>);
+pub struct Insides(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
+
+/// What is known of one composite by how it is split: where parts send nothing, by which factors are, else by the axes that split each.
+#[derive(Default)]
+struct Splits {
+    silent: FxHashMap<Vec<bool>, Arc<Parts>>,
+    sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
+}
+
+/// The parts of a composite: what they cost beside what they send, and what is sent, with the bytes of its operand and result.
+struct Parts {
+    alone: Inside,
+    sent: Vec<(Collective, u64, u64)>,
+}
 
 impl<'a> Prices<'a> {
     pub fn new(cost: &'a dyn CostModel, group: &Group, submesh: (u32, u32), mesh: &Mesh) -> Self {
@@ -313,44 +325,69 @@ impl<'a> Prices<'a> {
         strategy: &Strategy,
         shardings: &OpShardings,
     ) -> Inside {
-        let Some(Insides(known)) = self.insides else {
-            return self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings));
+        let Some(Insides(insides)) = self.insides else {
+            return self.with_sent(&self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings)));
         };
-        let locals = operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh));
-        let axes = strategy.factor_axes(rule.factors.len());
-        let split = axes.iter().map(|axes| axes.iter().any(|&a| self.mesh.size(a) > 1));
-        let key = (format!("{op:?}"), locals.collect::<Vec<_>>(), split.collect());
-        if let Some(inside) = known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
-            return *inside;
+        let locals: Vec<TensorType> =
+            operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
+        let factor_axes = strategy.factor_axes(rule.factors.len());
+        let sized = |axes: &Vec<AxisId>| -> Vec<(AxisId, u64)> {
+            axes.iter().map(|&a| (a, self.mesh.size(a))).filter(|(_, size)| *size > 1).collect()
+        };
+        let axes: Vec<Vec<(AxisId, u64)>> = factor_axes.iter().map(sized).collect();
+        let split: Vec<bool> = axes.iter().map(|axes| !axes.is_empty()).collect();
+        let key = (format!("{op:?}"), locals);
+        let of_split = |known: &Splits| known.silent.get(&split).or_else(|| known.sending.get(&axes)).cloned();
+        let known = insides.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
+        if let Some(parts) = known {
+            return self.with_sent(&parts);
         }
-        let graph = self.local_graph(op, operands, rule, strategy, shardings);
-        let inside = self.inside_of(&graph);
-        if !graph.nodes.iter().any(|n| matches!(n.op, Op::Collective(_))) {
-            known.lock().unwrap_or_else(PoisonError::into_inner).insert(key, inside);
+        let parts = Arc::new(self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings)));
+        let inside = self.with_sent(&parts);
+        let mut insides = insides.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = insides.entry(key).or_default();
+        match parts.sent.is_empty() {
+            true => known.silent.insert(split, parts),
+            false => known.sending.insert(axes, parts),
+        };
+        inside
+    }
+
+    /// What a composite costs with what its parts send over the links of this mesh.
+    fn with_sent(&self, Parts { alone, sent }: &Parts) -> Inside {
+        let mut inside = *alone;
+        for (collective, operand_bytes, result_bytes) in sent {
+            let seconds = self.waited_s(collective, *operand_bytes, *result_bytes);
+            let issue_s = if seconds > 0.0 { self.collective_issue_s } else { 0.0 };
+            inside.forward_s += seconds;
+            inside.backward_s += seconds;
+            inside.issue_s += issue_s;
+            inside.backward_issue_s += issue_s;
         }
         inside
     }
 
     /// What the nodes of a local graph cost.
-    fn inside_of(&self, graph: &Graph) -> Inside {
+    fn inside_of(&self, graph: &Graph) -> Parts {
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-        let mut inside = Inside::default();
+        let (mut inside, mut sent) = (Inside::default(), Vec::new());
         for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
             let node = graph.node(v);
             let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
-            let exchange_s = self.exchange_s(graph, v);
             let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
             let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
-            let sends = if exchange_s > 0.0 { self.collective_issue_s } else { 0.0 };
             let issue_s = self.cost.issue_s(&node.op, &graph.operand_types(v));
-            inside.forward_s += compute_s + exchange_s;
-            inside.backward_s += compute_s * wanted as f64 + exchange_s;
-            inside.issue_s += issue_s + sends;
-            inside.backward_issue_s += issue_s * wanted as f64 + sends;
+            inside.forward_s += compute_s;
+            inside.backward_s += compute_s * wanted as f64;
+            inside.issue_s += issue_s;
+            inside.backward_issue_s += issue_s * wanted as f64;
             inside.kept_bytes += if is_kept(&node.op) { node.ty.bytes() as f64 } else { 0.0 };
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
+            if let Op::Collective(c) = &node.op {
+                sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
+            }
         }
-        inside
+        Parts { alone: inside, sent }
     }
 
     /// Seconds of an op whose operands and result are laid out as given.
@@ -430,7 +467,12 @@ impl StageContext<'_> {
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> {
     let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains())?;
-    Ok(written(&Cut::new(plan, &derived), costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()))
+    Ok(lowered(plan, &derived, costs))
+}
+
+/// [`lower()`] of a plan of a model whose derivative is known.
+pub fn lowered(plan: &Plan, derived: &Derived, costs: &dyn Costs) -> Programs {
+    written(&Cut::new(plan, derived), costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>())
 }
 
 /// Programs of which those are written out that differ from all others. Of a lane that is as an earlier one there is the schedule
@@ -512,6 +554,7 @@ fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> 
             program.buffers.extend(stage.buffers);
             program.bodies.extend([stage.forward, stage.backward, stage.reduce, stage.update]);
             program.bodies.extend(stage.weights);
+            program.bodies.extend(stage.norm);
         }
     }
     Programs {

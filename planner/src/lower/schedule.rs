@@ -15,6 +15,8 @@ struct Calls {
     weights: Option<u32>,
     /// Absent where nothing is exchanged once a step.
     reduce: Option<u32>,
+    /// Absent where there are no sums over all gradients.
+    norm: Option<u32>,
     update: u32,
     receives_forward: Vec<TransferId>,
     receives_backward: Vec<TransferId>,
@@ -23,9 +25,11 @@ struct Calls {
     sends_forward: Vec<(TransferId, BufferId)>,
     sends_backward: Vec<(TransferId, BufferId)>,
     sends_tied: Vec<(TransferId, BufferId)>,
-    /// Buffers that the backward, or the gradients of weights, and the update free.
+    sends_shares: Vec<(TransferId, BufferId)>,
+    receives_shares: Vec<TransferId>,
+    /// Buffers that the backward, or the gradients of weights, and the norm and the update free.
     backward_frees: Vec<BufferId>,
-    update_frees: Vec<BufferId>,
+    once_frees: Vec<BufferId>,
 }
 
 /// The program of a lane without bodies and buffers: its schedule, by its stages as lowered here or on a lane that is as this one.
@@ -36,7 +40,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     let mut body = 0;
     for ((stage, lowered), boundary) in plan.stages_of(lane).zip(stages).zip(boundaries) {
         of_stage.insert(stage, Calls::new(stage as u32, body, lowered, boundary, links));
-        body += 4 + lowered.weights.iter().count() as u32;
+        body += 4 + lowered.weights.iter().chain(&lowered.norm).count() as u32;
     }
 
     let mut schedule = Vec::new();
@@ -66,11 +70,19 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     for calls in of_stage.values() {
         if let Some(body) = calls.reduce {
             schedule.push(Call::Run { body, microbatch: None });
-            schedule.extend(send(&calls.sends_tied, &calls.update_frees, None));
+            schedule.extend(send(&calls.sends_tied, &calls.once_frees, None));
         }
     }
     let tied = of_stage.values().flat_map(|calls| &calls.receives_tied);
     schedule.extend(tied.map(|&transfer| Call::Receive { transfer, microbatch: None }));
+    for calls in of_stage.values() {
+        if let Some(body) = calls.norm {
+            schedule.push(Call::Run { body, microbatch: None });
+            schedule.extend(send(&calls.sends_shares, &calls.once_frees, None));
+        }
+    }
+    let shares = of_stage.values().flat_map(|calls| &calls.receives_shares);
+    schedule.extend(shares.map(|&transfer| Call::Receive { transfer, microbatch: None }));
     if plan.schedule.trains() {
         schedule.extend(of_stage.values().map(|calls| Call::Run { body: calls.update, microbatch: None }));
     }
@@ -98,11 +110,18 @@ impl Calls {
         let incoming = |links: &BTreeMap<(ValueId, u32, u32), TransferId>| -> Vec<TransferId> {
             links.iter().filter(|((_, _, t), _)| *t == here).map(|(_, &t)| t).collect()
         };
+        let shares = || links.shares.iter();
+        let sent = shares().filter(|((_, s, _), _)| *s == here);
+        let mut sends_shares: Vec<(TransferId, BufferId)> =
+            sent.filter_map(|((sum, _, _), &t)| Some((t, *boundary.sends_shares.get(*sum as usize)?))).collect();
+        sends_shares.sort_by_key(|&(t, b)| (b, t));
+        let weights = lowered.weights.as_ref().map(|_| body + 4);
         let exchanges = !lowered.reduce.writes.is_empty();
         Calls {
             forward: body,
             backward: body + 1,
-            weights: lowered.weights.as_ref().map(|_| body + 4),
+            norm: lowered.norm.as_ref().map(|_| weights.map_or(body + 4, |weights| weights + 1)),
+            weights,
             reduce: exchanges.then_some(body + 2),
             update: body + 3,
             receives_forward: incoming(&links.forward),
@@ -117,7 +136,9 @@ impl Calls {
                 .chain([&lowered.backward])
                 .flat_map(|body| body.frees.iter().copied())
                 .collect(),
-            update_frees: lowered.update.frees.clone(),
+            sends_shares,
+            receives_shares: shares().filter(|((_, _, t), _)| *t == here).map(|(_, &t)| t).collect(),
+            once_frees: lowered.norm.iter().chain([&lowered.update]).flat_map(|b| b.frees.iter().copied()).collect(),
         }
     }
 }

@@ -1,20 +1,21 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 
+mod update;
+
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::repeat::Repeats;
 use super::split::split;
 use super::{Cut, StageContext, by_layout};
-use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::optimizer;
 use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
+use update::{Gradients, Shares, Variance};
 
 /// A stage's bodies and what they exchange with other stages.
 pub struct Lowered {
@@ -24,6 +25,8 @@ pub struct Lowered {
     /// The gradients of weights, where the schedule runs them apart.
     pub weights: Option<Body>,
     pub reduce: Body,
+    /// This stage's share of sums over all gradients, where any are wanted.
+    pub norm: Option<Body>,
     pub update: Body,
     pub boundary: Boundary,
 }
@@ -41,22 +44,33 @@ pub struct Boundary {
     /// Reduced gradients of tied parameters for the other holders, and theirs.
     pub sends_tied: BTreeMap<ValueId, BufferId>,
     pub receives_tied: BTreeMap<(ValueId, u32), BufferId>,
+    /// This stage's shares of sums over all gradients, and by sum and stage those of the others.
+    pub sends_shares: Vec<BufferId>,
+    pub receives_shares: BTreeMap<(u32, u32), BufferId>,
 }
 
 impl Boundary {
     /// The boundary of a stage that is as this one but for its values, which are `of` these, and `further` stages on.
     pub fn moved(&self, of: impl Fn(ValueId) -> ValueId, further: u32) -> Boundary {
+        // Shares come from all stages but the own one, which is another here.
+        let stages: BTreeSet<u32> = self.receives_shares.keys().map(|(_, stage)| *stage).collect();
+        let own = (0..).find(|stage| !stages.contains(stage)).unwrap_or(0) + further;
+        let sums = 0..self.sends_shares.len() as u32;
+        let others = sums.flat_map(|sum| (0..=stages.len() as u32).filter(|s| *s != own).map(move |s| (sum, s)));
+        let receives_shares = others.zip(self.receives_shares.values().copied()).collect();
         let values = |map: &BTreeMap<ValueId, BufferId>| map.iter().map(|(&v, &b)| (of(v), b)).collect();
-        let stages = |map: &BTreeMap<(ValueId, u32), BufferId>| {
+        let by_stage = |map: &BTreeMap<(ValueId, u32), BufferId>| {
             map.iter().map(|(&(v, stage), &b)| ((of(v), stage + further), b)).collect()
         };
         Boundary {
             sends_forward: values(&self.sends_forward),
             receives_forward: values(&self.receives_forward),
             sends_backward: values(&self.sends_backward),
-            receives_backward: stages(&self.receives_backward),
+            receives_backward: by_stage(&self.receives_backward),
             sends_tied: values(&self.sends_tied),
-            receives_tied: stages(&self.receives_tied),
+            receives_tied: by_stage(&self.receives_tied),
+            sends_shares: self.sends_shares.clone(),
+            receives_shares,
         }
     }
 }
@@ -67,18 +81,29 @@ pub struct Links {
     pub forward: BTreeMap<(ValueId, u32, u32), TransferId>,
     pub backward: BTreeMap<(ValueId, u32, u32), TransferId>,
     pub tied: BTreeMap<(ValueId, u32, u32), TransferId>,
+    /// By sum, source stage and target stage.
+    pub shares: BTreeMap<(u32, u32, u32), TransferId>,
 }
 
 impl Lowered {
     /// Numbers the stage's buffers from `first` on, after those of the stages that share its devices.
     pub fn number_from(&mut self, first: u32) {
         let bodies = [&mut self.forward, &mut self.backward, &mut self.reduce, &mut self.update];
-        for body in bodies.into_iter().chain(&mut self.weights) {
+        for body in bodies.into_iter().chain(&mut self.weights).chain(&mut self.norm) {
             let (reads, writes) = (body.reads.iter_mut().map(|r| &mut r.1), body.writes.iter_mut().map(|w| &mut w.0));
             reads.chain(writes).chain(&mut body.frees).for_each(|b| b.0 += first);
         }
-        let Boundary { sends_forward, receives_forward, sends_backward, receives_backward, sends_tied, receives_tied } =
-            &mut self.boundary;
+        let Boundary {
+            sends_forward,
+            receives_forward,
+            sends_backward,
+            receives_backward,
+            sends_tied,
+            receives_tied,
+            sends_shares,
+            receives_shares,
+        } = &mut self.boundary;
+        sends_shares.iter_mut().chain(receives_shares.values_mut()).for_each(|b| b.0 += first);
         let of_values = [sends_forward, receives_forward, sends_backward, sends_tied];
         of_values.into_iter().flat_map(BTreeMap::values_mut).for_each(|b| b.0 += first);
         let of_stages = [receives_backward, receives_tied];
@@ -327,9 +352,13 @@ impl<'a> StageLowering<'a> {
         p: ValueId,
         buffer: BufferId,
         writes: &mut Vec<(BufferId, ValueId)>,
+        variance: &mut Option<Variance>,
     ) {
         let Buffer { ty, sharding, .. } = self.buffers[buffer.0 as usize].clone();
         if let Some(gradient) = self.cotangent(b, p, &sharding, &[]) {
+            if let Some(variance) = variance {
+                variance.add(b, p, gradient, &sharding);
+            }
             let old = b.read(buffer, &sharding, &ty);
             let gradient = b.graph.convert(gradient, ty.dtype);
             writes.push((buffer, b.graph.add(old, gradient)));
@@ -347,6 +376,7 @@ impl<'a> StageLowering<'a> {
         let mut receives_backward = BTreeMap::new();
         let mut writes = Vec::new();
         let accumulators = self.accumulators();
+        let mut variance = self.variance_accumulator();
         let mut first_used: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
         for &p in accumulators.keys() {
             if let Some(&user) = cx.users[p.index()].iter().find(|u| here(**u)) {
@@ -382,8 +412,15 @@ impl<'a> StageLowering<'a> {
             // A gradient joins its accumulator as soon as its last contribution is there, although the parameter's first
             // user may itself have no cotangent.
             for &p in first_used.get(&v).into_iter().flatten() {
-                self.accumulate(&mut b, p, accumulators[&p], &mut writes);
+                self.accumulate(&mut b, p, accumulators[&p], &mut writes, &mut variance);
             }
+        }
+        if let Some(variance) = &variance
+            && let Some(sum) = variance.sum
+        {
+            let Buffer { ty, sharding, .. } = self.buffers[variance.buffer.0 as usize].clone();
+            let old = b.read(variance.buffer, &sharding, &ty);
+            writes.push((variance.buffer, b.graph.add(old, sum)));
         }
 
         // Cotangents of received values go back in the layout in which the values came.
@@ -483,126 +520,25 @@ impl<'a> StageLowering<'a> {
             _ => (backward, None),
         };
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
-        let update = self.update(&accumulators, &sends_tied, &receives_tied);
+        let mut gradients = Gradients::accumulated(&accumulators, &sends_tied, &receives_tied, cx.index);
+        let shares = self.norm(&mut gradients, variance.as_ref());
+        let update = self.update(&accumulators, &gradients, shares.as_ref());
         let receives_forward = self.received.clone();
-        let boundary =
-            Boundary { sends_forward, receives_forward, sends_backward, receives_backward, sends_tied, receives_tied };
-        Lowered { buffers: self.buffers, forward, backward, weights, reduce, update, boundary }
-    }
-
-    /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Gives the body, the buffers
-    /// of this stage's own gradients and those of the other stages'.
-    fn reduce(
-        &mut self,
-        accumulators: &BTreeMap<ValueId, BufferId>,
-    ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>) {
-        let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index), accumulators.len());
-        let mut writes = Vec::new();
-        let mut own = BTreeMap::new();
-        let mut receives = BTreeMap::new();
-        for (&p, &accumulator) in accumulators {
-            let others = holders(cx, p).into_iter().filter(|&s| s != cx.index).collect::<Vec<_>>();
-            if others.is_empty() {
-                continue;
-            }
-            let Buffer { ty, sharding, .. } = self.buffers[accumulator.0 as usize].clone();
-            let name = parameter_name(cx, p);
-            let state = cx.stage.parameters[name].state.clone();
-            let sum = b.read(accumulator, &sharding, &ty);
-            let reduced = b.reshard(sum, &sharding, &state);
-            let buffer =
-                self.buffer(format!("reduced gradient of {name}"), BufferKind::Value, ty.clone(), state.clone());
-            writes.push((buffer, reduced));
-            own.insert(p, buffer);
-            for stage in others {
-                let label = format!("gradient of {name} from stage{stage}");
-                receives.insert((p, stage), self.buffer(label, BufferKind::Value, ty.clone(), state.clone()));
-            }
-        }
-        let (graph, reads, writes) = b.finish(writes);
-        let name = format!("stage{} reduce", cx.index);
-        let body = Body { name, stage: cx.index, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
-        (body, own, receives)
-    }
-
-    /// The optimizer's step on this stage's shards. Tied gradients are added in stage order, so that all holders
-    /// compute the same bits.
-    fn update(
-        &mut self,
-        accumulators: &BTreeMap<ValueId, BufferId>,
-        own: &BTreeMap<ValueId, BufferId>,
-        others: &BTreeMap<(ValueId, u32), BufferId>,
-    ) -> Body {
-        let cx = self.cx;
-        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 20 * accumulators.len());
-        let mut writes = Vec::new();
-        if !cx.plan.schedule.trains() {
-            let (graph, reads, writes) = b.finish(writes);
-            let name = format!("stage{} update", cx.index);
-            return Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees: Vec::new() };
-        }
-        let scalar = TensorType::scalar(DType::F32);
-        let whole = Sharding::replicated(&[]);
-        let named = |n: &str| BufferKind::Scalar { name: n.to_string() };
-        let rate = self.buffer("learning_rate".into(), named("learning_rate"), scalar.clone(), whole.clone());
-        let count = self.buffer("step".into(), named("step"), scalar.clone(), whole.clone());
-        let learning_rate = b.read(rate, &whole, &scalar);
-        let step = b.read(count, &whole, &scalar);
-        let scale = match cx.plan.loss {
-            altiplano_ir::batch::LossKind::Sum => 1.0,
-            _ => 1.0 / cx.plan.num_microbatches as f64,
+        let (norm, sends_shares, receives_shares) = match shares {
+            Some(Shares { body, own, others }) => (Some(body), own, others),
+            None => Default::default(),
         };
-        let mut frees: Vec<BufferId> = Vec::new();
-        for (&p, &accumulator) in accumulators {
-            let name = parameter_name(cx, p).to_string();
-            let storage = &cx.stage.parameters[&name];
-            let Buffer { ty: gradient_ty, sharding, .. } = self.buffers[accumulator.0 as usize].clone();
-            let gradient = match own.get(&p) {
-                None => {
-                    let sum = b.read(accumulator, &sharding, &gradient_ty);
-                    b.reshard(sum, &sharding, &storage.state)
-                }
-                Some(&mine) => {
-                    let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(cx.index, mine)]);
-                    parts.extend(others.iter().filter(|((q, _), _)| *q == p).map(|((_, s), &b)| (*s, b)));
-                    frees.extend(parts.values());
-                    let locals: Vec<ValueId> =
-                        parts.values().map(|&part| b.read(part, &storage.state, &gradient_ty)).collect();
-                    let first = locals[0];
-                    locals[1..].iter().fold(first, |sum, &part| b.graph.add(sum, part))
-                }
-            };
-            let ty = cx.graph.ty(p);
-            let parameter_buffer = self.parameters[&p];
-            let parameter = b.read(parameter_buffer, &storage.parameter, ty);
-            let parameter = b.reshard(parameter, &storage.parameter, &storage.state);
-            let mut states = Vec::new();
-            let mut state_buffers = Vec::new();
-            for slot in cx.plan.optimizer.slots(ty.dtype) {
-                let kind = BufferKind::State { parameter: name.clone(), slot: slot.to_string() };
-                let state_ty = ty.with_dtype(DType::F32);
-                let buffer = self.buffer(format!("{slot} of {name}"), kind, state_ty.clone(), storage.state.clone());
-                states.push(b.read(buffer, &storage.state, &state_ty));
-                state_buffers.push(buffer);
-            }
-            let new = optimizer::update(
-                &mut b.graph,
-                &cx.plan.optimizer,
-                parameter,
-                gradient,
-                scale,
-                &states,
-                learning_rate,
-                step,
-            );
-            let whole = b.reshard(new.parameter, &storage.state, &storage.parameter);
-            writes.push((parameter_buffer, whole));
-            writes.extend(state_buffers.into_iter().zip(new.states));
-        }
-        let (graph, reads, writes) = b.finish(writes);
-        let name = format!("stage{} update", cx.index);
-        Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees }
+        let boundary = Boundary {
+            sends_forward,
+            receives_forward,
+            sends_backward,
+            receives_backward,
+            sends_tied,
+            receives_tied,
+            sends_shares,
+            receives_shares,
+        };
+        Lowered { buffers: self.buffers, forward, backward, weights, reduce, norm, update, boundary }
     }
 }
 
@@ -675,6 +611,11 @@ pub fn connect(cut: &Cut<'_>, boundaries: &[Boundary], transfers: &mut Vec<Trans
         for (&(v, s), &buffer) in &receiver.receives_backward {
             if let Some(&source) = boundaries[s as usize].sends_backward.get(&v) {
                 links.backward.insert((v, s, t), link((s, source), (t, buffer)));
+            }
+        }
+        for (&(sum, s), &buffer) in &receiver.receives_shares {
+            if let Some(&source) = boundaries[s as usize].sends_shares.get(sum as usize) {
+                links.shares.insert((sum, s, t), link((s, source), (t, buffer)));
             }
         }
         for (&(p, s), &buffer) in &receiver.receives_tied {

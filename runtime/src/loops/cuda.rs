@@ -3,7 +3,7 @@
 //! A thread, or a block of threads, takes rows as long as there are some, so that a launch is right for any number of blocks. Floats of
 //! 16 bits are read into single precision and rounded where they are written. Equal programs have equal text and equal names.
 
-use super::{Fold, Launch, Phase, Scalar, Spread, Store, Var};
+use super::{Fold, Launch, Param, Phase, Scalar, Spread, Store, Var};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Direction, Reducer, ThreefryWord, Unary};
 use std::fmt::Write;
@@ -109,7 +109,11 @@ impl Printer<'_> {
         let mut params = Vec::new();
         for (i, p) in launch.params.iter().enumerate() {
             let constant = if p.written { "" } else { "const " };
-            params.push(format!("{constant}{}* __restrict__ p{i}", stored(p.dtype)?));
+            // What is written may take the place of what is read, where both are of one size.
+            let takes_place =
+                |q: &Param| q.written != p.written && (q.elements, q.dtype.bytes()) == (p.elements, p.dtype.bytes());
+            let alone = if launch.params.iter().any(takes_place) { "" } else { " __restrict__" };
+            params.push(format!("{constant}{}*{alone} p{i}", stored(p.dtype)?));
         }
         params.extend((0..launch.coordinates.len()).map(|i| format!("int c{i}")));
         self.line(0, format!("({}) {{", params.join(", ")));

@@ -65,7 +65,7 @@ fn stacked(ty: &TensorType, mesh: &Mesh, local: bool) -> (TensorType, Sharding) 
     let mut shape = vec![n];
     shape.extend(&ty.shape);
     let mut sharding = Sharding::replicated(&shape);
-    sharding.dims[0] = DimLayout::split(n, mesh.axis_ids().collect());
+    sharding.dims[0] = DimLayout::split(n, mesh.axis_ids());
     (ty.with_shape(shape), sharding)
 }
 

@@ -192,7 +192,9 @@ impl Judged<'_> {
                 let mut start_s = 0.0;
                 for stage in self.plan.stages_of(lane) {
                     let (times, timing) = &self.timings[stage];
-                    let once = self.work[stage].iter().filter(|w| matches!(w.phase, Phase::Reduce | Phase::Update));
+                    let once = self.work[stage]
+                        .iter()
+                        .filter(|w| matches!(w.phase, Phase::Reduce | Phase::Norm | Phase::Update));
                     all.extend(self.spanned(stage, once, &timing.finish_spans, start_s));
                     start_s += times.step_s;
                 }

@@ -16,7 +16,7 @@ fn random_sharding(shape: &[u64], mesh: &Mesh, reducer: Option<Reducer>, rng: &m
         while left > 1 {
             let divisors: Vec<u64> = (2..=left).filter(|d| left % d == 0).collect();
             let size = rng.choose(&divisors);
-            segments.push((dim, Segment { size, axes: Vec::new() }));
+            segments.push((dim, Segment { size, axes: Default::default() }));
             left /= size;
         }
     }

@@ -1,0 +1,163 @@
+//! Every optimizer against its formulas, written here again over plain numbers.
+
+use super::*;
+use crate::interpret;
+use crate::tensor::Tensor;
+
+/// What each optimizer keeps, as plain numbers.
+#[derive(Default)]
+struct Kept {
+    first: Vec<f64>,
+    second: Vec<f64>,
+}
+
+fn length(x: &[f64]) -> f64 {
+    x.iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
+/// One step, number `t`, straight from the papers.
+fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr: f64, (t, has_ratio): (i32, bool)) {
+    let n = p.len();
+    kept.first.resize(n, 0.0);
+    kept.second.resize(n, 0.0);
+    let (p_norm, g_norm) = (length(p), length(g));
+    let mut direction = vec![0.0; n];
+    for i in 0..n {
+        let (a, b) = (&mut kept.first[i], &mut kept.second[i]);
+        match *optimizer {
+            Optimizer::Sgd { momentum, weight_decay } => {
+                *a = momentum * *a + g[i] + weight_decay * p[i];
+                p[i] -= lr * *a;
+            }
+            Optimizer::Adam { beta1, beta2, epsilon, .. }
+            | Optimizer::Adamw { beta1, beta2, epsilon, .. }
+            | Optimizer::Lamb { beta1, beta2, epsilon, .. } => {
+                *a = beta1 * *a + (1.0 - beta1) * g[i];
+                *b = beta2 * *b + (1.0 - beta2) * g[i] * g[i];
+                let m = *a / (1.0 - beta1.powi(t));
+                let v = *b / (1.0 - beta2.powi(t));
+                let decay = match *optimizer {
+                    Optimizer::Adamw { weight_decay, .. } | Optimizer::Lamb { weight_decay, .. } => weight_decay,
+                    _ => 0.0,
+                };
+                direction[i] = m / (v.sqrt() + epsilon) + decay * p[i];
+            }
+            Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay } => {
+                let g = g[i] + weight_decay * p[i];
+                *a = decay * *a + (1.0 - decay) * g * g;
+                *b = momentum * *b + g / (a.sqrt() + epsilon);
+                p[i] -= lr * *b;
+            }
+            Optimizer::Adagrad { epsilon, .. } => {
+                *a += g[i] * g[i];
+                p[i] -= lr * g[i] / (a.sqrt() + epsilon);
+            }
+            Optimizer::Adadelta { rho, epsilon, .. } => {
+                *a = rho * *a + (1.0 - rho) * g[i] * g[i];
+                let d = (*b + epsilon).sqrt() / (*a + epsilon).sqrt() * g[i];
+                *b = rho * *b + (1.0 - rho) * d * d;
+                p[i] -= lr * d;
+            }
+            Optimizer::Lars { momentum, weight_decay, trust } => {
+                let local = trust * p_norm / (g_norm + weight_decay * p_norm);
+                let local = if has_ratio && p_norm > 0.0 && g_norm > 0.0 { local } else { 1.0 };
+                *a = momentum * *a + lr * local * (g[i] + weight_decay * p[i]);
+                p[i] -= *a;
+            }
+            Optimizer::Larc { momentum, weight_decay, trust } => {
+                let local = trust * p_norm / (g_norm + weight_decay * p_norm);
+                let local = if p_norm > 0.0 && g_norm > 0.0 { local.min(lr) } else { lr.min(1.0) };
+                let local = if has_ratio { local } else { lr };
+                *a = momentum * *a + local * (g[i] + weight_decay * p[i]);
+                p[i] -= *a;
+            }
+        }
+    }
+    let ratio = match optimizer {
+        Optimizer::Adam { .. } | Optimizer::Adamw { .. } => 1.0,
+        Optimizer::Lamb { .. } if has_ratio && p_norm > 0.0 && length(&direction) > 0.0 => p_norm / length(&direction),
+        Optimizer::Lamb { .. } => 1.0,
+        _ => return,
+    };
+    p.iter_mut().zip(&direction).for_each(|(p, d)| *p -= lr * ratio * d);
+}
+
+/// Five steps of an optimizer as a graph, of which every number is a shard of its own where there is a clip.
+fn check(optimizer: &Optimizer, start: [f64; 3], rate: f64, clip: Option<f64>) {
+    for shape in [&[3u64][..], &[1, 3]] {
+        check_shape(optimizer, shape, start, rate, clip);
+    }
+}
+
+/// Of one dimension or two: the former have no ratio of norms.
+fn check_shape(optimizer: &Optimizer, shape: &[u64], start: [f64; 3], rate: f64, clip: Option<f64>) {
+    let has_ratio = shape.len() > 1;
+    let ty = TensorType::new(DType::F32, shape.to_vec());
+    let scalar = TensorType::scalar(DType::F32);
+    let slots = optimizer.slots(DType::F32).len();
+    let mut graph = Graph::new("update");
+    let [p, g] = ["p", "g"].map(|name| leaf(&mut graph, name, ty.clone()));
+    let [lr, step] = ["lr", "step"].map(|name| leaf(&mut graph, name, scalar.clone()));
+    let states: Vec<ValueId> = (0..slots).map(|i| leaf(&mut graph, i.to_string(), ty.clone())).collect();
+    let clip_factor = clip.map(|most| {
+        let sum = squares(&mut graph, g, 0.5);
+        clip_factor(&mut graph, sum, most)
+    });
+    let given = Given {
+        parameter: p,
+        gradient: g,
+        gradient_scale: 0.5,
+        clip: clip_factor,
+        states: &states,
+        learning_rate: lr,
+        step,
+        whole: &|_, x| x,
+    };
+    let new = update(&mut graph, optimizer, &given);
+    graph.outputs = [vec![new.parameter], new.states].concat();
+    assert_eq!(graph.verify(), vec![]);
+
+    let (mut kept, mut by_paper) = (Kept::default(), start);
+    let mut values = vec![start.to_vec()];
+    values.extend(vec![vec![0.0; 3]; slots]);
+    for t in 1..=5 {
+        let gradient: Vec<f64> = (0..3).map(|i| f64::from((i * 5 + t * 3) % 7) - 2.5).collect();
+        let leaf_value = |v: ValueId| match v.index() {
+            0 => Tensor::new(ty.clone(), values[0].clone()),
+            1 => Tensor::new(ty.clone(), gradient.clone()),
+            2 => Tensor::scalar(DType::F32, rate),
+            3 => Tensor::scalar(DType::F32, f64::from(t)),
+            i => Tensor::new(ty.clone(), values[i - 3].clone()),
+        };
+        values = interpret::run(&graph, leaf_value).into_iter().map(|t| t.data).collect();
+        let mut mean: Vec<f64> = gradient.iter().map(|g| g * 0.5).collect();
+        if let Some(most) = clip {
+            let factor = (most / (length(&mean) + 1e-6)).min(1.0);
+            mean.iter_mut().for_each(|g| *g *= factor);
+        }
+        by_hand(optimizer, &mut by_paper, &mean, &mut kept, rate, (t, has_ratio));
+        for (x, expected) in values[0].iter().zip(by_paper) {
+            assert!((x - expected).abs() <= 2e-6 * expected.abs().max(1.0), "{optimizer:?} step {t}: {x} {expected}");
+        }
+    }
+}
+
+#[test]
+fn optimizers_compute_what_their_papers_say() {
+    for name in Optimizer::NAMES {
+        let optimizer = Optimizer::parse(name).expect("an optimizer");
+        assert_eq!(optimizer.name(), name);
+        for start in [[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]] {
+            for rate in [0.1, 2.0] {
+                check(&optimizer, start, rate, None);
+                check(&optimizer, start, rate, Some(1.25));
+            }
+        }
+    }
+    check(
+        &Optimizer::Rmsprop { decay: 0.9, epsilon: 1e-6, momentum: 0.8, weight_decay: 0.1 },
+        [1.0, 2.0, 3.0],
+        0.1,
+        None,
+    );
+}

@@ -1,0 +1,374 @@
+//! What a stage does once a step: gradients reduced, sums over all of them, and the optimizer's update of its shards.
+//!
+//! A sum over a tensor is that of the local shards, over the axes that split it. A sum over all parameters is each device's share of
+//! it, in which what several devices hold counts for one, over all devices of the stage; then the stages send each other theirs, and
+//! all of them add in the order of stages, so that copies of a parameter update alike to the bit.
+
+use super::{BodyBuilder, StageContext, StageLowering, holders, parameter_name};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::literal::Literal;
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::optimizer::{self, Given, clip_factor, squares};
+use altiplano_ir::program::{
+    ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES, Phase,
+};
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::sharding::Sharding;
+use altiplano_ir::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The sums over all gradients; without a measurement the first alone.
+const SUMS: [&str; 3] = [GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES];
+
+/// Where the gradients of a stage's parameters are found once they are accumulated: for each one or more buffers whose sum it is,
+/// and of which those of several stages are freed when they were read.
+pub struct Gradients(BTreeMap<ValueId, (Vec<BufferId>, bool)>);
+
+/// What a stage contributes to sums over all gradients.
+pub struct Shares {
+    pub body: Body,
+    /// Of this stage, and by sum and stage of the others.
+    pub own: Vec<BufferId>,
+    pub others: BTreeMap<(u32, u32), BufferId>,
+}
+
+/// How the gradient differs between equal parts of the batch, added up over parameters and microbatches (McCandlish et al. 2018,
+/// appendix A.1).
+///
+/// With `n` parts of which the batch's gradient `g` is the sum, each times `n` is a gradient of its own on an `n`-th of the batch.
+/// Then `a = (n sum |part|^2 - |g|^2) / (n - 1)` has the expectation of the variance of `g`, summed over elements. It is
+/// linear in squares, so that parameters may be in different numbers of parts; collected here is the first term of it.
+pub struct Variance {
+    pub buffer: BufferId,
+    /// Axes along which devices work on different samples.
+    samples: Vec<AxisId>,
+    num_microbatches: u64,
+    pub sum: Option<ValueId>,
+}
+
+impl Gradients {
+    pub fn accumulated(
+        accumulators: &BTreeMap<ValueId, BufferId>,
+        own: &BTreeMap<ValueId, BufferId>,
+        others: &BTreeMap<(ValueId, u32), BufferId>,
+        stage: u32,
+    ) -> Gradients {
+        let found = |(&p, &accumulator): (&ValueId, &BufferId)| match own.get(&p) {
+            None => (p, (vec![accumulator], false)),
+            Some(&mine) => {
+                let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(stage, mine)]);
+                parts.extend(others.iter().filter(|((q, _), _)| *q == p).map(|((_, s), &b)| (*s, b)));
+                // In the order of stages, so that all holders compute the same bits.
+                (p, (parts.into_values().collect(), true))
+            }
+        };
+        Gradients(accumulators.iter().map(found).collect())
+    }
+}
+
+impl Variance {
+    /// Adds one microbatch's gradient of a parameter.
+    pub fn add(&mut self, b: &mut BodyBuilder<'_>, p: ValueId, gradient: ValueId, sharding: &Sharding) {
+        let Some((n, kept)) = self.parts(b.stage, p, sharding) else { return };
+        let gradient = b.reshard(gradient, sharding, &kept);
+        // Of equal parts that several devices hold, each adds its share.
+        let devices = u64::from(b.stage.mesh.num_devices());
+        let holding = b.stage.mesh.product(&kept.split_axes().chain(partial_axes(&kept)).collect::<Vec<_>>());
+        let factor = n / (n - 1.0) * holding as f64 / devices as f64;
+        let square = squares(&mut b.graph, gradient, factor.sqrt());
+        self.sum = Some(match self.sum {
+            Some(sum) => b.graph.add(sum, square),
+            None => square,
+        });
+    }
+
+    /// In how many parts of the batch the gradient of a parameter is seen, and the layout in which a device's part is that of samples
+    /// alone: sums of other kinds, as over tokens, are completed. None where there is one part, or where other stages have parts
+    /// of the same samples.
+    fn parts(&self, cx: &StageContext<'_>, p: ValueId, gradient: &Sharding) -> Option<(f64, Sharding)> {
+        let mut kept = gradient.clone();
+        kept.partial.retain(|axis| self.samples.contains(&axis.0));
+        let n = self.num_microbatches * cx.mesh.product(&partial_axes(&kept).collect::<Vec<_>>());
+        (n > 1 && holders(cx, p).len() == 1).then_some((n as f64, kept))
+    }
+}
+
+fn partial_axes(sharding: &Sharding) -> impl Iterator<Item = AxisId> + '_ {
+    sharding.partial.iter().map(|p| p.0)
+}
+
+/// Axes that split the batch of some value and nothing else of any value that has one.
+fn axes_of_samples(cx: &StageContext<'_>) -> Vec<AxisId> {
+    let (mut batch, mut other) = (BTreeSet::new(), BTreeSet::new());
+    for &v in cx.nodes {
+        let marked = cx.graph.node(v).batch_dims;
+        for (d, dim) in cx.resting(v).dims.iter().enumerate().filter(|_| marked != 0) {
+            let of = if marked >> d & 1 == 1 { &mut batch } else { &mut other };
+            of.extend(dim.axes());
+        }
+    }
+    batch.difference(&other).copied().collect()
+}
+
+/// The sum of a local scalar over the devices along some axes.
+fn all_reduced(graph: &mut Graph, x: ValueId, axes: Vec<AxisId>, mesh: &Mesh) -> ValueId {
+    if mesh.product(&axes) == 1 {
+        return x;
+    }
+    let collective = Collective::AllReduce { axes, reducer: Reducer::Sum };
+    graph.emit(Op::collective(collective, mesh), &[x])
+}
+
+impl<'a> StageLowering<'a> {
+    /// What turns the sum of a gradient over microbatches into the step's.
+    fn gradient_scale(&self) -> f64 {
+        match self.cx.plan.loss {
+            altiplano_ir::batch::LossKind::Sum => 1.0,
+            _ => 1.0 / self.cx.plan.num_microbatches as f64,
+        }
+    }
+
+    /// Where the step's gradient variance is collected, each device its own share.
+    pub(super) fn variance_accumulator(&mut self) -> Option<Variance> {
+        let cx = self.cx;
+        if !cx.plan.schedule.trains() || !cx.plan.measure_noise {
+            return None;
+        }
+        let mut sharding = Sharding::replicated(&[]);
+        let sum = |axis| (axis, Reducer::Sum);
+        sharding.partial = cx.mesh.axis_ids().filter(|a| cx.mesh.size(*a) > 1).map(sum).collect();
+        let kind = BufferKind::Accumulator { parameter: ALL_PARAMETERS.to_string() };
+        let buffer = self.buffer(GRADIENT_VARIANCE.to_string(), kind, TensorType::scalar(DType::F32), sharding);
+        let num_microbatches = u64::from(cx.plan.num_microbatches);
+        Some(Variance { buffer, samples: axes_of_samples(cx), num_microbatches, sum: None })
+    }
+
+    /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Gives the body, the buffers
+    /// of this stage's own gradients and those of the other stages'.
+    pub(super) fn reduce(
+        &mut self,
+        accumulators: &BTreeMap<ValueId, BufferId>,
+    ) -> (Body, BTreeMap<ValueId, BufferId>, BTreeMap<(ValueId, u32), BufferId>) {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, format!("stage{} reduce", cx.index), accumulators.len());
+        let mut writes = Vec::new();
+        let mut own = BTreeMap::new();
+        let mut receives = BTreeMap::new();
+        for (&p, &accumulator) in accumulators {
+            let others = holders(cx, p).into_iter().filter(|&s| s != cx.index).collect::<Vec<_>>();
+            if others.is_empty() {
+                continue;
+            }
+            let Buffer { ty, sharding, .. } = self.buffers[accumulator.0 as usize].clone();
+            let name = parameter_name(cx, p);
+            let state = cx.stage.parameters[name].state.clone();
+            let sum = b.read(accumulator, &sharding, &ty);
+            let reduced = b.reshard(sum, &sharding, &state);
+            let buffer =
+                self.buffer(format!("reduced gradient of {name}"), BufferKind::Value, ty.clone(), state.clone());
+            writes.push((buffer, reduced));
+            own.insert(p, buffer);
+            for stage in others {
+                let label = format!("gradient of {name} from stage{stage}");
+                receives.insert((p, stage), self.buffer(label, BufferKind::Value, ty.clone(), state.clone()));
+            }
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        let name = format!("stage{} reduce", cx.index);
+        let body = Body { name, stage: cx.index, phase: Phase::Reduce, graph, reads, writes, frees: Vec::new() };
+        (body, own, receives)
+    }
+
+    /// The gradient of a parameter in the layout of its state, and what was read of it for the last time.
+    fn gradient(
+        &self,
+        b: &mut BodyBuilder<'a>,
+        gradients: &Gradients,
+        p: ValueId,
+        frees: &mut Vec<BufferId>,
+    ) -> ValueId {
+        let (parts, once) = &gradients.0[&p];
+        let state = &self.cx.stage.parameters[parameter_name(self.cx, p)].state;
+        let mut sum: Option<ValueId> = None;
+        for &part in parts {
+            let Buffer { ty, sharding, .. } = &self.buffers[part.0 as usize];
+            let local = b.read(part, sharding, ty);
+            let local = b.reshard(local, sharding, state);
+            sum = Some(sum.map_or(local, |sum| b.graph.add(sum, local)));
+        }
+        if *once {
+            frees.extend(parts);
+        }
+        // Every parameter has an accumulator.
+        sum.unwrap_or_else(|| unreachable!("{p} has a gradient"))
+    }
+
+    /// This stage's shares of the sums over all gradients that the plan wants; afterwards `gradients` are found reduced.
+    pub(super) fn norm(&mut self, gradients: &mut Gradients, variance: Option<&Variance>) -> Option<Shares> {
+        let cx = self.cx;
+        if !cx.plan.schedule.trains() || cx.plan.clip_norm.is_none() && variance.is_none() {
+            return None;
+        }
+        let mut b = BodyBuilder::new(cx, format!("stage{} norm", cx.index), 8 * gradients.0.len());
+        let scale = self.gradient_scale();
+        let (mut writes, mut frees) = (Vec::new(), Vec::new());
+        let mut sums = [None; SUMS.len()];
+        let mut add = |b: &mut BodyBuilder<'a>, sum: usize, term: ValueId| {
+            sums[sum] = Some(sums[sum].map_or(term, |s| b.graph.add(s, term)));
+        };
+        for p in gradients.0.keys().copied().collect::<Vec<_>>() {
+            let name = parameter_name(cx, p);
+            let storage = &cx.stage.parameters[name];
+            let (parts, _) = &gradients.0[&p];
+            let is_whole = parts.len() == 1 && self.buffers[parts[0].0 as usize].sharding == storage.state;
+            let gradient = self.gradient(&mut b, gradients, p, &mut frees);
+            if !is_whole {
+                let label = format!("whole gradient of {name}");
+                let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
+                let buffer = self.buffer(label, BufferKind::Value, ty, storage.state.clone());
+                writes.push((buffer, gradient));
+                gradients.0.insert(p, (vec![buffer], true));
+            }
+            // Of a parameter on several stages the first counts it.
+            if holders(cx, p).first() != Some(&cx.index) {
+                continue;
+            }
+            let holding = cx.mesh.product(&storage.state.split_axes().collect::<Vec<_>>()) as f64;
+            let replicas = f64::from(cx.mesh.num_devices()) / holding;
+            let square = squares(&mut b.graph, gradient, scale / replicas.sqrt());
+            add(&mut b, 0, square);
+            if let Some((n, _)) = variance.and_then(|v| v.parts(cx, p, &storage.gradient)) {
+                add(&mut b, 2, square);
+                let factor = b.graph.splat_like(square, -1.0 / (n - 1.0));
+                let of_mean = b.graph.mul(square, factor);
+                add(&mut b, 1, of_mean);
+            }
+        }
+        if let Some(variance) = variance {
+            let Buffer { ty, sharding, .. } = self.buffers[variance.buffer.0 as usize].clone();
+            let local = b.read(variance.buffer, &sharding, &ty);
+            let factor = b.graph.splat_like(local, scale * scale);
+            let local = b.graph.mul(local, factor);
+            add(&mut b, 1, local);
+        }
+        let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
+        let (mut own, mut others) = (Vec::new(), BTreeMap::new());
+        let num_sums = if variance.is_some() { SUMS.len() } else { 1 };
+        for ((sum, name), share) in (0..).zip(SUMS).zip(sums).take(num_sums) {
+            // A stage without parameters of its own has a share of nothing.
+            let nothing = || Literal::splat(scalar.clone(), 0.0);
+            let share = share.unwrap_or_else(|| b.graph.constant(nothing()));
+            let share = all_reduced(&mut b.graph, share, cx.mesh.axis_ids().collect(), &cx.mesh);
+            let label = |stage: u32| format!("{name} of stage{stage}");
+            let mine = self.buffer(label(cx.index), BufferKind::Value, scalar.clone(), whole.clone());
+            writes.push((mine, share));
+            own.push(mine);
+            for stage in (0..cx.plan.stages.len() as u32).filter(|s| *s != cx.index) {
+                let buffer = self.buffer(label(stage), BufferKind::Value, scalar.clone(), whole.clone());
+                others.insert((sum, stage), buffer);
+            }
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        let name = format!("stage{} norm", cx.index);
+        let body = Body { name, stage: cx.index, phase: Phase::Norm, graph, reads, writes, frees };
+        Some(Shares { body, own, others })
+    }
+
+    /// The sums over all gradients, which are left for the host as well.
+    fn sums(
+        &mut self,
+        b: &mut BodyBuilder<'a>,
+        shares: &Shares,
+        writes: &mut Vec<(BufferId, ValueId)>,
+        frees: &mut Vec<BufferId>,
+    ) -> Vec<ValueId> {
+        let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
+        let mut sums = Vec::new();
+        for ((i, name), &own) in (0u32..).zip(SUMS).zip(&shares.own) {
+            let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(self.cx.index, own)]);
+            parts.extend(shares.others.iter().filter(|((sum, _), _)| *sum == i).map(|((_, stage), &b)| (*stage, b)));
+            let mut total: Option<ValueId> = None;
+            for part in parts.values() {
+                let share = b.read(*part, &whole, &scalar);
+                total = Some(total.map_or(share, |total| b.graph.add(total, share)));
+            }
+            frees.extend(parts.values());
+            let Some(total) = total else { continue };
+            let kind = BufferKind::State { parameter: ALL_PARAMETERS.to_string(), slot: name.to_string() };
+            let kept = self.buffer(name.to_string(), kind, scalar.clone(), whole.clone());
+            // A device keeps what is written, which must not be what came from another.
+            let one = b.graph.splat_like(total, 1.0);
+            let copy = b.graph.mul(total, one);
+            writes.push((kept, copy));
+            sums.push(total);
+        }
+        sums
+    }
+
+    /// The optimizer's step on this stage's shards.
+    pub(super) fn update(
+        &mut self,
+        accumulators: &BTreeMap<ValueId, BufferId>,
+        gradients: &Gradients,
+        shares: Option<&Shares>,
+    ) -> Body {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 20 * accumulators.len());
+        let mut writes = Vec::new();
+        let mut frees: Vec<BufferId> = Vec::new();
+        let parameters = if cx.plan.schedule.trains() { accumulators.keys().copied().collect() } else { Vec::new() };
+        let leaves = cx.plan.schedule.trains().then(|| {
+            let scalar = TensorType::scalar(DType::F32);
+            let whole = Sharding::replicated(&[]);
+            ["learning_rate", "step"].map(|name| {
+                let kind = BufferKind::Scalar { name: name.to_string() };
+                let buffer = self.buffer(name.to_string(), kind, scalar.clone(), whole.clone());
+                b.read(buffer, &whole, &scalar)
+            })
+        });
+        let clip = shares.and_then(|shares| {
+            let sums = self.sums(&mut b, shares, &mut writes, &mut frees);
+            Some(clip_factor(&mut b.graph, *sums.first()?, cx.plan.clip_norm?))
+        });
+        for p in parameters {
+            let Some([learning_rate, step]) = leaves else { break };
+            let name = parameter_name(cx, p).to_string();
+            let storage = &cx.stage.parameters[&name];
+            let gradient = self.gradient(&mut b, gradients, p, &mut frees);
+            let ty = cx.graph.ty(p);
+            let parameter_buffer = self.parameters[&p];
+            let parameter = b.read(parameter_buffer, &storage.parameter, ty);
+            let parameter = b.reshard(parameter, &storage.parameter, &storage.state);
+            let mut states = Vec::new();
+            let mut state_buffers = Vec::new();
+            for slot in cx.plan.optimizer.slots(ty.dtype) {
+                let kind = BufferKind::State { parameter: name.clone(), slot: slot.to_string() };
+                let state_ty = ty.with_dtype(DType::F32);
+                let buffer = self.buffer(format!("{slot} of {name}"), kind, state_ty.clone(), storage.state.clone());
+                states.push(b.read(buffer, &storage.state, &state_ty));
+                state_buffers.push(buffer);
+            }
+            let axes: Vec<AxisId> = storage.state.split_axes().collect();
+            let whole = |graph: &mut Graph, x: ValueId| all_reduced(graph, x, axes.clone(), &cx.mesh);
+            let given = Given {
+                parameter,
+                gradient,
+                gradient_scale: self.gradient_scale(),
+                clip,
+                states: &states,
+                learning_rate,
+                step,
+                whole: &whole,
+            };
+            let new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
+            let whole = b.reshard(new.parameter, &storage.state, &storage.parameter);
+            writes.push((parameter_buffer, whole));
+            writes.extend(state_buffers.into_iter().zip(new.states));
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        let name = format!("stage{} update", cx.index);
+        Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees }
+    }
+}

@@ -1,0 +1,710 @@
+//! Runs the tape of a device on a GPU. The tape decides everything; here its commands become calls of the driver and of libraries.
+//!
+//! Memory is one allocation, host memory one more, and both have fixed addresses: so a step that exchanges nothing with other
+//! devices is recorded once as a graph and launched as a whole from then on.
+
+use super::blas::{Addresses, Blas, SinglePrecision};
+use super::bytes::{decode, encode};
+use super::compile::{Compiled, Compiler};
+use super::context::{Argument, Context, Event, Function, Graph, Memory, Pinned, Stream};
+use super::error::CudaError;
+use super::gather;
+use super::library::Search;
+use super::nccl::Channel;
+use crate::error::KernelError;
+use crate::loops::Launch;
+use crate::loops::cuda::{NoArithmetic, Text, text};
+use crate::mailbox::Mailbox;
+use crate::tape::{Command, CommunicatorId, Content, EventId, Given, Message, RegionId, StreamId, Taken, Tape, What};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::program::BufferId;
+use std::sync::Arc;
+
+/// Why a device cannot be set up, or stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecutorError {
+    #[error("setting up the device of rank {rank}: {error}")]
+    SetUp { rank: u32, error: Box<CudaError> },
+    #[error("setting up the device of rank {rank}: {error}")]
+    NoText { rank: u32, error: NoArithmetic },
+    #[error("{at}: {problem}")]
+    Tape { at: Box<At>, problem: &'static str },
+    #[error("{at}: {error}")]
+    Command { at: Box<At>, error: Box<CudaError> },
+    #[error("{at}: {error}")]
+    Exchange { at: Box<At>, error: Box<KernelError> },
+    #[error("{at} made a NaN of numbers")]
+    NaN { at: Box<At> },
+    #[error("the device of rank {rank} has no lasting region of buffer {buffer}, or of other than {bytes} bytes")]
+    NoBuffer { rank: u32, buffer: BufferId, bytes: usize },
+}
+
+/// A command of a tape.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("command {command} of the tape of rank {rank} ({what})")]
+pub struct At {
+    pub rank: u32,
+    /// Its position.
+    pub command: usize,
+    /// What it does, and to what.
+    pub what: String,
+}
+
+/// How tapes are run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Running {
+    pub precision: SinglePrecision,
+    /// Look through what every command leaves, one after the other.
+    pub check_nan: bool,
+}
+
+/// How a device exchanges something with others.
+pub enum Peers {
+    /// Through the host, between the threads of a process. Whoever exchanges waits for what is before it in its stream.
+    Host(Mailbox),
+    /// Through NCCL, with a channel for each communicator of the tape, in streams as anything else.
+    Nccl(Vec<Channel>),
+}
+
+/// A device that runs its tape. It belongs to the thread that made it.
+pub struct Executor {
+    tape: Arc<Tape>,
+    running: Running,
+    streams: Vec<Stream>,
+    events: Vec<Event>,
+    /// By launch.
+    kernels: Vec<Kernel>,
+    fills: Vec<Option<Function>>,
+    blas: Option<Blas>,
+    peers: Peers,
+    graph: Option<Graph>,
+    /// By command, for those that move something between host and device: where in `host`.
+    staged: Vec<Option<usize>>,
+    host: Pinned,
+    arena: Memory,
+    workspace: Memory,
+    context: Arc<Context>,
+}
+
+/// A loop program as it is launched.
+struct Kernel {
+    function: Function,
+    threads: (u32, u32),
+    blocks: u32,
+}
+
+/// Why a command failed, before it is said which.
+enum Failure {
+    Cuda(CudaError),
+    Exchange(Box<KernelError>),
+    Tape(&'static str),
+}
+
+impl From<CudaError> for Failure {
+    fn from(error: CudaError) -> Failure {
+        Failure::Cuda(error)
+    }
+}
+
+impl From<KernelError> for Failure {
+    fn from(error: KernelError) -> Failure {
+        Failure::Exchange(Box::new(error))
+    }
+}
+
+/// Sizes of elements that are filled, as powers of two.
+const FILLS: [&str; 4] = ["unsigned char", "unsigned short", "unsigned int", "unsigned long long"];
+
+impl Executor {
+    /// Compiles the kernels of a tape, allocates its memory, and fills its constants. Lasting regions are zero.
+    pub fn new(
+        tape: Arc<Tape>,
+        context: &Arc<Context>,
+        compiler: &Compiler,
+        search: &Search,
+        peers: Peers,
+        running: Running,
+    ) -> Result<Executor, ExecutorError> {
+        let rank = tape.rank;
+        let texts = tape.launches.iter().map(|launch| text(launch)).collect::<Result<Vec<Text>, NoArithmetic>>();
+        let texts = texts.map_err(|error| ExecutorError::NoText { rank, error })?;
+        let executor = Executor::set_up(tape, texts, context, compiler, search, peers, running)
+            .map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })?;
+        executor.expect_supported()?;
+        Ok(executor)
+    }
+
+    fn set_up(
+        tape: Arc<Tape>,
+        texts: Vec<Text>,
+        context: &Arc<Context>,
+        compiler: &Compiler,
+        search: &Search,
+        peers: Peers,
+        running: Running,
+    ) -> Result<Executor, CudaError> {
+        context.make_current()?;
+        // First of all, since there is no use in compiling for what has no room.
+        let what = format!("the arena of the device of rank {}", tape.rank);
+        let arena = context.allocate(&what, tape.arena.bytes)?;
+        let widths = |what: &What| match what {
+            What::Fill { region, .. } => Some(tape.region(*region).dtype.bytes().trailing_zeros() as usize),
+            _ => None,
+        };
+        let is_filled = |width: usize| tape.commands.iter().any(|c| widths(&c.what) == Some(width));
+        let fill_texts: Vec<Option<Text>> = (0..FILLS.len()).map(|w| is_filled(w).then(|| fill_text(w))).collect();
+        let compiled = compiler.compile(texts.iter().chain(fill_texts.iter().flatten()), context.gpu.architecture)?;
+        let load = |text: &Text| loaded(context, &compiled, &text.name);
+        // So many blocks keep every multiprocessor busy; each takes rows as long as there are some.
+        let most = u64::from(context.gpu.multiprocessors.max(1)) * 32;
+        let kernel = |text: &Text| {
+            let blocks = text.blocks.clamp(1, most) as u32;
+            Ok(Kernel { function: load(text)?, threads: text.threads, blocks })
+        };
+        let kernels = texts.iter().map(kernel).collect::<Result<Vec<_>, CudaError>>()?;
+        let fills = fill_texts.iter().map(|text| text.as_ref().map(load).transpose()).collect::<Result<_, _>>()?;
+
+        let multiplies = tape.commands.iter().any(|c| matches!(c.what, What::Matmul(_)));
+        let mut blas = multiplies.then(|| Blas::open(search, running.precision)).transpose()?;
+        for command in &tape.commands {
+            if let (What::Matmul(call), Some(blas)) = (&command.what, &mut blas) {
+                blas.prepare(call)?;
+            }
+        }
+        let mut host_bytes = 0;
+        let mut stage = |command: &Command| {
+            let region = staged_region(&command.what)?;
+            let place = host_bytes;
+            host_bytes += tape.region(region).bytes.next_multiple_of(64) as usize;
+            Some(place)
+        };
+        let staged: Vec<Option<usize>> = tape.commands.iter().map(&mut stage).collect();
+        let workspace = context.allocate("matmuls' workspace", if multiplies { Blas::WORKSPACE_BYTES } else { 0 })?;
+        let streams = tape.streams.iter().map(|_| context.stream()).collect::<Result<Vec<_>, _>>()?;
+        // One more for each stream, by which the streams of a graph begin and end together.
+        let events = tape.num_events as usize + tape.streams.len();
+        let executor = Executor {
+            running,
+            streams,
+            events: (0..events).map(|_| context.event()).collect::<Result<_, _>>()?,
+            kernels,
+            fills,
+            blas,
+            peers,
+            graph: None,
+            staged,
+            host: context.pinned(host_bytes)?,
+            arena,
+            workspace,
+            context: context.clone(),
+            tape,
+        };
+        executor.fill_lasting()?;
+        Ok(executor)
+    }
+
+    /// Zeros everywhere, and constants where they are.
+    fn fill_lasting(&self) -> Result<(), CudaError> {
+        let stream = self.context.stream()?;
+        if let Some(start) = self.arena.range(0, self.arena.bytes()) {
+            // SAFETY: the arena stays until this is done, which is waited for.
+            unsafe { stream.zero(start, self.arena.bytes()) }?;
+        }
+        stream.synchronize()?;
+        for constant in &self.tape.constants {
+            let dtype = self.tape.region(constant.region).dtype;
+            self.write(&stream, constant.region, &encode(dtype, constant.value.data.iter().copied()))?;
+        }
+        Ok(())
+    }
+
+    /// Writes a region from its start, and waits for it.
+    fn write(&self, stream: &Stream, region: RegionId, bytes: &[u8]) -> Result<(), CudaError> {
+        if let Some(address) = self.address(region, bytes.len() as u64) {
+            // SAFETY: both stay until this is done, which is waited for.
+            unsafe { stream.upload(address, bytes.as_ptr(), bytes.len() as u64) }?;
+        }
+        stream.synchronize()
+    }
+
+    /// Reads a region, when all before it is done, and waits for it.
+    fn read(&self, stream: &Stream, region: RegionId) -> Result<Vec<u8>, CudaError> {
+        let mut bytes = vec![0; self.used_bytes(region) as usize];
+        if let Some(address) = self.address(region, bytes.len() as u64) {
+            // SAFETY: both stay until this is done, which is waited for.
+            unsafe { stream.download(bytes.as_mut_ptr(), address, bytes.len() as u64) }?;
+        }
+        stream.synchronize()?;
+        Ok(bytes)
+    }
+
+    /// From here on it exchanges through these, one for each communicator of its tape.
+    pub fn meet(&mut self, channels: Vec<Channel>) {
+        self.peers = Peers::Nccl(channels);
+    }
+
+    /// What a tape may ask for and is not here yet is said before anything runs.
+    fn expect_supported(&self) -> Result<(), ExecutorError> {
+        for (index, command) in self.tape.commands.iter().enumerate() {
+            if matches!(command.what, What::Convolution(_)) {
+                return Err(self.failed(index, Failure::Tape("convolutions do not run on CUDA devices yet")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets a buffer that lasts: this device's part of it, in the device's format.
+    pub fn load(&mut self, buffer: BufferId, bytes: &[u8]) -> Result<(), ExecutorError> {
+        let rank = self.tape.rank;
+        let region = self.tape.lasting(buffer).filter(|&region| self.used_bytes(region) == bytes.len() as u64);
+        let region = region.ok_or(ExecutorError::NoBuffer { rank, buffer, bytes: bytes.len() })?;
+        let written = self.context.stream().and_then(|stream| self.write(&stream, region, bytes));
+        written.map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })
+    }
+
+    /// This device's part of a buffer that lasts.
+    pub fn fetch(&self, buffer: BufferId) -> Result<Vec<u8>, ExecutorError> {
+        let rank = self.tape.rank;
+        let region = self.tape.lasting(buffer).ok_or(ExecutorError::NoBuffer { rank, buffer, bytes: 0 })?;
+        let read = self.context.stream().and_then(|stream| self.read(&stream, region));
+        read.map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })
+    }
+
+    /// Runs a step. `give` fills what the host gives; what the host takes comes back in the tape's order.
+    pub fn step(&mut self, mut give: impl FnMut(&Given, &mut [u8])) -> Result<Vec<(Taken, Vec<u8>)>, ExecutorError> {
+        let rank = self.tape.rank;
+        let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
+        self.context.make_current().map_err(set_up)?;
+        let tape = self.tape.clone();
+        for (command, place) in tape.commands.iter().zip(&self.staged) {
+            if let (What::Upload { given, to }, Some(place)) = (&command.what, place) {
+                let bytes = self.used_bytes(*to) as usize;
+                // SAFETY: all streams were waited for at the end of the step before.
+                give(given, &mut unsafe { self.host.bytes_mut() }[*place..*place + bytes]);
+            }
+        }
+        match self.is_recordable() {
+            true => self.replay()?,
+            false => (0..tape.commands.len()).try_for_each(|index| self.issue(index))?,
+        }
+        for stream in &self.streams {
+            stream.synchronize().map_err(set_up)?;
+        }
+        if let Peers::Nccl(channels) = &self.peers {
+            channels.iter().for_each(Channel::finished);
+        }
+        let mut taken = Vec::new();
+        for (command, place) in tape.commands.iter().zip(&self.staged) {
+            if let (What::Download { taken: what, from }, Some(place)) = (&command.what, place) {
+                let bytes = self.used_bytes(*from) as usize;
+                // SAFETY: all streams were waited for.
+                taken.push((*what, unsafe { self.host.bytes() }[*place..*place + bytes].to_vec()));
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Whether a step is the same work each time, with nothing on the host in between.
+    fn is_recordable(&self) -> bool {
+        let stays = |c: &Command| !matches!(c.what, What::Collective { .. } | What::Exchange { .. });
+        !self.running.check_nan && !self.streams.is_empty() && self.tape.commands.iter().all(stays)
+    }
+
+    /// Records the step where it was not yet, and launches it.
+    fn replay(&mut self) -> Result<(), ExecutorError> {
+        let rank = self.tape.rank;
+        let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
+        if self.graph.is_none() {
+            // Streams take part in what is recorded once they wait for the first, and have to be waited for at its end.
+            let streams = std::mem::take(&mut self.streams);
+            let mut failure = None;
+            let recorded = streams[0].capture(|| {
+                let joins = &self.events[self.tape.num_events as usize..];
+                streams[0].record(&joins[0])?;
+                streams[1..].iter().try_for_each(|stream| stream.wait(&joins[0]))?;
+                for index in 0..self.tape.commands.len() {
+                    if let Err(why) = issue(
+                        &self.tape,
+                        &streams,
+                        &self.events,
+                        (&self.kernels, &self.fills),
+                        &mut self.blas,
+                        (&self.arena, &self.workspace, &self.host, &self.staged),
+                        index,
+                    ) {
+                        failure = Some((index, why));
+                        break;
+                    }
+                }
+                for (stream, join) in streams.iter().zip(joins).skip(1) {
+                    stream.record(join)?;
+                    streams[0].wait(join)?;
+                }
+                Ok(())
+            });
+            self.streams = streams;
+            if let Some((index, why)) = failure {
+                return Err(self.failed(index, why));
+            }
+            self.graph = Some(recorded.map_err(set_up)?);
+        }
+        match &self.graph {
+            // SAFETY: memory of host and device is that of this executor, as when it was recorded.
+            Some(graph) => unsafe { self.streams[0].replay(graph) }.map_err(set_up),
+            None => Ok(()),
+        }
+    }
+
+    /// Puts a command into its stream.
+    fn issue(&mut self, index: usize) -> Result<(), ExecutorError> {
+        let tape = self.tape.clone();
+        let command = &tape.commands[index];
+        let issued = match &command.what {
+            What::Collective { .. } | What::Exchange { .. } => self.exchange(command),
+            _ => issue(
+                &tape,
+                &self.streams,
+                &self.events,
+                (&self.kernels, &self.fills),
+                &mut self.blas,
+                (&self.arena, &self.workspace, &self.host, &self.staged),
+                index,
+            ),
+        };
+        issued.map_err(|why| self.failed(index, why))?;
+        if self.running.check_nan { self.check(index) } else { Ok(()) }
+    }
+
+    /// What devices exchange, between what it waits for and what it records.
+    fn exchange(&mut self, command: &Command) -> Result<(), Failure> {
+        let stream = command.stream.0 as usize;
+        for event in &command.waits {
+            self.streams[stream].wait(&self.events[event.0 as usize])?;
+        }
+        match self.peers {
+            Peers::Host(_) => self.exchange_by_host(command)?,
+            Peers::Nccl(_) => self.exchange_by_nccl(command)?,
+        }
+        if let Some(event) = command.records {
+            self.streams[stream].record(&self.events[event.0 as usize])?;
+        }
+        Ok(())
+    }
+
+    /// Into the stream, where it waits for the other members.
+    fn exchange_by_nccl(&self, command: &Command) -> Result<(), Failure> {
+        let stream = &self.streams[command.stream.0 as usize];
+        let channel = |communicator: &CommunicatorId| match &self.peers {
+            Peers::Nccl(channels) => channels.get(communicator.0 as usize),
+            Peers::Host(_) => None,
+        };
+        let none = Failure::Tape("it has no communicator");
+        let beyond = Failure::Tape("a region lies beyond the arena");
+        let start = |region: RegionId| self.address(region, self.used_bytes(region));
+        // SAFETY (of both below): regions are of the arena, as is checked, which stays until all streams were waited for; the tape says
+        // that nothing else uses them until this is done.
+        match &command.what {
+            What::Collective { communicator, kind, dtype, elements, from, to } => {
+                let Some(channel) = channel(communicator) else { return Err(none) };
+                let (Some(from), Some(to)) = (start(*from), start(*to)) else { return Err(beyond) };
+                unsafe { channel.collective(stream, *kind, *dtype, *elements, (from, to)) }?;
+            }
+            What::Exchange { communicator, dtype, sends, receives } => {
+                let Some(channel) = channel(communicator) else { return Err(none) };
+                let of = |message: &Message| {
+                    let part = message.part;
+                    let address = start(part.region)? + part.from * dtype.bytes();
+                    Some((message.member, address, part.elements))
+                };
+                let sends: Option<Vec<_>> = sends.iter().map(of).collect();
+                let receives: Option<Vec<_>> = receives.iter().map(of).collect();
+                let (Some(sends), Some(receives)) = (sends, receives) else { return Err(beyond) };
+                unsafe { channel.exchange(stream, *dtype, &sends, &receives) }?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// By way of the host.
+    fn exchange_by_host(&mut self, command: &Command) -> Result<(), Failure> {
+        let tape = self.tape.clone();
+        let stream = command.stream.0 as usize;
+        match &command.what {
+            What::Collective { communicator, kind, dtype, elements, from, to } => {
+                let communicator = &tape.communicators[communicator.0 as usize];
+                let members = communicator.ranks.len() as u64;
+                let given = match kind {
+                    crate::tape::CollectiveKind::ReduceScatter(_) => elements * members,
+                    _ => *elements,
+                };
+                let mut mine = self.read(&self.streams[stream], *from)?;
+                mine.truncate((given * dtype.bytes()) as usize);
+                let got = gather::collective(self.mailbox()?, communicator, *kind, *dtype, mine)?;
+                self.write(&self.streams[stream], *to, &got)?;
+            }
+            What::Exchange { communicator, dtype, sends, receives } => {
+                let communicator = &tape.communicators[communicator.0 as usize];
+                let rank = |message: &Message| communicator.ranks.get(message.member as usize).copied();
+                let no_member = Failure::Tape("a message is for a member that the communicator does not have");
+                for message in sends {
+                    let (start, end) = range(message, *dtype);
+                    let bytes = self.read(&self.streams[stream], message.part.region)?;
+                    let bytes = bytes.get(start..end).ok_or(Failure::Tape("a message is longer than its region"))?;
+                    let Some(to) = rank(message) else { return Err(no_member) };
+                    gather::send(self.mailbox()?, communicator, to, bytes);
+                }
+                for message in receives {
+                    let (start, end) = range(message, *dtype);
+                    let Some(from) = rank(message) else { return Err(no_member) };
+                    let bytes = gather::receive(self.mailbox()?, communicator, from, end - start)?;
+                    let mut whole = self.read(&self.streams[stream], message.part.region)?;
+                    let part = whole.get_mut(start..end).ok_or(Failure::Tape("a message is longer than its region"))?;
+                    part.copy_from_slice(&bytes);
+                    self.write(&self.streams[stream], message.part.region, &whole)?;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn mailbox(&mut self) -> Result<&mut Mailbox, Failure> {
+        match &mut self.peers {
+            Peers::Host(mailbox) => Ok(mailbox),
+            Peers::Nccl(_) => Err(Failure::Tape("it goes through NCCL, not the host")),
+        }
+    }
+
+    /// Fails where a command left a NaN. All that it read was looked through before.
+    fn check(&self, index: usize) -> Result<(), ExecutorError> {
+        let command = &self.tape.commands[index];
+        let stream = &self.streams[command.stream.0 as usize];
+        for region in written(&self.tape, &command.what) {
+            let dtype = self.tape.region(region).dtype;
+            let bytes = self.read(stream, region).map_err(|error| self.failed(index, error.into()))?;
+            if dtype.is_float() && decode(dtype, &bytes).iter().any(|x| x.is_nan()) {
+                return Err(ExecutorError::NaN { at: self.at(index) });
+            }
+        }
+        Ok(())
+    }
+
+    fn failed(&self, command: usize, why: Failure) -> ExecutorError {
+        let at = self.at(command);
+        match why {
+            Failure::Cuda(error) => ExecutorError::Command { at, error: Box::new(error) },
+            Failure::Exchange(error) => ExecutorError::Exchange { at, error },
+            Failure::Tape(problem) => ExecutorError::Tape { at, problem },
+        }
+    }
+
+    fn at(&self, command: usize) -> Box<At> {
+        let what = described(&self.tape, &self.tape.commands[command].what);
+        Box::new(At { rank: self.tape.rank, command, what })
+    }
+
+    /// Tells all devices to stop, which nobody waits for then.
+    pub fn stop_all(&self) {
+        match &self.peers {
+            Peers::Host(mailbox) => mailbox.stop_all(),
+            Peers::Nccl(channels) => channels.iter().take(1).for_each(Channel::abort_all),
+        }
+    }
+
+    fn address(&self, region: RegionId, bytes: u64) -> Option<u64> {
+        self.arena.range(self.tape.region(region).offset, bytes)
+    }
+
+    /// Those of a region's elements.
+    fn used_bytes(&self, region: RegionId) -> u64 {
+        let region = self.tape.region(region);
+        region.elements * region.dtype.bytes()
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        // Memory must not go while something still works on it. What fails here has failed before.
+        for stream in &self.streams {
+            let _ = stream.synchronize();
+        }
+    }
+}
+
+/// Puts a command that exchanges nothing into its stream, between what it waits for and what it records.
+fn issue(
+    tape: &Tape,
+    streams: &[Stream],
+    events: &[Event],
+    (kernels, fills): (&[Kernel], &[Option<Function>]),
+    blas: &mut Option<Blas>,
+    (arena, workspace, host, staged): (&Memory, &Memory, &Pinned, &[Option<usize>]),
+    index: usize,
+) -> Result<(), Failure> {
+    let command = &tape.commands[index];
+    let StreamId(stream) = command.stream;
+    let stream = &streams[stream as usize];
+    for &EventId(event) in &command.waits {
+        stream.wait(&events[event as usize])?;
+    }
+    let address = |region: RegionId| {
+        let region = tape.region(region);
+        let bytes = region.elements * region.dtype.bytes();
+        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region lies beyond the arena"))?;
+        Ok::<_, Failure>((address, bytes, region.dtype))
+    };
+    let in_host = |bytes: u64| {
+        let place = staged[index].and_then(|place| host.range(place, bytes as usize));
+        place.ok_or(Failure::Tape("it has no place on the host"))
+    };
+    // SAFETY (of all below): regions are the tape's, which says that nothing else uses them until this is done; they are part of the
+    // arena, as is checked, which stays until all streams were waited for, as do kernels and what is on the host.
+    match &command.what {
+        What::Launch { launch, regions, coordinates } => {
+            let kernel = &kernels[launch.0 as usize];
+            let mut arguments = Vec::with_capacity(regions.len() + coordinates.len());
+            for &region in regions {
+                arguments.push(Argument::Address(address(region)?.0));
+            }
+            arguments.extend(coordinates.iter().map(|&at| Argument::Int(at as i32)));
+            expect_arguments(&tape.launches[launch.0 as usize], regions.len(), coordinates.len())?;
+            // SAFETY: as above, and there are as many arguments as parameters.
+            unsafe { stream.launch(&kernel.function, kernel.blocks, kernel.threads, &arguments) }?;
+        }
+        What::Matmul(call) => {
+            let at = Addresses {
+                lhs: address(call.lhs.region)?.0,
+                rhs: address(call.rhs.region)?.0,
+                result: address(call.result.region)?.0,
+                workspace: workspace.range(0, workspace.bytes()).unwrap_or(0),
+            };
+            let blas = blas.as_mut().ok_or(Failure::Tape("no matmul was prepared"))?;
+            // SAFETY: as above.
+            unsafe { blas.run(stream, call, at) }?;
+        }
+        What::Fill { region, value } => {
+            let (to, bytes, dtype) = address(*region)?;
+            let element = encode(dtype, [*value]);
+            if element.iter().all(|&byte| byte == 0) {
+                // SAFETY: as above.
+                unsafe { stream.zero(to, bytes) }?;
+            } else if bytes > 0 {
+                let mut word = [0; 8];
+                word[..element.len()].copy_from_slice(&element);
+                let fill = fills[dtype.bytes().trailing_zeros() as usize].as_ref();
+                let fill = fill.ok_or(Failure::Tape("no kernel fills elements of this size"))?;
+                let elements = bytes / dtype.bytes();
+                let arguments = [to, u64::from_le_bytes(word), elements].map(Argument::Address);
+                let blocks = elements.div_ceil(256).min(4096) as u32;
+                // SAFETY: as above; all arguments have eight bytes or are the first of them.
+                unsafe { stream.launch(fill, blocks, (256, 1), &arguments) }?;
+            }
+        }
+        What::Copy { from, to } => {
+            let ((from, bytes, _), (to, room, _)) = (address(*from)?, address(*to)?);
+            // SAFETY: as above.
+            unsafe { stream.copy(to, from, bytes.min(room)) }?;
+        }
+        What::Upload { to, .. } => {
+            let (to, bytes, _) = address(*to)?;
+            // SAFETY: as above.
+            unsafe { stream.upload(to, in_host(bytes)?, bytes) }?;
+        }
+        What::Download { from, .. } => {
+            let (from, bytes, _) = address(*from)?;
+            // SAFETY: as above.
+            unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
+        }
+        What::Convolution(_) => return Err(Failure::Tape("convolutions do not run on CUDA devices yet")),
+        What::Collective { .. } | What::Exchange { .. } => {
+            return Err(Failure::Tape("what is exchanged cannot be recorded"));
+        }
+    }
+    if let Some(EventId(event)) = command.records {
+        stream.record(&events[event as usize])?;
+    }
+    Ok(())
+}
+
+/// A kernel reads as many arguments as its program has parameters and coordinates.
+fn expect_arguments(launch: &Launch, regions: usize, coordinates: usize) -> Result<(), Failure> {
+    match launch.params.len() == regions && launch.coordinates.len() == coordinates {
+        true => Ok(()),
+        false => Err(Failure::Tape("it has other arguments than its program has parameters")),
+    }
+}
+
+/// The kernel of this name among those that were compiled.
+fn loaded(context: &Arc<Context>, compiled: &Compiled, name: &str) -> Result<Function, CudaError> {
+    let missing = || CudaError::Compile { kernel: name.to_string(), log: "nothing came out".to_string() };
+    context.function(name, compiled.images.get(name).ok_or_else(missing)?)
+}
+
+/// Sets elements of `1 << width` bytes.
+fn fill_text(width: usize) -> Text {
+    let (name, ty) = (format!("fill_{}", 1 << width), FILLS[width]);
+    let source = format!(
+        "extern \"C\" __global__ void {name}({ty}* to, {ty} value, long long elements) {{\n  \
+         long long next = (long long)gridDim.x * blockDim.x;\n  \
+         for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < elements; i += next) to[i] = value;\n}}\n"
+    );
+    Text { name, source, threads: (256, 1), blocks: u64::MAX }
+}
+
+/// What a command moves between host and device.
+fn staged_region(what: &What) -> Option<RegionId> {
+    match what {
+        What::Upload { to, .. } => Some(*to),
+        What::Download { from, .. } => Some(*from),
+        _ => None,
+    }
+}
+
+/// First and last byte of a message in its region.
+fn range(message: &Message, dtype: DType) -> (usize, usize) {
+    let start = (message.part.from * dtype.bytes()) as usize;
+    (start, start + (message.part.elements * dtype.bytes()) as usize)
+}
+
+/// The regions that a command writes.
+fn written(tape: &Tape, what: &What) -> Vec<RegionId> {
+    match what {
+        What::Launch { launch, regions, .. } => {
+            let params = &tape.launches[launch.0 as usize].params;
+            regions.iter().zip(params).filter(|(_, p)| p.written).map(|(region, _)| *region).collect()
+        }
+        What::Matmul(call) => vec![call.result.region],
+        What::Convolution(call) => vec![call.result.0],
+        What::Fill { region, .. } => vec![*region],
+        What::Copy { to, .. } | What::Upload { to, .. } | What::Collective { to, .. } => vec![*to],
+        What::Exchange { receives, .. } => receives.iter().map(|m| m.part.region).collect(),
+        What::Download { .. } => Vec::new(),
+    }
+}
+
+/// `matmul to %12 of body 3`.
+fn described(tape: &Tape, what: &What) -> String {
+    let name = match what {
+        What::Launch { .. } => "launch",
+        What::Matmul(_) => "matmul",
+        What::Convolution(_) => "convolution",
+        What::Fill { .. } => "fill",
+        What::Copy { .. } => "copy",
+        What::Upload { .. } => "upload",
+        What::Download { .. } => "download",
+        What::Collective { .. } => "collective",
+        What::Exchange { .. } => "exchange",
+    };
+    let content = |region: RegionId| match &tape.region(region).content {
+        Content::Buffer { buffer, microbatch: None } => format!("buffer {buffer}"),
+        Content::Buffer { buffer, microbatch: Some(microbatch) } => {
+            format!("buffer {buffer} of microbatch {microbatch}")
+        }
+        Content::Value { body, value, .. } => format!("{value} of body {body}"),
+        Content::Constant { body, value } => format!("constant {value} of body {body}"),
+        Content::Staging { call } => format!("staging of call {call}"),
+    };
+    let to: Vec<String> = written(tape, what).into_iter().map(content).collect();
+    if to.is_empty() { name.to_string() } else { format!("{name} to {}", to.join(", ")) }
+}

@@ -1,0 +1,244 @@
+//! Where CUDA's libraries are: what each is called, where it is looked for, and how to get it where it is not found.
+//!
+//! Wheels from PyPI hold a library under its versioned name alone, in a folder that no loader searches; so folders can be given, and
+//! those of the active Python environment are among them.
+
+use super::error::CudaError;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// A library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    Driver,
+    Nvrtc,
+    CublasLt,
+    Nccl,
+}
+
+/// Places to look in before those that the system's loader searches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Search {
+    /// Folders of libraries, of a toolkit, or of Python packages.
+    pub folders: Vec<PathBuf>,
+}
+
+/// `12.8`, or `2.28.9`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    pub major: u32,
+    pub minor: u32,
+    pub patch: Option<u32>,
+}
+
+/// A library that was found, as `altiplano devices` tells of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    pub kind: Kind,
+    /// Where the loader has it from, as far as it says.
+    pub file: PathBuf,
+    pub version: Version,
+}
+
+/// A library that is open, for good: threads of CUDA's own run in it until the process ends.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    pub kind: Kind,
+    pub file: PathBuf,
+    library: &'static libloading::Library,
+}
+
+impl Kind {
+    pub const ALL: [Kind; 4] = [Kind::Driver, Kind::Nvrtc, Kind::CublasLt, Kind::Nccl];
+
+    /// File names, in the order in which they are tried.
+    pub fn names(self) -> &'static [&'static str] {
+        match self {
+            Kind::Driver => &["libcuda.so.1", "libcuda.so"],
+            Kind::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
+            Kind::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
+            Kind::Nccl => &["libnccl.so.2", "libnccl.so"],
+        }
+    }
+
+    pub fn title(self) -> &'static str {
+        match self {
+            Kind::Driver => "NVIDIA's driver (libcuda.so.1)",
+            Kind::Nvrtc => "NVRTC (libnvrtc.so)",
+            Kind::CublasLt => "cuBLASLt (libcublasLt.so)",
+            Kind::Nccl => "NCCL (libnccl.so.2)",
+        }
+    }
+
+    pub fn purpose(self) -> &'static str {
+        match self {
+            Kind::Driver => "it runs programs on GPUs",
+            Kind::Nvrtc => "it compiles fused kernels",
+            Kind::CublasLt => "it multiplies matrices",
+            Kind::Nccl => "it joins several GPUs",
+        }
+    }
+
+    /// What to do where it is missing.
+    pub fn remedy(self) -> &'static str {
+        match self {
+            Kind::Driver => {
+                "install the driver, 525.60 or newer, from the distribution (nvidia-driver) or nvidia.com; in a container, start it with the GPUs (--gpus all)"
+            }
+            Kind::Nvrtc => {
+                "`pip install nvidia-cuda-nvrtc` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+            }
+            Kind::CublasLt => {
+                "`pip install nvidia-cublas` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+            }
+            Kind::Nccl => {
+                "`pip install nvidia-nccl-cu13` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+            }
+        }
+    }
+}
+
+impl Search {
+    /// Opens a library: in the folders given, else where the loader looks, else in a toolkit's usual place.
+    pub(super) fn open(&self, kind: Kind) -> Result<Opened, CudaError> {
+        // By an absolute path, since what a library asks for by name is then looked for beside it.
+        let absolute = |folder: &PathBuf| std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
+        let given = self.folders.iter().flat_map(|folder| places(&absolute(folder)));
+        let usual = ["/usr/local/cuda/lib64", "/usr/lib/wsl/lib"].map(PathBuf::from);
+        let names = || kind.names().iter().map(PathBuf::from);
+        let files = |folder: PathBuf| names().map(move |name| folder.join(name)).filter(|file| file.is_file());
+        let candidates = given.flat_map(&files).chain(names()).chain(usual.into_iter().flat_map(&files));
+        let mut unloadable = None;
+        for candidate in candidates {
+            match load(&candidate) {
+                Ok(library) => {
+                    let file = loaded_from(&candidate).unwrap_or(candidate);
+                    return Ok(Opened { kind, file, library });
+                }
+                Err(problem) if is_absent(&candidate, &problem) => {}
+                Err(problem) => {
+                    unloadable.get_or_insert(CudaError::Unloadable { kind, file: candidate, problem });
+                }
+            }
+        }
+        Err(unloadable.unwrap_or(CudaError::MissingLibrary { kind }))
+    }
+}
+
+impl Opened {
+    /// The address of a function, as a function pointer of type `F`.
+    ///
+    /// # Safety
+    /// `F` is a pointer to an `extern "C"` function of the signature that the library gives this name.
+    pub(super) unsafe fn function<F: Copy>(&self, name: &'static str) -> Result<F, CudaError> {
+        // SAFETY: the signature is the caller's promise, and the library is never closed.
+        let found = unsafe { self.library.get::<F>(name) };
+        found.map(|symbol| *symbol).map_err(|_| CudaError::MissingFunction {
+            kind: self.kind,
+            file: self.file.clone(),
+            function: name.to_string(),
+        })
+    }
+}
+
+impl Version {
+    /// As CUDA counts: 12080 is 12.8.
+    pub(super) fn of_cuda(number: i32) -> Version {
+        let number = number.max(0) as u32;
+        Version { major: number / 1000, minor: number % 1000 / 10, patch: None }
+    }
+
+    /// As NCCL counts since 2.9: 22809 is 2.28.9.
+    pub(super) fn of_nccl(number: i32) -> Version {
+        let number = number.max(0) as u32;
+        Version { major: number / 10_000, minor: number / 100 % 100, patch: Some(number % 100) }
+    }
+
+    /// As cuBLAS counts: 130100 is 13.1.0.
+    pub(super) fn of_cublas(number: usize) -> Version {
+        let number = u32::try_from(number).unwrap_or(0);
+        Version { major: number / 10_000, minor: number / 100 % 100, patch: Some(number % 100) }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)?;
+        self.patch.map_or(Ok(()), |patch| write!(f, ".{patch}"))
+    }
+}
+
+/// Where a folder may hold libraries: itself, a toolkit's subfolders, and those of NVIDIA's Python packages.
+fn places(folder: &Path) -> Vec<PathBuf> {
+    let mut found = vec![folder.to_path_buf(), folder.join("lib64"), folder.join("lib")];
+    let packages = std::fs::read_dir(folder.join("nvidia")).into_iter().flatten().flatten();
+    let mut packages: Vec<PathBuf> = packages.map(|entry| entry.path().join("lib")).collect();
+    // The newest first: cu13 before cu12 and before what has no version.
+    packages.sort_by(|a, b| b.cmp(a));
+    found.append(&mut packages);
+    found
+}
+
+/// Opens a file and what it will ask the loader for by name, which stays open.
+fn load(file: &Path) -> Result<&'static libloading::Library, String> {
+    // SAFETY: loading runs the initialisers of a library that the user installed as one of NVIDIA's, as any program that links it does.
+    let library = unsafe { libloading::Library::new(file) }.map_err(|error| told(&error))?;
+    // NVRTC opens its builtins by their name alone, which succeeds where they are open already.
+    let folder = file.parent().filter(|folder| folder.is_absolute());
+    for entry in folder.into_iter().flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten()) {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if file.to_string_lossy().contains("libnvrtc.so") && name.starts_with("libnvrtc-builtins.so") {
+            // SAFETY: as above.
+            if let Ok(builtins) = unsafe { libloading::Library::new(entry.path()) } {
+                std::mem::forget(builtins);
+            }
+        }
+    }
+    Ok(Box::leak(Box::new(library)))
+}
+
+/// What the loader says, which `libloading` has as the source of its error.
+fn told(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), |source| source.to_string())
+}
+
+/// Whether the loader did not find the file itself, as opposed to one that it cannot load or lacks a part of.
+fn is_absent(candidate: &Path, problem: &str) -> bool {
+    let name = candidate.to_string_lossy();
+    problem.strip_prefix(name.as_ref()).is_some_and(|rest| rest.contains("No such file"))
+}
+
+/// The path of a library that was opened by name, which Linux lists among the mappings of the process.
+fn loaded_from(candidate: &Path) -> Option<PathBuf> {
+    if candidate.is_absolute() {
+        return Some(candidate.to_path_buf());
+    }
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let stem = candidate.to_str()?.split(".so").next()?;
+    let path = |line: &str| line.find('/').map(|at| PathBuf::from(&line[at..]));
+    let is_it =
+        |path: &PathBuf| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(&format!("{stem}.so")));
+    maps.lines().filter_map(path).find(is_it)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_read_as_their_makers_print_them() {
+        assert_eq!(Version::of_cuda(12080).to_string(), "12.8");
+        assert_eq!(Version::of_nccl(22809).to_string(), "2.28.9");
+        assert_eq!(Version::of_cublas(130_100).to_string(), "13.1.0");
+        assert!(Version::of_cuda(12080) < Version::of_cuda(13000));
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_told_from_one_that_cannot_be_loaded() {
+        let file = Path::new("libcuda.so.1");
+        let absent = "libcuda.so.1: cannot open shared object file: No such file or directory";
+        assert!(is_absent(file, absent));
+        assert!(!is_absent(file, "libnvidia-ml.so: cannot open shared object file: No such file or directory"));
+        assert!(!is_absent(file, "libcuda.so.1: file too short"));
+    }
+}

@@ -1,0 +1,346 @@
+//! NCCL: what devices on several GPUs exchange, without the host. A member of a group is a thread with a GPU of its own.
+//!
+//! What NCCL starts may wait for ever where another member is gone. So a watchdog asks every communicator for errors, and aborts all of
+//! them when one has an error or takes too long; calls that wait then return.
+
+use super::context::Stream;
+use super::error::CudaError;
+use super::functions::NcclFunctions;
+use super::library::{Kind, Search};
+use crate::tape::{CollectiveKind, Communicator};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
+use cudarc::nccl::sys::{self, ncclDataType_t as Data, ncclRedOp_t as Reduction};
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// NCCL, and all communicators of this process, so that all can be aborted.
+#[derive(Clone, Debug)]
+pub struct Nccl {
+    functions: NcclFunctions,
+    members: Arc<Mutex<Vec<Arc<Member>>>>,
+}
+
+/// What all members of a group are given, by one of them, to find each other.
+#[derive(Clone, Copy)]
+pub struct GroupId(sys::ncclUniqueId);
+
+/// This process's end of a group, for one member.
+#[derive(Debug)]
+struct Member {
+    raw: Mutex<Option<Handle>>,
+    rank: u32,
+    group: Communicator,
+    /// Since when what it does has not come to an end, and what that is.
+    busy: Mutex<Option<(Instant, &'static str)>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Handle(sys::ncclComm_t);
+
+// SAFETY: a communicator may be used by any thread, one at a time, which the lock around it ensures.
+unsafe impl Send for Handle {}
+
+/// A member of a group, which is destroyed with its value.
+#[derive(Debug)]
+pub struct Channel {
+    nccl: Nccl,
+    member: Arc<Member>,
+}
+
+/// A thread that looks after communicators and aborts all of them where one is in trouble.
+#[derive(Debug)]
+pub struct Watchdog {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    found: Arc<Mutex<Option<CudaError>>>,
+}
+
+impl Nccl {
+    pub fn open(search: &Search) -> Result<Nccl, CudaError> {
+        let functions = NcclFunctions::of(&search.open(Kind::Nccl)?)?;
+        Ok(Nccl { functions, members: Arc::default() })
+    }
+
+    pub fn group_id(&self) -> Result<GroupId, CudaError> {
+        // SAFETY: it is plain bytes.
+        let mut id: sys::ncclUniqueId = unsafe { std::mem::zeroed() };
+        // SAFETY: an id is written.
+        let status = unsafe { (self.functions.ncclGetUniqueId)(&mut id) };
+        self.done(status, "ncclGetUniqueId").map(|()| GroupId(id))
+    }
+
+    /// Joins a group, which all its members do at once. The context of the member's GPU must be current.
+    pub fn join(&self, id: GroupId, group: &Communicator, rank: u32) -> Result<Channel, CudaError> {
+        let member = group.ranks.iter().position(|&r| r == rank).unwrap_or(0) as c_int;
+        let mut raw = null_mut();
+        // SAFETY: a handle is written; the id is of this group.
+        let status = unsafe { (self.functions.ncclCommInitRank)(&mut raw, group.ranks.len() as c_int, id.0, member) };
+        self.done(status, "ncclCommInitRank")?;
+        let raw = Mutex::new(Some(Handle(raw)));
+        let member = Arc::new(Member { raw, rank, group: group.clone(), busy: Mutex::default() });
+        lock(&self.members).push(member.clone());
+        Ok(Channel { nccl: self.clone(), member })
+    }
+
+    /// Aborts all communicators: whoever waits for them stops waiting.
+    pub fn abort_all(&self) {
+        for member in lock(&self.members).iter() {
+            if let Some(Handle(raw)) = lock(&member.raw).take() {
+                // SAFETY: it is taken, so that nobody uses it again.
+                unsafe { (self.functions.ncclCommAbort)(raw) };
+            }
+        }
+    }
+
+    /// The first member that has an error or has been at something for longer than `limit`. Called now and then by a watchdog.
+    pub fn trouble(&self, limit: Duration) -> Option<CudaError> {
+        for member in lock(&self.members).iter() {
+            let busy = *lock(&member.busy);
+            let op = busy.map_or("nothing", |(_, op)| op);
+            let problem = match *lock(&member.raw) {
+                Some(Handle(raw)) => {
+                    let mut status = 0;
+                    // SAFETY: the communicator exists; a number is written.
+                    let asked = unsafe { (self.functions.ncclCommGetAsyncError)(raw, &mut status) };
+                    let status = if asked != 0 { asked } else { status };
+                    let is_fine = status == sys::ncclResult_t::ncclSuccess as u32
+                        || status == sys::ncclResult_t::ncclInProgress as u32;
+                    (!is_fine).then(|| self.text_of(status))
+                }
+                None => None,
+            };
+            let late = busy.filter(|(since, _)| since.elapsed() > limit);
+            let late = late.map(|_| format!("it took longer than {} s", limit.as_secs()));
+            if let Some(problem) = problem.or(late) {
+                let ranks = member.group.ranks.clone();
+                return Some(CudaError::Group { rank: member.rank, ranks, op, problem });
+            }
+        }
+        None
+    }
+
+    /// Looks after all communicators, until the value that is returned goes.
+    pub fn watch(&self, limit: Duration) -> Watchdog {
+        let (stop, stopped) = channel::<()>();
+        let (nccl, found) = (self.clone(), Arc::new(Mutex::new(None)));
+        let trouble = found.clone();
+        let thread = std::thread::spawn(move || {
+            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(Duration::from_millis(100)) {
+                if let Some(error) = nccl.trouble(limit) {
+                    *lock(&trouble) = Some(error);
+                    nccl.abort_all();
+                    return;
+                }
+            }
+        });
+        Watchdog { stop: Some(stop), thread: Some(thread), found }
+    }
+
+    fn done(&self, status: u32, call: &'static str) -> Result<(), CudaError> {
+        match status {
+            0 => Ok(()),
+            status => Err(CudaError::Call { call, name: self.text_of(status), text: String::new() }),
+        }
+    }
+
+    fn text_of(&self, status: u32) -> String {
+        // SAFETY: it returns a text that lasts as long as the library, for any number.
+        let text = unsafe { (self.functions.ncclGetErrorString)(status) };
+        match text.is_null() {
+            true => format!("code {status}"),
+            // SAFETY: as above.
+            false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
+        }
+    }
+}
+
+impl Watchdog {
+    /// Why all communicators were aborted, if they were.
+    pub fn found(&self) -> Option<CudaError> {
+        lock(&self.found).clone()
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.stop = None;
+        // A thread that panicked has nothing more to say.
+        let _ = self.thread.take().map(|thread| thread.join());
+    }
+}
+
+impl Channel {
+    /// Puts a collective into a stream: `elements` as [`CollectiveKind`] counts them.
+    ///
+    /// # Safety
+    /// Addresses are of regions as long as the collective needs, which stay until it is done.
+    pub unsafe fn collective(
+        &self,
+        stream: &Stream,
+        kind: CollectiveKind,
+        dtype: DType,
+        elements: u64,
+        (from, to): (u64, u64),
+    ) -> Result<(), CudaError> {
+        let (from, to, count) = (from as *const c_void, to as *mut c_void, elements as usize);
+        let data = self.data(dtype)?;
+        let f = &self.nccl.functions;
+        let stream = stream.raw().cast();
+        match kind {
+            CollectiveKind::AllReduce(reducer) => {
+                let reduction = self.reduction(reducer, dtype)?;
+                // SAFETY: the caller's promise.
+                self.call("all-reduce", |raw| unsafe {
+                    (f.ncclAllReduce)(from, to, count, data, reduction, raw, stream)
+                })
+            }
+            CollectiveKind::ReduceScatter(reducer) => {
+                let reduction = self.reduction(reducer, dtype)?;
+                // SAFETY: the caller's promise.
+                self.call("reduce-scatter", |raw| unsafe {
+                    (f.ncclReduceScatter)(from, to, count, data, reduction, raw, stream)
+                })
+            }
+            CollectiveKind::AllGather => {
+                // SAFETY: the caller's promise.
+                self.call("all-gather", |raw| unsafe { (f.ncclAllGather)(from, to, count, data, raw, stream) })
+            }
+        }
+    }
+
+    /// Puts messages to and from members (member, address, elements) into a stream, which all go at once.
+    ///
+    /// # Safety
+    /// Addresses are of as many elements, which stay until all are done.
+    pub unsafe fn exchange(
+        &self,
+        stream: &Stream,
+        dtype: DType,
+        sends: &[(u32, u64, u64)],
+        receives: &[(u32, u64, u64)],
+    ) -> Result<(), CudaError> {
+        let data = self.data(dtype)?;
+        let f = &self.nccl.functions;
+        let stream = stream.raw().cast();
+        self.call("exchange", |raw| {
+            // SAFETY: it begins a group, which is ended below whatever happens in between.
+            let mut status = unsafe { (f.ncclGroupStart)() };
+            for &(member, from, elements) in sends {
+                if status == 0 {
+                    // SAFETY: the caller's promise.
+                    status = unsafe {
+                        (f.ncclSend)(from as *const c_void, elements as usize, data, member as c_int, raw, stream)
+                    };
+                }
+            }
+            for &(member, to, elements) in receives {
+                if status == 0 {
+                    // SAFETY: the caller's promise.
+                    status = unsafe {
+                        (f.ncclRecv)(to as *mut c_void, elements as usize, data, member as c_int, raw, stream)
+                    };
+                }
+            }
+            // SAFETY: it was started above.
+            let ended = unsafe { (f.ncclGroupEnd)() };
+            if status == 0 { ended } else { status }
+        })
+    }
+
+    /// See [`Nccl::abort_all`].
+    pub fn abort_all(&self) {
+        self.nccl.abort_all();
+    }
+
+    /// What was started is done, as its stream says; the watchdog asks no more.
+    pub fn finished(&self) {
+        *lock(&self.member.busy) = None;
+    }
+
+    fn call(&self, op: &'static str, call: impl FnOnce(sys::ncclComm_t) -> u32) -> Result<(), CudaError> {
+        let Member { raw, rank, group, busy } = &*self.member;
+        let failed = |problem: String| Err(CudaError::Group { rank: *rank, ranks: group.ranks.clone(), op, problem });
+        // The lock is let go before the call, which may wait for ever until the watchdog aborts it.
+        let handle = *lock(raw);
+        let Some(Handle(raw)) = handle else { return failed("the group was aborted".to_string()) };
+        lock(busy).get_or_insert((Instant::now(), op));
+        match call(raw) {
+            0 => Ok(()),
+            status => failed(self.nccl.text_of(status)),
+        }
+    }
+
+    fn data(&self, dtype: DType) -> Result<Data, CudaError> {
+        data(dtype).ok_or_else(|| CudaError::UnsupportedExchange { what: dtype.to_string() })
+    }
+
+    fn reduction(&self, reducer: Reducer, dtype: DType) -> Result<Reduction, CudaError> {
+        let unsupported = || CudaError::UnsupportedExchange { what: format!("{reducer:?} of {dtype}") };
+        reduction(reducer, dtype).ok_or_else(unsupported)
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        if let Some(Handle(raw)) = lock(&self.member.raw).take() {
+            // SAFETY: it is taken, so that nobody uses it again. Aborting, unlike destroying, does not wait for other members.
+            unsafe { (self.nccl.functions.ncclCommAbort)(raw) };
+        }
+        lock(&self.nccl.members).retain(|member| !Arc::ptr_eq(member, &self.member));
+    }
+}
+
+/// A lock whose holder panicked protects what it did before: handles and times, which are whole.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// NCCL's name of a type. What is only moved may be of any type of that size.
+fn data(dtype: DType) -> Option<Data> {
+    Some(match dtype {
+        DType::F64 => Data::ncclFloat64,
+        DType::F32 => Data::ncclFloat32,
+        DType::F16 => Data::ncclFloat16,
+        DType::BF16 => Data::ncclBfloat16,
+        DType::I64 => Data::ncclInt64,
+        DType::I32 => Data::ncclInt32,
+        DType::I8 => Data::ncclInt8,
+        DType::U64 => Data::ncclUint64,
+        DType::U32 => Data::ncclUint32,
+        DType::U8 | DType::Bool => Data::ncclUint8,
+        _ => return None,
+    })
+}
+
+/// NCCL's name of a reduction. Truth values are bytes of 0 and 1: any of them is their maximum, all of them their minimum.
+fn reduction(reducer: Reducer, dtype: DType) -> Option<Reduction> {
+    let logical = dtype == DType::Bool;
+    Some(match reducer {
+        Reducer::Sum | Reducer::Or | Reducer::Max if logical => Reduction::ncclMax,
+        Reducer::Product | Reducer::And | Reducer::Min if logical => Reduction::ncclMin,
+        Reducer::Sum => Reduction::ncclSum,
+        Reducer::Product => Reduction::ncclProd,
+        Reducer::Max => Reduction::ncclMax,
+        Reducer::Min => Reduction::ncclMin,
+        Reducer::And | Reducer::Or => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reductions_of_truth_values_stay_truth_values() {
+        assert_eq!(reduction(Reducer::Sum, DType::Bool), Some(Reduction::ncclMax));
+        assert_eq!(reduction(Reducer::And, DType::Bool), Some(Reduction::ncclMin));
+        assert_eq!(reduction(Reducer::Sum, DType::BF16), Some(Reduction::ncclSum));
+        assert_eq!(reduction(Reducer::Or, DType::I32), None);
+        assert_eq!((data(DType::Bool), data(DType::I16)), (Some(Data::ncclUint8), None));
+    }
+}

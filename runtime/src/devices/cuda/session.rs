@@ -1,0 +1,496 @@
+//! A session on GPUs: a thread for each device of the programs, each with the executor of its tape.
+//!
+//! Devices are spread over the GPUs that there are. Where each has one of its own they exchange through NCCL; where several share one,
+//! through the host.
+
+use super::bytes::{decode, encode};
+use super::compile::Compiler;
+use super::context::Context;
+use super::driver::Driver;
+use super::error::CudaError;
+use super::executor::{Executor, ExecutorError, Peers, Running};
+use super::library::Search;
+use super::nccl::{Channel, GroupId, Nccl, Watchdog};
+use super::survey::Survey;
+use crate::check::{check, checked_inputs, step_loss};
+use crate::error::{KernelError, RuntimeError};
+use crate::host::HostTensor;
+use crate::layout::{held_indices, is_replica, summand_of};
+use crate::mailbox::Mailbox;
+use crate::tape::{Communicator, Content, Given, Options as TapeOptions, Region, Taken, Tape, build};
+use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs};
+use altiplano_ir::tensor::for_each_index;
+use altiplano_ir::types::{TensorType, strides};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How a session is set up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CudaOptions {
+    pub search: Search,
+    /// Where compiled kernels are kept.
+    pub cache: Option<PathBuf>,
+    pub running: Running,
+    /// What a device of each program was predicted to hold, for messages; empty where nobody knows.
+    pub predicted_bytes: Vec<u64>,
+}
+
+/// What a step did.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CudaStep {
+    /// Mean or sum of the losses, as the programs say.
+    pub loss: f64,
+    /// Of each microbatch.
+    pub losses: Vec<f64>,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+}
+
+/// Programs in execution on GPUs. Dropping it ends its threads.
+pub struct CudaSession {
+    programs: Arc<Programs>,
+    tapes: Vec<Arc<Tape>>,
+    /// By rank.
+    orders: Vec<Sender<Order>>,
+    replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
+    threads: Vec<JoinHandle<()>>,
+    stopped: bool,
+    /// Where devices exchange through NCCL.
+    nccl: Option<Arc<Meeting>>,
+}
+
+/// How long members of a group may wait for each other before all are stopped: longer than any step that is worth running.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Where devices on several GPUs meet: the groups of all their tapes, and who looks after them.
+struct Meeting {
+    nccl: Nccl,
+    /// In the order in which all join them.
+    groups: BTreeMap<Communicator, GroupId>,
+    watchdog: Watchdog,
+}
+
+impl Meeting {
+    fn new(search: &Search, tapes: &[Arc<Tape>]) -> Result<Arc<Meeting>, CudaError> {
+        let nccl = Nccl::open(search)?;
+        let groups: BTreeSet<&Communicator> = tapes.iter().flat_map(|tape| &tape.communicators).collect();
+        let with_id = |group: &Communicator| Ok((group.clone(), nccl.group_id()?));
+        let groups = groups.into_iter().map(with_id).collect::<Result<_, CudaError>>()?;
+        let watchdog = nccl.watch(PATIENCE);
+        Ok(Arc::new(Meeting { nccl, groups, watchdog }))
+    }
+
+    /// Joins the groups of a device, whose context must be current: all devices do in one order, so that nobody waits for who waits
+    /// elsewhere.
+    fn join(&self, tape: &Tape) -> Result<Vec<Channel>, CudaError> {
+        let mut channels: Vec<Option<Channel>> = tape.communicators.iter().map(|_| None).collect();
+        for (group, id) in &self.groups {
+            if let Some(at) = tape.communicators.iter().position(|c| c == group) {
+                channels[at] = Some(self.nccl.join(*id, group, tape.rank)?);
+            }
+        }
+        Ok(channels.into_iter().flatten().collect())
+    }
+}
+
+/// Elements of a tensor of the host, which devices cut their parts from.
+type Tensors = BTreeMap<String, (TensorType, Vec<f64>)>;
+
+enum Order {
+    /// The groups of its tape.
+    Join,
+    Load {
+        buffer: BufferId,
+        bytes: Vec<u8>,
+    },
+    Fetch {
+        buffer: BufferId,
+    },
+    Step {
+        inputs: Arc<Tensors>,
+        scalars: Arc<BTreeMap<String, f64>>,
+    },
+}
+
+enum Reply {
+    /// It is set up, or has joined its groups.
+    Ready,
+    Loaded,
+    Fetched(Vec<u8>),
+    Stepped(Vec<(Option<u32>, f64)>),
+}
+
+impl CudaSession {
+    /// Builds the tapes of programs and sets up a device for each. Parameters and state are zero.
+    pub fn new(programs: &Programs, options: &CudaOptions) -> Result<CudaSession, RuntimeError> {
+        check(programs)?;
+        let survey = Survey::of(&options.search);
+        let gpus = survey.usable()?;
+        let driver = Driver::open(&options.search)?;
+        let contexts = gpus.into_iter().map(|gpu| Context::new(&driver, gpu)).collect::<Result<Vec<_>, CudaError>>()?;
+        let compiler = Arc::new(Compiler::open(&options.search, options.cache.clone())?);
+        let programs = Arc::new(programs.clone());
+        let tapes: Vec<Arc<Tape>> = build(&programs, &TapeOptions::default())?.into_iter().map(Arc::new).collect();
+        let (reply, replies) = channel();
+        // Each device has a GPU of its own, or some share one, which NCCL refuses.
+        let nccl = match tapes.len() > 1 && contexts.len() >= tapes.len() {
+            true => Some(Meeting::new(&options.search, &tapes)?),
+            false => None,
+        };
+        let (orders, threads, stopped) = (Vec::new(), Vec::new(), false);
+        let mut session = CudaSession { programs, tapes, orders, replies, threads, stopped, nccl };
+        for (tape, mailbox) in session.tapes.iter().zip(Mailbox::network(session.tapes.len())) {
+            let (order, orders) = channel();
+            let device = Device {
+                programs: session.programs.clone(),
+                tape: tape.clone(),
+                // A survey that is usable has at least one GPU.
+                context: contexts[tape.rank as usize % contexts.len()].clone(),
+                compiler: compiler.clone(),
+                options: options.clone(),
+                nccl: session.nccl.clone(),
+            };
+            let (reply, rank) = (reply.clone(), tape.rank);
+            let thread = std::thread::Builder::new()
+                .name(format!("device {rank}"))
+                .spawn(move || device.serve(mailbox, &orders, &reply))
+                .map_err(|error| RuntimeError::Thread { device: rank, error })?;
+            session.threads.push(thread);
+            session.orders.push(order);
+        }
+        session.answers(session.tapes.len())?;
+        // Groups are joined when all their members are there: who joins waits for the others.
+        if session.nccl.is_some() {
+            let asked = session.orders.iter().filter(|device| device.send(Order::Join).is_ok()).count();
+            session.answers(asked)?;
+        }
+        Ok(session)
+    }
+
+    /// Loads a parameter into every device that holds a part of it, and into its `master` state.
+    pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        let is_it = |kind: &BufferKind| match kind {
+            BufferKind::Parameter { name: n } => n == name,
+            BufferKind::State { parameter, slot } => parameter == name && slot == "master",
+            _ => false,
+        };
+        match self.load(name, is_it, tensor)? {
+            0 => Err(RuntimeError::UnknownParameter { name: name.to_string() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Loads one tensor of optimizer state into every device that holds a part of it.
+    pub fn load_state(&mut self, parameter: &str, slot: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        match self.load(&format!("{parameter}/{slot}"), is_state(parameter, slot), tensor)? {
+            0 => Err(RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Loads a tensor into all buffers of a kind; returns how many there are.
+    fn load(
+        &mut self,
+        name: &str,
+        is_it: impl Fn(&BufferKind) -> bool,
+        tensor: &HostTensor,
+    ) -> Result<usize, RuntimeError> {
+        self.expect_running()?;
+        tensor.check()?;
+        let data = tensor.to_f64();
+        let mut asked = 0;
+        for (rank, tape) in self.tapes.iter().enumerate() {
+            let program = &self.programs.programs[tape.program as usize];
+            for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
+                if !is_it(&buffer.kind) || tape.lasting(id).is_none() {
+                    continue;
+                }
+                if buffer.ty.shape != tensor.ty.shape {
+                    let (expected, found) = (buffer.ty.clone(), tensor.ty.clone());
+                    return Err(RuntimeError::TensorType { name: name.to_string(), expected, found });
+                }
+                let part = cut(&self.programs, tape, buffer, &tensor.ty.shape, &data, 0);
+                let bytes = encode(buffer.ty.dtype, part);
+                asked += usize::from(self.orders[rank].send(Order::Load { buffer: id, bytes }).is_ok());
+            }
+        }
+        self.answers(asked).map(|_| asked)
+    }
+
+    /// A parameter, put together from one program that holds it.
+    pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Parameter { name: n } if n == name);
+        self.gathered(is_it)?.ok_or_else(|| RuntimeError::UnknownParameter { name: name.to_string() })
+    }
+
+    /// One tensor of optimizer state.
+    pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
+        let unknown = || RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() };
+        self.gathered(is_state(parameter, slot))?.ok_or_else(unknown)
+    }
+
+    /// The first buffer of a kind, put together from one program that holds it.
+    fn gathered(&mut self, is_it: impl Fn(&BufferKind) -> bool) -> Result<Option<HostTensor>, RuntimeError> {
+        self.expect_running()?;
+        let programs = self.programs.clone();
+        let found = (0u32..)
+            .zip(&programs.programs)
+            .find_map(|(p, program)| Some((p, program.buffers.iter().position(|b| is_it(&b.kind))?)));
+        let Some((p, b)) = found else { return Ok(None) };
+        let program = &programs.programs[p as usize];
+        let buffer = &program.buffers[b];
+        let buffer_id = BufferId(b as u32);
+        let holds = |tape: &Arc<Tape>| tape.program == p && tape.lasting(buffer_id).is_some();
+        let holders: Vec<Arc<Tape>> = self.tapes.iter().filter(|tape| holds(tape)).cloned().collect();
+        let ask = |tape: &&Arc<Tape>| self.orders[tape.rank as usize].send(Order::Fetch { buffer: buffer_id }).is_ok();
+        let asked = holders.iter().filter(ask).count();
+        let mut whole = vec![0.0; buffer.ty.elements() as usize];
+        for (rank, reply) in self.answers(asked)? {
+            let Reply::Fetched(bytes) = reply else { continue };
+            let coordinates = program.mesh.coordinates(self.tapes[rank].position);
+            if is_replica(&buffer.sharding, &program.mesh, &coordinates) {
+                continue;
+            }
+            let mut part = decode(buffer.ty.dtype, &bytes).into_iter();
+            let indices = held_indices(&buffer.sharding, &program.mesh, &coordinates);
+            each_held(&indices, &buffer.ty.shape, |i| whole[i] = part.next().unwrap_or(f64::NAN));
+        }
+        Ok(Some(HostTensor::from_f64(buffer.ty.clone(), &whole)))
+    }
+
+    /// Runs one step on a global batch, as [`crate::Session::step`] takes it.
+    pub fn step(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+    ) -> Result<CudaStep, RuntimeError> {
+        self.expect_running()?;
+        let Programs { programs, num_microbatches, .. } = &*self.programs;
+        let inputs = checked_inputs(programs, *num_microbatches, inputs, scalars)?;
+        let values = inputs.into_iter().map(|(name, tensor)| (name, (tensor.ty.clone(), tensor.to_f64())));
+        let inputs: Arc<Tensors> = Arc::new(values.collect());
+        let scalars = Arc::new(scalars.clone());
+        let start = Instant::now();
+        let order = || Order::Step { inputs: inputs.clone(), scalars: scalars.clone() };
+        let asked = self.orders.iter().filter(|device| device.send(order()).is_ok()).count();
+        let replies = self.answers(asked)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let mut losses: Vec<(Option<u32>, f64)> = Vec::new();
+        for (_, reply) in replies {
+            if let Reply::Stepped(of_device) = reply {
+                losses.extend(of_device);
+            }
+        }
+        losses.sort_by_key(|loss| loss.0);
+        let losses: Vec<f64> = losses.into_iter().map(|loss| loss.1).collect();
+        let loss = step_loss(&losses, self.programs.loss_is_mean);
+        Ok(CudaStep { loss, losses, seconds })
+    }
+
+    /// Whether devices exchange through NCCL, rather than the host.
+    pub fn uses_nccl(&self) -> bool {
+        self.nccl.is_some()
+    }
+
+    /// What each device (by rank) holds of its GPU's memory for tensors.
+    pub fn held_bytes(&self) -> Vec<u64> {
+        self.tapes.iter().map(|tape| tape.arena.bytes).collect()
+    }
+
+    /// After an error nothing is asked any more.
+    fn expect_running(&self) -> Result<(), RuntimeError> {
+        if self.stopped { Err(RuntimeError::Stopped) } else { Ok(()) }
+    }
+
+    /// Waits for so many answers.
+    fn answers(&mut self, asked: usize) -> Result<Vec<(usize, Reply)>, RuntimeError> {
+        let mut failure: Option<RuntimeError> = None;
+        let mut answers = Vec::with_capacity(asked);
+        for _ in 0..asked {
+            match self.replies.recv() {
+                Ok((rank, Ok(reply))) => answers.push((rank, reply)),
+                Ok((_, Err(error))) => {
+                    if failure.is_none() || !is_consequence(&error) {
+                        failure = Some(error);
+                    }
+                }
+                Err(_) => failure = failure.or(Some(RuntimeError::Stopped)),
+            }
+        }
+        self.stopped = failure.is_some();
+        // What the watchdog saw is the cause of whatever was aborted.
+        if let (Some(_), Some(found)) = (&failure, self.nccl.as_ref().and_then(|meeting| meeting.watchdog.found())) {
+            failure = Some(found.into());
+        }
+        match failure {
+            Some(error) => Err(error),
+            None => Ok(answers),
+        }
+    }
+}
+
+/// Whether a buffer is this state of this parameter.
+fn is_state(parameter: &str, slot: &str) -> impl Fn(&BufferKind) -> bool {
+    move |kind| matches!(kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot)
+}
+
+impl Drop for CudaSession {
+    fn drop(&mut self) {
+        self.orders.clear();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has nothing more to say.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What a device's thread starts from.
+struct Device {
+    programs: Arc<Programs>,
+    tape: Arc<Tape>,
+    context: Arc<Context>,
+    compiler: Arc<Compiler>,
+    options: CudaOptions,
+    nccl: Option<Arc<Meeting>>,
+}
+
+impl Device {
+    /// Sets the device up, then answers until nobody asks.
+    fn serve(self, mailbox: Mailbox, orders: &Receiver<Order>, replies: &Sender<(usize, Result<Reply, RuntimeError>)>) {
+        let rank = self.tape.rank as usize;
+        let CudaOptions { search, running, .. } = &self.options;
+        let peers = Peers::Host(mailbox);
+        let made = Executor::new(self.tape.clone(), &self.context, &self.compiler, search, peers, *running);
+        let mut executor = match made {
+            Ok(executor) => executor,
+            Err(error) => {
+                let error = self.explained(error);
+                let _ = replies.send((rank, Err(error.into())));
+                return;
+            }
+        };
+        let mut reply = Ok(Reply::Ready);
+        loop {
+            if reply.is_err() {
+                executor.stop_all();
+            }
+            if replies.send((rank, reply)).is_err() {
+                return;
+            }
+            let Ok(order) = orders.recv() else { return };
+            reply = self.answer(&mut executor, order).map_err(RuntimeError::from);
+        }
+    }
+
+    /// Where there is too little memory, with what most of it is for and what was predicted.
+    fn explained(&self, mut error: ExecutorError) -> ExecutorError {
+        const NAMED: usize = 3;
+        let ExecutorError::SetUp { error: cause, .. } = &mut error else { return error };
+        let CudaError::OutOfMemory { detail, .. } = &mut **cause else { return error };
+        let buffers = &self.programs.programs[self.tape.program as usize].buffers;
+        let name = |region: &Region| match &region.content {
+            Content::Buffer { buffer, .. } => buffers[buffer.0 as usize].name.clone(),
+            Content::Value { body, value, .. } | Content::Constant { body, value } => {
+                let graph = &self.programs.programs[self.tape.program as usize].bodies[*body as usize].graph;
+                match graph.nodes.get(value.index()) {
+                    Some(node) if node.name.is_empty() => format!("{value} ({})", node.op.name()),
+                    Some(node) => node.name.clone(),
+                    None => value.to_string(),
+                }
+            }
+            Content::Staging { .. } => "something to send".to_string(),
+        };
+        // Of each name the largest: microbatches have tensors of the same one.
+        let mut largest: BTreeMap<String, u64> = BTreeMap::new();
+        for region in &self.tape.regions {
+            let most = largest.entry(name(region)).or_default();
+            *most = (*most).max(region.bytes);
+        }
+        let mut largest: Vec<(String, u64)> = largest.into_iter().collect();
+        largest.sort_by_key(|(_, bytes)| Reverse(*bytes));
+        let named: Vec<String> = largest.iter().take(NAMED).map(|(name, bytes)| format!("{name} ({bytes})")).collect();
+        let predicted = self.options.predicted_bytes.get(self.tape.program as usize);
+        let predicted = predicted.map_or(String::new(), |bytes| format!("the plan predicts {bytes}; "));
+        *detail = format!("{predicted}the largest tensors are {}", named.join(", "));
+        error
+    }
+
+    fn answer(&self, executor: &mut Executor, order: Order) -> Result<Reply, ExecutorError> {
+        match order {
+            Order::Join => {
+                let Some(meeting) = &self.nccl else { return Ok(Reply::Ready) };
+                let joined = self.context.make_current().and_then(|()| meeting.join(&self.tape));
+                let failed = |error| ExecutorError::SetUp { rank: self.tape.rank, error: Box::new(error) };
+                executor.meet(joined.map_err(failed)?);
+                Ok(Reply::Ready)
+            }
+            Order::Load { buffer, bytes } => executor.load(buffer, &bytes).map(|()| Reply::Loaded),
+            Order::Fetch { buffer } => executor.fetch(buffer).map(Reply::Fetched),
+            Order::Step { inputs, scalars } => {
+                let taken = executor.step(|given, bytes| self.give(given, &inputs, &scalars, bytes))?;
+                let loss = |(what, bytes): (Taken, Vec<u8>)| match what {
+                    // The loss is a float of the program's type, of which its bytes tell the width.
+                    Taken::Loss { microbatch } => {
+                        let loss = self.programs.programs[self.tape.program as usize].buffers.iter();
+                        let dtype = loss.clone().find(|b| b.kind == BufferKind::Loss)?.ty.dtype;
+                        Some((microbatch, *decode(dtype, &bytes).first()?))
+                    }
+                    Taken::Output { .. } => None,
+                };
+                Ok(Reply::Stepped(taken.into_iter().filter_map(loss).collect()))
+            }
+        }
+    }
+
+    /// Writes what the host gives of a step, which was checked to be there.
+    fn give(&self, given: &Given, inputs: &Tensors, scalars: &BTreeMap<String, f64>, bytes: &mut [u8]) {
+        let buffers = &self.programs.programs[self.tape.program as usize].buffers;
+        let (Given::Input { buffer, .. } | Given::Scalar { buffer }) = given;
+        let buffer = &buffers[buffer.0 as usize];
+        let values = match (given, &buffer.kind) {
+            (Given::Scalar { .. }, BufferKind::Scalar { name }) => scalars.get(name).map(|value| vec![*value]),
+            (Given::Input { microbatch, .. }, BufferKind::Input { name }) => inputs.get(name).map(|(ty, data)| {
+                cut(&self.programs, &self.tape, buffer, &ty.shape, data, microbatch.unwrap_or(0).into())
+            }),
+            _ => None,
+        };
+        let encoded = encode(buffer.ty.dtype, values.unwrap_or_default());
+        if encoded.len() == bytes.len() {
+            bytes.copy_from_slice(&encoded);
+        }
+    }
+}
+
+/// A device's part of a tensor, or of the rows of a microbatch where it has more of them than the buffer.
+fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, shape: &[u64], data: &[f64], microbatch: u64) -> Vec<f64> {
+    let mesh = &programs.programs[tape.program as usize].mesh;
+    let coordinates = mesh.coordinates(tape.position);
+    let mut indices = held_indices(&buffer.sharding, mesh, &coordinates);
+    for (d, list) in indices.iter_mut().enumerate().filter(|(d, _)| shape[*d] != buffer.ty.shape[*d]) {
+        list.iter_mut().for_each(|i| *i += buffer.ty.shape[d] * microbatch);
+    }
+    let neutral = summand_of(&buffer.sharding, &coordinates).map(|reducer| reducer.neutral(buffer.ty.dtype));
+    let mut part = Vec::new();
+    each_held(&indices, shape, |i| part.push(neutral.unwrap_or(data[i])));
+    part
+}
+
+/// Visits the elements at the cross product of index lists, in row-major order.
+fn each_held(indices: &[Vec<u64>], shape: &[u64], mut visit: impl FnMut(usize)) {
+    let (strides, sizes) = (strides(shape), indices.iter().map(|list| list.len() as u64).collect::<Vec<_>>());
+    for_each_index(&sizes, |at| {
+        let position: u64 = at.iter().zip(indices).zip(&strides).map(|((&i, list), s)| list[i as usize] * s).sum();
+        visit(position as usize);
+    });
+}
+
+/// Whether a device failed only because another did.
+fn is_consequence(error: &RuntimeError) -> bool {
+    let RuntimeError::Executor(error) = error else { return false };
+    matches!(&**error, ExecutorError::Exchange { error, .. } if **error == KernelError::Disconnected)
+}

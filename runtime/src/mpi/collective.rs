@@ -1,0 +1,265 @@
+//! Collectives of devices that are processes, where sums need not be added up in the order of the group: MPI's own where it has one
+//! for the type, and otherwise pieces that are sent to whoever needs them, so that no member gets more than its part.
+
+use crate::arena::Storage;
+use crate::collective::{Blocks, Exchange, Member, exchange, fill_neutral, own, reduce};
+use crate::element::{Class, with_class, with_width};
+use crate::error::KernelError;
+use crate::kernel::copy::Copy;
+use crate::mailbox::{Payload, Tag};
+use crate::mpi::sys::{Communicator, fits, words_of};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
+use altiplano_ir::reshard::Collective;
+use std::sync::Arc;
+
+/// What became of a collective.
+pub enum Ran {
+    Done(Storage),
+    /// It is run as threads run it; here is its operand.
+    NotHere(Arc<Storage>),
+}
+
+/// Bytes in blocks of eight, which all formats are aligned to.
+struct Bytes {
+    words: Vec<u64>,
+    bytes: usize,
+}
+
+impl Bytes {
+    fn new(bytes: usize) -> Bytes {
+        Bytes { words: vec![0; bytes.div_ceil(8)], bytes }
+    }
+
+    fn slice<T: bytemuck::Pod>(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
+    }
+
+    fn slice_mut<T: bytemuck::Pod>(&mut self) -> &mut [T] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes / size_of::<T>()]
+    }
+}
+
+impl Member<'_> {
+    /// Runs a collective over MPI, if this is a rank and need not reduce in order.
+    pub(crate) fn run_by_mpi(
+        &mut self,
+        collective: &Collective,
+        dtype: DType,
+        shape: &[usize],
+        operand: Arc<Storage>,
+        in_place: bool,
+    ) -> Result<Ran, KernelError> {
+        let n = self.ranks.len();
+        let group = match self.mailbox.ranks() {
+            Some(wire) if n > 1 && !wire.in_order => wire.group(&self.ranks)?,
+            _ => return Ok(Ran::NotHere(operand)),
+        };
+        let class = Class::of(dtype);
+        let elements: usize = shape.iter().product();
+        let whole = operand.bytes() * n;
+        match collective {
+            Collective::AllReduce { reducer, .. } => self.sum_all(&group, *reducer, dtype, operand, in_place),
+            Collective::ReduceScatter { reducer, dim, outer, .. } => {
+                let blocks = Blocks::of_part(shape, *dim, *outer, n);
+                let mut parts = Bytes::new(operand.bytes());
+                with_width!(class, T => for i in 0..n {
+                    let dims = [(blocks.count, blocks.length * n, blocks.length), (blocks.length, 1, 1)];
+                    let part = &mut parts.slice_mut::<T>()[i * elements / n..][..elements / n];
+                    Copy::new(i * blocks.length, 0, dims).run(operand.slice::<T>(), part);
+                });
+                let mut result = operand.arena().allocate(class, elements / n)?;
+                if dtype == DType::F32 && *reducer == Reducer::Sum && fits(elements) {
+                    group.reduce_scatter_sum(parts.slice(), result.slice_mut())?;
+                } else {
+                    self.reduce_part(&parts, dtype, *reducer, &mut result)?;
+                }
+                Ok(Ran::Done(result))
+            }
+            Collective::AllGather { dim, outer, .. } if fits(whole) => {
+                let blocks = Blocks::of_whole(shape, *dim, *outer);
+                let mut result = operand.arena().allocate(class, elements * n)?;
+                if blocks.count == 1 {
+                    group.all_gather(operand.slice(), result.slice_mut())?;
+                    return Ok(Ran::Done(result));
+                }
+                let mut parts = Bytes::new(whole);
+                group.all_gather(operand.slice(), parts.slice_mut())?;
+                with_width!(class, T => for i in 0..n {
+                    let dims = [(blocks.count, blocks.length, blocks.length * n), (blocks.length, 1, 1)];
+                    let part = &parts.slice::<T>()[i * elements..][..elements];
+                    Copy::new(0, i * blocks.length, dims).run(part, result.slice_mut::<T>());
+                });
+                Ok(Ran::Done(result))
+            }
+            Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } if fits(operand.bytes()) => {
+                let split = (*split_dim as usize, *split_outer as usize);
+                let concat = (*concat_dim as usize, *concat_outer as usize);
+                let (mut sent, mut got) = (Bytes::new(operand.bytes()), Bytes::new(operand.bytes()));
+                let mut result = operand.arena().allocate(class, elements)?;
+                let size = elements / n;
+                with_width!(class, T => {
+                    for to in 0..n {
+                        let Exchange { cut, .. } = exchange(shape, split, concat, n, to, self.me);
+                        cut.run(operand.slice::<T>(), &mut sent.slice_mut::<T>()[to * size..][..size]);
+                    }
+                    group.all_to_all(sent.slice(), got.slice_mut())?;
+                    for from in 0..n {
+                        let Exchange { join, .. } = exchange(shape, split, concat, n, self.me, from);
+                        join.run(&got.slice::<T>()[from * size..][..size], result.slice_mut::<T>());
+                    }
+                });
+                Ok(Ran::Done(result))
+            }
+            Collective::Halo { dim, low, high, reducer, .. } => {
+                let sizes = (*dim as usize, *low as usize, *high as usize);
+                Ok(Ran::Done(self.halo(sizes, *reducer, dtype, shape, &operand)?))
+            }
+            _ => Ok(Ran::NotHere(operand)),
+        }
+    }
+
+    fn sum_all(
+        &mut self,
+        group: &Communicator,
+        reducer: Reducer,
+        dtype: DType,
+        operand: Arc<Storage>,
+        in_place: bool,
+    ) -> Result<Ran, KernelError> {
+        let class = Class::of(dtype);
+        let (n, elements) = (self.ranks.len(), operand.bytes() / class.bytes());
+        if dtype == DType::F32 && reducer == Reducer::Sum && fits(elements) {
+            let result = if in_place {
+                // The sums replace the terms, of which MPI needs a copy.
+                let mut result = own(operand, class, true)?;
+                let terms = result.slice::<f32>().to_vec();
+                group.all_reduce_sum(&terms, result.slice_mut())?;
+                result
+            } else {
+                let mut result = operand.arena().allocate(class, elements)?;
+                group.all_reduce_sum(operand.slice(), result.slice_mut())?;
+                result
+            };
+            return Ok(Ran::Done(result));
+        }
+        // Each member reduces one part, of equal size but for what is added at the end, and all get all parts.
+        let size = elements.div_ceil(n);
+        let mut padded = Bytes::new(size * n * class.bytes());
+        padded.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(operand.slice());
+        let mut part = operand.arena().allocate(class, size)?;
+        self.reduce_part(&padded, dtype, reducer, &mut part)?;
+        let mut result = own(operand, class, in_place)?;
+        let mine = words_of(part.slice::<u8>());
+        for (i, words) in self.exchange_pieces(|_| mine.clone())?.into_iter().enumerate() {
+            let bytes = bytemuck::cast_slice::<u64, u8>(&words);
+            let first = (i * size * class.bytes()).min(result.bytes());
+            let target = &mut result.slice_mut::<u8>()[first..];
+            let length = target.len().min(size * class.bytes());
+            expect_bytes(bytes, length)?;
+            target[..length].copy_from_slice(&bytes[..length]);
+        }
+        Ok(Ran::Done(result))
+    }
+
+    /// Of parts for all members, the reduction of those for this one, in the order of the group.
+    fn reduce_part(
+        &mut self,
+        parts: &Bytes,
+        dtype: DType,
+        reducer: Reducer,
+        target: &mut Storage,
+    ) -> Result<(), KernelError> {
+        let size = target.bytes();
+        let pieces = self.exchange_pieces(|to| words_of(&parts.slice::<u8>()[to * size..][..size]))?;
+        for piece in &pieces {
+            expect_bytes(bytemuck::cast_slice(piece), size)?;
+        }
+        with_class!(Class::of(dtype), T => {
+            let target = target.slice_mut::<T>();
+            let slices: Vec<&[T]> = pieces.iter().map(|p| &bytemuck::cast_slice::<u64, T>(p)[..target.len()]).collect();
+            reduce(&slices, 0, target, reducer, dtype);
+        });
+        Ok(())
+    }
+
+    /// Sends a piece to each member, and gets one from each. Those that have nothing for each other exchange nothing.
+    fn exchange_pieces(&mut self, piece: impl Fn(usize) -> Vec<u64>) -> Result<Vec<Vec<u64>>, KernelError> {
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i != self.me {
+                self.mailbox.send(rank, Tag::Collective, Payload::Words(piece(i)));
+            }
+        }
+        let mut pieces = Vec::with_capacity(self.ranks.len());
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i == self.me {
+                pieces.push(piece(i));
+                continue;
+            }
+            match self.mailbox.receive(rank, Tag::Collective)? {
+                Payload::Words(words) => pieces.push(words),
+                _ => return Err(KernelError::Disconnected),
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// The edges of neighbouring blocks; each member sends what others lack of its block.
+    fn halo(
+        &mut self,
+        (dim, low, high): (usize, usize, usize),
+        reducer: Reducer,
+        dtype: DType,
+        shape: &[usize],
+        operand: &Storage,
+    ) -> Result<Storage, KernelError> {
+        let class = Class::of(dtype);
+        let (block, n) = (shape[dim], self.ranks.len());
+        let inner: usize = shape[dim + 1..].iter().product();
+        let outer: usize = shape[..dim].iter().product();
+        let length = low + block + high;
+        // What member `to` needs of the block of `from`: from where in that, to where in its result, and how much.
+        let part = |to: usize, from: usize| {
+            let begin = (to * block) as isize - low as isize;
+            let first = begin.max((from * block) as isize);
+            let last = (begin + length as isize).min(((from + 1) * block) as isize);
+            let run = usize::try_from(last - first).unwrap_or(0);
+            (first.saturating_sub_unsigned(from * block) as usize, (first - begin) as usize, run)
+        };
+        let mut result = operand.arena().allocate(class, outer * length * inner)?;
+        let begin = (self.me * block) as isize - low as isize;
+        if begin < 0 || begin + length as isize > (n * block) as isize {
+            fill_neutral(&mut result, reducer, dtype);
+        }
+        let me = self.me;
+        let pieces = self.exchange_pieces(|to| {
+            let (at, _, run) = part(to, me);
+            if run == 0 {
+                return Vec::new();
+            }
+            let mut piece = Bytes::new(outer * run * inner * class.bytes());
+            let dims = [(outer, block * inner, run * inner), (run * inner, 1, 1)];
+            let copy = Copy::new(at * inner, 0, dims);
+            with_width!(class, T => copy.run(operand.slice::<T>(), piece.slice_mut::<T>()));
+            piece.words
+        })?;
+        for (from, piece) in pieces.iter().enumerate() {
+            let (_, to, run) = part(me, from);
+            if run == 0 {
+                continue;
+            }
+            expect_bytes(bytemuck::cast_slice(piece), outer * run * inner * class.bytes())?;
+            let dims = [(outer, run * inner, length * inner), (run * inner, 1, 1)];
+            let copy = Copy::new(0, to * inner, dims);
+            with_width!(class, T => copy.run(bytemuck::cast_slice::<u64, T>(piece), result.slice_mut::<T>()));
+        }
+        Ok(result)
+    }
+}
+
+fn expect_bytes(found: &[u8], expected: usize) -> Result<(), KernelError> {
+    if found.len() == expected.next_multiple_of(8) || found.len() == expected {
+        return Ok(());
+    }
+    Err(KernelError::MessageSize { expected, found: found.len() })
+}

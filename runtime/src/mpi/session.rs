@@ -1,0 +1,409 @@
+//! A session of one rank: its device, run on the thread that calls, and what is done with all other ranks: adding up what a step
+//! gave, and putting tensors together on the first rank.
+
+use crate::arena::Arena;
+use crate::check::{check, checked_inputs, step_loss};
+use crate::device::{Command, Device, Reply};
+use crate::element::Class;
+use crate::error::{KernelError, Place, RanksError, RuntimeError, WatchError};
+use crate::host::{HostData, HostTensor};
+use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::mpi::place::Layout;
+use crate::mpi::sys::{Communicator, words_of};
+use crate::mpi::watch::{Address, Ends, Peer, TOKEN, Watch, listen};
+use crate::mpi::wire::RankWire;
+use crate::recording::{Recording, Span, What};
+use crate::roster::{Holder, Roster, first_ranks};
+use crate::session::StepReport;
+use crate::work::threads_of_device;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::program::Programs;
+use mpi::Threading;
+use mpi::environment::Universe;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How a rank runs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RankOptions {
+    /// Add up in the order of groups, as threads do, so that results are the same to the bit.
+    pub in_order: bool,
+    /// Cores that the ranks of this machine share; all of them where absent.
+    pub cores: Option<usize>,
+    pub memory_limit_bytes: Option<u64>,
+    pub check_nan: bool,
+}
+
+/// A process that is a rank, before it has a plan.
+pub struct Started {
+    all: Communicator,
+    universe: Universe,
+}
+
+/// All ranks, by the order of the plan's programs, and what watches them. MPI ends with it.
+pub struct World {
+    all: Arc<Communicator>,
+    watch: Arc<Watch>,
+    /// The rank that speaks for all, which is the launcher's first.
+    lead: usize,
+    /// Ranks on this machine.
+    local: usize,
+    _universe: Universe,
+    /// All calls to MPI come from the thread that initialised it.
+    _thread: PhantomData<*const ()>,
+}
+
+/// This rank's part of programs in execution.
+pub struct RankSession {
+    world: World,
+    roster: Roster,
+    /// The program that this rank runs.
+    own: usize,
+    device: Device,
+    arena: Arc<Arena>,
+    spans: Vec<Span>,
+}
+
+impl Started {
+    /// Makes this process a rank of those that were started together.
+    pub fn new() -> Result<Started, RuntimeError> {
+        let (universe, threading) =
+            mpi::initialize_with_threading(Threading::Funneled).ok_or_else(|| ranks(RanksError::Threads))?;
+        if threading < Threading::Funneled {
+            return Err(ranks(RanksError::Threads));
+        }
+        let all = Communicator::world(&universe).map_err(RuntimeError::Mpi)?;
+        Ok(Started { all, universe })
+    }
+
+    /// As the launcher numbers it.
+    pub fn rank(&self) -> usize {
+        self.all.rank
+    }
+
+    pub fn size(&self) -> usize {
+        self.all.size
+    }
+
+    /// Starts to watch all ranks, before any has read what it is to do. Ranks are in their launcher's order until [`World::place`].
+    pub fn watched(self, lost_after: Duration, ends: Ends) -> Result<World, RuntimeError> {
+        let Started { all, universe } = self;
+        let local = all.node().map_err(RuntimeError::Mpi)?.size;
+        let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
+        let hosts = all.tell_text(&host_name()).map_err(RuntimeError::Mpi)?;
+        let peer = |(rank, host): (usize, String)| Peer { rank, host };
+        let peers: Vec<Peer> = hosts.into_iter().enumerate().map(peer).collect();
+        let hub = if all.rank == 0 { Some(listen().map_err(watch_error)?) } else { None };
+        let said = hub.as_ref().map(|(_, address)| encode(address)).unwrap_or_default();
+        let address = decode(&all.tell_text(&said).map_err(RuntimeError::Mpi)?[0]);
+        let address = address.ok_or_else(|| watch_error(WatchError::NoAddress))?;
+        let listener = hub.map(|(listener, _)| listener);
+        let watch = Watch::start(all.rank, peers, listener, &address, lost_after, ends).map_err(watch_error)?;
+        let (all, watch) = (Arc::new(all), Arc::new(watch));
+        Ok(World { all, watch, lead: 0, local, _universe: universe, _thread: PhantomData })
+    }
+}
+
+impl World {
+    pub fn watch(&self) -> Arc<Watch> {
+        self.watch.clone()
+    }
+
+    /// Whether this rank speaks for all.
+    pub fn leads(&self) -> bool {
+        self.all.rank == self.lead
+    }
+
+    /// Fails on all ranks alike where one differs from the first in what it is to do.
+    pub fn expect_same(&self, what: &'static str, text: &str) -> Result<(), RuntimeError> {
+        let all = self.all.tell_text(text).map_err(RuntimeError::Mpi)?;
+        let differs = all.iter().position(|other| *other != all[0]);
+        differs.map_or(Ok(()), |rank| Err(ranks(RanksError::Differs { rank, what })))
+    }
+
+    /// What the first rank says, on all.
+    pub fn hear_first(&self, text: &str) -> Result<String, RuntimeError> {
+        let mut all = self.all.tell_text(if self.leads() { text } else { "" }).map_err(RuntimeError::Mpi)?;
+        Ok(all.swap_remove(self.lead))
+    }
+
+    /// The largest of what the ranks say.
+    pub fn largest(&self, value: u64) -> Result<u64, RuntimeError> {
+        let all = self.all.tell(&[value]).map_err(RuntimeError::Mpi)?;
+        Ok(all.into_iter().flatten().max().unwrap_or(value))
+    }
+
+    /// Waits for all ranks.
+    pub fn meet(&self) -> Result<(), RuntimeError> {
+        self.all.barrier().map_err(RuntimeError::Mpi)
+    }
+
+    /// Orders the ranks as the programs' devices are.
+    fn place(&mut self, programs: &Programs, layout: &Layout) -> Result<(), RuntimeError> {
+        let node = self.all.node().map_err(RuntimeError::Mpi)?;
+        let first = node.tell(&[self.all.rank as u64]).map_err(RuntimeError::Mpi)?[0][0];
+        let nodes = self.all.tell(&[first]).map_err(RuntimeError::Mpi)?;
+        let node_of: Vec<usize> = nodes.iter().map(|words| words[0] as usize).collect();
+        let device = layout.devices(&node_of).map_err(ranks)?[self.all.rank];
+        let mut devices = programs.programs.iter().flat_map(|program| &program.devices);
+        let place = devices.position(|&id| id == device);
+        let count = programs.programs.iter().map(|program| program.devices.len()).sum::<usize>();
+        let place = place.filter(|_| count == self.all.size).ok_or_else(|| ranks(RanksError::Devices))?;
+        let led = self.leads();
+        self.all = Arc::new(self.all.ordered(place).map_err(RuntimeError::Mpi)?);
+        let leads = self.all.tell(&[u64::from(led)]).map_err(RuntimeError::Mpi)?;
+        self.lead = leads.iter().position(|words| words[0] == 1).unwrap_or(0);
+        Ok(())
+    }
+
+    /// Ends MPI, and then the watch, in that order: a rank may be lost until it has ended.
+    pub fn finish(self) -> Result<(), RuntimeError> {
+        self.meet()?;
+        let World { all, watch, _universe: universe, .. } = self;
+        drop(all);
+        drop(universe);
+        watch.finish();
+        Ok(())
+    }
+}
+
+impl RankSession {
+    /// Checks the programs, compiles this rank's, and makes its device, with zeros in all parameters and state.
+    pub fn new(
+        mut world: World,
+        programs: &Programs,
+        layout: &Layout,
+        options: &RankOptions,
+    ) -> Result<RankSession, RuntimeError> {
+        check(programs)?;
+        world.place(programs, layout)?;
+        let rank = world.all.rank;
+        let own = first_ranks(programs).iter().rposition(|&first| first <= rank).unwrap_or(0);
+        let roster = Roster::new(programs, options.check_nan, |p| p == own);
+        let plan = roster.plans[own].clone();
+        let position = rank - roster.ranks(own).start;
+        let id = plan.program.devices[position];
+        let cores = options.cores.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get())).unwrap_or(1);
+        let arena = Arena::new(options.memory_limit_bytes);
+        let mailbox = Mailbox::of_rank(RankWire::new(world.all.clone(), options.in_order, world.watch.clone()));
+        let failed = |error: KernelError| {
+            let activity = "allocating parameters and state".to_string();
+            let place = Place { device: id, program: own as u32, activity, microbatch: None, op: None };
+            RuntimeError::Device { place: Box::new(place), error }
+        };
+        let threads = threads_of_device(cores, world.local);
+        let mut device = Device::new(id, position as u32, plan, arena.clone(), mailbox, threads).map_err(failed)?;
+        device.allocate_persistent().map_err(failed)?;
+        Ok(RankSession { world, roster, own, device, arena, spans: Vec::new() })
+    }
+
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Ends the session, with MPI.
+    pub fn finish(self) -> Result<(), RuntimeError> {
+        let RankSession { world, device, .. } = self;
+        drop(device);
+        world.finish()
+    }
+
+    /// Whether this rank holds a part of a parameter.
+    pub fn holds(&self, name: &str) -> bool {
+        self.roster.parameter(name).is_ok_and(|holders| holders.iter().any(|&(p, _)| p == self.own))
+    }
+
+    /// Loads this rank's part of a parameter, and of its `master` state.
+    pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        let holders = [self.roster.parameter(name)?, self.roster.masters(name)].concat();
+        self.load(name, &holders, tensor)
+    }
+
+    pub fn load_state(&mut self, parameter: &str, slot: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        let holders = self.roster.state(parameter, slot)?;
+        self.load(&format!("{parameter}/{slot}"), &holders, tensor)
+    }
+
+    fn load(&mut self, name: &str, holders: &[Holder], tensor: &HostTensor) -> Result<(), RuntimeError> {
+        for ((_, buffer), tensor) in self.roster.cast(name, holders, tensor, |p| p == self.own)? {
+            self.device.answer_here(Command::Load { buffer, tensor })?;
+        }
+        Ok(())
+    }
+
+    /// A parameter, put together on the first rank; none on the others, all of which must ask for it.
+    pub fn parameter(&mut self, name: &str) -> Result<Option<HostTensor>, RuntimeError> {
+        let holders = self.roster.parameter(name)?;
+        self.gather(holders[0])
+    }
+
+    pub fn state(&mut self, parameter: &str, slot: &str) -> Result<Option<HostTensor>, RuntimeError> {
+        let holders = self.roster.state(parameter, slot)?;
+        self.gather(holders[0])
+    }
+
+    fn gather(&mut self, (p, buffer): Holder) -> Result<Option<HostTensor>, RuntimeError> {
+        let plan = self.roster.plans[p].clone();
+        let (me, lead) = (self.world.all.rank, self.world.lead);
+        let mine = if p == self.own && !plan.repeats(buffer, me) {
+            match self.device.answer_here(Command::Fetch { buffer })? {
+                Reply::Fetched(part) => Some(part.data),
+                _ => None,
+            }
+        } else {
+            None
+        };
+        let mailbox = &mut self.device.mailbox;
+        if me != lead {
+            if let Some(part) = mine {
+                mailbox.send(lead, Tag::Channel, Payload::Words(words_of(part.as_bytes())));
+                // One tensor at a time, however far behind the first rank is.
+                mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+            }
+            return Ok(None);
+        }
+        let description = plan.program.buffer(buffer);
+        let part_ty = description.sharding.local_type(&description.ty, &plan.program.mesh);
+        let bytes = part_ty.elements() as usize * Class::of(part_ty.dtype).bytes();
+        let mut whole = HostTensor::zeros(description.ty.clone());
+        for rank in self.roster.ranks(p).filter(|&rank| !plan.repeats(buffer, rank)) {
+            if rank == me {
+                mine.iter().for_each(|part| plan.place_part(buffer, rank, part, &mut whole));
+                continue;
+            }
+            let Payload::Words(words) = mailbox.receive(rank, Tag::Channel).map_err(RuntimeError::Mpi)? else {
+                return Err(RuntimeError::Mpi(KernelError::Disconnected));
+            };
+            if words.len() != bytes.div_ceil(8) {
+                let error = KernelError::MessageSize { expected: bytes, found: 8 * words.len() };
+                return Err(RuntimeError::Mpi(error));
+            }
+            let part = HostData::from_bytes(Class::of(part_ty.dtype), &bytemuck::cast_slice(&words)[..bytes]);
+            plan.place_part(buffer, rank, &part, &mut whole);
+        }
+        Ok(Some(whole))
+    }
+
+    /// Runs one step on a global batch, of which this rank takes its part. The loss is the same on all ranks.
+    pub fn step(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+    ) -> Result<StepReport, RuntimeError> {
+        let plan = &self.roster.plans[self.own];
+        let inputs = Arc::new(checked_inputs([&plan.program], plan.num_microbatches, inputs, scalars)?);
+        if let Some(wire) = self.device.mailbox.ranks() {
+            wire.step = scalars.get("step").map_or(0, |&step| step as u64);
+        }
+        let start = Instant::now();
+        let command = Command::Step { inputs, scalars: Arc::new(scalars.clone()), results: false, origin: Some(start) };
+        let mut own_losses = Vec::new();
+        if let Reply::Stepped { losses, spans, .. } = self.device.answer_here(command)? {
+            own_losses = losses;
+            self.spans = spans;
+        }
+        let words: Vec<u64> = own_losses.iter().map(|loss| loss.to_bits()).collect();
+        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+        // All others have come to the end of the step too, so that all messages of it were taken.
+        self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let losses: Vec<f64> = all.into_iter().flatten().map(f64::from_bits).collect();
+        let loss = step_loss(&losses, self.roster.loss_is_mean);
+        Ok(StepReport { loss, losses, seconds, peak_bytes: Vec::new(), recordings: Vec::new() })
+    }
+
+    /// The most bytes that each device has held so far, by its id; all ranks must ask.
+    pub fn peak_bytes(&self) -> Result<Vec<u64>, RuntimeError> {
+        let mine = [u64::from(self.device.id), self.arena.peak_bytes()];
+        let all = self.world.all.tell(&mine).map_err(RuntimeError::Mpi)?;
+        let mut peaks = vec![0; all.len()];
+        for words in all {
+            if let Some(peak) = peaks.get_mut(words[0] as usize) {
+                *peak = words[1];
+            }
+        }
+        Ok(peaks)
+    }
+
+    /// What the first device of each program did in the last step; all ranks must ask.
+    pub fn recordings(&self) -> Result<Vec<Recording>, RuntimeError> {
+        let spans: &[Span] = if self.device.position == 0 { &self.spans } else { &[] };
+        let words: Vec<u64> = spans.iter().flat_map(span_words).collect();
+        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+        let of_program = |p: usize| {
+            let words = all.get(self.roster.ranks(p).start).map_or(&[][..], Vec::as_slice);
+            Recording { program: p as u32, spans: words.chunks_exact(SPAN).map(span_of).collect() }
+        };
+        Ok((0..self.roster.plans.len()).map(of_program).collect())
+    }
+
+    /// Says what this rank does between steps.
+    pub fn note(&self, activity: &str) {
+        self.world.watch.note(activity.to_string());
+    }
+}
+
+fn ranks(error: RanksError) -> RuntimeError {
+    RuntimeError::Ranks(Box::new(error))
+}
+
+fn host_name() -> String {
+    mpi::environment::processor_name().unwrap_or_else(|_| "an unnamed host".to_string())
+}
+
+/// Words of a span.
+const SPAN: usize = 6;
+
+fn span_words(span: &Span) -> [u64; SPAN] {
+    let Span { what, start_s, end_s, waited_s, held_bytes } = *span;
+    let (position, node) = match what {
+        What::Call { position } => (position as u64, 0),
+        What::Kernel { position, node } => (position as u64, node.index() as u64 + 1),
+    };
+    [position, node, start_s.to_bits(), end_s.to_bits(), waited_s.to_bits(), held_bytes]
+}
+
+fn span_of(words: &[u64]) -> Span {
+    let position = words[0] as usize;
+    let what = match words[1].checked_sub(1) {
+        None => What::Call { position },
+        Some(node) => What::Kernel { position, node: ValueId(node as u32) },
+    };
+    let [start_s, end_s, waited_s] = [words[2], words[3], words[4]].map(f64::from_bits);
+    Span { what, start_s, end_s, waited_s, held_bytes: words[5] }
+}
+
+/// An address as text: the token in hex, the port, and hosts.
+fn encode(address: &Address) -> String {
+    let token: String = address.token.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hosts: Vec<String> = address.hosts.iter().map(ToString::to_string).collect();
+    format!("{token} {} {}", address.port, hosts.join(" "))
+}
+
+fn decode(text: &str) -> Option<Address> {
+    let mut words = text.split(' ');
+    let (hex, port) = (words.next()?, words.next()?.parse().ok()?);
+    let mut token = [0; TOKEN];
+    for (i, byte) in token.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok()?;
+    }
+    Some(Address { hosts: words.filter_map(|host| host.parse().ok()).collect(), port, token })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_and_spans_are_read_as_they_were_written() {
+        let address = Address { hosts: vec!["10.0.0.7".parse().expect("an address")], port: 40_000, token: [7; TOKEN] };
+        assert_eq!(decode(&encode(&address)), Some(address));
+        assert_eq!(decode("00 1 ::1"), None);
+        for what in [What::Call { position: 3 }, What::Kernel { position: 9, node: ValueId(0) }] {
+            let span = Span { what, start_s: 0.25, end_s: 0.5, waited_s: 0.125, held_bytes: 17 };
+            assert_eq!(span_of(&span_words(&span)), span);
+        }
+    }
+}

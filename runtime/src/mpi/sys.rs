@@ -1,0 +1,255 @@
+//! The edge to MPI: a communicator, and what is done on it, with sizes and types checked. All calls come from the thread that
+//! initialised MPI. Errors are returned; what a rank that is lost does to a call is for the watch to notice.
+
+use crate::error::KernelError;
+use mpi::environment::Universe;
+use mpi::ffi;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+
+/// The ranks that do something together, and this one's place among them.
+pub struct Communicator {
+    raw: ffi::MPI_Comm,
+    pub rank: usize,
+    pub size: usize,
+}
+
+/// Words on their way to another rank, which must stay where they are until they are sent.
+pub struct Sending {
+    request: ffi::MPI_Request,
+    _words: Vec<u64>,
+}
+
+// SAFETY: communicators are made and used by what a `World` holds, which stays on the thread that initialised MPI. Devices, of which
+// some are threads, could not be moved or shared otherwise.
+unsafe impl Send for Communicator {}
+// SAFETY: as above.
+unsafe impl Sync for Communicator {}
+// SAFETY: as above; the words belong to the value.
+unsafe impl Send for Sending {}
+
+/// The tag of all messages: what they belong to is in them.
+const TAG: c_int = 0;
+
+/// Turns what a call returned into an error.
+fn checked(call: &'static str, code: c_int) -> Result<(), KernelError> {
+    if code == ffi::MPI_SUCCESS as c_int {
+        return Ok(());
+    }
+    let mut text = vec![0u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+    let mut length: c_int = 0;
+    // SAFETY: the buffer has room for the longest text.
+    unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
+    text.truncate(length.max(0) as usize);
+    Err(KernelError::Mpi { call, message: String::from_utf8_lossy(&text).into_owned() })
+}
+
+/// A count as MPI takes it.
+fn count(call: &'static str, elements: usize) -> Result<c_int, KernelError> {
+    c_int::try_from(elements)
+        .map_err(|_| KernelError::Mpi { call, message: format!("{elements} elements are too many for one call") })
+}
+
+/// Whether so many elements fit one call.
+pub fn fits(elements: usize) -> bool {
+    c_int::try_from(elements).is_ok()
+}
+
+impl Communicator {
+    /// All ranks that were started together.
+    pub fn world(_universe: &Universe) -> Result<Communicator, KernelError> {
+        // SAFETY: the universe shows that MPI is initialised.
+        unsafe { Communicator::of(ffi::RSMPI_COMM_WORLD) }
+    }
+
+    /// # Safety
+    /// `raw` is a communicator of this process, and MPI is initialised.
+    unsafe fn of(raw: ffi::MPI_Comm) -> Result<Communicator, KernelError> {
+        let (mut rank, mut size): (c_int, c_int) = (0, 0);
+        // SAFETY: the communicator is valid, as the caller says.
+        unsafe {
+            checked("MPI_Comm_set_errhandler", ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
+            checked("MPI_Comm_rank", ffi::MPI_Comm_rank(raw, &mut rank))?;
+            checked("MPI_Comm_size", ffi::MPI_Comm_size(raw, &mut size))?;
+        }
+        Ok(Communicator { raw, rank: rank as usize, size: size as usize })
+    }
+
+    /// The same ranks in the order of `key`.
+    pub fn ordered(&self, key: usize) -> Result<Communicator, KernelError> {
+        let mut raw = self.raw;
+        // SAFETY: the communicator is valid, and so is the place for the new one.
+        unsafe {
+            checked("MPI_Comm_split", ffi::MPI_Comm_split(self.raw, 0, key as c_int, &mut raw))?;
+            Communicator::of(raw)
+        }
+    }
+
+    /// The ranks that share memory with this one.
+    pub fn node(&self) -> Result<Communicator, KernelError> {
+        let (key, mut raw) = (self.rank as c_int, self.raw);
+        // SAFETY: the communicator is valid, no info is given, and the place for the new one is valid.
+        unsafe {
+            let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
+            checked("MPI_Comm_split_type", ffi::MPI_Comm_split_type(self.raw, kind, key, info, &mut raw))?;
+            Communicator::of(raw)
+        }
+    }
+
+    /// The ranks of a group, in its order; only they take part.
+    pub fn group(&self, ranks: &[usize]) -> Result<Communicator, KernelError> {
+        let list: Vec<c_int> = ranks.iter().map(|&rank| rank as c_int).collect();
+        let (mut all, mut group) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        let mut raw = self.raw;
+        // SAFETY: groups are written before they are read, and freed once.
+        unsafe {
+            checked("MPI_Comm_group", ffi::MPI_Comm_group(self.raw, all.as_mut_ptr()))?;
+            let (mut all, length) = (all.assume_init(), list.len() as c_int);
+            checked("MPI_Group_incl", ffi::MPI_Group_incl(all, length, list.as_ptr(), group.as_mut_ptr()))?;
+            let mut group = group.assume_init();
+            checked("MPI_Comm_create_group", ffi::MPI_Comm_create_group(self.raw, group, TAG, &mut raw))?;
+            checked("MPI_Group_free", ffi::MPI_Group_free(&mut group))?;
+            checked("MPI_Group_free", ffi::MPI_Group_free(&mut all))?;
+            Communicator::of(raw)
+        }
+    }
+
+    /// Starts to send words to a rank.
+    pub fn send(&self, to: usize, words: Vec<u64>) -> Result<Sending, KernelError> {
+        let length = count("MPI_Isend", words.len())?;
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the words are kept with the request until it is done; a vector's elements do not move with it.
+        unsafe {
+            let (data, kind) = (words.as_ptr().cast::<c_void>(), ffi::RSMPI_UINT64_T);
+            let code = ffi::MPI_Isend(data, length, kind, to as c_int, TAG, self.raw, request.as_mut_ptr());
+            checked("MPI_Isend", code)?;
+            Ok(Sending { request: request.assume_init(), _words: words })
+        }
+    }
+
+    /// The next words that a rank sent to this one.
+    pub fn receive(&self, from: usize) -> Result<Vec<u64>, KernelError> {
+        let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        // SAFETY: message and status are written by the probe before they are read, and the vector has room for all of the message.
+        unsafe {
+            let code = ffi::MPI_Mprobe(from as c_int, TAG, self.raw, message.as_mut_ptr(), status.as_mut_ptr());
+            checked("MPI_Mprobe", code)?;
+            let (mut message, status) = (message.assume_init(), status.assume_init());
+            let mut length: c_int = 0;
+            checked("MPI_Get_count", ffi::MPI_Get_count(&status, ffi::RSMPI_UINT64_T, &mut length))?;
+            let mut words = vec![0u64; length.max(0) as usize];
+            let (data, kind) = (words.as_mut_ptr().cast::<c_void>(), ffi::RSMPI_UINT64_T);
+            checked("MPI_Mrecv", ffi::MPI_Mrecv(data, length, kind, &mut message, ffi::RSMPI_STATUS_IGNORE))?;
+            Ok(words)
+        }
+    }
+
+    /// Each element of `target` is the sum of the ranks' at its place in `source`, in an order that MPI chooses.
+    pub fn all_reduce_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
+        let length = count("MPI_Allreduce", source.len().min(target.len()))?;
+        let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
+        // SAFETY: both slices have `length` elements, and do not overlap.
+        let code = unsafe { ffi::MPI_Allreduce(from, to, length, ffi::RSMPI_FLOAT, ffi::RSMPI_SUM, self.raw) };
+        checked("MPI_Allreduce", code)
+    }
+
+    /// As [`Self::all_reduce_sum`], of which this rank gets its part: `source` has one for each.
+    pub fn reduce_scatter_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
+        let length = count("MPI_Reduce_scatter_block", target.len())?;
+        expect("MPI_Reduce_scatter_block", source.len() == target.len() * self.size)?;
+        let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
+        // SAFETY: the source has `length` elements for each rank, the target as many, and they do not overlap.
+        let code =
+            unsafe { ffi::MPI_Reduce_scatter_block(from, to, length, ffi::RSMPI_FLOAT, ffi::RSMPI_SUM, self.raw) };
+        checked("MPI_Reduce_scatter_block", code)
+    }
+
+    /// The bytes of all ranks, one after the other.
+    pub fn all_gather(&self, source: &[u8], target: &mut [u8]) -> Result<(), KernelError> {
+        let length = count("MPI_Allgather", source.len())?;
+        expect("MPI_Allgather", target.len() == source.len() * self.size)?;
+        let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
+        // SAFETY: the target has `length` bytes for each rank, and does not overlap with the source.
+        let code = unsafe {
+            let kind = ffi::RSMPI_UINT8_T;
+            ffi::MPI_Allgather(from, length, kind, to, length, kind, self.raw)
+        };
+        checked("MPI_Allgather", code)
+    }
+
+    /// Sends one part of the source to each rank, and gets one from each.
+    pub fn all_to_all(&self, source: &[u8], target: &mut [u8]) -> Result<(), KernelError> {
+        let length = count("MPI_Alltoall", source.len() / self.size)?;
+        expect("MPI_Alltoall", source.len() == target.len() && source.len() % self.size == 0)?;
+        let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
+        // SAFETY: both have `length` bytes for each rank, and do not overlap.
+        let code = unsafe {
+            let kind = ffi::RSMPI_UINT8_T;
+            ffi::MPI_Alltoall(from, length, kind, to, length, kind, self.raw)
+        };
+        checked("MPI_Alltoall", code)
+    }
+
+    pub fn barrier(&self) -> Result<(), KernelError> {
+        // SAFETY: the communicator is valid.
+        checked("MPI_Barrier", unsafe { ffi::MPI_Barrier(self.raw) })
+    }
+
+    /// What each rank has to say, by rank.
+    pub fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError> {
+        let mut lengths = vec![0u64; self.size];
+        self.all_gather(bytemuck::cast_slice(&[words.len() as u64]), bytemuck::cast_slice_mut(&mut lengths))?;
+        let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+        let mut own = words.to_vec();
+        own.resize(longest, 0);
+        let mut all = vec![0u64; longest * self.size];
+        self.all_gather(bytemuck::cast_slice(&own), bytemuck::cast_slice_mut(&mut all))?;
+        let part = |(rank, &length): (usize, &u64)| all[rank * longest..][..length as usize].to_vec();
+        Ok(lengths.iter().enumerate().map(part).collect())
+    }
+
+    /// [`Self::tell`] of texts.
+    pub fn tell_text(&self, text: &str) -> Result<Vec<String>, KernelError> {
+        let mut words = vec![text.len() as u64];
+        words.extend(words_of(text.as_bytes()));
+        let read = |words: Vec<u64>| {
+            let (length, rest) = words.split_first().map_or((0, &[][..]), |(&n, rest)| (n as usize, rest));
+            String::from_utf8_lossy(&bytemuck::cast_slice(rest)[..length]).into_owned()
+        };
+        Ok(self.tell(&words)?.into_iter().map(read).collect())
+    }
+}
+
+fn expect(call: &'static str, holds: bool) -> Result<(), KernelError> {
+    let message = || "the ranks do not agree on sizes".to_string();
+    if holds { Ok(()) } else { Err(KernelError::Mpi { call, message: message() }) }
+}
+
+/// Bytes in blocks of eight, the last filled with zeros.
+pub fn words_of(bytes: &[u8]) -> Vec<u64> {
+    let mut words = vec![0u64; bytes.len().div_ceil(8)];
+    bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
+    words
+}
+
+impl Sending {
+    /// Whether the words have left; waits for it if `wait`.
+    pub fn is_done(&mut self, wait: bool) -> Result<bool, KernelError> {
+        let mut done: c_int = 1;
+        // SAFETY: the request is one that was started, or the null request that is left of it; both may be asked about.
+        unsafe {
+            match wait {
+                true => checked("MPI_Wait", ffi::MPI_Wait(&mut self.request, ffi::RSMPI_STATUS_IGNORE))?,
+                false => checked("MPI_Test", ffi::MPI_Test(&mut self.request, &mut done, ffi::RSMPI_STATUS_IGNORE))?,
+            }
+        }
+        Ok(done != 0)
+    }
+}
+
+impl Drop for Sending {
+    /// The words must not go while MPI may read them.
+    fn drop(&mut self) {
+        let _ = self.is_done(true);
+    }
+}

@@ -1,0 +1,152 @@
+//! Messages of a device that is a process: words with what they belong to at their end. Sends are non-blocking and own their words
+//! until they have left; messages between two ranks keep their order.
+
+use crate::error::{KernelError, Place};
+use crate::mailbox::{Payload, Tag};
+use crate::mpi::sys::{Communicator, Sending};
+use crate::mpi::watch::Watch;
+use altiplano_ir::program::TransferId;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A rank's end of the network.
+pub struct RankWire {
+    /// All ranks, in the order of the plan's programs.
+    all: Arc<Communicator>,
+    /// Those that run collectives together, by their ranks.
+    groups: HashMap<Vec<usize>, Arc<Communicator>>,
+    sending: RefCell<Outbox>,
+    /// Whether collectives reduce in the order of their groups.
+    pub in_order: bool,
+    watch: Arc<Watch>,
+    /// The step that is run, for messages.
+    pub step: u64,
+}
+
+#[derive(Default)]
+struct Outbox {
+    sending: Vec<Sending>,
+    /// Why something could not be sent. Sending itself does not fail; whoever receives next is told.
+    failed: Option<KernelError>,
+}
+
+impl RankWire {
+    pub(super) fn new(all: Arc<Communicator>, in_order: bool, watch: Arc<Watch>) -> RankWire {
+        RankWire { all, groups: HashMap::new(), sending: RefCell::default(), in_order, watch, step: 0 }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.all.rank
+    }
+
+    pub fn send(&self, to: usize, tag: Tag, payload: Payload) {
+        let mut words = match payload {
+            Payload::Words(words) => words,
+            Payload::Shared(storage) => storage.words().to_vec(),
+            // Copies need no such answer.
+            Payload::Done => return,
+        };
+        words.extend(encode(tag));
+        let sent = self.all.send(to, words);
+        let mut outbox = self.sending.borrow_mut();
+        match sent {
+            Ok(sending) => outbox.sending.push(sending),
+            Err(error) => outbox.failed = Some(error),
+        }
+    }
+
+    /// The next message from a rank, of whatever tag.
+    pub fn receive(&self, from: usize) -> Result<(Tag, Vec<u64>), KernelError> {
+        let mut words = self.all.receive(from)?;
+        let unknown = || KernelError::MessageSize { expected: 16, found: 8 * words.len() };
+        let split = words.len().checked_sub(2).ok_or_else(unknown)?;
+        let tag = decode([words[split], words[split + 1]]);
+        words.truncate(split);
+        Ok((tag, words))
+    }
+
+    /// Lets go of what has left. Between kernels this also gives MPI a chance to send large messages.
+    pub fn check(&self) -> Result<(), KernelError> {
+        self.settle(false)
+    }
+
+    /// Waits until all that was sent has left.
+    pub fn flush(&self) -> Result<(), KernelError> {
+        self.settle(true)
+    }
+
+    fn settle(&self, wait: bool) -> Result<(), KernelError> {
+        let mut outbox = self.sending.borrow_mut();
+        if let Some(error) = outbox.failed.take() {
+            return Err(error);
+        }
+        let mut left = Vec::new();
+        for mut sending in outbox.sending.drain(..) {
+            if !sending.is_done(wait)? {
+                left.push(sending);
+            }
+        }
+        outbox.sending = left;
+        Ok(())
+    }
+
+    /// The communicator of a group, made when it is first used, which all members do at the same point of their programs.
+    pub(super) fn group(&mut self, ranks: &[usize]) -> Result<Arc<Communicator>, KernelError> {
+        if let Some(found) = self.groups.get(ranks) {
+            return Ok(found.clone());
+        }
+        let made = Arc::new(self.all.group(ranks)?);
+        self.groups.insert(ranks.to_vec(), made.clone());
+        Ok(made)
+    }
+
+    pub fn note(&self, place: &Place) {
+        let step = if self.step > 0 { format!("in step {}: ", self.step) } else { String::new() };
+        self.watch.note(format!("{step}{place}"));
+    }
+}
+
+fn encode(tag: Tag) -> [u64; 2] {
+    match tag {
+        Tag::Transfer { transfer, microbatch, message } => {
+            let microbatch = microbatch.map_or(0, |m| u64::from(m) + 1);
+            [u64::from(transfer.0), (microbatch << 32) | u64::from(message)]
+        }
+        Tag::Collective => [1 << 32, 0],
+        Tag::Channel => [2 << 32, 0],
+    }
+}
+
+fn decode([first, second]: [u64; 2]) -> Tag {
+    match first >> 32 {
+        0 => Tag::Transfer {
+            transfer: TransferId(first as u32),
+            microbatch: (second >> 32).checked_sub(1).map(|m| m as u32),
+            message: second as u32,
+        },
+        1 => Tag::Collective,
+        _ => Tag::Channel,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_are_read_as_they_were_written() {
+        let transfer =
+            |transfer, microbatch, message| Tag::Transfer { transfer: TransferId(transfer), microbatch, message };
+        let all = [
+            transfer(0, None, 0),
+            transfer(u32::MAX, Some(u32::MAX - 1), u32::MAX),
+            transfer(7, Some(0), 3),
+            Tag::Collective,
+            Tag::Channel,
+        ];
+        for tag in all {
+            assert_eq!(decode(encode(tag)), tag);
+        }
+    }
+}

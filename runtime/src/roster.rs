@@ -1,0 +1,196 @@
+//! Who holds what: the programs of a session with their ranks, and the buffers in which parameters and state lie. Sessions differ in
+//! where their devices are, not in this.
+
+use crate::compile::compile;
+use crate::device::Plan;
+use crate::element::Element;
+use crate::error::RuntimeError;
+use crate::host::{HostData, HostTensor};
+use crate::layout::{Selection, held_indices, is_replica, summand_of};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::op::Reducer;
+use altiplano_ir::program::{Buffer, BufferId, BufferKind, Program, Programs, TransferId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The programs of a session. Ranks number their devices in order.
+pub struct Roster {
+    pub plans: Vec<Arc<Plan>>,
+    pub loss_is_mean: bool,
+}
+
+/// A buffer of a program.
+pub type Holder = (usize, BufferId);
+
+impl Roster {
+    /// Compiles the bodies of those programs that `runs` names by index.
+    pub fn new(programs: &Programs, check_nan: bool, runs: impl Fn(usize) -> bool) -> Roster {
+        let first_rank = first_ranks(programs);
+        let transfers: Vec<_> = (0..programs.transfers.len() as u32)
+            .map(|t| (programs.transfers[t as usize].clone(), Arc::new(programs.messages(TransferId(t)))))
+            .collect();
+        let plan = |(index, program): (usize, &Program)| {
+            Arc::new(Plan {
+                index: index as u32,
+                bodies: if runs(index) { program.bodies.iter().map(compile).collect() } else { Vec::new() },
+                program: program.clone(),
+                transfers: transfers.clone(),
+                first_rank: first_rank.clone(),
+                num_microbatches: programs.num_microbatches,
+                check_nan,
+            })
+        };
+        let plans = programs.programs.iter().enumerate().map(plan).collect();
+        Roster { plans, loss_is_mean: programs.loss_is_mean }
+    }
+
+    /// Ranks of a program's devices.
+    pub fn ranks(&self, p: usize) -> Range<usize> {
+        let first = self.plans[p].first_rank[p];
+        first..first + self.plans[p].program.devices.len()
+    }
+
+    pub fn num_ranks(&self) -> usize {
+        self.plans.len().checked_sub(1).map_or(0, |last| self.ranks(last).end)
+    }
+
+    /// The program that a rank runs.
+    pub fn program_of(&self, rank: usize) -> usize {
+        (0..self.plans.len()).rposition(|p| self.ranks(p).start <= rank).unwrap_or(0)
+    }
+
+    /// Buffers for which `wanted` holds, with the program of each.
+    fn buffers(&self, wanted: impl Fn(&BufferKind) -> bool) -> Vec<Holder> {
+        let mut found = Vec::new();
+        for (p, plan) in self.plans.iter().enumerate() {
+            for (b, buffer) in plan.program.buffers.iter().enumerate() {
+                if wanted(&buffer.kind) {
+                    found.push((p, BufferId(b as u32)));
+                }
+            }
+        }
+        found
+    }
+
+    pub fn parameter(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
+        let holders = self.buffers(|kind| matches!(kind, BufferKind::Parameter { name: n } if n == name));
+        let unknown = || RuntimeError::UnknownParameter { name: name.to_string() };
+        if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
+    }
+
+    /// Where a parameter is kept unrounded.
+    pub fn masters(&self, name: &str) -> Vec<Holder> {
+        self.buffers(
+            |kind| matches!(kind, BufferKind::State { parameter, slot } if parameter == name && slot == "master"),
+        )
+    }
+
+    pub fn state(&self, parameter: &str, slot: &str) -> Result<Vec<Holder>, RuntimeError> {
+        let holders = self
+            .buffers(|kind| matches!(kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot));
+        let unknown = || RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() };
+        if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
+    }
+
+    pub fn accumulator(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
+        let holders = self.buffers(|kind| matches!(kind, BufferKind::Accumulator { parameter } if parameter == name));
+        let unknown = || RuntimeError::UnknownParameter { name: name.to_string() };
+        if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
+    }
+
+    /// The tensor in the types of those holders that are wanted, all of which it must fit.
+    pub fn cast(
+        &self,
+        name: &str,
+        holders: &[Holder],
+        tensor: &HostTensor,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<Vec<(Holder, Arc<HostTensor>)>, RuntimeError> {
+        tensor.check()?;
+        let mut casts: BTreeMap<DType, Arc<HostTensor>> = BTreeMap::new();
+        let mut all = Vec::new();
+        for &(p, b) in holders {
+            let expected = &self.plans[p].program.buffer(b).ty;
+            let floats = expected.dtype.is_float() && tensor.ty.dtype.is_float();
+            if expected.shape != tensor.ty.shape || !(floats || expected.dtype == tensor.ty.dtype) {
+                return Err(RuntimeError::TensorType {
+                    name: name.to_string(),
+                    expected: expected.clone(),
+                    found: tensor.ty.clone(),
+                });
+            }
+            if wanted(p) {
+                let cast = casts.entry(expected.dtype).or_insert_with(|| Arc::new(tensor.cast(expected.dtype)));
+                all.push(((p, b), cast.clone()));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Names of all parameters.
+    pub fn parameters(&self) -> BTreeSet<String> {
+        let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
+        let name = |b: &Buffer| if let BufferKind::Parameter { name } = &b.kind { Some(name.clone()) } else { None };
+        buffers.filter_map(name).collect()
+    }
+
+    /// Parameter and slot of all optimizer state.
+    pub fn states(&self) -> BTreeSet<(String, String)> {
+        let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
+        let name = |b: &Buffer| match &b.kind {
+            BufferKind::State { parameter, slot } => Some((parameter.clone(), slot.clone())),
+            _ => None,
+        };
+        buffers.filter_map(name).collect()
+    }
+}
+
+/// Rank of the first device of each program.
+pub fn first_ranks(programs: &Programs) -> Vec<usize> {
+    let sizes = programs.programs.iter().map(|program| program.devices.len());
+    sizes.scan(0, |next, size| Some(std::mem::replace(next, *next + size))).collect()
+}
+
+impl Plan {
+    /// Whether what a rank of this program holds of a buffer is also held by an earlier one.
+    pub fn repeats(&self, buffer: BufferId, rank: usize) -> bool {
+        let coordinates = self.coordinates(rank);
+        is_replica(&self.program.buffer(buffer).sharding, &self.program.mesh, &coordinates)
+    }
+
+    fn coordinates(&self, rank: usize) -> Vec<u32> {
+        self.program.mesh.coordinates((rank - self.first_rank[self.index as usize]) as u32)
+    }
+
+    /// Puts one device's part of a buffer where it belongs in the whole, unless another device has the same.
+    pub fn place_part(&self, buffer: BufferId, rank: usize, part: &HostData, whole: &mut HostTensor) {
+        if self.repeats(buffer, rank) {
+            return;
+        }
+        let sharding = &self.program.buffer(buffer).sharding;
+        let coordinates = self.coordinates(rank);
+        let shape: Vec<usize> = whole.ty.shape.iter().map(|&d| d as usize).collect();
+        let selection = Selection::new(&shape, &held_indices(sharding, &self.program.mesh, &coordinates));
+        put(&selection, part, &mut whole.data, summand_of(sharding, &coordinates));
+    }
+}
+
+/// Writes a part into the whole tensor, or combines it with what is there.
+fn put(selection: &Selection, part: &HostData, whole: &mut HostData, reducer: Option<Reducer>) {
+    fn typed<T: Element>(selection: &Selection, part: &[T], whole: &mut [T], reducer: Option<Reducer>) {
+        match reducer {
+            None => selection.write(part, whole),
+            Some(reducer) => selection.combine(part, whole, reducer),
+        }
+    }
+    match (part, whole) {
+        (HostData::F32(p), HostData::F32(w)) => typed(selection, p, w, reducer),
+        (HostData::F16(p), HostData::F16(w)) => typed(selection, p, w, reducer),
+        (HostData::BF16(p), HostData::BF16(w)) => typed(selection, p, w, reducer),
+        (HostData::I32(p), HostData::I32(w)) => typed(selection, p, w, reducer),
+        (HostData::I64(p), HostData::I64(w)) => typed(selection, p, w, reducer),
+        (HostData::Bool(p), HostData::Bool(w)) => typed(selection, p, w, reducer),
+        _ => {}
+    }
+}

@@ -1,0 +1,53 @@
+//! A block with the edges of its neighbours, taken from all blocks.
+
+use crate::loops::{Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::Reducer;
+use altiplano_ir::types::{TensorType, strides};
+
+/// The launch that reads `n` blocks of a type one after the other and writes this device's, with `low` elements of `dim` before
+/// it and `high` after it; beyond the ends there is the reducer's neutral element.
+pub fn launch(
+    block: &TensorType,
+    dim: usize,
+    n: u64,
+    (low, high, reducer): (u64, u64, Reducer),
+    axes: Vec<AxisId>,
+) -> Launch {
+    let (dtype, size) = (block.dtype, block.shape[dim]);
+    let mut shape = block.shape.clone();
+    shape[dim] += low + high;
+    let rows: u64 = shape.iter().product();
+    let mut scalars = Scalars::default();
+    let row = scalars.counter(Scalar::Row, rows);
+    let mut at = scalars.unravel(row, &shape);
+    let me = scalars.counter(Scalar::Coordinate(0), n);
+    let (start, before) = (scalars.times(me, size as i64), scalars.index(-(low as i64)));
+    let start = scalars.add(start, before);
+    let global = scalars.add(start, at[dim]);
+    let guard = scalars.within(global, (n * size) as i64);
+    let whole = scalars.clamp(global, (n * size) as i64 - 1);
+    let of = scalars.quotient(whole, size as i64);
+    at[dim] = scalars.remainder(whole, size as i64);
+    let mut index = scalars.times(of, block.elements() as i64);
+    for (&i, stride) in at.iter().zip(strides(&block.shape)) {
+        let moved = scalars.times(i, stride as i64);
+        index = scalars.add(index, moved);
+    }
+    let mut value = scalars.element(Scalar::Load { param: 0, index, guard, dtype });
+    if let Some(guard) = guard {
+        let neutral = scalars.element(Scalar::Number(reducer.neutral(dtype).to_bits(), dtype));
+        value = scalars.element(Scalar::Select(dtype, [guard, value, neutral]));
+    }
+    let param = |i: u32, elements, written| Param { source: Source::Value(ValueId(i)), dtype, elements, written };
+    let store = Store { param: 1, index: row, value, guard: None, adds: false };
+    Launch {
+        params: vec![param(0, n * block.elements(), false), param(1, rows, true)],
+        coordinates: vec![axes],
+        scalars,
+        rows,
+        spread: Spread::Thread,
+        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store] }],
+    }
+}

@@ -1,0 +1,117 @@
+//! Orders of kernels in which what is sent overlaps with what is computed.
+//!
+//! Streams run their commands in order, so that a collective behind one that is not ready waits with it. Gathers of stored
+//! parameters go ahead of the kernels that read those before them; what follows the last backward of a step goes in the order in which
+//! that finishes gradients. Every device of a program has the same order.
+
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::kernels::{Kernel, KernelKind};
+use altiplano_ir::op::Op;
+use altiplano_ir::program::{Body, BufferId, Phase, Program};
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::storage::launched;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// The kernels of a body with each gather of a leaf before the first kernel that reads the result of the gather `ahead` places before
+/// it. That costs the memory of so many gathered values.
+fn gathers_ahead(graph: &Graph, kernels: Vec<Kernel>, ahead: usize) -> Vec<Kernel> {
+    let is_gather = |kernel: &Kernel| {
+        let node = graph.node(kernel.nodes[0]);
+        let gathers = matches!(&node.op, Op::Collective(c) if matches!(c.collective, Collective::AllGather { .. }));
+        gathers
+            && matches!(kernel.kind, KernelKind::Collective)
+            && kernel.reads.iter().all(|r| graph.node(r.0).op.is_leaf())
+    };
+    let mut gathers: VecDeque<Kernel> = kernels.iter().filter(|k| is_gather(k)).cloned().collect();
+    // The number of the gather that makes a value, while nothing has read it.
+    let mut unread: BTreeMap<ValueId, usize> = gathers.iter().map(|k| k.nodes[0]).zip(0..).collect();
+    let mut done = 0;
+    let mut ordered = Vec::with_capacity(kernels.len());
+    for kernel in kernels {
+        let needed = if is_gather(&kernel) {
+            // In its turn at the latest.
+            unread.get(&kernel.nodes[0]).map_or(0, |number| number + 1)
+        } else {
+            let read = kernel.reads.iter().filter_map(|r| unread.remove(&r.0));
+            read.map(|number| number + 1 + ahead).max().unwrap_or(0)
+        };
+        while done < needed
+            && let Some(gather) = gathers.pop_front()
+        {
+            ordered.push(gather);
+            done += 1;
+        }
+        if !is_gather(&kernel) {
+            ordered.push(kernel);
+        }
+    }
+    ordered
+}
+
+/// The kernels of a body that runs once a step, those first whose gradients are complete first.
+fn as_completed(body: &Body, mut kernels: Vec<Kernel>, written: &BTreeMap<BufferId, usize>) -> Vec<Kernel> {
+    if !matches!(body.phase, Phase::Reduce | Phase::Norm | Phase::Update) {
+        return kernels;
+    }
+    let buffers: BTreeMap<ValueId, BufferId> = body.reads.iter().copied().collect();
+    let mut complete: BTreeMap<ValueId, usize> = BTreeMap::new();
+    let mut keys = Vec::with_capacity(kernels.len());
+    for kernel in &kernels {
+        let of_read = |(v, _): &(ValueId, u64)| {
+            let of_buffer = buffers.get(v).and_then(|b| written.get(b));
+            complete.get(v).or(of_buffer).copied()
+        };
+        let key = kernel.reads.iter().filter_map(of_read).max().unwrap_or(0);
+        complete.extend(kernel.writes.iter().map(|w| (*w, key)));
+        keys.push(key);
+    }
+    // Whatever a kernel reads is complete when it is, so that sorting keeps makers before readers.
+    let mut order: Vec<usize> = (0..kernels.len()).collect();
+    order.sort_by_key(|&i| (keys[i], i));
+    let mut slots: Vec<Option<Kernel>> = kernels.drain(..).map(Some).collect();
+    order.into_iter().filter_map(|i| slots[i].take()).collect()
+}
+
+/// The kernel of a stage's backward bodies after which each buffer is complete, counted over these bodies.
+fn completed(program: &Program, kernels: &[Vec<Kernel>], stage: u32) -> BTreeMap<BufferId, usize> {
+    let mut complete: BTreeMap<BufferId, usize> = BTreeMap::new();
+    let mut count = 0;
+    let mut bodies: Vec<(&Body, &Vec<Kernel>)> = program.bodies.iter().zip(kernels).collect();
+    bodies.retain(|(b, _)| {
+        b.stage == stage && matches!(b.phase, Phase::Backward | Phase::Weights | Phase::Reduce | Phase::Norm)
+    });
+    bodies.sort_by_key(|(b, _)| b.phase);
+    for (body, kernels) in bodies {
+        let mut makes: BTreeMap<ValueId, usize> = BTreeMap::new();
+        for kernel in kernels {
+            count += 1;
+            makes.extend(kernel.writes.iter().map(|w| (*w, count)));
+        }
+        complete.extend(body.writes.iter().filter_map(|(b, v)| Some((*b, *makes.get(v)?))));
+    }
+    complete
+}
+
+/// Kernels of every body of a program in the order in which tapes have them, with so many gathers ahead.
+pub fn ordered(program: &Program, ahead: usize) -> Vec<Vec<Kernel>> {
+    let of_body = |body: &Body| {
+        let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
+        gathers_ahead(&body.graph, altiplano_ir::kernels::kernels(&body.graph, &written, false), ahead)
+    };
+    let mut kernels: Vec<Vec<Kernel>> = program.bodies.iter().map(of_body).collect();
+    // Reductions first: updates follow the order that they give.
+    for phase in [Phase::Reduce, Phase::Norm, Phase::Update] {
+        for (i, body) in program.bodies.iter().enumerate().filter(|(_, b)| b.phase == phase) {
+            let complete = completed(program, &kernels, body.stage);
+            let transient = |body: &Body, kernels: &[Kernel]| launched(program, body, kernels).transient_bytes;
+            let backward = program.bodies.iter().zip(&kernels).filter(|(b, _)| b.stage == body.stage);
+            let room = backward.map(|(b, k)| transient(b, k)).max().unwrap_or(0);
+            let sorted = as_completed(body, kernels[i].clone(), &complete);
+            // Where more would be held than at the fullest otherwise, memory comes first.
+            if transient(body, &sorted) <= room {
+                kernels[i] = sorted;
+            }
+        }
+    }
+    kernels
+}

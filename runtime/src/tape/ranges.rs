@@ -1,0 +1,89 @@
+//! Who last wrote and read each byte of an arena, followed command by command.
+
+use super::RegionId;
+use super::access::Access;
+use std::collections::BTreeMap;
+
+/// What happened to a run of bytes last.
+#[derive(Clone, Debug)]
+struct Run {
+    end: u64,
+    /// The region that it was written as.
+    region: RegionId,
+    writer: Option<u32>,
+    /// The last reader on each stream since then: earlier ones of the stream come before it anyway.
+    readers: Vec<(u32, u32)>,
+}
+
+/// As what bytes were written last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// As the region that is touched.
+    Own,
+    Other(RegionId),
+    /// Some never were.
+    Unwritten,
+}
+
+/// The bytes of an arena as runs with one history each.
+#[derive(Clone, Debug, Default)]
+pub struct Ranges {
+    runs: BTreeMap<u64, Run>,
+}
+
+impl Ranges {
+    /// Bytes that are there before the first command.
+    pub fn there(&mut self, region: RegionId, (from, to): (u64, u64)) {
+        if from < to {
+            self.runs.insert(from, Run { end: to, region, writer: None, readers: Vec::new() });
+        }
+    }
+
+    fn cut(&mut self, at: u64) {
+        let Some((_, run)) = self.runs.range_mut(..at).next_back() else { return };
+        if run.end > at {
+            let right = run.clone();
+            run.end = at;
+            self.runs.insert(at, right);
+        }
+    }
+
+    /// Notes that a command touches bytes, and adds the commands after which it has to come: of what it reads the writers, of what it
+    /// writes the readers as well.
+    pub fn touch(&mut self, access: &Access, (command, stream): (u32, u32), before: &mut Vec<u32>) -> Found {
+        let Access { region, from, to, writes } = *access;
+        if from >= to {
+            return Found::Own;
+        }
+        self.cut(from);
+        self.cut(to);
+        let mut covered = from;
+        let (mut gap, mut foreign) = (false, None);
+        for (&start, run) in self.runs.range_mut(from..to) {
+            gap |= start > covered;
+            covered = run.end;
+            foreign = foreign.or((run.region != region).then_some(run.region));
+            before.extend(run.writer.filter(|w| *w != command));
+            if writes {
+                before.extend(run.readers.iter().map(|r| r.1).filter(|r| *r != command));
+                continue;
+            }
+            match run.readers.iter_mut().find(|r| r.0 == stream) {
+                Some(reader) => reader.1 = command,
+                None => run.readers.push((stream, command)),
+            }
+        }
+        if writes {
+            let old: Vec<u64> = self.runs.range(from..to).map(|(&start, _)| start).collect();
+            old.iter().for_each(|start| {
+                self.runs.remove(start);
+            });
+            self.runs.insert(from, Run { end: to, region, writer: Some(command), readers: Vec::new() });
+        }
+        match foreign {
+            _ if gap || covered < to => Found::Unwritten,
+            Some(other) => Found::Other(other),
+            None => Found::Own,
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! `altiplano scale MODEL`: how many nodes to take, how long training then takes and what it costs.
+
+use crate::commands::options::{ModelOptions, PlanOptions};
+use crate::commands::{explain_failure, say};
+use crate::progress::Bar;
+use altiplano::planner::Request;
+use altiplano::scale::{
+    BaseRate, Growth, Length, Question, QueueWaits, Samples, node_counts, sample_bytes, sample_tokens, scaling,
+    scaling_html, scaling_json, scaling_text, train_config,
+};
+use altiplano::units::seconds;
+use altiplano::{Error, expect_writable, read_bytes, write_file};
+use clap::Args;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Plan for several counts of nodes: how fast each trains, when it is done, what it costs, and which one to take
+#[derive(Args)]
+pub struct Scale {
+    /// A model, as `altiplano plan` takes it
+    model: PathBuf,
+    #[command(flatten)]
+    options: ModelOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// Counts of nodes, whatever the count of --cluster: 1,2,4,...,64 doubles from 4 to 64
+    #[arg(long, value_name = "COUNTS")]
+    nodes: String,
+    /// The batch grows with the nodes; --global-batch is that of the smallest count
+    #[arg(long, conflicts_with = "strong")]
+    weak: bool,
+    /// The batch stays the same [default]
+    #[arg(long)]
+    strong: bool,
+    /// Samples of an epoch
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    samples: Option<u64>,
+    /// How often each sample is trained on [default: 1]
+    #[arg(long, value_name = "E", value_parser = positive, requires = "samples")]
+    epochs: Option<f64>,
+    /// Tokens to train on, instead of samples: 300e9
+    #[arg(long, value_name = "T", value_parser = positive, conflicts_with = "samples")]
+    tokens: Option<f64>,
+    /// Take the count with the fewest device-hours that is done in so many hours
+    #[arg(long, value_name = "H", value_parser = positive)]
+    max_hours: Option<f64>,
+    /// The gradient's noise scale in samples (McCandlish et al. 2018): --samples or --tokens are then what the batch of the
+    /// smallest count needs, and larger ones need more
+    #[arg(long, value_name = "SAMPLES", value_parser = positive)]
+    noise_scale: Option<f64>,
+    /// A learning rate that works with --base-batch, to be scaled to the batches here
+    #[arg(long, value_name = "RATE", value_parser = positive, requires = "base_batch")]
+    learning_rate: Option<f64>,
+    /// The batch of --learning-rate
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), requires = "learning_rate")]
+    base_batch: Option<u64>,
+    /// Bytes of a sample as it is stored; the cluster file needs [storage] [default: as the model takes it]
+    #[arg(long, value_name = "BYTES", value_parser = positive)]
+    sample_bytes: Option<f64>,
+    /// Samples in a file, which is opened once for them [default: 1]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    samples_per_file: Option<f64>,
+    /// A table of how long nodes are waited for (CSV with the columns nodes and hours), which is added to the time
+    #[arg(long, value_name = "FILE.csv")]
+    queue_waits: Option<PathBuf>,
+    /// How much steps of workers differ: their standard deviation as a part of what they compute [default: 0]
+    #[arg(long, value_name = "F", value_parser = jitter)]
+    jitter: Option<f64>,
+    /// Write all of it as a page that a browser opens without a network
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write what is recommended as options of a run, for `altiplano run --config`
+    #[arg(long, value_name = "FILE")]
+    write_config: Option<PathBuf>,
+    /// JSON, as docs/scale.schema.json says
+    #[arg(long)]
+    json: bool,
+}
+
+fn positive(text: &str) -> Result<f64, &'static str> {
+    let value: f64 = text.parse().map_err(|_| "expected a number")?;
+    if value > 0.0 && value <= 1e18 { Ok(value) } else { Err("expected a number above 0, at most 1e18") }
+}
+
+fn jitter(text: &str) -> Result<f64, &'static str> {
+    let value: f64 = text.parse().map_err(|_| "expected a number")?;
+    if (0.0..=10.0).contains(&value) { Ok(value) } else { Err("expected a number from 0 to 10") }
+}
+
+impl Scale {
+    pub fn run(self) -> Result<(), Error> {
+        let nodes = node_counts(&self.nodes)?;
+        [&self.write_config, &self.html].into_iter().flatten().try_for_each(|file| expect_writable(file))?;
+        if self.queue_waits.is_some() && self.samples.is_none() && self.tokens.is_none() {
+            return Err(Error::Option { option: "--queue-waits", problem: "needs --samples or --tokens to train on" });
+        }
+        if self.max_hours.is_some() && self.samples.is_none() && self.tokens.is_none() {
+            return Err(Error::Option { option: "--max-hours", problem: "needs --samples or --tokens to train on" });
+        }
+        self.plan.expect_no_profile()?;
+        let request = self.plan.request(&self.model, &self.options)?;
+        let question = self.question(nodes, &request)?;
+        let bar = Bar::stoppable();
+        let start = Instant::now();
+        let mut found = scaling(&request, &question, &bar)?;
+        if found.rows.iter().all(|row| row.point.is_none()) {
+            let Some(first) = found.rows.pop() else {
+                return Err(Error::Option { option: "--nodes", problem: "stopped before any count had a plan" });
+            };
+            // The largest count comes nearest to a plan.
+            if let Err(failure) = first.plan {
+                let mut largest = request.clone();
+                largest.cluster.groups[0].nodes = first.nodes;
+                let error = Error::from(failure);
+                if !error.is_usage() {
+                    explain_failure(&largest, &error, &bar);
+                }
+                return Err(error);
+            }
+        }
+        drop(bar);
+        if let Some(file) = &self.write_config {
+            let problem = "no count of nodes has a plan to be written";
+            let text = train_config(&found).ok_or(Error::Option { option: "--write-config", problem })?;
+            write_file(file, &text)?;
+        }
+        if let Some(file) = &self.html {
+            write_file(file, &scaling_html(&found))?;
+        }
+        eprintln!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
+        if self.json { say(format!("{:#}", scaling_json(&found))) } else { say(scaling_text(&found)) }
+    }
+
+    fn question(&self, nodes: Vec<u32>, request: &Request) -> Result<Question, Error> {
+        let graph = &request.graph;
+        let length = match (self.samples, self.tokens) {
+            (Some(in_epoch), _) => {
+                let samples = in_epoch as f64 * self.epochs.unwrap_or(1.0);
+                let tokens = sample_tokens(graph).map(|each| samples * each as f64);
+                Some(Length { in_epoch: Some(in_epoch), samples, tokens })
+            }
+            (None, Some(tokens)) => {
+                let problem = "the model has no input of tokens (integers, samples x positions); say --samples";
+                let each = sample_tokens(graph).ok_or(Error::Option { option: "--tokens", problem })?;
+                // Every token is read once.
+                let samples = (tokens / each as f64).ceil();
+                Some(Length { in_epoch: Some(samples as u64), samples, tokens: Some(tokens) })
+            }
+            (None, None) => None,
+        };
+        let asked = self.sample_bytes.is_some() || self.samples_per_file.is_some();
+        if asked && request.cluster.storage.is_none() {
+            let problem = "the cluster says nothing of where samples are read from; its file needs [storage]";
+            return Err(Error::Option { option: "--sample-bytes", problem });
+        }
+        let samples = request.cluster.storage.map(|_| Samples {
+            bytes: self.sample_bytes.unwrap_or_else(|| sample_bytes(graph)),
+            per_file: self.samples_per_file.unwrap_or(1.0),
+            in_epoch: length.and_then(|length| length.in_epoch),
+        });
+        let base_rate = self.learning_rate.zip(self.base_batch).map(|(rate, batch)| BaseRate { rate, batch });
+        let growth = if self.weak { Growth::Weak } else { Growth::Strong };
+        let (noise_scale, max_hours) = (self.noise_scale, self.max_hours);
+        let read = |file: &PathBuf| {
+            let waits = QueueWaits::read(&read_bytes(file)?, file)?;
+            waits.expect_within(&nodes, file).map(|()| waits)
+        };
+        let queue_waits = self.queue_waits.as_ref().map(read).transpose()?;
+        let jitter = self.jitter.unwrap_or(0.0);
+        Ok(Question { nodes, growth, length, noise_scale, max_hours, samples, base_rate, queue_waits, jitter })
+    }
+}

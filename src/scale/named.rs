@@ -1,0 +1,37 @@
+//! What people would do without a search, beside it on one count of nodes: the rule of thumb (data parallel where the model fits a
+//! device, model parallel where it does not, both otherwise).
+
+use altiplano_planner::lost::shape;
+use altiplano_planner::request::Muted;
+use altiplano_planner::{Cuts, Progress, Request, plan_among};
+use serde::Serialize;
+use std::sync::Arc;
+
+/// A step as people would have it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Named {
+    pub name: &'static str,
+    pub nodes: u32,
+    pub step_time_s: f64,
+    pub how: String,
+}
+
+/// The first that has a plan of: every device a replica, every device a part of the one model, and nodes as replicas.
+pub(crate) fn rule_of_thumb(request: &Request, cuts: &Arc<Cuts>, progress: &dyn Progress) -> Option<Named> {
+    let group = &request.cluster.groups[0];
+    let (nodes, each) = (group.nodes, group.devices_per_node);
+    let ways = [
+        ("data parallel", nodes * each, 1, 1),
+        ("model parallel", 1, each, nodes),
+        ("data and model parallel", nodes, each, 1),
+    ];
+    ways.into_iter().find_map(|(name, dp, tp, pp)| {
+        if progress.stopped() {
+            return None;
+        }
+        let mut fixed = request.clone();
+        (fixed.dp, fixed.tp, fixed.pp, fixed.zero) = (Some(dp), Some(tp), Some(pp), Some(0));
+        let plan = plan_among(&fixed, cuts, &Muted(progress)).ok()?;
+        Some(Named { name, nodes, step_time_s: plan.predicted.step_time_s, how: shape(&plan) })
+    })
+}

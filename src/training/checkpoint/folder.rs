@@ -1,0 +1,175 @@
+//! The folder of a run's checkpoints: held by one run at a time, and free of what a run that died left half done.
+
+use crate::error::Error;
+use crate::training::checkpoint::{CheckpointProblem, Checkpoints, MANIFEST, Manifest, Shard, hex};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+
+/// What is being written, or taken away, has this at the end of its name, and is none of the checkpoints.
+const PART: &str = ".part";
+const LOCK: &str = "lock";
+
+/// A folder that this process holds; others are kept out until it is dropped or the process ends, however it ends.
+pub struct Folder {
+    pub options: Checkpoints,
+    _lock: File,
+}
+
+/// A checkpoint by its name; whether it is whole is another question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    pub step: u64,
+    pub place: PathBuf,
+}
+
+impl Folder {
+    /// Makes the folder where there is none, takes hold of it and removes leftovers.
+    pub fn open(options: &Checkpoints) -> Result<Folder, Error> {
+        let folder = &options.folder;
+        let io = |error| CheckpointProblem::Io(error).at(folder);
+        std::fs::create_dir_all(folder).map_err(io)?;
+        let file = folder.join(LOCK);
+        let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
+        let mut lock = opened.map_err(|error| CheckpointProblem::Io(error).at(&file))?;
+        // The system lets go of the lock of a process that ends, so that none is left behind.
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                let read = lock.read_to_string(&mut holder);
+                let by = read.ok().and_then(|_| holder.trim().parse::<u32>().ok());
+                let by = by.map(|process| format!(" (process {process})")).unwrap_or_default();
+                return Err(CheckpointProblem::InUse { by }.at(folder));
+            }
+            Err(TryLockError::Error(error)) => return Err(io(error)),
+        }
+        lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id())).map_err(io)?;
+        let entries = std::fs::read_dir(folder).map_err(io)?;
+        for entry in entries {
+            let entry = entry.map_err(io)?;
+            let name = entry.file_name();
+            if name.to_string_lossy().strip_suffix(PART).is_some_and(|stem| step_of(stem).is_some()) {
+                std::fs::remove_dir_all(entry.path()).map_err(io)?;
+            }
+        }
+        let found = Folder { options: options.clone(), _lock: lock };
+        match list(folder)?.last() {
+            Some(last) if !options.resume => Err(CheckpointProblem::NotEmpty { step: last.step }.at(folder)),
+            _ => Ok(found),
+        }
+    }
+
+    /// Where a checkpoint is written before it is whole.
+    pub(super) fn part(folder: &Path, step: u64) -> PathBuf {
+        folder.join(format!("{}{PART}", name(step)))
+    }
+
+    /// Gives a checkpoint that is whole its name. What has this name already (it was damaged, or this run would have started
+    /// after it) is taken away.
+    pub(super) fn publish(folder: &Path, step: u64) -> std::io::Result<PathBuf> {
+        let place = folder.join(name(step));
+        if place.exists() {
+            discard(&place)?;
+        }
+        std::fs::rename(Folder::part(folder, step), &place)?;
+        sync_folder(folder)?;
+        Ok(place)
+    }
+
+    /// Takes away what is older than the newest `keep` up to `step`.
+    pub(super) fn prune(folder: &Path, step: u64, keep: u64) -> Result<(), Error> {
+        let older: Vec<Found> = list(folder)?.into_iter().filter(|found| found.step <= step).collect();
+        let surplus = older.len().saturating_sub(usize::try_from(keep.max(1)).unwrap_or(usize::MAX));
+        for found in &older[..surplus] {
+            discard(&found.place).map_err(|error| CheckpointProblem::Io(error).at(&found.place))?;
+        }
+        Ok(())
+    }
+}
+
+/// The checkpoints of a folder, by step.
+pub fn list(folder: &Path) -> Result<Vec<Found>, Error> {
+    let io = |error| CheckpointProblem::Io(error).at(folder);
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        if let Some(step) = step_of(&entry.file_name().to_string_lossy())
+            && entry.path().is_dir()
+        {
+            found.push(Found { step, place: entry.path() });
+        }
+    }
+    found.sort_by_key(|found| found.step);
+    Ok(found)
+}
+
+/// The manifest of a checkpoint all of whose files are as it says.
+pub fn verify(place: &Path) -> Result<Manifest, Error> {
+    let text = match std::fs::read(place.join(MANIFEST)) {
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(CheckpointProblem::Missing { file: MANIFEST.to_string() }.at(place));
+        }
+        Err(error) => return Err(CheckpointProblem::Io(error).at(place)),
+    };
+    let manifest = Manifest::from_json(&text).map_err(|problem| problem.at(place))?;
+    for shard in &manifest.files {
+        check_shard(place, shard).map_err(|problem| problem.at(place))?;
+    }
+    Ok(manifest)
+}
+
+fn check_shard(place: &Path, shard: &Shard) -> Result<(), CheckpointProblem> {
+    let file = shard.name.clone();
+    // Only what is in the folder belongs to the checkpoint.
+    if Path::new(&file).file_name().is_none_or(|name| name != file.as_str()) {
+        return Err(CheckpointProblem::Missing { file });
+    }
+    let mut open = match File::open(place.join(&file)) {
+        Ok(open) => open,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(CheckpointProblem::Missing { file }),
+        Err(error) => return Err(CheckpointProblem::Io(error)),
+    };
+    let found = open.metadata().map_err(CheckpointProblem::Io)?.len();
+    if found != shard.bytes {
+        return Err(CheckpointProblem::Length { file, expected: shard.bytes, found });
+    }
+    let mut crc = crc32fast::Hasher::new();
+    let mut chunk = vec![0; 1 << 20];
+    loop {
+        match open.read(&mut chunk).map_err(CheckpointProblem::Io)? {
+            0 => break,
+            n => crc.update(&chunk[..n]),
+        }
+    }
+    if hex(crc.finalize()) == shard.crc32 { Ok(()) } else { Err(CheckpointProblem::Checksum { file }) }
+}
+
+/// Renames before it removes, so that nothing half removed keeps a checkpoint's name.
+fn discard(place: &Path) -> std::io::Result<()> {
+    let mut part = place.as_os_str().to_owned();
+    part.push(PART);
+    let part = PathBuf::from(part);
+    // A checkpoint that is written under this name was published or left behind.
+    let part = if part.exists() { part.with_extension(format!("old{PART}")) } else { part };
+    std::fs::rename(place, &part)?;
+    std::fs::remove_dir_all(&part)
+}
+
+/// What was renamed or made in a folder lasts once the folder itself is written.
+pub(super) fn sync_folder(folder: &Path) -> std::io::Result<()> {
+    // Other systems do not open folders, and write them with the files.
+    if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
+}
+
+fn name(step: u64) -> String {
+    format!("step-{step:06}")
+}
+
+/// The step in the name of a checkpoint, or in that of one being replaced (`step-000120.old`).
+fn step_of(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix("step-")?;
+    let digits = digits.strip_suffix(".old").unwrap_or(digits);
+    digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())?
+}

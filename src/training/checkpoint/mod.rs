@@ -1,0 +1,291 @@
+//! Checkpoints: all that a run needs to go on, written so that a reader never takes half of one for a whole.
+//!
+//! A checkpoint is a folder of tensor files and a manifest, which is written last and has a checksum of each file. Tensors are
+//! whole, whatever the plan split, so a checkpoint fits any plan of the same model and optimizer.
+
+mod folder;
+mod read;
+mod write;
+
+pub use folder::{Folder, Found, list, verify};
+pub use read::{for_each_tensor, load, newest, weights};
+pub use write::{Writer, Written};
+
+use crate::error::Error;
+use crate::units::plural;
+use altiplano_ir::batch::rebatch;
+use altiplano_ir::graph::Graph;
+use altiplano_ir::literal::{Real, Values};
+use altiplano_ir::op::Op;
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::{Plan, graph_hash};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+pub const FORMAT: &str = "altiplano.checkpoint";
+pub const VERSION: u32 = 1;
+pub const MANIFEST: &str = "manifest.json";
+
+/// Where and when a run writes checkpoints.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Checkpoints {
+    pub folder: PathBuf,
+    /// Steps between two; else there is one at the end, and where the run is interrupted.
+    pub every: Option<u64>,
+    /// How many are kept; else all.
+    pub keep: Option<u64>,
+    /// Go on from the newest.
+    pub resume: bool,
+    /// Bytes of tensors in one file, where a single tensor has no more.
+    pub shard_bytes: u64,
+}
+
+impl Checkpoints {
+    /// Checkpoints at the end and where the run is interrupted.
+    pub fn new(folder: impl Into<PathBuf>) -> Checkpoints {
+        Checkpoints { folder: folder.into(), every: None, keep: None, resume: false, shard_bytes: 256 << 20 }
+    }
+}
+
+/// What a checkpoint says of itself (`manifest.json`, docs/checkpoint.schema.json).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    pub format: String,
+    pub version: u32,
+    pub model: String,
+    /// See [`model_hash`].
+    pub graph_hash: String,
+    /// Steps that were done.
+    pub step: u64,
+    pub optimizer: Optimizer,
+    /// The norm down to which gradients were scaled, where they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clip_norm: Option<f64>,
+    pub data: DataState,
+    pub files: Vec<Shard>,
+    /// CRC-32 of the manifest as it is without this, in hex.
+    pub checksum: String,
+}
+
+/// Where a run is in its data, and what chose it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataState {
+    /// None where batches are made up.
+    pub file: Option<String>,
+    /// Of weights, made-up batches and random bits.
+    pub seed: u64,
+    /// Of the order of samples; none where they come as they are in the file.
+    pub shuffle: Option<u64>,
+    #[serde(flatten)]
+    pub position: Position,
+}
+
+/// How much of the data was taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    pub batches: u64,
+    pub samples: u64,
+}
+
+/// One file of tensors (safetensors), named `parameter/NAME` and `state/SLOT/NAME`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    pub name: String,
+    pub bytes: u64,
+    /// In hex.
+    pub crc32: String,
+}
+
+/// What a tensor of a checkpoint is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorOf<'a> {
+    Parameter { name: &'a str },
+    State { parameter: &'a str, slot: &'a str },
+}
+
+impl TensorOf<'_> {
+    fn key(&self) -> String {
+        match self {
+            TensorOf::Parameter { name } => format!("parameter/{name}"),
+            TensorOf::State { parameter, slot } => format!("state/{slot}/{parameter}"),
+        }
+    }
+
+    fn of_key(key: &str) -> Option<TensorOf<'_>> {
+        if let Some(name) = key.strip_prefix("parameter/") {
+            return Some(TensorOf::Parameter { name });
+        }
+        let (slot, parameter) = key.strip_prefix("state/")?.split_once('/')?;
+        Some(TensorOf::State { parameter, slot })
+    }
+}
+
+/// What is wrong with a checkpoint or the folder that it is in.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointProblem {
+    #[error("{0}")]
+    Io(std::io::Error),
+    #[error("another run{by} writes its checkpoints here; end it, or give this one a folder of its own")]
+    InUse { by: String },
+    #[error(
+        "there are checkpoints of an earlier run (the last is of step {step}): add --resume to go on with it, or give this one a folder of its own"
+    )]
+    NotEmpty { step: u64 },
+    #[error("not a checkpoint: its manifest is no {FORMAT} JSON")]
+    NotAManifest,
+    #[error(
+        "the checkpoint has version {found} of the format and this build reads version {VERSION}; a newer altiplano wrote it"
+    )]
+    Version { found: u64 },
+    #[error("the manifest was changed or damaged: its checksum does not hold")]
+    ManifestChecksum,
+    #[error("'{file}' is missing")]
+    Missing { file: String },
+    #[error("'{file}' has {found} bytes and should have {expected}")]
+    Length { file: String, expected: u64, found: u64 },
+    #[error("'{file}' was changed or damaged: its checksum does not hold")]
+    Checksum { file: String },
+    #[error("'{file}' holds '{tensor}', which is neither a parameter nor state")]
+    Tensor { file: String, tensor: String },
+    #[error("the checkpoint has no tensor '{tensor}', which the model has")]
+    NoTensor { tensor: String },
+    #[error(
+        "the checkpoint is of another model: it was made of '{found}', and this is '{expected}'{}",
+        same_name(found, expected)
+    )]
+    OtherModel { found: String, expected: String },
+    #[error("the checkpoint is of another optimizer: it was made with {found}, and the plan has {expected}")]
+    OtherOptimizer { found: String, expected: String },
+    #[error("the checkpoint was made with {}, and this run has {}; say the same --clip-norm", clip(*found), clip(*expected))]
+    OtherClip { found: Option<f64>, expected: Option<f64> },
+    #[error("there is no checkpoint")]
+    None,
+    #[error("of {} none is whole; the newest: {newest}", plural(*count, "checkpoint"))]
+    NoneWhole { count: u64, newest: Box<Error> },
+    #[error("the last checkpoint, of step {step}, was not written: {error}")]
+    NotWritten { step: u64, error: Box<Error> },
+    #[error("writing ended early; nothing was kept of it")]
+    Abandoned,
+}
+
+fn clip(norm: Option<f64>) -> String {
+    norm.map_or("gradients as they are".to_string(), |most| format!("gradients clipped at norm {most}"))
+}
+
+fn same_name(found: &str, expected: &str) -> &'static str {
+    if found == expected { " with other sizes or ops" } else { "" }
+}
+
+impl CheckpointProblem {
+    /// Whether the checkpoint lost what it had, so that an older one is the best there is.
+    fn is_damage(&self) -> bool {
+        match self {
+            CheckpointProblem::Io(error) => error.kind() != std::io::ErrorKind::PermissionDenied,
+            CheckpointProblem::NotAManifest
+            | CheckpointProblem::ManifestChecksum
+            | CheckpointProblem::Missing { .. }
+            | CheckpointProblem::Length { .. }
+            | CheckpointProblem::Checksum { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// An error about a place.
+    pub fn at(self, place: &Path) -> Error {
+        Error::Checkpoint { place: place.to_path_buf(), problem: Box::new(self) }
+    }
+}
+
+impl Manifest {
+    /// What a run of this plan would write after `step` steps, files aside.
+    pub fn new(plan: &Plan, step: u64, data: DataState) -> Manifest {
+        Manifest {
+            format: FORMAT.to_string(),
+            version: VERSION,
+            model: plan.model.clone(),
+            graph_hash: model_hash(&plan.graph),
+            step,
+            optimizer: plan.optimizer,
+            clip_norm: plan.clip_norm,
+            data,
+            files: Vec::new(),
+            checksum: String::new(),
+        }
+    }
+
+    /// The text of the file, with its checksum.
+    pub fn to_json(&self) -> String {
+        let sealed = Manifest { checksum: self.expected_checksum(), ..self.clone() };
+        // Plain data of strings and numbers has a JSON form.
+        serde_json::to_string_pretty(&sealed).unwrap_or_default() + "\n"
+    }
+
+    /// Reads the text of a file and checks that it is whole.
+    pub fn from_json(text: &str) -> Result<Manifest, CheckpointProblem> {
+        let value: serde_json::Value = serde_json::from_str(text).map_err(|_| CheckpointProblem::NotAManifest)?;
+        if value.get("format").and_then(|f| f.as_str()) != Some(FORMAT) {
+            return Err(CheckpointProblem::NotAManifest);
+        }
+        match value.get("version").and_then(|v| v.as_u64()) {
+            Some(found) if found > u64::from(VERSION) => return Err(CheckpointProblem::Version { found }),
+            Some(_) => {}
+            None => return Err(CheckpointProblem::NotAManifest),
+        }
+        let manifest: Manifest = serde_json::from_value(value).map_err(|_| CheckpointProblem::NotAManifest)?;
+        if manifest.checksum != manifest.expected_checksum() {
+            return Err(CheckpointProblem::ManifestChecksum);
+        }
+        Ok(manifest)
+    }
+
+    fn expected_checksum(&self) -> String {
+        let bare = Manifest { checksum: String::new(), ..self.clone() };
+        hex(crc32fast::hash(&serde_json::to_vec(&bare).unwrap_or_default()))
+    }
+
+    /// Whether a plan can go on from here.
+    pub fn expect_fits(&self, plan: &Plan) -> Result<(), CheckpointProblem> {
+        if self.graph_hash != model_hash(&plan.graph) {
+            return Err(CheckpointProblem::OtherModel { found: self.model.clone(), expected: plan.model.clone() });
+        }
+        if self.optimizer != plan.optimizer {
+            let words = |optimizer: &Optimizer| serde_json::to_string(optimizer).unwrap_or_default();
+            let (found, expected) = (words(&self.optimizer), words(&plan.optimizer));
+            return Err(CheckpointProblem::OtherOptimizer { found, expected });
+        }
+        if self.clip_norm != plan.clip_norm {
+            return Err(CheckpointProblem::OtherClip { found: self.clip_norm, expected: plan.clip_norm });
+        }
+        Ok(())
+    }
+}
+
+fn hex(crc: u32) -> String {
+    format!("{crc:08x}")
+}
+
+/// A fingerprint of a model that all its plans share: of the graph for one sample and without pins. Constants that scale with the
+/// batch are rounded, since scaling them to a microbatch and back does.
+pub fn model_hash(graph: &Graph) -> String {
+    // Where the graph cannot be of one sample, its sizes are told by its parameters.
+    let mut one = rebatch(graph, 1).unwrap_or_else(|_| {
+        let mut leaves = Graph::new(&graph.name);
+        for (v, _) in graph.parameters() {
+            leaves.append(graph.node(v).clone());
+        }
+        leaves
+    });
+    one.pins.clear();
+    for node in &mut one.nodes {
+        if let Op::Constant(literal) = &mut node.op
+            && literal.batch_power != 0
+            && let Values::Splat(value) = &mut literal.values
+        {
+            *value = Real(f64::from(value.0 as f32));
+        }
+    }
+    graph_hash(&one)
+}

@@ -1,0 +1,107 @@
+//! Reading checkpoints: the newest that is whole, its tensors one file at a time, or its weights alone.
+
+use crate::error::Error;
+use crate::training::checkpoint::{CheckpointProblem, MANIFEST, Manifest, TensorOf, list, verify};
+use crate::training::engine::Engine;
+use altiplano_ir::plan::Plan;
+use altiplano_runtime::HostTensor;
+use altiplano_runtime::data::read_safetensors;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// The newest checkpoint of a folder that is whole, and where it is; none where there are no checkpoints. `on_damaged` is told of
+/// newer ones that are not whole.
+pub fn newest(
+    folder: &Path,
+    mut on_damaged: impl FnMut(&Error) -> Result<(), Error>,
+) -> Result<Option<(Manifest, PathBuf)>, Error> {
+    let found = list(folder)?;
+    let mut first: Option<Error> = None;
+    for checkpoint in found.iter().rev() {
+        match verify(&checkpoint.place) {
+            Ok(manifest) => return Ok(Some((manifest, checkpoint.place.clone()))),
+            Err(Error::Checkpoint { place, problem }) if problem.is_damage() => {
+                let error = Error::Checkpoint { place, problem };
+                on_damaged(&error)?;
+                first.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    match first {
+        None => Ok(None),
+        Some(newest) => {
+            let problem = CheckpointProblem::NoneWhole { count: found.len() as u64, newest: Box::new(newest) };
+            Err(problem.at(folder))
+        }
+    }
+}
+
+/// Visits all tensors of a checkpoint that was verified, of which one file is in memory at a time.
+pub fn for_each_tensor(
+    manifest: &Manifest,
+    place: &Path,
+    mut visit: impl FnMut(TensorOf<'_>, HostTensor) -> Result<(), Error>,
+) -> Result<(), Error> {
+    for shard in &manifest.files {
+        for (key, tensor) in read_safetensors(&place.join(&shard.name))? {
+            let unknown = || CheckpointProblem::Tensor { file: shard.name.clone(), tensor: key.clone() }.at(place);
+            visit(TensorOf::of_key(&key).ok_or_else(unknown)?, tensor)?;
+        }
+    }
+    Ok(())
+}
+
+/// Loads all parameters and state of a checkpoint, which must have each of them.
+pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path) -> Result<(), Error> {
+    let mut missing: BTreeSet<(String, Option<String>)> = BTreeSet::new();
+    for (v, name) in plan.graph.parameters() {
+        missing.insert((name.to_string(), None));
+        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
+        missing.extend(slots.into_iter().map(|slot| (name.to_string(), Some(slot.to_string()))));
+    }
+    // Loading a parameter rounds it into its master copy, which is why state follows all parameters.
+    for of_state in [false, true] {
+        for_each_tensor(manifest, place, |of, tensor| {
+            match of {
+                TensorOf::Parameter { name } if !of_state => {
+                    missing.remove(&(name.to_string(), None));
+                    engine.load_parameter(name, &tensor)?;
+                }
+                TensorOf::State { parameter, slot } if of_state => {
+                    missing.remove(&(parameter.to_string(), Some(slot.to_string())));
+                    engine.load_state(parameter, slot, &tensor)?;
+                }
+                _ => {}
+            }
+            Ok(())
+        })?;
+    }
+    match missing.pop_first() {
+        None => Ok(()),
+        Some((parameter, slot)) => {
+            let tensor = slot.map_or(parameter.clone(), |slot| format!("{slot} of {parameter}"));
+            Err(CheckpointProblem::NoTensor { tensor }.at(place))
+        }
+    }
+}
+
+/// The weights of a checkpoint, or of the newest that is whole in a folder of them, with its manifest.
+pub fn weights(
+    place: &Path,
+    on_damaged: impl FnMut(&Error) -> Result<(), Error>,
+) -> Result<(Manifest, BTreeMap<String, HostTensor>), Error> {
+    let (manifest, place) = if place.join(MANIFEST).exists() {
+        (verify(place)?, place.to_path_buf())
+    } else {
+        newest(place, on_damaged)?.ok_or_else(|| CheckpointProblem::None.at(place))?
+    };
+    let mut weights = BTreeMap::new();
+    for_each_tensor(&manifest, &place, |of, tensor| {
+        if let TensorOf::Parameter { name } = of {
+            weights.insert(name.to_string(), tensor);
+        }
+        Ok(())
+    })?;
+    Ok((manifest, weights))
+}

@@ -1,0 +1,170 @@
+//! Writing a checkpoint beside the training: tensors are copied between two steps and handed over file by file to a thread, which
+//! holds few of them at a time.
+
+use crate::error::Error;
+use crate::training::checkpoint::folder::sync_folder;
+use crate::training::checkpoint::{CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, TensorOf, hex};
+use crate::training::engine::Engine;
+use altiplano_ir::plan::Plan;
+use altiplano_runtime::HostTensor;
+use altiplano_runtime::data::encode_safetensors;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+/// Files whose tensors wait to be written; the training waits where there would be more.
+const WAITING: usize = 2;
+
+/// Writes the checkpoints of a run, one at a time.
+pub struct Writer {
+    /// None where another process writes, to which this one gives its parts.
+    folder: Option<Folder>,
+    options: Checkpoints,
+    in_flight: Option<(u64, JoinHandle<Result<PathBuf, Error>>)>,
+}
+
+/// What became of a checkpoint.
+pub struct Written {
+    pub step: u64,
+    pub result: Result<PathBuf, Error>,
+}
+
+enum Part {
+    Tensors(Vec<(String, HostTensor)>),
+    Manifest(Box<Manifest>),
+}
+
+impl Writer {
+    pub fn new(folder: Folder) -> Writer {
+        let options = folder.options.clone();
+        Writer { folder: Some(folder), options, in_flight: None }
+    }
+
+    /// For a process that only gives its parts to the one that writes.
+    pub fn contributing(options: Checkpoints) -> Writer {
+        Writer { folder: None, options, in_flight: None }
+    }
+
+    /// Whether there is to be a checkpoint after a step that is neither the last nor interrupted.
+    pub fn is_due(&self, step: u64) -> bool {
+        self.options.every.is_some_and(|every| every > 0 && step.is_multiple_of(every))
+    }
+
+    /// Copies what the engine holds and starts to write it. The one before has to be [`Self::finish`]ed.
+    pub fn start(&mut self, plan: &Plan, engine: &mut Engine, manifest: Manifest) -> Result<(), Error> {
+        let options = self.options.clone();
+        if self.folder.is_none() {
+            return hand_over(plan, engine, options.shard_bytes, None);
+        }
+        let step = manifest.step;
+        let (sender, receiver) = sync_channel(WAITING);
+        let place = options.folder.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("checkpoint {step}"))
+            .spawn(move || write(&options.folder, step, options.keep, &receiver))
+            .map_err(|error| CheckpointProblem::Io(error).at(&place))?;
+        self.in_flight = Some((step, thread));
+        hand_over(plan, engine, self.options.shard_bytes, Some(&sender))?;
+        // A thread that ended early has an error to tell.
+        let _ = sender.send(Part::Manifest(Box::new(manifest)));
+        Ok(())
+    }
+
+    /// What became of the checkpoint being written, once that is known.
+    pub fn poll(&mut self) -> Option<Written> {
+        if self.in_flight.as_ref().is_some_and(|(_, thread)| thread.is_finished()) { self.finish() } else { None }
+    }
+
+    /// Waits for the checkpoint being written.
+    pub fn finish(&mut self) -> Option<Written> {
+        let (step, thread) = self.in_flight.take()?;
+        let abandoned = |_| Err(CheckpointProblem::Abandoned.at(&self.options.folder));
+        Some(Written { step, result: thread.join().unwrap_or_else(abandoned) })
+    }
+}
+
+impl Drop for Writer {
+    /// The folder stays held until nothing writes into it.
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Copies all parameters and state of an engine, in files of about `shard_bytes`.
+fn hand_over(
+    plan: &Plan,
+    engine: &mut Engine,
+    shard_bytes: u64,
+    sender: Option<&SyncSender<Part>>,
+) -> Result<(), Error> {
+    // Where the writing ended early, nothing waits for more. All processes of a run gather all tensors nevertheless.
+    let give = |tensors| sender.map_or(Ok(()), |sender| sender.send(Part::Tensors(tensors)).map_err(drop));
+    let mut gone = false;
+    let (mut tensors, mut bytes) = (Vec::new(), 0);
+    for (v, name) in plan.graph.parameters() {
+        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
+        let states = slots.iter().map(|slot| TensorOf::State { parameter: name, slot });
+        for of in std::iter::once(TensorOf::Parameter { name }).chain(states) {
+            let Some(tensor) = engine.gather(of)? else { continue };
+            if gone {
+                continue;
+            }
+            if bytes > 0 && bytes + tensor.ty.bytes() > shard_bytes {
+                gone = give(std::mem::take(&mut tensors)).is_err();
+                bytes = 0;
+            }
+            bytes += tensor.ty.bytes();
+            tensors.push((of.key(), tensor));
+        }
+    }
+    let _ = give(tensors);
+    Ok(())
+}
+
+/// Writes what arrives beside the checkpoints, and puts it among them when it is whole.
+fn write(folder: &Path, step: u64, keep: Option<u64>, parts: &Receiver<Part>) -> Result<PathBuf, Error> {
+    let part = Folder::part(folder, step);
+    let written = write_part(folder, &part, step, parts);
+    if written.is_err() {
+        // Where even this fails, the next run removes it.
+        let _ = std::fs::remove_dir_all(&part);
+    }
+    let place = written?;
+    if let Some(keep) = keep {
+        Folder::prune(folder, step, keep)?;
+    }
+    Ok(place)
+}
+
+fn write_part(folder: &Path, part: &Path, step: u64, parts: &Receiver<Part>) -> Result<PathBuf, Error> {
+    let io = |error| CheckpointProblem::Io(error).at(part);
+    if part.exists() {
+        std::fs::remove_dir_all(part).map_err(io)?;
+    }
+    std::fs::create_dir(part).map_err(io)?;
+    let mut files = Vec::new();
+    for received in parts {
+        match received {
+            Part::Tensors(tensors) => {
+                let name = format!("tensors-{:05}.safetensors", files.len());
+                let bytes = encode_safetensors(&part.join(&name), tensors)?;
+                write_synced(&part.join(&name), &bytes)?;
+                files.push(Shard { name, bytes: bytes.len() as u64, crc32: hex(crc32fast::hash(&bytes)) });
+            }
+            Part::Manifest(manifest) => {
+                let manifest = Manifest { files, ..*manifest };
+                write_synced(&part.join(MANIFEST), manifest.to_json().as_bytes())?;
+                sync_folder(part).map_err(io)?;
+                return Folder::publish(folder, step).map_err(|error| CheckpointProblem::Io(error).at(folder));
+            }
+        }
+    }
+    Err(CheckpointProblem::Abandoned.at(part))
+}
+
+fn write_synced(file: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let written = File::create_new(file).and_then(|mut open| open.write_all(bytes).and_then(|()| open.sync_all()));
+    written.map_err(|error| CheckpointProblem::Io(error).at(file))
+}

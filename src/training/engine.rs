@@ -1,0 +1,286 @@
+//! What a plan is trained on, CPU workers, GPUs or one device of many ranks, behind one face, so that the loop of steps, checkpoints
+//! and data are written once. All ranks go through that loop together; what one must not decide alone is asked of all here.
+
+use crate::error::Error;
+use crate::simulate::Recorded;
+use crate::training::checkpoint::TensorOf;
+use crate::training::{Training, session};
+use altiplano_ir::plan::Plan;
+use altiplano_ir::program::ALL_PARAMETERS;
+use altiplano_planner::programs;
+use altiplano_runtime::devices::cuda::{CudaOptions, CudaSession, CudaStep};
+#[cfg(feature = "mpi")]
+use altiplano_runtime::mpi::{Layout, RankOptions, RankSession, World};
+#[cfg(feature = "mpi")]
+use altiplano_runtime::recording::Recording;
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, StepReport};
+use std::collections::BTreeMap;
+
+/// A session of either kind.
+pub enum Engine {
+    Cpu(Session),
+    Cuda(CudaSession),
+    /// This rank's part.
+    #[cfg(feature = "mpi")]
+    Ranks(Box<RankSession>),
+}
+
+/// Who runs a plan.
+pub enum Team {
+    /// This process alone.
+    Alone,
+    /// All ranks that were started together, wherever they are if `anywhere`.
+    #[cfg(feature = "mpi")]
+    Ranks { world: World, options: RankOptions, anywhere: bool },
+}
+
+impl Team {
+    /// Whether this process speaks for all.
+    pub fn leads(&self) -> bool {
+        match self {
+            Team::Alone => true,
+            #[cfg(feature = "mpi")]
+            Team::Ranks { world, .. } => world.leads(),
+        }
+    }
+
+    /// Fails where not all are to run the same plan with the same options.
+    pub fn expect_same(&self, _plan: &Plan, _training: &Training) -> Result<(), Error> {
+        match self {
+            Team::Alone => Ok(()),
+            #[cfg(feature = "mpi")]
+            Team::Ranks { world, options, anywhere } => {
+                world.expect_same("another version", env!("CARGO_PKG_VERSION"))?;
+                world.expect_same("another plan", &fingerprint(&_plan.to_json()))?;
+                let said = format!("{_training:?} {options:?} {anywhere}");
+                Ok(world.expect_same("other options", &fingerprint(&said))?)
+            }
+        }
+    }
+
+    /// What runs this process's part, with nothing loaded yet.
+    pub fn engine(self, plan: &Plan, training: &Training) -> Result<Engine, Error> {
+        match self {
+            Team::Alone => Engine::new(plan, training),
+            #[cfg(feature = "mpi")]
+            Team::Ranks { world, options, anywhere } => {
+                let options = RankOptions { check_nan: training.check_nan, ..options };
+                let layout = Layout { nodes: nodes(plan), anywhere };
+                Ok(Engine::Ranks(Box::new(RankSession::new(world, &programs(plan)?, &layout, &options)?)))
+            }
+        }
+    }
+}
+
+/// The devices that a plan uses, by node of its cluster.
+#[cfg(feature = "mpi")]
+fn nodes(plan: &Plan) -> Vec<Vec<u32>> {
+    let used: std::collections::BTreeSet<u32> = plan.lanes().iter().flat_map(|lane| lane.devices.clone()).collect();
+    let mut next = 0;
+    let mut nodes: Vec<Vec<u32>> = Vec::new();
+    for group in &plan.cluster.groups {
+        for _ in 0..group.nodes {
+            let devices = next..next + group.devices_per_node;
+            next = devices.end;
+            nodes.push(devices.filter(|device| used.contains(device)).collect());
+        }
+    }
+    nodes.retain(|node| !node.is_empty());
+    nodes
+}
+
+/// A short text that differs where a long one does.
+#[cfg(feature = "mpi")]
+fn fingerprint(text: &str) -> String {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
+}
+
+impl Engine {
+    /// Workers or GPUs for a plan, with nothing loaded yet.
+    pub fn new(plan: &Plan, training: &Training) -> Result<Engine, Error> {
+        match &training.cuda {
+            Some(options) => {
+                let predicted_bytes = plan.lanes().iter().map(|lane| lane.predicted.peak_bytes).collect();
+                let options = CudaOptions { predicted_bytes, ..options.clone() };
+                Ok(Engine::Cuda(CudaSession::new(&programs(plan)?, &options)?))
+            }
+            None => {
+                let options = Options { record: true, check_nan: training.check_nan, ..Options::default() };
+                Ok(Engine::Cpu(session(plan, &options)?))
+            }
+        }
+    }
+
+    pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.load_parameter(name, tensor),
+            Engine::Cuda(session) => session.load_parameter(name, tensor),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.load_parameter(name, tensor),
+        }
+    }
+
+    pub fn load_state(&mut self, parameter: &str, slot: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.load_state(parameter, slot, tensor),
+            Engine::Cuda(session) => session.load_state(parameter, slot, tensor),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.load_state(parameter, slot, tensor),
+        }
+    }
+
+    pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.parameter(name),
+            Engine::Cuda(session) => session.parameter(name),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => {
+                session.parameter(name)?.ok_or_else(|| RuntimeError::Elsewhere { name: name.to_string() })
+            }
+        }
+    }
+
+    pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.state(parameter, slot),
+            Engine::Cuda(session) => session.state(parameter, slot),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => {
+                let name = || format!("{parameter}/{slot}");
+                session.state(parameter, slot)?.ok_or_else(|| RuntimeError::Elsewhere { name: name() })
+            }
+        }
+    }
+
+    /// A parameter or state where it is put together, which is where [`Engine::leads`]. All ranks must ask for it.
+    pub fn gather(&mut self, of: TensorOf<'_>) -> Result<Option<HostTensor>, RuntimeError> {
+        match (self, of) {
+            #[cfg(feature = "mpi")]
+            (Engine::Ranks(session), TensorOf::Parameter { name }) => session.parameter(name),
+            #[cfg(feature = "mpi")]
+            (Engine::Ranks(session), TensorOf::State { parameter, slot }) => session.state(parameter, slot),
+            (engine, TensorOf::Parameter { name }) => engine.parameter(name).map(Some),
+            (engine, TensorOf::State { parameter, slot }) => engine.state(parameter, slot).map(Some),
+        }
+    }
+
+    /// Whether this process speaks for all.
+    pub fn leads(&self) -> bool {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.world().leads(),
+            _ => true,
+        }
+    }
+
+    /// Whether a part of a parameter is held here.
+    pub fn holds(&self, _name: &str) -> bool {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.holds(_name),
+            _ => true,
+        }
+    }
+
+    /// What the process that speaks for all says.
+    pub fn hear_first(&self, text: String) -> Result<String, RuntimeError> {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.world().hear_first(&text),
+            _ => Ok(text),
+        }
+    }
+
+    /// The signal that any process of the run got.
+    pub fn agree(&self, signal: Option<i32>) -> Result<Option<i32>, RuntimeError> {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => {
+                let number = session.world().largest(signal.map_or(0, i32::unsigned_abs).into())?;
+                Ok(i32::try_from(number).ok().filter(|&signal| signal != 0))
+            }
+            _ => Ok(signal),
+        }
+    }
+
+    /// Waits until all processes of the run have come here.
+    pub fn meet(&self) -> Result<(), RuntimeError> {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.world().meet(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Says what is done between steps, to those who would have to tell where this process was lost.
+    pub fn note(&self, _activity: impl FnOnce() -> String) {
+        #[cfg(feature = "mpi")]
+        if let Engine::Ranks(session) = self {
+            session.note(&_activity());
+        }
+    }
+
+    /// What was recorded of the last step, of all processes.
+    pub fn recorded(&self, last: Recorded) -> Result<Recorded, RuntimeError> {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => {
+                let recordings: Vec<Recording> = session.recordings()?;
+                Ok(Recorded { recordings, ..last })
+            }
+            _ => Ok(last),
+        }
+    }
+
+    /// Ends the run in all processes.
+    pub fn finish(self) -> Result<(), RuntimeError> {
+        match self {
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.finish(),
+            _ => Ok(()),
+        }
+    }
+
+    /// A sum over the gradients of the last step, where the plan has steps leave it; not a number but where [`Engine::leads`]. All
+    /// ranks must ask for it.
+    pub fn sum_of_gradients(&mut self, slot: &str) -> Result<f64, RuntimeError> {
+        let sum = self.gather(TensorOf::State { parameter: ALL_PARAMETERS, slot })?;
+        Ok(sum.and_then(|sum| sum.to_f64().first().copied()).unwrap_or(f64::NAN))
+    }
+
+    /// One step on a global batch: its loss, and what was seen of it. Of GPUs nothing is recorded but the time.
+    pub fn step(
+        &mut self,
+        batch: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+    ) -> Result<(f64, Recorded), RuntimeError> {
+        match self {
+            Engine::Cpu(session) => {
+                let StepReport { loss, seconds, recordings, .. } = session.step(batch, scalars)?;
+                Ok((loss, Recorded { seconds, recordings }))
+            }
+            Engine::Cuda(session) => {
+                let CudaStep { loss, seconds, .. } = session.step(batch, scalars)?;
+                Ok((loss, Recorded { seconds, recordings: Vec::new() }))
+            }
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => {
+                let StepReport { loss, seconds, recordings, .. } = session.step(batch, scalars)?;
+                Ok((loss, Recorded { seconds, recordings }))
+            }
+        }
+    }
+
+    /// The most bytes that each device held. All ranks must ask.
+    pub fn peak_bytes(&self) -> Result<Vec<u64>, RuntimeError> {
+        match self {
+            Engine::Cpu(session) => Ok(session.peak_bytes()),
+            Engine::Cuda(session) => Ok(session.held_bytes()),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.peak_bytes(),
+        }
+    }
+}

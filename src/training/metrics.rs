@@ -1,0 +1,102 @@
+//! A line of JSON for each step and for each look at held-out data, in a file that a run which goes on continues.
+
+use crate::error::Error;
+use crate::training::Step;
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// The file of a run's metrics.
+pub struct Metrics {
+    file: PathBuf,
+    open: File,
+}
+
+#[derive(Serialize)]
+struct Line {
+    step: u64,
+    loss: f64,
+    learning_rate: f64,
+    seconds: f64,
+    samples_per_s: f64,
+    data_wait_s: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gradient_norm: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    noise_scale: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct EvaluationLine {
+    step: u64,
+    eval_loss: f64,
+}
+
+/// What tells one line from another.
+#[derive(Deserialize)]
+struct Number {
+    step: u64,
+}
+
+impl Metrics {
+    /// Starts a file, or goes on in one behind the line of step `done`: steps that are done again are not there twice.
+    pub fn open(file: &Path, done: u64) -> Result<Metrics, Error> {
+        let write = |error| Error::Write { file: file.to_path_buf(), error };
+        let kept = if done == 0 { 0 } else { kept_bytes(file, done).map_err(write)? };
+        let open = OpenOptions::new().create(true).append(true).open(file).map_err(write)?;
+        // A pipe has nothing to cut off.
+        if open.metadata().map_err(write)?.is_file() {
+            open.set_len(kept).map_err(write)?;
+        }
+        Ok(Metrics { file: file.to_path_buf(), open })
+    }
+
+    /// Writes the line of a step at once.
+    pub fn write(&mut self, step: &Step) -> Result<(), Error> {
+        let Step { number, loss, learning_rate, seconds, samples_per_s, data_wait_s, gradient_norm, noise_scale } =
+            *step;
+        let step = number;
+        self.append(&Line {
+            step,
+            loss,
+            learning_rate,
+            seconds,
+            samples_per_s,
+            data_wait_s,
+            gradient_norm,
+            noise_scale,
+        })
+    }
+
+    /// Writes the loss on held-out data after a step.
+    pub fn write_evaluation(&mut self, step: u64, eval_loss: f64) -> Result<(), Error> {
+        self.append(&EvaluationLine { step, eval_loss })
+    }
+
+    fn append(&mut self, line: &impl Serialize) -> Result<(), Error> {
+        // Numbers have a JSON form.
+        let text = serde_json::to_string(line).unwrap_or_default() + "\n";
+        let written = self.open.write_all(text.as_bytes()).and_then(|()| self.open.flush());
+        written.map_err(|error| Error::Write { file: self.file.clone(), error })
+    }
+}
+
+/// How far the lines of the first `done` steps go. What follows a line that was cut off goes with it.
+fn kept_bytes(file: &Path, done: u64) -> std::io::Result<u64> {
+    let mut reader = match File::open(file) {
+        Ok(open) => BufReader::new(open),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+        Err(error) => return Err(error),
+    };
+    let (mut kept, mut line) = (0, Vec::new());
+    loop {
+        line.clear();
+        let length = reader.read_until(b'\n', &mut line)?;
+        let number: Option<Number> = serde_json::from_slice(&line).ok();
+        if line.last() != Some(&b'\n') || number.is_none_or(|number| number.step > done) {
+            return Ok(kept);
+        }
+        kept += length as u64;
+    }
+}

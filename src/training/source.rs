@@ -1,0 +1,328 @@
+//! Files of data: which part of which file each input takes, and reading the units of a batch from there.
+
+use crate::error::{DataProblem, Error};
+use crate::training::data::InputType;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::types::TensorType;
+use altiplano_runtime::array_file::ArrayFile;
+use altiplano_runtime::{HostData, HostTensor, RuntimeError};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The data of a run.
+pub(super) struct Source {
+    pub columns: BTreeMap<String, Column>,
+    /// How many there are: what a batch can be cut into, samples as a rule.
+    pub units: u64,
+    /// The first unit of each file, and the end.
+    pub starts: Vec<u64>,
+    /// What was taken for granted, in words, to be said.
+    pub assumed: String,
+}
+
+/// Where an input is taken from.
+pub(super) enum Column {
+    /// Slices along dimension `dim` of arrays, which follow each other.
+    Rows { parts: Vec<ArrayFile>, dim: usize },
+    /// Stretches of a row of ids: unit `i` is `length` of them from `i * stride + shift`.
+    Stretches { ids: ArrayFile, length: u64, stride: u64, shift: u64 },
+    /// The same for all batches.
+    Same(HostTensor),
+}
+
+/// Opens a file of data.
+///
+/// * `.safetensors` with tensors named as the inputs (`tokens` or `input/tokens`), or a folder of such files, in the order of their
+///   names, whose samples follow each other.
+/// * `.npy` of the only input, or of ids.
+/// * `.u16` and `.u32`, or any file with a `token_type`: little-endian ids and nothing else.
+///
+/// Ids are cut into sequences for a model whose input is `[batch, sequence]`; of two such inputs the one that is named label or
+/// target takes the ids that are one later.
+pub(super) fn open(
+    inputs: &[InputType],
+    state: &BTreeMap<String, HostTensor>,
+    file: &Path,
+    token_type: Option<DType>,
+    units: u64,
+) -> Result<Source, Error> {
+    let extension = file.extension().and_then(|e| e.to_str()).unwrap_or("").to_lowercase();
+    let raw = |dtype| -> Result<Source, Error> { of_ids(inputs, ArrayFile::raw(file, dtype)?, file) };
+    match (token_type, extension.as_str()) {
+        _ if file.is_dir() => named(inputs, state, &shards(file)?, units),
+        (Some(dtype), _) => raw(dtype),
+        (None, "u16") => raw(DType::U16),
+        (None, "u32") => raw(DType::U32),
+        (None, "bin") => Err(problem(file, DataProblem::TokenType)),
+        (None, "npy") => {
+            let array = ArrayFile::npy(file)?;
+            match inputs {
+                [only] if only.ty.rank() == array.ty.rank() => {
+                    let arrays = BTreeMap::from([(only.name.clone(), array)]);
+                    named(inputs, state, &[(file.to_path_buf(), arrays)], units)
+                }
+                _ => of_ids(inputs, array, file),
+            }
+        }
+        _ => named(inputs, state, &[(file.to_path_buf(), ArrayFile::safetensors(file)?)], units),
+    }
+}
+
+type Arrays = BTreeMap<String, ArrayFile>;
+
+/// The files of a folder.
+fn shards(folder: &Path) -> Result<Vec<(PathBuf, Arrays)>, Error> {
+    let io = |error| Error::Read { file: folder.to_path_buf(), error };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let file = entry.map_err(io)?.path();
+        if file.extension().is_some_and(|e| e.eq_ignore_ascii_case("safetensors")) {
+            files.push(file);
+        }
+    }
+    files.sort();
+    if files.is_empty() {
+        return Err(problem(folder, DataProblem::EmptyFolder));
+    }
+    files.into_iter().map(|file| Ok((file.clone(), ArrayFile::safetensors(&file)?))).collect()
+}
+
+/// Tensors by the names of inputs. A file has as many units as each of its inputs has.
+fn named(
+    inputs: &[InputType],
+    state: &BTreeMap<String, HostTensor>,
+    files: &[(PathBuf, Arrays)],
+    batch_units: u64,
+) -> Result<Source, Error> {
+    let mut columns = BTreeMap::new();
+    let mut units: Vec<Option<u64>> = vec![None; files.len()];
+    for input in inputs {
+        let name = &input.name;
+        let Some(dim) = input.batch_dim else {
+            let (file, arrays) = &files[0];
+            let tensor = match (found(arrays, name), state.get(name)) {
+                (Some(array), _) => {
+                    expect_type(file, input, array, &input.ty)?;
+                    HostTensor::new(array.ty.clone(), array.read(0, array.ty.elements())?)?
+                }
+                (None, Some(given)) => given.clone(),
+                (None, None) => return Err(problem(file, DataProblem::Missing { name: name.clone() })),
+            };
+            columns.insert(name.clone(), Column::Same(tensor.cast(input.ty.dtype)));
+            continue;
+        };
+        let mut parts = Vec::new();
+        for ((file, arrays), units) in files.iter().zip(&mut units) {
+            let missing = || problem(file, DataProblem::Missing { name: name.clone() });
+            let array = found(arrays, name).ok_or_else(missing)?;
+            let rows = array.ty.shape.get(dim).copied().unwrap_or(0);
+            let mut wanted = input.ty.clone();
+            wanted.shape[dim] = rows;
+            expect_type(file, input, array, &wanted)?;
+            let own = rows / rows_each(input, dim, batch_units);
+            *units = Some(units.map_or(own, |units| units.min(own)));
+            parts.push(array.clone());
+        }
+        columns.insert(name.clone(), Column::Rows { parts, dim });
+    }
+    let mut starts = vec![0];
+    for units in units {
+        starts.push(starts[starts.len() - 1] + units.unwrap_or(batch_units));
+    }
+    Ok(Source { columns, units: starts[starts.len() - 1], starts, assumed: String::new() })
+}
+
+/// One row of ids serves a model of one input, and one of tokens and labels.
+fn of_ids(inputs: &[InputType], ids: ArrayFile, file: &Path) -> Result<Source, Error> {
+    let fits = |i: &InputType| i.ty.rank() == 2 && i.ty.dtype.is_integer() && i.batch_dim == Some(0);
+    let is_label = |i: &InputType| i.name.contains("label") || i.name.contains("target");
+    let shifts = match inputs {
+        [only] if fits(only) => vec![(only, 0)],
+        [a, b] if fits(a) && a.ty.shape == b.ty.shape && b.ty.dtype.is_integer() => match (is_label(a), is_label(b)) {
+            (false, true) => vec![(a, 0), (b, 1)],
+            (true, false) => vec![(b, 0), (a, 1)],
+            _ => return Err(problem(file, DataProblem::WhichIsLabel { inputs: [a.name.clone(), b.name.clone()] })),
+        },
+        _ => return Err(problem(file, DataProblem::OneTensor { inputs: inputs.len() })),
+    };
+    if !ids.ty.dtype.is_integer() {
+        let (name, expected) = (shifts[0].0.name.clone(), shifts[0].0.ty.clone());
+        return Err(problem(file, DataProblem::Type { name, found: ids.ty, expected }));
+    }
+    let length = shifts[0].0.ty.shape[1].max(1);
+    let last = shifts[shifts.len() - 1].1;
+    // Rows that are one longer than a sequence, or one long row of which every sequence takes its next id too.
+    let in_rows = ids.ty.rank() == 2 && ids.ty.shape[1] == length + 1 && last == 1;
+    let stride = if in_rows { length + 1 } else { length };
+    let units = ids.ty.elements().saturating_sub(if in_rows { 0 } else { last }) / stride;
+    let mut assumed = format!("; '{}' takes {length} ids each", shifts[0].0.name);
+    if let Some((labels, _)) = shifts.get(1) {
+        assumed += &format!(", '{}' those one later", labels.name);
+    }
+    let column = |&(input, shift): &(&InputType, u64)| {
+        (input.name.clone(), Column::Stretches { ids: ids.clone(), length, stride, shift })
+    };
+    let columns = shifts.iter().map(column).collect();
+    Ok(Source { columns, units, starts: vec![0, units], assumed })
+}
+
+impl Column {
+    /// The input of a batch, whose units are these runs of neighbours.
+    pub fn gather(
+        &self,
+        input: &InputType,
+        runs: &[(u64, u64)],
+        starts: &[u64],
+        batch_units: u64,
+    ) -> Result<HostTensor, RuntimeError> {
+        let (parts, dim) = match self {
+            Column::Same(tensor) => return Ok(tensor.clone()),
+            Column::Stretches { ids, length, stride, shift } => {
+                let mut bytes = Vec::new();
+                for unit in runs.iter().flat_map(|&(first, count)| first..first + count) {
+                    bytes.extend_from_slice(ids.read(unit * stride + shift, *length)?.as_bytes());
+                }
+                let ty = input.ty.with_dtype(ids.ty.dtype);
+                return Ok(from_bytes(ty, &bytes).cast(input.ty.dtype));
+            }
+            Column::Rows { parts, dim } => (parts, *dim),
+        };
+        let rows_each = rows_each(input, dim, batch_units);
+        let inner: u64 = input.ty.shape[dim + 1..].iter().product();
+        let outer: u64 = input.ty.shape[..dim].iter().product();
+        let dtype = parts[0].ty.dtype;
+        let mut bytes = Vec::new();
+        for block in 0..outer {
+            for &(first, count) in runs {
+                let (mut at, end) = (first, first + count);
+                while at < end {
+                    // The last file that starts at or before the unit; files without any are passed.
+                    let part = starts.partition_point(|&start| start <= at) - 1;
+                    let until = end.min(starts[part + 1]);
+                    let array = &parts[part];
+                    let row = block * array.ty.shape[dim] + (at - starts[part]) * rows_each;
+                    let read = array.read(row * inner, (until - at) * rows_each * inner)?;
+                    if array.ty.dtype == dtype {
+                        bytes.extend_from_slice(read.as_bytes());
+                    } else {
+                        let ty = TensorType::new(array.ty.dtype, [(until - at) * rows_each * inner]);
+                        bytes.extend_from_slice(HostTensor { ty, data: read }.cast(dtype).data.as_bytes());
+                    }
+                    at = until;
+                }
+            }
+        }
+        Ok(from_bytes(input.ty.with_dtype(dtype), &bytes).cast(input.ty.dtype))
+    }
+}
+
+fn from_bytes(ty: TensorType, bytes: &[u8]) -> HostTensor {
+    let class = HostTensor::zeros(ty.with_shape([0])).data.class();
+    HostTensor { ty, data: HostData::from_bytes(class, bytes) }
+}
+
+/// Rows along the batch that belong to one unit.
+fn rows_each(input: &InputType, dim: usize, batch_units: u64) -> u64 {
+    (input.ty.shape[dim] / batch_units).max(1)
+}
+
+fn found<'a>(arrays: &'a Arrays, name: &str) -> Option<&'a ArrayFile> {
+    arrays.get(name).or_else(|| arrays.get(&format!("input/{name}")))
+}
+
+fn expect_type(file: &Path, input: &InputType, array: &ArrayFile, wanted: &TensorType) -> Result<(), Error> {
+    if array.ty.shape == wanted.shape && array.ty.dtype.is_float() == wanted.dtype.is_float() {
+        return Ok(());
+    }
+    let (name, found, expected) = (input.name.clone(), array.ty.clone(), input.ty.clone());
+    Err(problem(file, DataProblem::Type { name, found, expected }))
+}
+
+fn problem(file: &Path, problem: DataProblem) -> Error {
+    Error::Data { file: file.to_path_buf(), problem: Box::new(problem) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::training::bounds::Floats;
+    use altiplano_runtime::data::{synthetic, write_safetensors};
+
+    fn input(name: &str, shape: &[u64], batch_dim: usize) -> InputType {
+        let ty = TensorType::new(DType::I32, shape);
+        InputType { name: name.to_string(), ty, batch_dim: Some(batch_dim), bound: None, floats: Floats::Any }
+    }
+
+    /// Samples that lie in any dimension, in files of any sizes, are those that one tensor of all would have.
+    #[test]
+    fn samples_of_a_folder_follow_each_other() {
+        let folder = std::env::temp_dir().join(format!("altiplano-source-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for dim in 0..3 {
+            let mut shape = [2, 3, 4];
+            let mut whole: Vec<Vec<f64>> = Vec::new();
+            for (file, rows) in [("a", 5), ("b", 1), ("c", 0), ("d", 7)] {
+                shape[dim] = rows;
+                let dtype = if file == "b" { DType::I64 } else { DType::I32 };
+                let tensor = synthetic(file, &TensorType::new(dtype, shape), 1000, dim as u64);
+                let numbers = tensor.to_f64();
+                let inner: u64 = shape[dim + 1..].iter().product();
+                let outer: u64 = shape[..dim].iter().product();
+                for row in 0..rows {
+                    let of_block = |o: u64| {
+                        let first = ((o * rows + row) * inner) as usize;
+                        numbers[first..first + inner as usize].to_vec()
+                    };
+                    whole.push((0..outer).flat_map(of_block).collect());
+                }
+                let tensors = BTreeMap::from([("x".to_string(), tensor)]);
+                write_safetensors(&folder.join(format!("{file}.safetensors")), &tensors).unwrap();
+            }
+            shape[dim] = 4;
+            let x = input("x", &shape, dim);
+            let source = open(std::slice::from_ref(&x), &BTreeMap::new(), &folder, None, 4).unwrap();
+            assert_eq!((source.units, source.starts.as_slice()), (13, &[0, 5, 6, 6, 13][..]));
+            for runs in [&[(4, 4)][..], &[(12, 1), (0, 2), (5, 1)], &[(9, 1), (4, 3)]] {
+                let batch = source.columns["x"].gather(&x, runs, &source.starts, 4).unwrap();
+                batch.check().unwrap();
+                let units: Vec<u64> = runs.iter().flat_map(|&(first, count)| first..first + count).collect();
+                let inner: usize = shape[dim + 1..].iter().product::<u64>() as usize;
+                let outer: usize = shape[..dim].iter().product::<u64>() as usize;
+                let row = |o: usize, u: &u64| whole[*u as usize][o * inner..(o + 1) * inner].to_vec();
+                let expected: Vec<f64> =
+                    (0..outer).flat_map(|o| units.iter().flat_map(move |u| row(o, u)).collect::<Vec<_>>()).collect();
+                assert_eq!(batch.to_f64(), expected, "dimension {dim}, {runs:?}");
+            }
+        }
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn ids_are_cut_into_tokens_and_labels() {
+        let file = std::env::temp_dir().join(format!("altiplano-ids-{}.u16", std::process::id()));
+        let ids: Vec<u8> = (0..14u16).flat_map(|id| (1000 + id).to_le_bytes()).collect();
+        std::fs::write(&file, &ids).unwrap();
+        let both = [input("labels", &[2, 4], 0), input("tokens", &[2, 4], 0)];
+        let source = open(&both, &BTreeMap::new(), &file, None, 2).unwrap();
+        assert_eq!(source.units, 3);
+        assert!(source.assumed.contains("'tokens' takes 4 ids each, 'labels' those one later"), "{}", source.assumed);
+        let of =
+            |i: usize| source.columns[&both[i].name].gather(&both[i], &[(2, 1), (0, 1)], &source.starts, 2).unwrap();
+        assert_eq!(of(1).to_f64(), [1008.0, 1009.0, 1010.0, 1011.0, 1000.0, 1001.0, 1002.0, 1003.0]);
+        assert_eq!(of(0).to_f64(), [1009.0, 1010.0, 1011.0, 1012.0, 1001.0, 1002.0, 1003.0, 1004.0]);
+        // The label of a last id is not there; without labels it is not needed.
+        std::fs::write(&file, &ids[..24]).unwrap();
+        assert_eq!(open(&both, &BTreeMap::new(), &file, None, 2).unwrap().units, 2);
+        assert_eq!(open(&both[1..], &BTreeMap::new(), &file, None, 2).unwrap().units, 3);
+        let refused = |inputs: &[InputType], token_type, expected: &str| {
+            let error = open(inputs, &BTreeMap::new(), &file, token_type, 2).err().unwrap().to_string();
+            assert!(error.contains(expected), "{error}");
+        };
+        refused(&[input("x", &[2, 4], 0), input("y", &[2, 4], 0)], None, "'x' and 'y'");
+        refused(&[input("x", &[2, 4], 0), input("y", &[2, 3], 0)], None, "2 inputs");
+        refused(&[input("x", &[4, 2], 1)], None, "1 input");
+        std::fs::write(&file, &ids[..23]).unwrap();
+        refused(&both, None, "multiple of an element");
+        std::fs::remove_file(file).unwrap();
+    }
+}

@@ -1,0 +1,206 @@
+//! Plans on GPUs that g++ emulates: the tapes of real plans go through the executor, the driver layer, kernels' text and matmuls, and train
+//! as the CPU runtime does.
+
+mod common;
+
+use altiplano::ImportOptions;
+use altiplano::planner::programs;
+use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession, Running, Search};
+use altiplano::runtime::{Options, RuntimeError, Session};
+use altiplano::training::{Training, scalars, start};
+use common::{Scratch, planned};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const GPT2: &str =
+    r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
+
+/// The emulator of so many GPUs under the names of all libraries; none, visibly, without g++.
+fn emulator(scratch: &Scratch, gpus: u32) -> Option<Search> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("runtime/tests/cuda/emulated.cpp");
+    let library = scratch.path("libcuda.so.1");
+    let compiled = Command::new("g++")
+        .args(["-w", "-std=c++17", "-O1", "-shared", "-fPIC", &format!("-DGPUS={gpus}"), "-o"])
+        .arg(&library)
+        .arg(&source)
+        .status();
+    match compiled {
+        Ok(status) => assert!(status.success(), "{} compiles", source.display()),
+        Err(error) => {
+            eprintln!("SKIPPED: there is no g++: {error}");
+            return None;
+        }
+    }
+    for name in ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
+        std::os::unix::fs::symlink(&library, scratch.path(name)).expect("a link");
+    }
+    Some(Search { folders: vec![scratch.path("")] })
+}
+
+/// Devices that share a GPU exchange through the host.
+#[test]
+fn plans_train_on_a_gpu_as_on_the_cpu() {
+    trains_alike(
+        1,
+        &["local:1 micro2", "local:2 dp2 tp1 pp1 zero3", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2 micro4"],
+    );
+}
+
+/// Devices that have a GPU each exchange through NCCL.
+#[test]
+fn plans_train_on_gpus_as_on_the_cpu() {
+    trains_alike(
+        4,
+        &[
+            "local:2 dp2 tp1 pp1 zero3",
+            "local:2 dp1 tp1 pp2 micro4",
+            "local:4 dp2 tp2 pp1",
+            "local:4 dp2 tp1 pp2 micro2",
+        ],
+    );
+}
+
+fn trains_alike(gpus: u32, plans: &[&str]) {
+    let scratch = Scratch::new();
+    let Some(search) = emulator(&scratch, gpus) else { return };
+    let options = CudaOptions { search, cache: Some(scratch.path("kernels")), ..CudaOptions::default() };
+    let file = PathBuf::from(scratch.file("gpt2.json", GPT2));
+    let import = ImportOptions { batch: Some(8), sequence: Some(4), ..ImportOptions::default() };
+    for &words in plans {
+        let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let programs = programs(&plan).expect("a plan has programs");
+        let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
+        let (weights, mut batches) = start(&plan, &training).expect("weights and batches");
+        let mut cpu = Session::new(&programs, &Options::default()).expect("the programs run");
+        let mut gpu = CudaSession::new(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        assert_eq!(gpu.uses_nccl(), gpus > 1, "{words}");
+        for (name, tensor) in &weights {
+            cpu.load_parameter(name, tensor).expect("a parameter");
+            gpu.load_parameter(name, tensor).expect("a parameter");
+        }
+        for number in 1..=training.steps {
+            let (batch, scalars) = (batches.take().expect("a batch"), scalars(training.learning_rate, number));
+            let expected = cpu.step(&batch, &scalars).expect("a step").loss;
+            let loss = gpu.step(&batch, &scalars).unwrap_or_else(|error| panic!("{words}: {error}")).loss;
+            let near = (loss - expected).abs() <= 1e-5 * expected.abs().max(1.0);
+            assert!(near, "{words}, step {number}: loss {loss}, expected {expected}");
+        }
+        for name in weights.keys() {
+            let expected = cpu.parameter(name).expect("a parameter").to_f64();
+            let found = gpu.parameter(name).expect("a parameter").to_f64();
+            let most = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
+            let worst = expected.iter().zip(&found).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
+            assert!(worst <= 1e-4 * most.max(1.0), "{words}: {name} is {worst:e} off");
+        }
+    }
+}
+
+#[test]
+fn a_nan_on_a_gpu_names_its_command() {
+    stops_at_a_nan(1, "local:1 sgd");
+}
+
+/// The other devices do not wait for the one that stopped.
+#[test]
+fn a_nan_on_one_of_two_gpus_stops_both() {
+    stops_at_a_nan(2, "local:2 dp2 tp1 pp1 sgd");
+}
+
+fn stops_at_a_nan(gpus: u32, plan: &str) {
+    let scratch = Scratch::new();
+    let Some(search) = emulator(&scratch, gpus) else { return };
+    let running = Running { check_nan: true, ..Running::default() };
+    let options = CudaOptions { search, running, ..CudaOptions::default() };
+    let model = "module @m {\n  func.func public @main(%arg0: tensor<4xf32> loc(\"params\"), %arg1: tensor<2x4xf32> loc(\"x\")) -> tensor<f32> {\n    \
+        %c = stablehlo.constant dense<0.0> : tensor<f32>\n    %0 = stablehlo.log %arg0 : tensor<4xf32>\n    \
+        %b = stablehlo.broadcast_in_dim %0, dims = [1] : (tensor<4xf32>) -> tensor<2x4xf32>\n    %2 = stablehlo.multiply %b, %arg1 : tensor<2x4xf32>\n    \
+        %9 = stablehlo.reduce(%2 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<2x4xf32>, tensor<f32>) -> tensor<f32>\n    \
+        return %9 : tensor<f32>\n  }\n}\n";
+    let file = PathBuf::from(scratch.file("log.mlir", model));
+    let plan = planned(&file, &ImportOptions::default(), plan).expect("a plan");
+    let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
+    let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+    // The logarithm of a negative number.
+    for (name, tensor) in &weights {
+        let negative = vec![-1.0; tensor.ty.elements() as usize];
+        gpu.load_parameter(name, &altiplano::runtime::HostTensor::from_f64(tensor.ty.clone(), &negative))
+            .expect("it loads");
+    }
+    let error = gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 1)).expect_err("a NaN");
+    let text = error.to_string();
+    assert!(
+        text.contains("made a NaN of numbers") && text.contains("of rank ") && text.contains("(launch to"),
+        "{text}"
+    );
+    assert!(matches!(gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 2)), Err(RuntimeError::Stopped)));
+}
+
+/// The emulated GPU has a gibibyte.
+#[test]
+fn too_little_memory_names_tensors_and_the_prediction() {
+    let scratch = Scratch::new();
+    if emulator(&scratch, 1).is_none() {
+        return;
+    }
+    let large = GPT2.replace("\"vocab_size\": 13", "\"vocab_size\": 13000000");
+    let file = scratch.file("large.json", &large);
+    let output = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+        .args([
+            "run",
+            &file,
+            "--seq",
+            "4",
+            "--global-batch",
+            "1",
+            "--cluster",
+            "1xA100-80",
+            "--steps",
+            "1",
+            "--device",
+            "cuda",
+        ])
+        .env("ALTIPLANO_CUDA", scratch.path(""))
+        .output()
+        .expect("the binary starts");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    for part in ["GPU 0 has too little memory for the arena", "the plan predicts ", "the largest tensors are ", "wte"] {
+        assert!(text.contains(part), "'{part}': {text}");
+    }
+}
+
+#[test]
+fn the_command_line_trains_on_gpus() {
+    let scratch = Scratch::new();
+    if emulator(&scratch, 1).is_none() {
+        return;
+    }
+    let file = scratch.file("gpt2.json", GPT2);
+    let run = |device: &str, steps: &str, more: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+            .args(["run", &file, "--seq", "4", "--global-batch", "8", "--dp", "2", "--cluster", "local:2"])
+            .args(["--steps", steps, "--lr", "0.01", "--device", device])
+            .args(more)
+            .env("ALTIPLANO_CUDA", scratch.path(""))
+            .env("XDG_CACHE_HOME", scratch.path("cache"))
+            .output()
+            .expect("the binary starts");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{device}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        let loss = |line: &str| line.split_once("loss ")?.1.split_whitespace().next()?.parse::<f64>().ok();
+        text.lines().filter_map(loss).collect::<Vec<f64>>()
+    };
+    let (cpu, gpu) = (run("cpu", "3", &[]), run("cuda", "3", &[]));
+    assert_eq!((cpu.len(), gpu.len()), (3, 3));
+    assert!(cpu.iter().zip(&gpu).all(|(a, b)| (a - b).abs() <= 2e-5 * a.abs()), "{cpu:?} {gpu:?}");
+    assert!(scratch.path("cache/altiplano/kernels").is_dir(), "kernels are kept");
+    // What a GPU leaves in a checkpoint, weights and state, another one goes on from as if nothing had been, and so does the CPU.
+    let folder = scratch.path("checkpoints").display().to_string();
+    run("cuda", "2", &["--checkpoint", &folder]);
+    let copy = scratch.path("copy").display().to_string();
+    let copied = Command::new("cp").args(["-r", &folder, &copy]).status().expect("cp starts");
+    assert!(copied.success());
+    assert_eq!(run("cuda", "3", &["--checkpoint", &folder, "--resume"]), gpu[2..]);
+    let on_cpu = run("cpu", "3", &["--checkpoint", &copy, "--resume"]);
+    assert!(on_cpu.len() == 1 && (on_cpu[0] - gpu[2]).abs() <= 2e-5 * gpu[2].abs(), "{on_cpu:?} {gpu:?}");
+}
