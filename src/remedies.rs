@@ -10,6 +10,7 @@ use altiplano_ir::plan::Plan;
 use altiplano_planner::memory::Category;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
 use rayon::prelude::*;
+use serde_json::json;
 use std::fmt;
 
 /// A change after which there is a plan.
@@ -58,6 +59,14 @@ pub struct Shortage {
     pub state_bytes: u64,
     /// What fits, cheapest by device-seconds a sample first.
     pub remedies: Vec<Remedy>,
+}
+
+/// What stands in the way of a plan, and what would help.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Explained {
+    Memory(Shortage),
+    /// [`fixes`].
+    Choices(Vec<Remedy>),
 }
 
 /// Nodes that are tried at most, as a multiple of those there are.
@@ -215,6 +224,36 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         })
     };
     changes.into_iter().enumerate().filter_map(first_that_fits).collect()
+}
+
+/// A failed search as JSON (docs/failure.schema.json).
+pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
+    let change = |r: &Remedy| {
+        json!({
+            "change": r.change, "step_time_s": r.step_s, "peak_bytes": r.peak_bytes, "devices": r.devices, "samples": r.samples,
+        })
+    };
+    let tensor = |t: &HeldTensor| json!({"name": t.name, "holds": t.category.name(), "bytes": t.bytes, "count": t.count});
+    let (shortage, changes) = match explained {
+        Some(Explained::Memory(short)) => {
+            let shortage = json!({
+                "stage": short.stage,
+                "stages": short.num_stages,
+                "moment": short.moment,
+                "peak_bytes": short.peak_bytes,
+                "limit_bytes": short.limit_bytes,
+                "needed_bytes": short.needed_bytes,
+                "optimizer_state_bytes": short.state_bytes,
+                "tensors": short.tensors.iter().map(tensor).collect::<Vec<_>>(),
+            });
+            (Some(shortage), short.remedies.as_slice())
+        }
+        Some(Explained::Choices(fixes)) => (None, fixes.as_slice()),
+        None => (None, &[][..]),
+    };
+    let changes: Vec<_> = changes.iter().map(change).collect();
+    let document = json!({"error": error.to_string(), "shortage": shortage, "changes": changes});
+    serde_json::to_string_pretty(&document).unwrap_or_default()
 }
 
 impl fmt::Display for Remedy {

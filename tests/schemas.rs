@@ -4,7 +4,7 @@ mod common;
 #[path = "../ir/src/import/json/schema.rs"]
 mod schema;
 
-use common::{DEMO, Scratch, succeeds};
+use common::{DEMO, Scratch, altiplano, succeeds};
 use schema::violations;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -86,6 +86,40 @@ fn frontiers_are_as_their_schema_says() {
         let text = succeeds(&["plan", DEMO, "--cluster", cluster, "--frontier", "--json"]);
         assert_eq!(broken(&schema, &serde_json::from_str(&text).expect("JSON")), Vec::<String>::new(), "{cluster}");
     }
+}
+
+#[test]
+fn failures_are_as_their_schema_says() {
+    let schema = schema_of("failure");
+    let scratch = Scratch::new();
+    let cluster = scratch.file(
+        "small.toml",
+        "name = \"small\"\n[[group]]\nnodes = 1\ndevices_per_node = 2\ndevice = { name = \"A100-SXM-40GB\", memory_bytes = 400000 }\n\
+         intra_node = { kind = \"nvlink\", bytes_per_s = 1e11, latency_s = 5e-6 }\n\
+         inter_node = { bytes_per_s = 1e10, nics = 1, latency_s = 5e-6 }\n",
+    );
+    let failed = |arguments: &[&str], code: i32| {
+        let said = altiplano(arguments);
+        assert_eq!(said.code, Some(code), "{}", said.stderr);
+        let document: Value = serde_json::from_str(&said.stdout).expect("JSON");
+        assert_eq!(broken(&schema, &document), Vec::<String>::new());
+        let error = document["error"].as_str().expect("a message");
+        assert!(said.stderr.contains(error), "{} has no {error}", said.stderr);
+        document
+    };
+    let short = failed(&["plan", DEMO, "--cluster", &cluster, "--json"], 1);
+    let of = |key: &str| short["shortage"][key].as_u64().expect("a number");
+    let tensors = short["shortage"]["tensors"].as_array().expect("tensors");
+    let held: u64 = tensors.iter().map(|t| t["bytes"].as_u64().unwrap_or(0) * t["count"].as_u64().unwrap_or(0)).sum();
+    assert!(held > of("limit_bytes") && of("peak_bytes") > of("limit_bytes"), "{short}");
+    assert!(short["changes"].as_array().is_some_and(|changes| !changes.is_empty()), "{short}");
+
+    let plan = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", DEMO, "--dp", "2", "--pp", "2", "-o", &plan]);
+    let refused = failed(&["why-not", &plan, "--tp", "3", "--json"], 2);
+    assert!(refused["shortage"].is_null());
+    let changes = refused["changes"].as_array().expect("changes");
+    assert!(changes.iter().any(|c| c["change"] == "--tp 2"), "{refused}");
 }
 
 #[test]

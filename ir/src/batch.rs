@@ -9,8 +9,8 @@
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
 use crate::op::{
-    ArgSort, Binary, Cumulative, DotGeneral, GatherDims, Op, Operator, ReduceWindow, Reducer, Scatter, ScatterAdd,
-    SelectAndScatter, Unary,
+    ArgSort, Binary, Composite, Cumulative, DotGeneral, GatherDims, Op, Operator, ReduceWindow, Reducer, Scatter,
+    ScatterAdd, SelectAndScatter, Unary,
 };
 use crate::sample::count_by_sample;
 use serde::{Deserialize, Serialize};
@@ -454,6 +454,9 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
         pins: graph.pins.clone(),
         ..Default::default()
     };
+    to.nodes.reserve_exact(graph.len());
+    // Layers repeat: what a function is made of at these sizes is built once.
+    let mut composites: Vec<Composite> = Vec::new();
     for v in graph.values() {
         let node = graph.node(v);
         let scale = |(d, &size): (usize, &u64)| {
@@ -477,6 +480,12 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
             value.0 *= (batch as f64 / graph.batch as f64).powi(literal.batch_power as i32);
         }
         let types: Vec<_> = node.operands.iter().map(|&o| to.ty(o)).collect();
+        if let Op::Composite(composite) = &mut op {
+            match composites.iter().find(|known| *known == composite && known.is_built_for(&types)) {
+                Some(known) => *composite = known.clone(),
+                None => composites.push(composite.clone()),
+            }
+        }
         let ty = op.infer(&types).map_err(|_| v)?;
         if ty.shape != shape {
             return Err(v);

@@ -468,8 +468,14 @@ fn kernel(
         None => reads.push((v, bytes)),
     };
     for &v in &nodes {
-        for o in &graph.node(v).operands {
+        let node = graph.node(v);
+        for (position, o) in node.operands.iter().enumerate() {
             let (s, bytes) = source[o.index()];
+            // Of a table only the rows that are taken.
+            let bytes = match (&node.op, position) {
+                (Op::Gather(_), 0) => bytes.min(node.ty.elements() * graph.ty(*o).dtype.bytes()),
+                _ => bytes,
+            };
             let inside = computes(roles[s.index()]) && group[s.index()] == group[first.index()];
             if inside || roles[s.index()] == Role::Constant {
                 continue;

@@ -31,7 +31,7 @@ pub mod why_not;
 use crate::progress::Bar;
 use altiplano::ir::plan::Plan;
 use altiplano::planner::{PlanFailure, Request};
-use altiplano::remedies::{fixes, shortage};
+use altiplano::remedies::{Explained, failure_json, fixes, shortage};
 use altiplano::{Error, Model, by_cluster, load_plan};
 use std::fmt::Display;
 use std::io::Write;
@@ -61,18 +61,24 @@ fn load_to_ask(file: &Path) -> Result<Plan, Error> {
     by_cluster(plan)
 }
 
-/// Says on stderr, after a search that failed, what is short or in conflict, and which changes were planned and do work.
-fn explain_failure(request: &Request, error: &Error, bar: &Bar) {
-    let Error::Plan(failure) = error else { return };
-    if let PlanFailure::Memory { required_bytes, .. } = **failure {
-        if let Ok(shortage) = shortage(request, required_bytes, bar) {
-            bar.suspend(|| eprintln!("{shortage}"));
+/// Says on stderr, after a search that failed, what is short or in conflict, and which changes were planned and do work; as one JSON
+/// document on stdout where that is asked for.
+fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> Result<(), Error> {
+    let Error::Plan(failure) = error else { return Ok(()) };
+    let explained = match **failure {
+        PlanFailure::Memory { required_bytes, .. } => shortage(request, required_bytes, bar).ok().map(Explained::Memory),
+        _ => Some(Explained::Choices(fixes(request, bar))),
+    };
+    if json {
+        return bar.suspend(|| say(failure_json(error, explained.as_ref())));
+    }
+    match explained {
+        Some(Explained::Memory(shortage)) => bar.suspend(|| eprintln!("{shortage}")),
+        Some(Explained::Choices(fixes)) if !fixes.is_empty() => {
+            let lines: Vec<String> = fixes.iter().map(|fix| format!("\n  {fix}")).collect();
+            bar.suspend(|| eprintln!("what has a plan instead, fastest first:{}", lines.concat()));
         }
-        return;
+        _ => {}
     }
-    let fixes = fixes(request, bar);
-    if let Some(first) = fixes.first() {
-        let rest: Vec<String> = fixes[1..].iter().map(|fix| format!("\n  {fix}")).collect();
-        bar.suspend(|| eprintln!("what has a plan instead, fastest first:\n  {first}{}", rest.concat()));
-    }
+    Ok(())
 }

@@ -32,7 +32,7 @@ pub struct Plan {
     /// written to a file of its own, numbered
     #[arg(long)]
     frontier: bool,
-    /// Print the plan file itself instead of the report; with --frontier, what its table says
+    /// Print the plan file itself instead of the report; with --frontier, what its table says; where there is no plan, why
     #[arg(long)]
     json: bool,
 }
@@ -54,12 +54,14 @@ impl Plan {
             }
             return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
         }
-        let plan = self.plan.plan(&request, &bar).inspect_err(|error| {
+        let plan = match self.plan.plan(&request, &bar) {
             // Options that contradict each other say so themselves.
-            if !error.is_usage() {
-                explain_failure(&request, error, &bar);
+            Err(error) if !error.is_usage() => {
+                explain_failure(&request, &error, &bar, self.json)?;
+                return Err(error);
             }
-        })?;
+            result => result?,
+        };
         if bar.stopped() {
             bar.suspend(|| eprintln!("note: the search was stopped; this is the best plan that it had found"));
         }

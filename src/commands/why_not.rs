@@ -20,7 +20,7 @@ pub struct WhyNot {
     /// Write the plan that was asked for to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// JSON, as docs/comparison.schema.json says
+    /// JSON, as docs/comparison.schema.json says, or docs/failure.schema.json where there is no such plan
     #[arg(long)]
     json: bool,
 }
@@ -36,8 +36,13 @@ impl WhyNot {
         let mut request = Request::of_plan(&chosen);
         self.fixed.fix_all(&mut request)?;
         let bar = Bar::stoppable();
-        let asked = plan(&request, &bar).map_err(Error::from);
-        let asked = asked.inspect_err(|error| explain_failure(&request, error, &bar))?;
+        let asked = match plan(&request, &bar).map_err(Error::from) {
+            Err(error) => {
+                explain_failure(&request, &error, &bar, self.json)?;
+                return Err(error);
+            }
+            Ok(plan) => plan,
+        };
         drop(bar);
         if let Some(file) = &self.output {
             write_file(file, &asked.to_json())?;

@@ -32,10 +32,12 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Memory, Plan, Predicted, Stage, StagePredicted, Target};
+use altiplano_ir::plan::{Alternative, Memory, Plan, Predicted, Stage, StagePredicted, Storage, Target};
 use comfy_table::{CellAlignment, Table, presets};
+use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::ops::Range;
 
 /// The report of a plan. Times and rates have three significant digits; equal lines of repeated layers are one line.
 pub fn report(plan: &Plan) -> String {
@@ -47,19 +49,22 @@ pub fn report(plan: &Plan) -> String {
 
 fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     write_summary(out, plan)?;
-    writeln!(out, "\nStages\n{}", stages(plan))?;
+    let layouts = Layouts::new(plan);
+    writeln!(out, "\nStages\n{}", layouts.stages())?;
     let step = if plan.schedule.trains() { "step" } else { "batch" };
     writeln!(out, "\nSeconds of a {step}, on each device of a stage\n{}", times(plan))?;
     // What was judged by a measured profile is played by it (`simulate --profile`), which is not at hand.
-    if let (None, Ok(simulation)) = (&plan.profile, Simulation::new(plan.clone(), None)) {
+    let played = || plan.profile.is_none().then(|| Simulation::new(plan.clone(), None).ok()).flatten();
+    let (simulation, listed) = rayon::join(played, || layouts.listed());
+    if let Some(simulation) = simulation {
         writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation))?;
         writeln!(out, "\nWhat limits this plan (`altiplano advise` searches for what would make it faster)")?;
         Limits::new(&simulation).lines().iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
-    for (title, stages) in equal_stages(plan) {
-        writeln!(out, "\nParameters of {title}\n{}", parameters(plan, stages[0]))?;
-        writeln!(out, "\nMain activations of {title} (one microbatch)\n{}", activations(plan, stages[0]))?;
+    for Listed { title, parameters, activations } in listed {
+        writeln!(out, "\nParameters of {title}\n{parameters}")?;
+        writeln!(out, "\nMain activations of {title} (one microbatch)\n{activations}")?;
     }
     writeln!(out, "\nAlternatives under the same judge\n{}", alternatives(plan))
 }
@@ -157,38 +162,6 @@ fn proven(plan: &Plan) -> Option<String> {
 /// Gaps below this are rounding.
 const PROVEN: f64 = 1e-6;
 
-fn stages(plan: &Plan) -> String {
-    let several = plan.cluster.groups.len() > 1;
-    // Which kind of device a stage is on is a question only where there are several groups.
-    let columns = ["stage", "layers", "submesh", "of", "devices", "mesh", "recompute", "storage"];
-    let shown = |column: usize| several || columns[column] != "of";
-    let mut table = Grid::new(&(0..columns.len()).filter(|&c| shown(c)).map(|c| columns[c]).collect::<Vec<_>>());
-    let users = plan.graph.users();
-    for (i, stage) in plan.stages.iter().enumerate() {
-        let values = plan.graph.parameters().filter_map(|(v, name)| Some((v, stage.parameters.get(name)?)));
-        let levels: BTreeSet<u8> = values.filter_map(|(v, s)| words::level(plan, stage, v, s, &users)).collect();
-        let zero = match (levels.first(), levels.last()) {
-            (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
-            (level, _) => match level.copied().unwrap_or(stage.zero) {
-                0 => "not sharded (ZeRO-0)".to_string(),
-                level => format!("ZeRO-{level}"),
-            },
-        };
-        let cells = [
-            format!("stage{i}"),
-            range(stage.layers.start, stage.layers.end),
-            format!("{}x{}", stage.submesh.0, stage.submesh.1),
-            format!("group{}, {}", stage.group, plan.group_of(stage).device.name),
-            devices(&stage.devices),
-            stage.mesh.to_string(),
-            if stage.recompute { "full" } else { "none" }.to_string(),
-            zero,
-        ];
-        table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));
-    }
-    table.left()
-}
-
 fn times(plan: &Plan) -> String {
     let trains = plan.schedule.trains();
     let step = if trains { "step" } else { "batch" };
@@ -284,54 +257,112 @@ fn bar(memory: &Memory, limit: u64) -> String {
     format!("{inside:width$}|{beyond}")
 }
 
-/// Stages whose parameters and activations read the same, under one title each.
-fn equal_stages(plan: &Plan) -> Vec<(String, Vec<&Stage>)> {
-    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
-    for (i, stage) in plan.stages.iter().enumerate() {
-        let text = parameters(plan, stage) + &activations(plan, stage);
-        match groups.last_mut() {
-            Some((same, members)) if *same == text => members.push(i),
-            _ => groups.push((text, vec![i])),
-        }
-    }
-    let named = |(_, members): (String, Vec<usize>)| {
-        let (first, last) = (members[0], members[members.len() - 1]);
-        let title = if first == last { format!("stage{first}") } else { format!("stage{first} to stage{last}, each") };
-        (title, members.iter().map(|&i| &plan.stages[i]).collect())
-    };
-    groups.into_iter().map(named).collect()
+/// How everything is laid out on the stages of a plan, with what telling it takes to look up.
+struct Layouts<'a> {
+    plan: &'a Plan,
+    words: words::Activations<'a>,
+    parameters: BTreeMap<&'a str, ValueId>,
 }
 
-fn parameters(plan: &Plan, stage: &Stage) -> String {
-    let users = plan.graph.users();
-    let values: BTreeMap<&str, ValueId> = plan.graph.parameters().map(|(v, name)| (name, v)).collect();
-    let mut lines = Lines::default();
-    let mut by_value: Vec<_> =
-        stage.parameters.iter().filter_map(|(n, s)| Some((*values.get(n.as_str())?, n, s))).collect();
-    by_value.sort_by_key(|(v, ..)| *v);
-    for (v, name, storage) in by_value {
-        let layout = words::parameter(plan, stage, v, storage, &users);
-        lines.add(name, [plan.graph.ty(v).to_string(), layout, storage.parameter.display(&stage.mesh).to_string()]);
-    }
-    lines.print(["parameter", "type", "layout", "sharding"])
+/// The lists of stages that read the same.
+struct Listed {
+    title: String,
+    parameters: String,
+    activations: String,
 }
 
-fn activations(plan: &Plan, stage: &Stage) -> String {
-    let words = words::Activations::new(plan);
-    let mut lines = Lines::default();
-    for (&v, value) in &stage.shardings {
-        let node = plan.graph.node(v);
-        let is_main = (node.op.is_contraction() || matches!(node.op, Op::Gather(_))) && node.ty.rank() > 0;
-        if !is_main {
-            continue;
-        }
-        let name = if value.name.is_empty() { &node.name } else { &value.name };
-        let name = name.split_once(")/").map_or(name.as_str(), |(_, rest)| rest);
-        let name = if name.is_empty() { node.op.name() } else { name };
-        let sharding = plan.graph.rule(v).shardings(&value.strategy, &stage.mesh).result;
-        lines.add(name, [node.ty.to_string(), words.of(v, &sharding, &stage.mesh), value.sharding.clone()]);
+impl<'a> Layouts<'a> {
+    fn new(plan: &'a Plan) -> Self {
+        let parameters = plan.graph.parameters().map(|(v, name)| (name, v)).collect();
+        Layouts { plan, words: words::Activations::new(plan), parameters }
     }
-    lines.print(["value", "type", "layout", "sharding"])
+
+    /// The parameters of a stage, by name.
+    fn stored<'s>(&'s self, stage: &'s Stage) -> impl Iterator<Item = (ValueId, &'s str, &'s Storage)> {
+        stage.parameters.iter().filter_map(|(name, s)| Some((*self.parameters.get(name.as_str())?, name.as_str(), s)))
+    }
+
+    fn stages(&self) -> String {
+        let plan = self.plan;
+        let several = plan.cluster.groups.len() > 1;
+        // Which kind of device a stage is on is a question only where there are several groups.
+        let columns = ["stage", "layers", "submesh", "of", "devices", "mesh", "recompute", "storage"];
+        let shown = |column: usize| several || columns[column] != "of";
+        let mut table = Grid::new(&(0..columns.len()).filter(|&c| shown(c)).map(|c| columns[c]).collect::<Vec<_>>());
+        for (i, stage) in plan.stages.iter().enumerate() {
+            let levels = self.stored(stage).filter_map(|(v, _, s)| words::level(plan, stage, v, s, self.words.users()));
+            let levels: BTreeSet<u8> = levels.collect();
+            let zero = match (levels.first(), levels.last()) {
+                (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
+                (level, _) => match level.copied().unwrap_or(stage.zero) {
+                    0 => "not sharded (ZeRO-0)".to_string(),
+                    level => format!("ZeRO-{level}"),
+                },
+            };
+            let cells = [
+                format!("stage{i}"),
+                range(stage.layers.start, stage.layers.end),
+                format!("{}x{}", stage.submesh.0, stage.submesh.1),
+                format!("group{}, {}", stage.group, plan.group_of(stage).device.name),
+                devices(&stage.devices),
+                stage.mesh.to_string(),
+                if stage.recompute { "full" } else { "none" }.to_string(),
+                zero,
+            ];
+            table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));
+        }
+        table.left()
+    }
+
+    /// The lists of all stages, those that read the same under one title.
+    fn listed(&self) -> Vec<Listed> {
+        let list = |stage: &Stage| (self.of_parameters(stage), self.of_activations(stage));
+        let lists: Vec<(String, String)> = self.plan.stages.par_iter().map(list).collect();
+        let mut groups: Vec<(Range<usize>, (String, String))> = Vec::new();
+        for (i, texts) in lists.into_iter().enumerate() {
+            match groups.last_mut() {
+                Some((members, same)) if *same == texts => members.end = i + 1,
+                _ => groups.push((i..i + 1, texts)),
+            }
+        }
+        let named = |(members, (parameters, activations)): (Range<usize>, (String, String))| {
+            let (first, last) = (members.start, members.end - 1);
+            let title =
+                if first == last { format!("stage{first}") } else { format!("stage{first} to stage{last}, each") };
+            Listed { title, parameters, activations }
+        };
+        groups.into_iter().map(named).collect()
+    }
+
+    fn of_parameters(&self, stage: &Stage) -> String {
+        let plan = self.plan;
+        let mut lines = Lines::default();
+        let mut by_value: Vec<_> = self.stored(stage).collect();
+        by_value.sort_by_key(|(v, ..)| *v);
+        for (v, name, storage) in by_value {
+            let layout = words::parameter(plan, stage, v, storage, self.words.users());
+            lines.add(name, [plan.graph.ty(v).to_string(), layout, storage.parameter.display(&stage.mesh).to_string()]);
+        }
+        lines.print(["parameter", "type", "layout", "sharding"])
+    }
+
+    fn of_activations(&self, stage: &Stage) -> String {
+        let plan = self.plan;
+        let mut lines = Lines::default();
+        for (&v, value) in &stage.shardings {
+            let node = plan.graph.node(v);
+            let is_main = (node.op.is_contraction() || matches!(node.op, Op::Gather(_))) && node.ty.rank() > 0;
+            if !is_main {
+                continue;
+            }
+            let name = if value.name.is_empty() { &node.name } else { &value.name };
+            let name = name.split_once(")/").map_or(name.as_str(), |(_, rest)| rest);
+            let name = if name.is_empty() { node.op.name() } else { name };
+            let sharding = plan.graph.rule(v).shardings(&value.strategy, &stage.mesh).result;
+            lines.add(name, [node.ty.to_string(), self.words.of(v, &sharding, &stage.mesh), value.sharding.clone()]);
+        }
+        lines.print(["value", "type", "layout", "sharding"])
+    }
 }
 
 fn alternatives(plan: &Plan) -> String {

@@ -144,6 +144,11 @@ impl<'a> Activations<'a> {
         Activations { graph, users: graph.users(), sequences }
     }
 
+    /// The nodes that use each value.
+    pub fn users(&self) -> &[Vec<ValueId>] {
+        &self.users
+    }
+
     /// Whether labels are looked up in the value, perhaps after a softmax: then it holds a score for each word.
     fn is_scores(&self, value: ValueId) -> bool {
         let shape = self.graph.shape(value);

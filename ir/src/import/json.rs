@@ -20,6 +20,9 @@
 
 /// What a JSON error says without its place, for messages that the place leads.
 pub fn message(error: &serde_json::Error) -> String {
+    if error.is_eof() {
+        return "it ends here, in the middle of a value: perhaps it was not written to its end".to_string();
+    }
     error.to_string().split(" at line ").next().unwrap_or_default().to_string()
 }
 

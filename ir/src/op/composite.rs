@@ -175,6 +175,12 @@ impl Composite {
         Ok(body)
     }
 
+    /// Whether [`Composite::body`] for operands of these types is there already.
+    pub fn is_built_for(&self, operands: &[&TensorType]) -> bool {
+        let known = self.known.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        known.as_ref().is_some_and(|body| body.takes(operands))
+    }
+
     /// [`Composite::body`] of a node of a verified graph.
     fn verified(&self, operands: &[&TensorType]) -> Arc<Decomposition> {
         match self.body(operands) {

@@ -392,6 +392,7 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
         }
         new
     };
+    let rules: Vec<ShardingRule> = graph.values().map(|v| graph.rule(v)).collect();
     let mut changed = true;
     let mut rounds = 0;
     while changed && rounds < 4 {
@@ -399,7 +400,7 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
         rounds += 1;
         for v in graph.values().rev().chain(graph.values()) {
             let node = graph.node(v);
-            let rule = graph.rule(v);
+            let rule = &rules[v.index()];
             let tensors: Vec<(ValueId, &Vec<Vec<u8>>)> =
                 node.operands.iter().copied().zip(&rule.operands).chain([(v, &rule.result)]).collect();
             let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
