@@ -233,7 +233,8 @@ pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
             "change": r.change, "step_time_s": r.step_s, "peak_bytes": r.peak_bytes, "devices": r.devices, "samples": r.samples,
         })
     };
-    let tensor = |t: &HeldTensor| json!({"name": t.name, "holds": t.category.name(), "bytes": t.bytes, "count": t.count});
+    let tensor =
+        |t: &HeldTensor| json!({"name": t.name, "holds": t.category.name(), "bytes": t.bytes, "count": t.count});
     let (shortage, changes) = match explained {
         Some(Explained::Memory(short)) => {
             let shortage = json!({

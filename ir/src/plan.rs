@@ -344,8 +344,10 @@ pub enum PlanError {
 /// A 128-bit fingerprint of a graph's meaning, as 32 hex digits: two FNV-1a passes over its JSON form.
 pub fn graph_hash(graph: &Graph) -> String {
     let text = serde_json::to_string(graph).unwrap_or_default();
-    let fnv = |seed: u64| text.bytes().fold(seed, |h, b| (h ^ b as u64).wrapping_mul(0x0000_0100_0000_01b3));
-    format!("{:016x}{:016x}", fnv(0xcbf2_9ce4_8422_2325), fnv(0x6c62_272e_07bb_0142))
+    let fnv = |h: u64, byte: u8| (h ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    let seeds = (0xcbf2_9ce4_8422_2325, 0x6c62_272e_07bb_0142);
+    let (first, second) = text.bytes().fold(seeds, |(a, b), byte| (fnv(a, byte), fnv(b, byte)));
+    format!("{first:016x}{second:016x}")
 }
 
 impl Plan {

@@ -1,21 +1,19 @@
 //! From what the search chose to a plan: strategies and storage of every stage, written out.
 
 use crate::inter_op::compose::Chain;
-use crate::inter_op::search::{ChosenStage, layer_table};
+use crate::inter_op::search::{ChosenStage, Tables, layer_table};
 use crate::inter_op::submesh::{Block, place_blocks};
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
-use crate::model::Layered;
+use crate::model::{Layered, Unit};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
-use altiplano_ir::plan::{
-    FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, graph_hash,
-};
+use altiplano_ir::plan::{FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding};
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,7 +53,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         format: FORMAT.into(),
         version: VERSION,
         model: request.model.clone(),
-        graph_hash: graph_hash(&graph),
+        graph_hash: parts.layered.graph_hash().to_string(),
         cluster: request.cluster.clone(),
         global_batch: unit * parts.num_microbatches as u64,
         num_microbatches: parts.num_microbatches,
@@ -171,11 +169,16 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     let way = &chosen.way;
     // Solved again: the search keeps only what it cost. The same input gives the same answer.
     let mut tables: BTreeMap<usize, Rc<LayerTable>> = BTreeMap::new();
+    let mut known = Tables::default();
     let mut of_layers = Vec::with_capacity(chosen.layers.len());
-    for &kind in &layered.kinds[chosen.layers.clone()] {
+    for l in chosen.layers.clone() {
+        let kind = layered.kinds[l];
         let table = match tables.get(&kind) {
             Some(table) => table.clone(),
-            None => layer_table(layered, request, spaces, way.variant, kind)?,
+            None => {
+                let first = layered.representatives[kind];
+                layer_table(layered, request, spaces, way.variant, first, &mut known)?
+            }
         };
         tables.insert(kind, table.clone());
         of_layers.push(table);
@@ -191,15 +194,15 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     let mut receives = BTreeMap::new();
     for ((l, table), &(i, o)) in chosen.layers.clone().zip(&of_layers).zip(&path) {
         let layer = &layered.layers[l];
-        let model_layer = &layered.layers[layered.representatives[layered.kinds[l]]];
-        let choice = table.choice(i, o);
-        for (v, picked) in choice.strategies {
-            strategies.push((layer.nodes[model_layer.nodes.binary_search(&v).ok()?], picked));
-        }
-        for (p, kept) in choice.parameters {
-            let at = model_layer.parameters.iter().position(|q| *q == p)?;
-            // Where several layers use a parameter, the first decides how it is kept.
-            parameters.entry(layer.parameters[at]).or_insert(kept);
+        for (Unit { layer, model, .. }, choice) in layered.units_of(l).into_iter().zip(table.choices(i, o)) {
+            for (v, picked) in choice.strategies {
+                strategies.push((layer.nodes[model.nodes.binary_search(&v).ok()?], picked));
+            }
+            for (p, kept) in choice.parameters {
+                let at = model.parameters.iter().position(|q| *q == p)?;
+                // Where several layers use a parameter, the first decides how it is kept.
+                parameters.entry(layer.parameters[at]).or_insert(kept);
+            }
         }
         for &v in layer.entering.iter().filter(|v| v.0 < layered.starts[chosen.layers.start]) {
             let main = layer.entering.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));

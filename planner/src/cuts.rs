@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 /// What was derived of one model, by the size of microbatches: requests that share it differ in cluster and batch alone.
 #[derive(Default)]
 pub struct Cuts {
-    starts: OnceLock<Vec<u32>>,
+    /// Where layers start, and where blocks do.
+    starts: OnceLock<[Vec<u32>; 2]>,
     known: Mutex<BTreeMap<u64, Arc<OnceLock<Option<Arc<Layered>>>>>>,
 }
 
@@ -40,9 +41,11 @@ impl<'a> Sizes<'a> {
         };
         let cell = self.cuts.known.lock().unwrap_or_else(PoisonError::into_inner).entry(samples).or_default().clone();
         let new = || {
-            let starts = self.cuts.starts.get_or_init(|| layers::cluster(graph));
+            let starts = || [layers::cluster(graph), layers::cluster_finely(graph, usize::MAX)];
+            let [starts, units] = self.cuts.starts.get_or_init(starts);
             let graph = at_microbatches(self.request, count)?;
-            Some(Arc::new(Layered::new(graph, starts.clone(), stop_gradients, self.request.trains())))
+            let layered = Layered::new(graph, starts.clone(), stop_gradients, self.request.trains());
+            Some(Arc::new(layered.with_units(units.clone())))
         };
         cell.get_or_init(new).clone()
     }

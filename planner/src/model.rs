@@ -7,7 +7,9 @@ use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::graph_hash;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 /// A forward graph cut into layers.
@@ -25,9 +27,30 @@ pub struct Layered {
     pub kinds: Vec<usize>,
     /// The first layer of each kind.
     pub representatives: Vec<usize>,
+    units: Option<Units>,
     stops: Vec<ValueId>,
     trains: bool,
     derived: OnceLock<Result<Derived, AutodiffError>>,
+    hash: OnceLock<String>,
+}
+
+/// Smaller runs of nodes that layers are made of, where a model has more blocks than layers: blocks that are alike are solved once,
+/// and layers put together from them.
+struct Units {
+    starts: Vec<u32>,
+    layers: Vec<Layer>,
+    kinds: Vec<usize>,
+    representatives: Vec<usize>,
+    /// Of each layer; none where a layer cannot be put together.
+    of: Vec<Option<Range<usize>>>,
+}
+
+/// One part of a layer: itself, the first part of its kind, of which the table is, with the nodes of that, and the kind.
+pub struct Unit<'a> {
+    pub layer: &'a Layer,
+    pub model: &'a Layer,
+    pub range: Range<u32>,
+    pub kind: usize,
 }
 
 /// One layer's nodes and parameters in order: layers of one kind correspond entry by entry.
@@ -56,24 +79,7 @@ impl Layered {
             needs_gradient[v.index()] = trains && source && graph.ty(v).dtype.is_float() && !stops.contains(&v);
         }
         let users = graph.users();
-        let layers: Vec<Layer> = starts
-            .windows(2)
-            .map(|w| {
-                let nodes: Vec<ValueId> = (w[0]..w[1]).map(ValueId).filter(|v| layer_of[v.index()].is_some()).collect();
-                let (mut parameters, mut entering) = (Vec::new(), Vec::new());
-                for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
-                    let list = match graph.node(o).op {
-                        Op::Parameter(_) => &mut parameters,
-                        _ if layer_of[o.index()].is_some() && o.0 < w[0] => &mut entering,
-                        _ => continue,
-                    };
-                    if !list.contains(&o) {
-                        list.push(o);
-                    }
-                }
-                Layer { nodes, parameters, entering }
-            })
-            .collect();
+        let layers = layers_between(&graph, &layer_of, &starts);
         let blocks = block_counts(&graph);
         let mut layered = Layered {
             graph,
@@ -85,26 +91,86 @@ impl Layered {
             layers,
             kinds: Vec::new(),
             representatives: Vec::new(),
+            units: None,
             stops: stops.to_vec(),
             trains,
             derived: OnceLock::new(),
+            hash: OnceLock::new(),
         };
-        let mut seen: BTreeMap<String, usize> = BTreeMap::new();
-        for l in 0..layered.layers.len() {
-            let next = layered.representatives.len();
-            let kind = *seen.entry(layered.fingerprint(l)).or_insert(next);
-            if kind == next {
-                layered.representatives.push(l);
-            }
-            layered.kinds.push(kind);
-        }
+        (layered.kinds, layered.representatives) = layered.kinds_of(&layered.layers, &layered.starts);
         layered
+    }
+
+    /// The same, knowing where smaller parts of its layers start.
+    pub fn with_units(mut self, starts: Vec<u32>) -> Layered {
+        if starts.len() <= self.starts.len() || self.starts.iter().any(|s| starts.binary_search(s).is_err()) {
+            return self;
+        }
+        let layers = layers_between(&self.graph, &self.layer_of, &starts);
+        let (kinds, representatives) = self.kinds_of(&layers, &starts);
+        let at = |start: u32| starts.partition_point(|&s| s < start);
+        let ranges: Vec<Range<usize>> = self.starts.windows(2).map(|w| at(w[0])..at(w[1])).collect();
+        let can_join = |kind: usize| {
+            let range = &ranges[self.representatives[kind]];
+            let mut of_kind = (0..self.layers.len()).filter(|&l| self.kinds[l] == kind);
+            // Between parts nothing passes but one value, and no parameter is in several.
+            let apart = layers[range.clone()].iter().skip(1).all(|unit| unit.entering.len() == 1);
+            let mut parameters: Vec<ValueId> =
+                layers[range.clone()].iter().flat_map(|unit| unit.parameters.iter().copied()).collect();
+            let all = parameters.len();
+            parameters.sort_unstable();
+            parameters.dedup();
+            let alike = of_kind.all(|l| kinds[ranges[l].clone()] == kinds[range.clone()]);
+            range.len() > 1 && apart && parameters.len() == all && alike
+        };
+        let joins: Vec<bool> = (0..self.representatives.len()).map(can_join).collect();
+        let of = self.kinds.iter().zip(&ranges).map(|(&kind, range)| joins[kind].then(|| range.clone())).collect();
+        self.units = Some(Units { starts, layers, kinds, representatives, of });
+        self
+    }
+
+    /// What a layer is put together from: of one that is solved as a whole, itself.
+    pub fn units_of(&self, l: usize) -> Vec<Unit<'_>> {
+        if let Some(units) = &self.units
+            && let Some(of) = &units.of[l]
+        {
+            let unit = |u: usize| {
+                let kind = units.kinds[u];
+                let first = units.representatives[kind];
+                let range = units.starts[first]..units.starts[first + 1];
+                Unit { layer: &units.layers[u], model: &units.layers[first], range, kind }
+            };
+            return of.clone().map(unit).collect();
+        }
+        let kind = self.kinds[l];
+        let first = self.representatives[kind];
+        let range = self.starts[first]..self.starts[first + 1];
+        vec![Unit { layer: &self.layers[l], model: &self.layers[first], range, kind }]
+    }
+
+    /// The kind of each of these layers, and the first of each kind.
+    fn kinds_of(&self, layers: &[Layer], starts: &[u32]) -> (Vec<usize>, Vec<usize>) {
+        let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+        let (mut kinds, mut representatives) = (Vec::new(), Vec::new());
+        for (l, layer) in layers.iter().enumerate() {
+            let kind = *seen.entry(self.fingerprint(layer, starts[l + 1])).or_insert(representatives.len());
+            if kind == representatives.len() {
+                representatives.push(l);
+            }
+            kinds.push(kind);
+        }
+        (kinds, representatives)
     }
 
     /// What lowering looks at, made once for all plans.
     pub fn derived(&self) -> Result<&Derived, AutodiffError> {
         let derived = self.derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains));
         derived.as_ref().map_err(Clone::clone)
+    }
+
+    /// [`graph_hash`] of the graph.
+    pub fn graph_hash(&self) -> &str {
+        self.hash.get_or_init(|| graph_hash(&self.graph))
     }
 
     /// What the integer programs of layers look at. Without an optimizer nothing is trained.
@@ -119,11 +185,9 @@ impl Layered {
         }
     }
 
-    /// All that a layer's program depends on, as text.
-    fn fingerprint(&self, l: usize) -> String {
+    /// All that the program of a layer that ends before node `end` depends on, as text.
+    fn fingerprint(&self, layer: &Layer, end: u32) -> String {
         use std::fmt::Write;
-        let layer = &self.layers[l];
-        let end = self.starts[l + 1];
         let mut text = String::new();
         for &v in &layer.nodes {
             let node = self.graph.node(v);
@@ -164,4 +228,24 @@ impl Layered {
     pub fn entering_bytes(&self, l: usize) -> u64 {
         self.layers[l].entering.iter().map(|&v| self.graph.ty(v).bytes()).sum()
     }
+}
+
+/// The layers that begin at all but the last of `starts`, which is where they end.
+fn layers_between(graph: &Graph, layer_of: &[Option<u32>], starts: &[u32]) -> Vec<Layer> {
+    let layer = |w: &[u32]| {
+        let nodes: Vec<ValueId> = (w[0]..w[1]).map(ValueId).filter(|v| layer_of[v.index()].is_some()).collect();
+        let (mut parameters, mut entering) = (Vec::new(), Vec::new());
+        for &o in nodes.iter().flat_map(|&v| &graph.node(v).operands) {
+            let list = match graph.node(o).op {
+                Op::Parameter(_) => &mut parameters,
+                _ if layer_of[o.index()].is_some() && o.0 < w[0] => &mut entering,
+                _ => continue,
+            };
+            if !list.contains(&o) {
+                list.push(o);
+            }
+        }
+        Layer { nodes, parameters, entering }
+    };
+    starts.windows(2).map(layer).collect()
 }

@@ -3,18 +3,21 @@
 mod support;
 
 use altiplano_cost_models::{Roofline, preset};
+use altiplano_ir::batch::find_batch;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::intra_op::layer::{Variant, solve_layer, state_layer};
+use altiplano_planner::intra_op::layer::{LayerTable, Variant, solve_layer, state_layer};
 use altiplano_planner::intra_op::solve::Problem;
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
+use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::lower::Prices;
 use altiplano_planner::model::Layered;
 use proptest::prelude::*;
-use support::random_steps;
+use std::rc::Rc;
+use support::{random_steps, transformer};
 
 /// A random graph of a few ops on `[4, 6]` matrices, ending in a scalar.
 fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
@@ -84,4 +87,52 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
     let variant = Variant { zero: 0, lean: false, num_microbatches: 1, execution: Default::default() };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
+}
+
+/// Between blocks of a transformer one value passes, so that nothing is lost where each is solved alone.
+#[test]
+fn tables_of_blocks_make_those_of_layers() {
+    let graph = simplify(&find_batch(&transformer(6), &[Some(0), Some(0)]).graph);
+    let blocks = cluster_finely(&graph, usize::MAX);
+    let starts = cluster_finely(&graph, 3);
+    let layered = Layered::new(graph, starts.clone(), &[], true).with_units(blocks);
+    let cluster = preset("local:4").expect("a known preset");
+    let cost = Roofline::new(cluster.groups[0].device.clone());
+    let optimizer = Optimizer::adamw();
+    let model = layered.model(Some(&optimizer));
+    for (data, tensor, zero) in [(4, 1, 1), (2, 2, 1), (2, 2, 3), (1, 4, 0)] {
+        let mesh = Mesh::new(&[("data", data), ("tensor", tensor)]);
+        let prices = Prices::new(&cost, &cluster.groups[0], (1, 4), &mesh);
+        let mut spaces = Spaces::new(&prices, AxisRoles::default());
+        let variant = Variant { zero, lean: false, num_microbatches: 2, execution: Default::default() };
+        let mut joined_layers = 0;
+        for l in 0..layered.layers.len() {
+            let units = layered.units_of(l);
+            if units.len() == 1 {
+                continue;
+            }
+            joined_layers += 1;
+            let table = |range| Rc::new(solve_layer(&model, range, &mut spaces, variant).expect("a table"));
+            let parts: Vec<Rc<LayerTable>> = units.iter().map(|unit| unit.range.clone()).map(table).collect();
+            let joined = LayerTable::joined(parts).expect("blocks that follow each other");
+            let whole = solve_layer(&model, starts[l]..starts[l + 1], &mut spaces, variant).expect("a table");
+            assert_eq!((&joined.in_layouts, &joined.out_layouts), (&whole.in_layouts, &whole.out_layouts));
+            for (i, (of_joined, of_whole)) in joined.entries.iter().zip(&whole.entries).enumerate() {
+                for (o, (joined_entry, whole_entry)) in of_joined.iter().zip(of_whole).enumerate() {
+                    let (Some((cost, terms)), Some((expected, of_whole))) = (joined_entry, whole_entry) else {
+                        assert_eq!(joined_entry.is_some(), whole_entry.is_some(), "{mesh}: {i} to {o}");
+                        continue;
+                    };
+                    assert!((cost - expected).abs() <= 1e-9 * expected, "{mesh}: {i} to {o}: {cost} {expected}");
+                    let sum = terms.objective_s(2);
+                    assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
+                    assert_eq!(terms.entering_bytes, of_whole.entering_bytes);
+                    let choices = joined.choices(i, o);
+                    let chosen = choices.iter().zip(&units).all(|(c, u)| c.strategies.len() == u.layer.nodes.len());
+                    assert!(choices.len() == units.len() && chosen);
+                }
+            }
+        }
+        assert!(joined_layers > 0);
+    }
 }

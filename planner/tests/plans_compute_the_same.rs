@@ -38,6 +38,17 @@ fn every_combination_of_degrees() {
     }
 }
 
+/// Layers of several blocks each, whose tables are put together from those of blocks.
+#[test]
+fn more_blocks_than_layers() {
+    for (dp, tp, pp) in [(2, 1, 2), (1, 2, 2), (1, 4, 1)] {
+        let mut request = request_of(&transformer(70), LossKind::Mean, "local:4");
+        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        let plan = check(&request);
+        assert!(plan.num_layers() < 70);
+    }
+}
+
 /// Convolutions with and without batch statistics, and experts, where each of the degrees splits something else.
 #[test]
 fn other_kinds_of_networks() {

@@ -66,7 +66,9 @@ fn load_to_ask(file: &Path) -> Result<Plan, Error> {
 fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> Result<(), Error> {
     let Error::Plan(failure) = error else { return Ok(()) };
     let explained = match **failure {
-        PlanFailure::Memory { required_bytes, .. } => shortage(request, required_bytes, bar).ok().map(Explained::Memory),
+        PlanFailure::Memory { required_bytes, .. } => {
+            shortage(request, required_bytes, bar).ok().map(Explained::Memory)
+        }
         _ => Some(Explained::Choices(fixes(request, bar))),
     };
     if json {

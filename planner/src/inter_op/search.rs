@@ -122,21 +122,32 @@ fn layer_tables(
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Option<Vec<Rc<LayerTable>>> {
-    (0..layered.representatives.len()).map(|kind| layer_table(layered, request, spaces, variant, kind)).collect()
+    let mut known = Tables::default();
+    let layers = layered.representatives.iter();
+    layers.map(|&l| layer_table(layered, request, spaces, variant, l, &mut known)).collect()
 }
 
-/// The table of one kind of layers.
+/// Tables of the parts of layers, by kind and whether they are whole layers.
+pub type Tables = BTreeMap<(usize, bool), Option<Rc<LayerTable>>>;
+
+/// The table of layer `l`, put together from those of its parts where it has some. `known` are those of the same mesh and variant.
 pub fn layer_table(
     layered: &Layered,
     request: &Request,
     spaces: &mut Spaces<'_>,
     variant: Variant,
-    kind: usize,
+    l: usize,
+    known: &mut Tables,
 ) -> Option<Rc<LayerTable>> {
     let model = layered.model(request.trains().then_some(&request.optimizer));
-    let l = layered.representatives[kind];
-    let range = layered.starts[l]..layered.starts[l + 1];
-    solve_layer(&model, range, spaces, variant).ok().map(Rc::new)
+    let units = layered.units_of(l);
+    let whole = units.len() == 1;
+    let mut parts = Vec::with_capacity(units.len());
+    for unit in units {
+        let solve = || solve_layer(&model, unit.range, spaces, variant).ok().map(Rc::new);
+        parts.push(known.entry((unit.kind, whole)).or_insert_with(solve).clone()?);
+    }
+    if whole { parts.pop() } else { LayerTable::joined(parts).map(Rc::new) }
 }
 
 /// Candidates of every sequence of layers on one mesh, each with the number of its way.

@@ -11,6 +11,7 @@ use super::statement::{Ends, Kept, Model, Statement, Terms, Variable, state};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;
 use std::ops::Range;
+use std::rc::Rc;
 
 /// How a stage is run, beside its shardings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,6 +34,21 @@ pub struct LayerTable {
     pub entries: Vec<Vec<Option<(f64, Terms)>>>,
     /// Largest temporary, in bytes: a few of the largest local values.
     pub transient_bytes: f64,
+    made: Made,
+}
+
+/// Where a table is from.
+enum Made {
+    Solved(Box<Solved>),
+    /// Put together from those of its parts. By part after the first, entering and leaving layout: the layout in which the part is
+    /// entered.
+    Joined {
+        parts: Vec<Rc<LayerTable>>,
+        entered: Vec<Vec<Vec<usize>>>,
+    },
+}
+
+struct Solved {
     statement: Statement,
     table: BoundaryTable,
     has_in: bool,
@@ -86,29 +102,20 @@ pub fn solve_layer(
         Variable::Out(layouts) => Some(layouts.clone()),
         _ => None,
     });
-    let mut solved = LayerTable {
-        has_in: entering.is_some(),
-        has_out: leaving.is_some(),
-        in_layouts: entering.unwrap_or_default(),
-        out_layouts: leaving.unwrap_or_default(),
-        entries: Vec::new(),
-        transient_bytes: statement.transient_bytes,
-        statement,
-        table,
+    let solved = Solved { has_in: entering.is_some(), has_out: leaving.is_some(), statement, table };
+    let (in_layouts, out_layouts) = (entering.unwrap_or_default(), leaving.unwrap_or_default());
+    let entry = |i: usize, o: usize| {
+        let kept = solved.kept(i, o);
+        let cost = solved.table.cost(&kept);
+        cost.is_finite().then(|| (cost, solved.statement.terms(&solved.table.choice(&kept))))
     };
-    for i in 0..solved.in_layouts.len().max(1) {
-        let mut row = Vec::new();
-        for o in 0..solved.out_layouts.len().max(1) {
-            let kept = solved.kept(i, o);
-            let cost = solved.table.cost(&kept);
-            row.push(cost.is_finite().then(|| (cost, solved.statement.terms(&solved.table.choice(&kept)))));
-        }
-        solved.entries.push(row);
-    }
-    Ok(solved)
+    let row = |i: usize| (0..out_layouts.len().max(1)).map(|o| entry(i, o)).collect();
+    let entries = (0..in_layouts.len().max(1)).map(row).collect();
+    let transient_bytes = solved.statement.transient_bytes;
+    Ok(LayerTable { in_layouts, out_layouts, entries, transient_bytes, made: Made::Solved(Box::new(solved)) })
 }
 
-impl LayerTable {
+impl Solved {
     fn kept(&self, i: usize, o: usize) -> Vec<usize> {
         let mut kept = Vec::new();
         // In the order of the variables: the entering one is stated first.
@@ -120,10 +127,62 @@ impl LayerTable {
         }
         kept
     }
+}
 
-    /// What to do in this layer when its main value enters in layout `i` and leaves in layout `o`.
-    pub fn choice(&self, i: usize, o: usize) -> LayerChoice {
-        let (strategies, parameters) = self.statement.chosen(&self.table.choice(&self.kept(i, o)));
-        LayerChoice { strategies, parameters }
+impl LayerTable {
+    /// The table of parts that follow each other, each left in the layout in which the next is entered; `None` where the layouts
+    /// between them are not the same.
+    pub fn joined(parts: Vec<Rc<LayerTable>>) -> Option<LayerTable> {
+        let meet =
+            |pair: &[Rc<LayerTable>]| !pair[1].in_layouts.is_empty() && pair[0].out_layouts == pair[1].in_layouts;
+        let (first, last) = (parts.first()?, parts.last()?);
+        if !parts.windows(2).all(meet) {
+            return None;
+        }
+        let (in_layouts, out_layouts) = (first.in_layouts.clone(), last.out_layouts.clone());
+        let mut entries = first.entries.clone();
+        let mut entered = Vec::with_capacity(parts.len() - 1);
+        for part in &parts[1..] {
+            let mut through = Vec::with_capacity(entries.len());
+            for row in &mut entries {
+                let (mut new, mut by) = (Vec::new(), Vec::new());
+                for o in 0..part.out_layouts.len().max(1) {
+                    let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
+                        let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
+                        // What enters the whole is what enters its first part.
+                        Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
+                    };
+                    let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
+                    new.push(best.map(|(cost, terms, _)| (cost, terms)));
+                    by.push(best.map_or(0, |b| b.2));
+                }
+                *row = new;
+                through.push(by);
+            }
+            entered.push(through);
+        }
+        let transient_bytes = parts.iter().map(|part| part.transient_bytes).fold(0.0, f64::max);
+        Some(LayerTable { in_layouts, out_layouts, entries, transient_bytes, made: Made::Joined { parts, entered } })
+    }
+
+    /// What to do in each part of this layer, which is itself unless it is joined, when its main value enters in layout `i` and leaves
+    /// in layout `o`.
+    pub fn choices(&self, i: usize, o: usize) -> Vec<LayerChoice> {
+        let (parts, entered) = match &self.made {
+            Made::Joined { parts, entered } => (parts, entered),
+            Made::Solved(solved) => {
+                let (strategies, parameters) = solved.statement.chosen(&solved.table.choice(&solved.kept(i, o)));
+                return vec![LayerChoice { strategies, parameters }];
+            }
+        };
+        let mut choices = Vec::with_capacity(parts.len());
+        let mut out = o;
+        for (part, through) in parts[1..].iter().zip(entered).rev() {
+            let m = through[i][out];
+            choices.push(part.choices(m, out));
+            out = m;
+        }
+        choices.push(parts[0].choices(i, out));
+        choices.into_iter().rev().flatten().collect()
     }
 }

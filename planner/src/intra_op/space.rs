@@ -401,8 +401,15 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
         for v in graph.values().rev().chain(graph.values()) {
             let node = graph.node(v);
             let rule = &rules[v.index()];
-            let tensors: Vec<(ValueId, &Vec<Vec<u8>>)> =
-                node.operands.iter().copied().zip(&rule.operands).chain([(v, &rule.result)]).collect();
+            let tensors = || node.operands.iter().copied().zip(&rule.operands).chain([(v, &rule.result)]);
+            let is_plain = |(d, factors): (&Vec<Vec<u64>>, &Vec<Vec<u8>>)| {
+                d.iter().all(Vec::is_empty) && factors.iter().all(|f| f.len() <= 1)
+            };
+            // Most ops have nothing to say.
+            if tensors().all(|(value, dims)| is_plain((&counts[value.index()], dims))) {
+                continue;
+            }
+            let tensors: Vec<(ValueId, &Vec<Vec<u8>>)> = tensors().collect();
             let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
             for (value, dims) in &tensors {
                 for (d, factors) in dims.iter().enumerate() {
