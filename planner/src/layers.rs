@@ -1,11 +1,14 @@
 //! Cuts the forward graph into layers: runs of consecutive nodes that stages are made of.
 //!
 //! Models repeat. The sequence of matmuls and convolutions shows the period, and cutting at the same place of each period gives
-//! layers that are solved once. Where nothing repeats, layers have about equal work and cuts go where the
-//! least data crosses, as in the clustering program of the Alpa paper (section 5.2, equation 6).
+//! layers that are solved once; what comes before and after is cut in the same way, as an encoder before a decoder. Where nothing
+//! repeats, layers have about equal work and cuts go where the least data crosses, as in the clustering program of the Alpa paper
+//! (section 5.2, equation 6). All places between blocks that repeat are cuts, so that no other number of layers gives stages that these do
+//! not.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::repetition::{Repetition, longest, numbered};
+use std::ops::Range;
 
 /// The most layers that planning distinguishes; longer models have several blocks in a layer.
 pub const MAX_LAYERS: usize = 64;
@@ -17,7 +20,6 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
 
 /// [`cluster`] into at most about `most` layers.
 pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
-    let crossing = crossing_bytes(graph);
     let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
     let signature: Vec<String> = heavy
         .iter()
@@ -26,35 +28,155 @@ pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
             format!("{:?} {:?} {}", node.op, graph.operand_types(ValueId(i as u32)), node.ty)
         })
         .collect();
-    let cuts = match longest(&numbered(&signature), |_| true) {
-        Some(Repetition { first, period, count }) => {
-            // Where each repetition begins, and where the last one ends.
-            let boundaries = (0..=count).map(|r| first + r * period);
-            let mut cuts: Vec<usize> = boundaries
-                .map(|h| {
-                    let from = if h == 0 { 0 } else { heavy[h - 1] };
-                    let to = heavy.get(h).copied().unwrap_or(graph.len() - 1);
-                    best_cut(&crossing, from, to)
-                })
-                .collect();
-            // Before the first repetition there may be cheaper places (the tokens alone cross there), but a layer of
-            // its own is worth only what is cut off the other repetitions as well.
-            let lead = works(graph, cuts[1], heavy[first + period]).len();
-            let before = works(graph, if first == 0 { 0 } else { heavy[first - 1] + 1 }, heavy[first]);
-            cuts[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(cuts[0]);
-            let group = count.div_ceil(most.max(1));
-            let last = cuts.pop();
-            let mut grouped: Vec<usize> = cuts.into_iter().step_by(group).collect();
-            grouped.extend(last);
-            grouped
-        }
-        _ => balanced(graph, &crossing, 8.min(heavy.len().max(1))),
-    };
+    let mut before = vec![0u128; graph.len() + 1];
+    for v in graph.values() {
+        before[v.index() + 1] = before[v.index()] + u128::from(graph.flop(v));
+    }
+    let of = Sequence { graph, crossing: crossing_bytes(graph), before, ids: numbered(&signature), heavy };
+    let mut cuts = Vec::new();
+    of.cut(0..of.heavy.len(), 0..graph.len(), None, &mut cuts);
+    let repeated: usize = cuts.iter().map(|c| if let Cuts::Repeated(cuts) = c { cuts.len() - 1 } else { 0 }).sum();
+    let group = repeated.div_ceil(most.max(1)).max(1);
     let mut starts = vec![0u32];
-    starts.extend(cuts.into_iter().filter(|&c| c > 0 && c < graph.len()).map(|c| c as u32));
+    for cuts in cuts {
+        let (kept, last) = match cuts {
+            Cuts::Repeated(mut cuts) => {
+                let last = cuts.pop();
+                (cuts.into_iter().step_by(group).collect(), last)
+            }
+            Cuts::Balanced(cuts) => (cuts, None),
+        };
+        starts.extend(kept.into_iter().chain(last).filter(|&c| c > 0 && c < graph.len()).map(|c| c as u32));
+    }
     starts.push(graph.len() as u32);
+    starts.sort_unstable();
     starts.dedup();
     without_empty_layers(graph, starts)
+}
+
+/// What cuts are found by.
+struct Sequence<'a> {
+    graph: &'a Graph,
+    /// See [`crossing_bytes`].
+    crossing: Vec<u64>,
+    /// FLOPs of all nodes before a position.
+    before: Vec<u128>,
+    /// Positions of matmuls and convolutions, and a number for what each is.
+    heavy: Vec<usize>,
+    ids: Vec<usize>,
+}
+
+/// The layers between which a part of a model is.
+struct Around {
+    flop: f64,
+    crossing_bytes: u64,
+}
+
+/// Cuts of a part of a model.
+enum Cuts {
+    /// Where each of several equal runs begins, and where the last one ends.
+    Repeated(Vec<usize>),
+    Balanced(Vec<usize>),
+}
+
+/// Parts that have at most so many times the work of a layer are layers themselves.
+const NEARLY_ONE: f64 = 1.5;
+/// Part of the work of a layer that repeats which a layer that repeats less has at least.
+const SMALL: f64 = 0.25;
+/// Part of the work that a repetition covers at least; what covers less says nothing of the model.
+const COVERED: f64 = 0.25;
+/// Layers where nothing repeats.
+const BALANCED: usize = 16;
+
+impl Sequence<'_> {
+    fn work(&self, from: usize, to: usize) -> f64 {
+        (self.before[to] - self.before[from.min(to)]) as f64
+    }
+
+    /// Cuts the nodes `nodes`, whose matmuls and convolutions are `heavy`, at the longest repetition among these, and what comes before
+    /// and after it in the same way: encoders and decoders, and the stages of convolutional networks, repeat each for itself.
+    /// `around` is what the layers are like between which this part is.
+    fn cut(&self, heavy: Range<usize>, nodes: Range<usize>, around: Option<&Around>, cuts: &mut Vec<Cuts>) {
+        let whole = self.work(nodes.start, nodes.end);
+        let layer = around.map_or(0.0, |a| a.flop);
+        if around.is_some() && heavy.len() < 2 || whole < NEARLY_ONE * layer {
+            return;
+        }
+        let of_heavy = |h: &usize| self.work(*h, h + 1);
+        let of_one = |r: Repetition| self.heavy[heavy.start + r.first..][..r.period].iter().map(of_heavy).sum::<f64>();
+        let accepted = |r: Repetition| of_one(r) >= SMALL * layer && of_one(r) * r.count as f64 >= COVERED * whole;
+        let Some(Repetition { first, period, count }) = longest(&self.ids[heavy.clone()], accepted) else {
+            let layers = if layer > 0.0 { (whole / layer).round() as usize } else { BALANCED };
+            let layers = layers.min(BALANCED).min(heavy.len()).max(1);
+            let most_bytes = around.map_or(u64::MAX, |a| a.crossing_bytes.saturating_mul(2));
+            cuts.push(Cuts::Balanced(self.balanced(nodes, layers, most_bytes)));
+            return;
+        };
+        let first = heavy.start + first;
+        // Where each repetition begins, and where the last one ends.
+        let boundary = |r: usize| {
+            let h = first + r * period;
+            let from = if h == heavy.start { nodes.start } else { self.heavy[h - 1] };
+            let to = if h < heavy.end { self.heavy[h] } else { nodes.end - 1 };
+            best_cut(&self.crossing, from, to)
+        };
+        let mut found: Vec<usize> = (0..=count).map(boundary).collect();
+        // Before the first repetition there may be cheaper places (the tokens alone cross there), but a layer of
+        // its own is worth only what is cut off the other repetitions as well.
+        let lead = works(self.graph, found[1], self.heavy[first + period]).len();
+        let start = if first == heavy.start { nodes.start } else { self.heavy[first - 1] + 1 };
+        let before = works(self.graph, start, self.heavy[first]);
+        found[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(found[0]);
+        let (begin, end) = (found[0], found[count]);
+        let crossing_bytes = found.iter().map(|&cut| self.crossing[cut]).max().unwrap_or(0);
+        let around = Around { flop: self.work(begin, found[1]).max(layer), crossing_bytes };
+        cuts.push(Cuts::Repeated(found));
+        self.cut(heavy.start..first, nodes.start..begin, Some(&around), cuts);
+        self.cut(first + count * period..heavy.end, end..nodes.end, Some(&around), cuts);
+    }
+
+    /// At most `layers` runs of about equal work of these nodes, cut where least crosses and at most `most_bytes`: dynamic
+    /// programming over positions, each run at most 1.5 times its share of the work.
+    fn balanced(&self, nodes: Range<usize>, layers: usize, most_bytes: u64) -> Vec<usize> {
+        let Sequence { crossing, before, .. } = self;
+        let before = |i: usize| before[i] - self.before[nodes.start];
+        let limit = before(nodes.end) * 3 / 2 / layers as u128;
+        // Cuts are tried only at the cheapest position of each small window, which keeps this quadratic in a few hundred.
+        let window = (nodes.len() / 256).max(1);
+        let mut positions: Vec<usize> = (nodes.start + 1..nodes.end)
+            .step_by(window)
+            .map(|i| (i..(i + window).min(nodes.end)).min_by_key(|&j| (crossing[j], j)).unwrap_or(i))
+            .filter(|&i| crossing[i] > 0 && crossing[i] <= most_bytes)
+            .collect();
+        positions.push(nodes.end);
+        let mut best: Vec<Option<(u128, usize)>> = vec![None; positions.len()];
+        for i in 0..positions.len() {
+            let cost = if positions[i] == nodes.end { 0 } else { crossing[positions[i]] as u128 + 1 };
+            // What lies before the first position cannot be cut any finer.
+            if before(positions[i]) <= limit || i == 0 {
+                best[i] = Some((cost, usize::MAX));
+            }
+            for j in 0..i {
+                let fits = before(positions[i]) - before(positions[j]) <= limit || j + 1 == i;
+                if let (true, Some((so_far, _))) = (fits, best[j])
+                    && best[i].is_none_or(|(b, _)| so_far + cost < b)
+                {
+                    best[i] = Some((so_far + cost, j));
+                }
+            }
+        }
+        let mut cuts = Vec::new();
+        let mut at = positions.len() - 1;
+        while let Some((_, previous)) = best[at] {
+            if previous == usize::MAX {
+                break;
+            }
+            cuts.push(positions[previous]);
+            at = previous;
+        }
+        cuts.reverse();
+        cuts
+    }
 }
 
 fn is_heavy(graph: &Graph, v: ValueId) -> bool {
@@ -110,51 +232,4 @@ fn crossing_bytes(graph: &Graph) -> Vec<u64> {
 /// not begun: such positions do not count.
 fn best_cut(crossing: &[u64], from: usize, to: usize) -> usize {
     (from + 1..=to).filter(|&i| crossing[i] > 0).min_by_key(|&i| (crossing[i], i)).unwrap_or(from)
-}
-
-/// At most `layers` runs of about equal work, cut where least crosses: dynamic programming over positions, each run
-/// at most 1.5 times its share of the work.
-fn balanced(graph: &Graph, crossing: &[u64], layers: usize) -> Vec<usize> {
-    let work: Vec<u64> = graph.values().map(|v| graph.flop(v)).collect();
-    let mut before = vec![0u128; graph.len() + 1];
-    for (i, w) in work.iter().enumerate() {
-        before[i + 1] = before[i] + *w as u128;
-    }
-    let total = before[graph.len()];
-    let limit = total * 3 / 2 / layers as u128;
-    // Cuts are tried only at the cheapest position of each small window, which keeps this quadratic in a few hundred.
-    let window = (graph.len() / 256).max(1);
-    let mut positions: Vec<usize> = (1..graph.len())
-        .step_by(window)
-        .map(|i| (i..(i + window).min(graph.len())).min_by_key(|&j| (crossing[j], j)).unwrap_or(i))
-        .filter(|&i| crossing[i] > 0)
-        .collect();
-    positions.push(graph.len());
-    let mut best: Vec<Option<(u128, usize)>> = vec![None; positions.len()];
-    for i in 0..positions.len() {
-        let cost = if positions[i] == graph.len() { 0 } else { crossing[positions[i]] as u128 + 1 };
-        // What lies before the first position cannot be cut any finer.
-        if before[positions[i]] <= limit || i == 0 {
-            best[i] = Some((cost, usize::MAX));
-        }
-        for j in 0..i {
-            let fits = before[positions[i]] - before[positions[j]] <= limit || j + 1 == i;
-            if let (true, Some((so_far, _))) = (fits, best[j])
-                && best[i].is_none_or(|(b, _)| so_far + cost < b)
-            {
-                best[i] = Some((so_far + cost, j));
-            }
-        }
-    }
-    let mut cuts = Vec::new();
-    let mut at = positions.len() - 1;
-    while let Some((_, previous)) = best[at] {
-        if previous == usize::MAX {
-            break;
-        }
-        cuts.push(positions[previous]);
-        at = previous;
-    }
-    cuts.reverse();
-    cuts
 }

@@ -113,7 +113,7 @@ impl Scale {
                 largest.cluster.groups[0].nodes = first.nodes;
                 let error = Error::from(failure);
                 if !error.is_usage() {
-                    explain_failure(&largest, &error, &bar);
+                    explain_failure(&largest, &error, &bar, self.json)?;
                 }
                 return Err(error);
             }
