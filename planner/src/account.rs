@@ -205,6 +205,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
         }
         for i in plan.stages_of(lane) {
             match timeline.step_s - whole_s {
+                rest if rest.abs() <= ROUNDING * timeline.step_s => {}
                 over if over < 0.0 => *accounts[i].0.entry(Work::Overlapping).or_default() += over,
                 waiting => accounts[i].add(Work::Waiting, waiting),
             }
@@ -277,6 +278,9 @@ fn of_body(body: &BodyWork, played: &Played, mesh: &Mesh) -> Account {
     idle(at, played.seconds, &mut account);
     account
 }
+
+/// Part of a step that sums of its parts may be off.
+const ROUNDING: f64 = 1e-12;
 
 #[cfg(test)]
 mod tests {

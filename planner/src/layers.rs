@@ -66,12 +66,6 @@ struct Sequence<'a> {
     ids: Vec<usize>,
 }
 
-/// The layers between which a part of a model is.
-struct Around {
-    flop: f64,
-    crossing_bytes: u64,
-}
-
 /// Cuts of a part of a model.
 enum Cuts {
     /// Where each of several equal runs begins, and where the last one ends.
@@ -95,10 +89,10 @@ impl Sequence<'_> {
 
     /// Cuts the nodes `nodes`, whose matmuls and convolutions are `heavy`, at the longest repetition among these, and what comes before
     /// and after it in the same way: encoders and decoders, and the stages of convolutional networks, repeat each for itself.
-    /// `around` is what the layers are like between which this part is.
-    fn cut(&self, heavy: Range<usize>, nodes: Range<usize>, around: Option<&Around>, cuts: &mut Vec<Cuts>) {
+    /// `around` are the FLOPs of a layer of those that this part is before or after.
+    fn cut(&self, heavy: Range<usize>, nodes: Range<usize>, around: Option<f64>, cuts: &mut Vec<Cuts>) {
         let whole = self.work(nodes.start, nodes.end);
-        let layer = around.map_or(0.0, |a| a.flop);
+        let layer = around.unwrap_or(0.0);
         if around.is_some() && heavy.len() < 2 || whole < NEARLY_ONE * layer {
             return;
         }
@@ -108,8 +102,7 @@ impl Sequence<'_> {
         let Some(Repetition { first, period, count }) = longest(&self.ids[heavy.clone()], accepted) else {
             let layers = if layer > 0.0 { (whole / layer).round() as usize } else { BALANCED };
             let layers = layers.min(BALANCED).min(heavy.len()).max(1);
-            let most_bytes = around.map_or(u64::MAX, |a| a.crossing_bytes.saturating_mul(2));
-            cuts.push(Cuts::Balanced(self.balanced(nodes, layers, most_bytes)));
+            cuts.push(Cuts::Balanced(self.balanced(nodes, layers)));
             return;
         };
         let first = heavy.start + first;
@@ -128,25 +121,28 @@ impl Sequence<'_> {
         let before = works(self.graph, start, self.heavy[first]);
         found[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(found[0]);
         let (begin, end) = (found[0], found[count]);
-        let crossing_bytes = found.iter().map(|&cut| self.crossing[cut]).max().unwrap_or(0);
-        let around = Around { flop: self.work(begin, found[1]).max(layer), crossing_bytes };
+        let of_layer = self.work(begin, found[1]).max(layer);
         cuts.push(Cuts::Repeated(found));
-        self.cut(heavy.start..first, nodes.start..begin, Some(&around), cuts);
-        self.cut(first + count * period..heavy.end, end..nodes.end, Some(&around), cuts);
+        self.cut(heavy.start..first, nodes.start..begin, Some(of_layer), cuts);
+        self.cut(first + count * period..heavy.end, end..nodes.end, Some(of_layer), cuts);
     }
 
-    /// At most `layers` runs of about equal work of these nodes, cut where least crosses and at most `most_bytes`: dynamic
+    /// At most `layers` runs of about equal work of these nodes, cut where least crosses: dynamic
     /// programming over positions, each run at most 1.5 times its share of the work.
-    fn balanced(&self, nodes: Range<usize>, layers: usize, most_bytes: u64) -> Vec<usize> {
+    fn balanced(&self, nodes: Range<usize>, layers: usize) -> Vec<usize> {
         let Sequence { crossing, before, .. } = self;
         let before = |i: usize| before[i] - self.before[nodes.start];
         let limit = before(nodes.end) * 3 / 2 / layers as u128;
+        let is_heavy = |i: &usize| nodes.contains(i);
+        let (first, last) = (self.heavy.iter().find(|i| is_heavy(i)), self.heavy.iter().rfind(|i| is_heavy(i)));
+        // A layer that multiplies nothing would be none.
+        let between = |i: usize| first.is_none_or(|&first| first < i) && last.is_none_or(|&last| i <= last);
         // Cuts are tried only at the cheapest position of each small window, which keeps this quadratic in a few hundred.
         let window = (nodes.len() / 256).max(1);
         let mut positions: Vec<usize> = (nodes.start + 1..nodes.end)
             .step_by(window)
             .map(|i| (i..(i + window).min(nodes.end)).min_by_key(|&j| (crossing[j], j)).unwrap_or(i))
-            .filter(|&i| crossing[i] > 0 && crossing[i] <= most_bytes)
+            .filter(|&i| crossing[i] > 0 && between(i))
             .collect();
         positions.push(nodes.end);
         let mut best: Vec<Option<(u128, usize)>> = vec![None; positions.len()];
