@@ -3,19 +3,20 @@
 # noticed within 10 s with one message, whether a process or half a checkpoint was left, and whether the run that goes on from the
 # newest checkpoint has the losses, to the bit, of one that nothing happened to.
 #
-#   benches/faults.sh [RUNS] [ALTIPLANO]      default: 40 runs of target/debug/altiplano, built with --features mpi
+#   benches/faults.sh [RUNS] [ALTIPLANO] [SEED]   default: 40 runs of target/debug/altiplano, built with --features mpi, seed 7
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 runs="${1:-40}"
 altiplano="$(realpath "${2:-${CARGO_TARGET_DIR:-target}/debug/altiplano}")"
+seed="${3:-7}"
 steps=200
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 # What there is so far is told where the campaign is ended early.
 trap 'runs=0' TERM
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-RANDOM=7
+RANDOM=$seed
 
 ranks=4
 plan="$scratch/plan.json"
@@ -35,12 +36,22 @@ of_rank() {
     done
 }
 
-(start "$scratch/whole" "$scratch/whole-checkpoints") > "$scratch/log" 2>&1 || { cat "$scratch/log"; exit 1; }
+# How long training takes when nothing happens, so that signals come while it goes on, however fast the machine is.
+(start "$scratch/whole" "$scratch/whole-checkpoints") > "$scratch/log" 2>&1 &
+launcher=$!
+until [ -s "$scratch/whole" ] || ! kill -0 "$launcher" 2> /dev/null; do sleep 0.02; done
+from=$(date +%s%N)
+wait "$launcher" || { cat "$scratch/log"; exit 1; }
+whole_ms=$((($(date +%s%N) - from) / 1000000))
 losses "$scratch/whole" > "$scratch/expected"
 [ -s "$scratch/expected" ] || { echo "no losses in $(head -c 200 "$scratch/whole")"; exit 1; }
 
-hit=0 noticed=0 messages=0 orphans=0 damaged=0 resumed=0 equal=0 writing=0 slowest=0 early=0
-for ((i = 0; i < runs; i++)); do
+hit=0 noticed=0 messages=0 orphans=0 damaged=0 lost=0 resumed=0 equal=0 writing=0 early=0 late=0
+declare -A taken=([KILL]="" [STOP]="")
+# Median and slowest of what was waited after a signal.
+waited() { tr ' ' '\n' <<< "${taken[$1]}" | sort -n | awk 'NF { t[++n] = $1 } END { if (n) printf "%.1f s, %.1f s (%d)", t[int((n + 1) / 2)] / 1000, t[n] / 1000, n; else printf "none" }'; }
+for ((i = 0; hit < runs && i < 2 * runs; i++)); do
+    hit_writing=0
     folder="$scratch/run-$i" metrics="$scratch/metrics-$i"
     signal=KILL
     ((i % 2)) && signal=STOP
@@ -51,11 +62,11 @@ for ((i = 0; i < runs; i++)); do
     if ((i % 4 >= 2)); then
         # While a checkpoint is written its folder has another name.
         for ((t = 0; t < 500; t++)); do
-            compgen -G "$folder/*part*" > /dev/null && { ((writing++)); break; }
+            compgen -G "$folder/*part*" > /dev/null && { hit_writing=1; break; }
             sleep 0.002
         done
     else
-        sleep "$((RANDOM % 2)).$((RANDOM % 1000))"
+        sleep "$(awk -v "ms=$((whole_ms * 8 / 10 * (RANDOM % 1000) / 1000))" 'BEGIN { print ms / 1000 }')"
     fi
     pid="$(of_rank "$victim" | head -1)"
     if [ -z "$pid" ] || ! kill "-$signal" "$pid" 2> /dev/null; then
@@ -68,7 +79,17 @@ for ((i = 0; i < runs; i++)); do
     # The others and the launcher; a process that is stopped ends with the launcher.
     while kill -0 "$launcher" 2> /dev/null && (($(date +%s%N) - from < 20000000000)); do sleep 0.02; done
     took=$((($(date +%s%N) - from) / 1000000))
-    ((took > slowest)) && slowest=$took
+    told="$(sed -n 's/^checkpoint of step \([0-9]*\):.*/\1/p' "$scratch/out" | tail -1)"
+    if ((${told:-0} == steps)); then
+        # The last checkpoint was written before the signal came: there was nothing left to lose, nor anybody to notice.
+        ((hit--, late++))
+        kill -KILL "$launcher" $(processes) 2> /dev/null
+        wait "$launcher" 2> /dev/null
+        "$altiplano" checkpoint "$(ls -d "$folder"/step-* | tail -1)" > "$scratch/log" 2>&1 || ((damaged++))
+        continue
+    fi
+    ((writing += hit_writing))
+    taken[$signal]+=" $took"
     ((took <= 10000)) && ((noticed++))
     kill -KILL "$launcher" 2> /dev/null
     wait "$launcher" 2> /dev/null
@@ -88,14 +109,18 @@ for ((i = 0; i < runs; i++)); do
     if (start "$metrics" "$folder" --resume) > "$scratch/log" 2>&1; then
         ((resumed++))
         losses "$metrics" | awk '{ last[$1] = $2 } END { for (s in last) print s, last[s] }' | sort -n > "$scratch/found"
+        # What was told to be written is what it goes on from, or a later one.
+        after="$(sed -n 's/^going on after step \([0-9]*\),.*/\1/p' "$scratch/log")"
+        ((${after:-0} < ${told:-0})) && { ((lost++)); echo "  lost: step $told was written, and it went on after ${after:-none}" >&2; }
         if cmp -s "$scratch/found" "$scratch/expected"; then ((equal++)); else diff "$scratch/found" "$scratch/expected" | head -4; fi
     else
         cat "$scratch/log"
     fi
+    rm -rf "$folder"
     echo "run $((i + 1)): $signal rank $victim, ended after $took ms; of $hit: noticed $noticed, one message $messages, equal $equal" >&2
 done
-echo "| runs | rank hit (during a checkpoint) | ended within 10 s | slowest | one message that names the rank | processes left | damaged checkpoints | resumed | losses equal to the bit |"
+echo "| ranks hit (during a checkpoint) | ended within 10 s | after a kill, median and slowest | after a stop, median and slowest | one message that names the rank | processes left | checkpoints damaged, lost | resumed | losses equal to the bit |"
 echo "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-echo "| $i | $hit ($writing) | $noticed | $((slowest / 1000)).$(printf %03d $((slowest % 1000))) s | $messages | $orphans | $damaged | $resumed | $equal |"
-[ "$early" = 0 ] || echo "In $early of the runs all steps were done before the signal."
-[ "$hit" = "$noticed" ] && [ "$orphans" = 0 ] && [ "$damaged" = 0 ] && [ "$hit" = "$equal" ]
+echo "| $hit ($writing) | $noticed | $(waited KILL) | $(waited STOP) | $messages | $orphans | $damaged, $lost | $resumed | $equal |"
+((early + late == 0)) || echo "In $((early + late)) more runs all steps were done, and their checkpoint was written, before the signal."
+[ "$hit" = "$noticed" ] && [ "$hit" = "$messages" ] && [ "$orphans" = 0 ] && [ "$damaged" = 0 ] && [ "$lost" = 0 ] && [ "$hit" = "$equal" ]

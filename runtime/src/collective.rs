@@ -1,19 +1,19 @@
 //! Collectives among devices. Members that are threads of one process lend each other their tensors, read them in the order of
-//! the group, so that all get the same bits, and then tell each other that they are done. After that every device
-//! owns its tensors alone again, and what it holds does not depend on timing. Members that are processes send copies instead, or
-//! leave the collective to MPI.
+//! the group, so that all get the same bits, and then tell each other that they are done; what all are to have is written to all by
+//! whoever reduces it. After that every device owns its tensors alone again, and what it holds does not depend on timing. Members that
+//! are processes send copies instead, or leave the collective to MPI.
 
 use crate::arena::{Arena, Storage};
 use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
 use crate::error::KernelError;
 use crate::kernel::copy::Copy;
 use crate::kernel::instruction::{float_reducer, integer_binary};
+use crate::lent::Lent;
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::view::row_major;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
-use altiplano_ir::storage::compile::chunk_elements;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,7 +63,7 @@ impl Member<'_> {
             match self.mailbox.receive(self.ranks[i], Tag::Collective)? {
                 Payload::Shared(storage) => all.push(storage),
                 Payload::Words(words) => all.push(Arc::new(arena.adopt(words, tensor.bytes())?)),
-                Payload::Done => return Err(KernelError::Disconnected),
+                Payload::Lent(_) | Payload::Done => return Err(KernelError::Disconnected),
             }
         }
         Ok(all)
@@ -212,7 +212,7 @@ impl Member<'_> {
         }
     }
 
-    /// Each member reduces a chunk of all operands and then collects everybody's chunks.
+    /// Each member reduces a range of all operands, and puts it into the results of all.
     fn all_reduce(
         &mut self,
         reducer: Reducer,
@@ -221,44 +221,134 @@ impl Member<'_> {
         operand: Arc<Storage>,
         in_place: bool,
     ) -> Result<Storage, KernelError> {
+        if self.mailbox.copies() {
+            return self.all_reduce_copies(reducer, dtype, elements, operand, in_place);
+        }
         let class = Class::of(dtype);
-        let n = self.ranks.len();
-        let arena = operand.arena().clone();
-        let size = chunk_elements(elements, n);
-        let shared = size < elements;
-        let bounds = |i: usize| -> Range<usize> {
-            if shared { (i * size).min(elements)..((i + 1) * size).min(elements) } else { 0..elements }
-        };
-        let mine = bounds(self.me);
-        let mut chunk = arena.allocate(class, size)?;
-        let operands = self.share(&operand)?;
-        with_class!(class, T => {
-            let slices: Vec<&[T]> = operands.iter().map(|o| o.slice()).collect();
-            reduce(&slices, mine.start, &mut chunk.slice_mut::<T>()[..mine.len()], reducer, dtype);
-        });
-        drop(operands);
-        let chunk = Arc::new(chunk);
-        // A member sends its chunk after its last look at the operands, so that these are free to be overwritten.
-        let chunks = if shared {
-            self.share(&chunk)?
+        let range = range_of(elements, self.ranks.len(), self.me);
+        let terms = if in_place {
+            Terms { operand: None, result: Lent::new(own(operand, class, true)?) }
         } else {
-            self.done()?;
-            vec![chunk.clone()]
+            let result = operand.arena().allocate(class, elements)?;
+            Terms { operand: Some(operand), result: Lent::new(result) }
         };
-        let mut result = if in_place { own(operand, class, true)? } else { arena.allocate(class, elements)? };
-        with_width!(class, T => {
-            let target = result.slice_mut::<T>();
-            for (i, part) in chunks.iter().enumerate() {
-                let range = bounds(i);
-                target[range.clone()].copy_from_slice(&part.slice::<T>()[..range.len()]);
+        let mine = Arc::new(terms);
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i != self.me {
+                self.mailbox.send(rank, Tag::Collective, Payload::Lent(mine.clone()));
             }
+        }
+        let mut all = Vec::with_capacity(self.ranks.len());
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i == self.me {
+                all.push(mine.clone());
+                continue;
+            }
+            match self.mailbox.receive(rank, Tag::Collective)? {
+                Payload::Lent(terms) => all.push(terms),
+                _ => return Err(KernelError::Disconnected),
+            }
+        }
+        with_class!(class, T => {
+            let operands: Vec<Option<&[T]>> =
+                all.iter().map(|t| t.operand.as_ref().map(|o| &o.slice::<T>()[range.clone()])).collect();
+            // SAFETY: of all members only this one touches this range of any of the results, until it says that it is done.
+            let mut results: Vec<&mut [T]> =
+                all.iter().map(|t| unsafe { t.result.part::<T>(range.clone()) }).collect();
+            reduce_to_all(&operands, &mut results, reducer, dtype);
         });
-        drop(chunks);
-        if shared {
-            self.done()?;
+        drop(all);
+        self.done()?;
+        match Arc::try_unwrap(mine) {
+            Ok(terms) => Ok(terms.result.take_back()),
+            // All others have let go of it before they said that they were done.
+            Err(_) => Err(KernelError::Disconnected),
+        }
+    }
+
+    /// Members that send copies send each other what they reduce, and then what they reduced.
+    fn all_reduce_copies(
+        &mut self,
+        reducer: Reducer,
+        dtype: DType,
+        elements: usize,
+        operand: Arc<Storage>,
+        in_place: bool,
+    ) -> Result<Storage, KernelError> {
+        let class = Class::of(dtype);
+        let (n, me, size) = (self.ranks.len(), self.me, class.bytes());
+        let bytes = |i: usize| {
+            let range = range_of(elements, n, i);
+            range.start * size..range.end * size
+        };
+        let mut result = own(operand, class, in_place)?;
+        let pieces = self.exchange_pieces(|to| words_of(&result.slice::<u8>()[bytes(to)]))?;
+        for piece in &pieces {
+            expect_bytes(bytemuck::cast_slice(piece), bytes(me).len())?;
+        }
+        with_class!(class, T => {
+            let target = &mut result.slice_mut::<T>()[range_of(elements, n, me)];
+            let slices: Vec<&[T]> = pieces.iter().map(|p| &bytemuck::cast_slice::<u64, T>(p)[..target.len()]).collect();
+            reduce(&slices, 0, target, reducer, dtype);
+        });
+        let mine = words_of(&result.slice::<u8>()[bytes(me)]);
+        for (i, words) in self.exchange_pieces(|_| mine.clone())?.into_iter().enumerate() {
+            let piece = bytemuck::cast_slice::<u64, u8>(&words);
+            expect_bytes(piece, bytes(i).len())?;
+            result.slice_mut::<u8>()[bytes(i)].copy_from_slice(&piece[..bytes(i).len()]);
         }
         Ok(result)
     }
+
+    /// Sends a piece to each member, and gets one from each. Those that have nothing for each other exchange nothing.
+    pub(crate) fn exchange_pieces(&mut self, piece: impl Fn(usize) -> Vec<u64>) -> Result<Vec<Vec<u64>>, KernelError> {
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i != self.me {
+                self.mailbox.send(rank, Tag::Collective, Payload::Words(piece(i)));
+            }
+        }
+        let mut pieces = Vec::with_capacity(self.ranks.len());
+        for (i, &rank) in self.ranks.iter().enumerate() {
+            if i == self.me {
+                pieces.push(piece(i));
+                continue;
+            }
+            match self.mailbox.receive(rank, Tag::Collective)? {
+                Payload::Words(words) => pieces.push(words),
+                _ => return Err(KernelError::Disconnected),
+            }
+        }
+        Ok(pieces)
+    }
+}
+
+/// What a member of an all-reduce lends the others.
+#[derive(Debug)]
+pub struct Terms {
+    /// What it adds; absent where that lies where its result will.
+    operand: Option<Arc<Storage>>,
+    result: Lent,
+}
+
+/// The elements that member `i` of `n` reduces. Ranges begin at multiples of sixteen elements, so that they are whole words in every
+/// format, and that two members seldom write to one line of a cache.
+fn range_of(elements: usize, n: usize, i: usize) -> Range<usize> {
+    let size = elements.div_ceil(n).next_multiple_of(16);
+    (i * size).min(elements)..((i + 1) * size).min(elements)
+}
+
+/// Bytes in blocks of eight; what is missing to a whole block is zero.
+pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
+    let mut words = vec![0u64; bytes.len().div_ceil(8)];
+    bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
+    words
+}
+
+pub(crate) fn expect_bytes(found: &[u8], expected: usize) -> Result<(), KernelError> {
+    if found.len() == expected.next_multiple_of(8) || found.len() == expected {
+        return Ok(());
+    }
+    Err(KernelError::MessageSize { expected, found: found.len() })
 }
 
 /// The storage itself where nobody else has it, else a copy.
@@ -345,39 +435,115 @@ pub(crate) fn exchange(
     Exchange { cut: Copy::new(cut_offset, 0, cut), join: Copy::new(0, join_offset, join), both }
 }
 
+/// Elements that are reduced while they are in the nearest cache.
+const BLOCK: usize = 512;
+
 /// `target[i]` is the reduction of `operands[..][first + i]`, in the order of the operands.
 pub(crate) fn reduce<T: Element>(operands: &[&[T]], first: usize, target: &mut [T], reducer: Reducer, dtype: DType) {
-    const BLOCK: usize = 512;
-    let integers = Class::of(dtype).is_integer();
-    let float = float_reducer(reducer, dtype);
     for (b, part) in target.chunks_mut(BLOCK).enumerate() {
-        let n = part.len();
-        let range = first + b * BLOCK..first + b * BLOCK + n;
-        if integers {
-            for (i, t) in part.iter_mut().enumerate() {
-                let terms = operands.iter().map(|o| o[range.start + i].to_i64());
-                let sum = terms.reduce(|x, y| integer_binary(reducer.combine(), x, y, dtype));
-                *t = T::from_i64(sum.unwrap_or(0));
-            }
-            continue;
-        }
-        let mut sums = [0.0f32; BLOCK];
-        for (k, operand) in operands.iter().enumerate() {
-            let pairs = sums.iter_mut().zip(&operand[range.clone()]);
-            match float {
-                _ if k == 0 => pairs.for_each(|(s, x)| *s = x.to_f32()),
-                Reducer::Sum => pairs.for_each(|(s, x)| *s += x.to_f32()),
-                Reducer::Product => pairs.for_each(|(s, x)| *s *= x.to_f32()),
-                Reducer::Max | Reducer::Or => pairs.for_each(|(s, x)| {
-                    let x = x.to_f32();
-                    *s = if *s > x || s.is_nan() { *s } else { x };
-                }),
-                Reducer::Min | Reducer::And => pairs.for_each(|(s, x)| {
-                    let x = x.to_f32();
-                    *s = if *s < x || s.is_nan() { *s } else { x };
-                }),
-            }
-        }
-        part.iter_mut().zip(sums).for_each(|(t, s)| *t = T::from_f32(s));
+        let range = first + b * BLOCK..first + b * BLOCK + part.len();
+        reduce_block(|k| &operands[k][range.clone()], operands.len(), reducer, dtype, part);
     }
+}
+
+/// Every `results[..][i]` becomes the reduction of `operands[..][i]`, in their order; an operand that is absent is what its member's
+/// result holds so far.
+fn reduce_to_all<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [T]], reducer: Reducer, dtype: DType) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has the feature that the function is compiled for.
+        unsafe { reduce_to_all_avx2(operands, results, reducer, dtype) };
+        return;
+    }
+    reduce_blocks_to_all(operands, results, reducer, dtype);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn reduce_to_all_avx2<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [T]], reducer: Reducer, dtype: DType) {
+    reduce_blocks_to_all(operands, results, reducer, dtype);
+}
+
+#[inline(always)]
+fn reduce_blocks_to_all<T: Element>(
+    operands: &[Option<&[T]>],
+    results: &mut [&mut [T]],
+    reducer: Reducer,
+    dtype: DType,
+) {
+    let length = results.first().map_or(0, |r| r.len());
+    let sums = !Class::of(dtype).is_integer() && float_reducer(reducer, dtype) == Reducer::Sum;
+    let first = if sums { sum_lanes_to_all(operands, results) } else { 0 };
+    let mut block = [T::zeroed(); BLOCK];
+    for start in (first..length).step_by(BLOCK) {
+        let range = start..(start + BLOCK).min(length);
+        let block = &mut block[..range.len()];
+        let term = |k: usize| operands[k].map_or(&results[k][range.clone()], |o| &o[range.clone()]);
+        reduce_block(term, operands.len(), reducer, dtype, block);
+        results.iter_mut().for_each(|r| r[range.clone()].copy_from_slice(block));
+    }
+}
+
+/// Elements that are added up in registers.
+const LANES: usize = 32;
+
+/// Sums in as few passes over the nearest cache as there are terms and results, which is what keeps up with memory. Says how many
+/// elements are done: all but less than [`LANES`].
+#[inline(always)]
+fn sum_lanes_to_all<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [T]]) -> usize {
+    let length = results.first().map_or(0, |r| r.len());
+    let whole = length / LANES * LANES;
+    for start in (0..whole).step_by(LANES) {
+        let mut sums = [0.0f32; LANES];
+        for (k, operand) in operands.iter().enumerate() {
+            let term = operand.map_or(&results[k][start..start + LANES], |o| &o[start..start + LANES]);
+            let pairs = sums.iter_mut().zip(term);
+            match k {
+                0 => pairs.for_each(|(s, x)| *s = x.to_f32()),
+                _ => pairs.for_each(|(s, x)| *s += x.to_f32()),
+            }
+        }
+        for result in results.iter_mut() {
+            result[start..start + LANES].iter_mut().zip(&sums).for_each(|(r, &s)| *r = T::from_f32(s));
+        }
+    }
+    whole
+}
+
+/// `target[i]` is the reduction of `term(..)[i]`, of so many terms in order; all have at most [`BLOCK`] elements.
+#[inline(always)]
+fn reduce_block<'a, T: Element>(
+    term: impl Fn(usize) -> &'a [T],
+    terms: usize,
+    reducer: Reducer,
+    dtype: DType,
+    target: &mut [T],
+) {
+    if Class::of(dtype).is_integer() {
+        for (i, t) in target.iter_mut().enumerate() {
+            let terms = (0..terms).map(|k| term(k)[i].to_i64());
+            let sum = terms.reduce(|x, y| integer_binary(reducer.combine(), x, y, dtype));
+            *t = T::from_i64(sum.unwrap_or(0));
+        }
+        return;
+    }
+    let float = float_reducer(reducer, dtype);
+    let mut sums = [0.0f32; BLOCK];
+    for k in 0..terms {
+        let pairs = sums.iter_mut().zip(term(k));
+        match float {
+            _ if k == 0 => pairs.for_each(|(s, x)| *s = x.to_f32()),
+            Reducer::Sum => pairs.for_each(|(s, x)| *s += x.to_f32()),
+            Reducer::Product => pairs.for_each(|(s, x)| *s *= x.to_f32()),
+            Reducer::Max | Reducer::Or => pairs.for_each(|(s, x)| {
+                let x = x.to_f32();
+                *s = if *s > x || s.is_nan() { *s } else { x };
+            }),
+            Reducer::Min | Reducer::And => pairs.for_each(|(s, x)| {
+                let x = x.to_f32();
+                *s = if *s < x || s.is_nan() { *s } else { x };
+            }),
+        }
+    }
+    target.iter_mut().zip(sums).for_each(|(t, s)| *t = T::from_f32(s));
 }

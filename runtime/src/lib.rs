@@ -21,6 +21,7 @@ pub mod host;
 pub mod init;
 pub mod kernel;
 pub mod layout;
+pub mod lent;
 pub mod loops;
 pub mod mailbox;
 pub mod math;

@@ -3,6 +3,7 @@
 //! for ever; of processes the watch does so.
 
 use crate::arena::Storage;
+use crate::collective::Terms;
 use crate::error::{KernelError, Place};
 #[cfg(feature = "mpi")]
 use crate::mpi::wire::RankWire;
@@ -34,7 +35,9 @@ pub enum Payload {
     Words(Vec<u64>),
     /// A tensor that its owner keeps unchanged until all members of a collective are done.
     Shared(Arc<Storage>),
-    /// The sender no longer reads what others shared.
+    /// What its owner reduces with others, and where the result goes.
+    Lent(Arc<Terms>),
+    /// The sender no longer reads what others shared, and no longer writes what they lent.
     Done,
 }
 

@@ -50,7 +50,11 @@ fn collectives_agree_with_the_interpreter() {
             for dtype in [DType::F32, DType::BF16, DType::I32] {
                 for reducer in [Reducer::Sum, Reducer::Max, Reducer::Min, Reducer::Product] {
                     let axes = axes.clone();
-                    check(Collective::AllReduce { axes: axes.clone(), reducer }, &mesh, dtype, &[3, 5], &mut random);
+                    // Few elements, which one member reduces for all, and as many as give each member a range, the last a short one.
+                    for shape in [[3, 5], [7, 31]] {
+                        let all_reduce = Collective::AllReduce { axes: axes.clone(), reducer };
+                        check(all_reduce, &mesh, dtype, &shape, &mut random);
+                    }
                     check(Collective::KeepFirst { axes: axes.clone(), reducer }, &mesh, dtype, &[3, 5], &mut random);
                     for (low, high) in [(0, 1), (2, 0), (1, 2), (7, 9)] {
                         let halo = Collective::Halo { axes: axes.clone(), dim: 1, low, high, reducer };

@@ -22,20 +22,6 @@ const WINDOW: u32 = 64;
 /// Members of a group, at most.
 const MAX_MEMBERS: usize = 128;
 
-/// All-reduces below this many elements are computed by every member for itself.
-pub const SMALL: usize = 2048;
-
-/// Elements of a chunk that one member of an all-reduce over `n` computes.
-pub fn chunk_elements(elements: usize, n: usize) -> usize {
-    if n == 1 {
-        0
-    } else if elements < SMALL {
-        elements
-    } else {
-        elements.div_ceil(n)
-    }
-}
-
 /// A group that more nodes may join.
 #[derive(Clone, Debug, Default)]
 struct Open {
@@ -224,10 +210,6 @@ impl Compiler<'_> {
                 tiles.iter().sum::<u64>() as usize + copies(lhs, rhs)
             }
             (Work::Node, Op::ScatterAdd(_)) if widened => elements,
-            (Work::Node, Op::Collective(op)) => {
-                let Collective::AllReduce { axes, .. } = &op.collective else { return 0 };
-                return (class.bytes() * chunk_elements(elements, op.mesh.product(axes) as usize)) as u64;
-            }
             _ => 0,
         };
         4 * words as u64

@@ -2,12 +2,11 @@
 //! for the type, and otherwise pieces that are sent to whoever needs them, so that no member gets more than its part.
 
 use crate::arena::Storage;
-use crate::collective::{Blocks, Exchange, Member, exchange, fill_neutral, own, reduce};
+use crate::collective::{Blocks, Exchange, Member, exchange, expect_bytes, fill_neutral, own, reduce, words_of};
 use crate::element::{Class, with_class, with_width};
 use crate::error::KernelError;
 use crate::kernel::copy::Copy;
-use crate::mailbox::{Payload, Tag};
-use crate::mpi::sys::{Communicator, fits, words_of};
+use crate::mpi::sys::{Communicator, fits};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
@@ -120,7 +119,7 @@ impl Member<'_> {
     }
 
     fn sum_all(
-        &mut self,
+        &self,
         group: &Communicator,
         reducer: Reducer,
         dtype: DType,
@@ -128,7 +127,7 @@ impl Member<'_> {
         in_place: bool,
     ) -> Result<Ran, KernelError> {
         let class = Class::of(dtype);
-        let (n, elements) = (self.ranks.len(), operand.bytes() / class.bytes());
+        let elements = operand.bytes() / class.bytes();
         if dtype == DType::F32 && reducer == Reducer::Sum && fits(elements) {
             let result = if in_place {
                 // The sums replace the terms, of which MPI needs a copy.
@@ -143,23 +142,7 @@ impl Member<'_> {
             };
             return Ok(Ran::Done(result));
         }
-        // Each member reduces one part, of equal size but for what is added at the end, and all get all parts.
-        let size = elements.div_ceil(n);
-        let mut padded = Bytes::new(size * n * class.bytes());
-        padded.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(operand.slice());
-        let mut part = operand.arena().allocate(class, size)?;
-        self.reduce_part(&padded, dtype, reducer, &mut part)?;
-        let mut result = own(operand, class, in_place)?;
-        let mine = words_of(part.slice::<u8>());
-        for (i, words) in self.exchange_pieces(|_| mine.clone())?.into_iter().enumerate() {
-            let bytes = bytemuck::cast_slice::<u64, u8>(&words);
-            let first = (i * size * class.bytes()).min(result.bytes());
-            let target = &mut result.slice_mut::<u8>()[first..];
-            let length = target.len().min(size * class.bytes());
-            expect_bytes(bytes, length)?;
-            target[..length].copy_from_slice(&bytes[..length]);
-        }
-        Ok(Ran::Done(result))
+        Ok(Ran::NotHere(operand))
     }
 
     /// Of parts for all members, the reduction of those for this one, in the order of the group.
@@ -181,27 +164,6 @@ impl Member<'_> {
             reduce(&slices, 0, target, reducer, dtype);
         });
         Ok(())
-    }
-
-    /// Sends a piece to each member, and gets one from each. Those that have nothing for each other exchange nothing.
-    fn exchange_pieces(&mut self, piece: impl Fn(usize) -> Vec<u64>) -> Result<Vec<Vec<u64>>, KernelError> {
-        for (i, &rank) in self.ranks.iter().enumerate() {
-            if i != self.me {
-                self.mailbox.send(rank, Tag::Collective, Payload::Words(piece(i)));
-            }
-        }
-        let mut pieces = Vec::with_capacity(self.ranks.len());
-        for (i, &rank) in self.ranks.iter().enumerate() {
-            if i == self.me {
-                pieces.push(piece(i));
-                continue;
-            }
-            match self.mailbox.receive(rank, Tag::Collective)? {
-                Payload::Words(words) => pieces.push(words),
-                _ => return Err(KernelError::Disconnected),
-            }
-        }
-        Ok(pieces)
     }
 
     /// The edges of neighbouring blocks; each member sends what others lack of its block.
@@ -255,11 +217,4 @@ impl Member<'_> {
         }
         Ok(result)
     }
-}
-
-fn expect_bytes(found: &[u8], expected: usize) -> Result<(), KernelError> {
-    if found.len() == expected.next_multiple_of(8) || found.len() == expected {
-        return Ok(());
-    }
-    Err(KernelError::MessageSize { expected, found: found.len() })
 }

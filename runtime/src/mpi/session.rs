@@ -3,13 +3,14 @@
 
 use crate::arena::Arena;
 use crate::check::{check, checked_inputs, step_loss};
+use crate::collective::words_of;
 use crate::device::{Command, Device, Reply};
 use crate::element::Class;
 use crate::error::{KernelError, Place, RanksError, RuntimeError, WatchError};
 use crate::host::{HostData, HostTensor};
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::mpi::place::Layout;
-use crate::mpi::sys::{Communicator, words_of};
+use crate::mpi::sys::Communicator;
 use crate::mpi::watch::{Address, Ends, Peer, TOKEN, Watch, listen};
 use crate::mpi::wire::RankWire;
 use crate::recording::{Recording, Span, What};

@@ -1,6 +1,7 @@
 //! The edge to MPI: a communicator, and what is done on it, with sizes and types checked. All calls come from the thread that
 //! initialised MPI. Errors are returned; what a rank that is lost does to a call is for the watch to notice.
 
+use crate::collective::words_of;
 use crate::error::KernelError;
 use mpi::environment::Universe;
 use mpi::ffi;
@@ -223,13 +224,6 @@ impl Communicator {
 fn expect(call: &'static str, holds: bool) -> Result<(), KernelError> {
     let message = || "the ranks do not agree on sizes".to_string();
     if holds { Ok(()) } else { Err(KernelError::Mpi { call, message: message() }) }
-}
-
-/// Bytes in blocks of eight, the last filled with zeros.
-pub fn words_of(bytes: &[u8]) -> Vec<u64> {
-    let mut words = vec![0u64; bytes.len().div_ceil(8)];
-    bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
-    words
 }
 
 impl Sending {

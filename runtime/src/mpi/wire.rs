@@ -44,8 +44,8 @@ impl RankWire {
         let mut words = match payload {
             Payload::Words(words) => words,
             Payload::Shared(storage) => storage.words().to_vec(),
-            // Copies need no such answer.
-            Payload::Done => return,
+            // What is copied is neither lent nor answered for.
+            Payload::Lent(_) | Payload::Done => return,
         };
         words.extend(encode(tag));
         let sent = self.all.send(to, words);
