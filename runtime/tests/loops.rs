@@ -176,6 +176,30 @@ fn lookups_and_scatters() {
     }
 }
 
+/// Updates that meet at one place, in windows that overlap and some of which lie outside.
+#[test]
+fn scatters_that_replace_and_combine() {
+    for combine in Combine::ALL {
+        for dtype in [DType::F32, DType::BF16, DType::I32, DType::Bool] {
+            let mut g = Graph::new("scatter");
+            let table = input(&mut g, dtype, &[3, 5]);
+            let indices = input(&mut g, DType::I32, &[4, 2]);
+            let updates = input(&mut g, dtype, &[2, 4]);
+            let dims = GatherDims {
+                offset_dims: vec![0],
+                collapsed_slice_dims: vec![0],
+                operand_batching_dims: Vec::new(),
+                indices_batching_dims: Vec::new(),
+                start_index_map: vec![0, 1],
+                index_vector_dim: 1,
+                slice_sizes: vec![1, 2],
+            };
+            let back = g.emit(Op::Scatter(Scatter { dims, combine }), &[table, indices, updates]);
+            assert_eq!(check(&g, &[back]), 1);
+        }
+    }
+}
+
 #[test]
 fn windows() {
     let one = WindowDim::one();
