@@ -273,6 +273,34 @@ fn orders() {
     }
 }
 
+/// A maximum that is written in 16 bits equals what it is the maximum of when that is computed again, in single precision.
+#[test]
+fn what_is_computed_again_equals_what_was_written() {
+    let mut g = Graph::new("equal");
+    let (x, y) = (input(&mut g, DType::BF16, &[5, 40]), input(&mut g, DType::BF16, &[5, 40]));
+    let most = input(&mut g, DType::BF16, &[5]);
+    let sum = g.add(x, y);
+    let wide = g.broadcast(most, &[5, 40], &[0]);
+    let equal = g.emit(Op::Compare(Compare { direction: Direction::Eq }), &[sum, wide]);
+    let is_it = g.convert(equal, DType::F32);
+    let count = g.reduce(is_it, Reducer::Sum, &[1]);
+    let kernel = &kernels(&g, &[count].into(), false)[0];
+    // Sums need more bits than bf16 has.
+    let part = |seed: u64| -> Vec<f64> {
+        (0..200u64).map(|i| DType::BF16.round(((i * 37 + seed) % 101) as f64 / 8.0 + seed as f64 / 512.0)).collect()
+    };
+    let (a, b) = (part(3), part(70));
+    let most_of = |(a, b): (&[f64], &[f64])| a.iter().zip(b).map(|(x, y)| x + y).fold(f64::MIN, f64::max);
+    let exact: Vec<f64> = a.chunks(40).zip(b.chunks(40)).map(most_of).collect();
+    let written: Vec<f64> = exact.iter().map(|&m| DType::BF16.round(m)).collect();
+    assert_ne!(exact, written, "no maximum is rounded");
+    let mut memory: Memory =
+        [(Source::Value(x), a), (Source::Value(y), b), (Source::Value(most), written)].into_iter().collect();
+    launches(&g, kernel).expect("a loop program").iter().for_each(|launch| run(launch, &[], &mut memory));
+    let found = &memory[&Source::Value(count)];
+    assert!(found.iter().all(|&n| n >= 1.0), "{found:?}");
+}
+
 /// Random bits, conversions, integers and truth values.
 #[test]
 fn elements_of_all_kinds() {

@@ -1,7 +1,8 @@
 //! Loop programs as CUDA C++, which NVRTC compiles for the device at hand. Nothing is included, so that no toolkit is needed.
 //!
 //! A thread, or a block of threads, takes rows as long as there are some, so that a launch is right for any number of blocks. Floats of
-//! 16 bits are read into single precision and rounded where they are written. Equal programs have equal text and equal names.
+//! 16 bits are read into single precision and rounded where they are written, or compared: what is computed again must equal what was
+//! written of it, as an element that is the maximum does. Equal programs have equal text and equal names.
 
 use super::{Fold, Launch, Param, Phase, Scalar, Spread, Store, Var};
 use altiplano_ir::dtype::DType;
@@ -282,7 +283,7 @@ impl Printer<'_> {
                 (ty, unary(*op, *dtype, &v(a))?)
             }
             Scalar::Binary(op, dtype, a, b) => (computed(*dtype)?, binary(*op, *dtype, &v(a), &v(b))?),
-            Scalar::Compare(direction, _, a, b) => {
+            Scalar::Compare(direction, dtype, a, b) => {
                 let sign = match direction {
                     Direction::Eq => "==",
                     Direction::Ne => "!=",
@@ -291,7 +292,7 @@ impl Printer<'_> {
                     Direction::Gt => ">",
                     Direction::Ge => ">=",
                 };
-                ("bool", format!("{} {sign} {}", v(a), v(b)))
+                ("bool", format!("{} {sign} {}", rounded(*dtype, &v(a)), rounded(*dtype, &v(b))))
             }
             Scalar::Select(dtype, [p, a, b]) => (computed(*dtype)?, format!("{} ? {} : {}", v(p), v(a), v(b))),
             Scalar::Convert { from, to, value } => {

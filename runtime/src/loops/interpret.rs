@@ -96,7 +96,7 @@ fn value(
         Scalar::And(a, b) => truth(of(a) != 0.0 && of(b) != 0.0),
         Scalar::Unary(op, dtype, a) => op.apply(of(a), *dtype),
         Scalar::Binary(op, dtype, a, b) => op.apply(of(a), of(b), *dtype),
-        Scalar::Compare(direction, _, a, b) => truth(direction.holds(of(a), of(b))),
+        Scalar::Compare(direction, dtype, a, b) => truth(direction.holds(dtype.round(of(a)), dtype.round(of(b)))),
         Scalar::Select(_, [predicate, a, b]) => {
             if of(predicate) != 0.0 {
                 of(a)

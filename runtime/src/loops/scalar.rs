@@ -12,8 +12,8 @@ use std::collections::HashMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Var(pub u32);
 
-/// How a scalar is computed. Floats of 16 bits and less are computed with in single precision, and rounded where they are stored
-/// or converted.
+/// How a scalar is computed. Floats of 16 bits and less are computed with in single precision, and rounded where they are stored,
+/// converted or compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Scalar {
     /// The row, and the iteration of a phase.

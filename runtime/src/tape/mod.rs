@@ -23,7 +23,7 @@ mod text;
 pub use build::{BuildError, Options, build};
 pub use check::check;
 pub use overlap::ordered;
-pub use prepare::Unprepared;
+pub use prepare::{Launched, Unprepared, launched_by};
 
 use crate::loops::Launch;
 use altiplano_ir::dtype::DType;

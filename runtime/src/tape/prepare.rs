@@ -161,6 +161,36 @@ pub fn prepare(program: &Program, body: &Body, kernels: &[Kernel], table: &mut T
     }
 }
 
+/// A loop program, and which kernel of a program's bodies launches it: the body's number, and the node that the kernel makes last.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launched {
+    pub body: usize,
+    pub node: ValueId,
+    pub launch: Arc<Launch>,
+}
+
+/// All loop programs that a program's bodies launch, in the order in which tapes have them, with those that gather and copy for libraries.
+/// What comes second are bodies and ops of which there are none.
+pub fn launched_by(program: &Program, kernels: &[Vec<Kernel>]) -> (Vec<Launched>, Vec<Unprepared>) {
+    let mut table = Table::default();
+    let (mut all, mut missing) = (Vec::new(), Vec::new());
+    for (at, (body, kernels)) in program.bodies.iter().zip(kernels).enumerate() {
+        match prepare(program, body, kernels, &mut table) {
+            Err(why) => missing.push(why),
+            Ok(prepared) => {
+                for step in &prepared.steps.steps {
+                    let launches = step.kernel.pieces.iter().filter_map(|piece| match piece {
+                        Piece::Launch { launch, .. } => Some(table.launches[launch.0 as usize].clone()),
+                        _ => None,
+                    });
+                    all.extend(launches.map(|launch| Launched { body: at, node: step.node, launch }));
+                }
+            }
+        }
+    }
+    (all, missing)
+}
+
 struct OfBody<'a> {
     graph: &'a Graph,
     mesh: &'a Mesh,
