@@ -121,9 +121,9 @@ step() {
 
 # What of a step is spent in kernels, where Nsight Systems is there.
 outside() {
-    command -v nsys > /dev/null || { echo 'Time outside kernels: not measured, since there is no `nsys`.'; return; }
+    command -v nsys > /dev/null || { echo 'Time outside kernels: not measured, since there is no nsys (Nsight Systems).'; return; }
     within nsys profile --force-overwrite true --cuda-graph-trace=node -o "$scratch/nsys" "$altiplano" run "$scratch/step.plan.json" --steps 12 --device cuda \
-        --metrics "$scratch/nsys.metrics" > /dev/null 2>&1 || { echo 'Time outside kernels: `nsys` failed.'; return; }
+        --metrics "$scratch/nsys.metrics" > /dev/null 2>&1 || { echo 'Time outside kernels: nsys failed.'; return; }
     local kernels steps
     kernels="$(nsys stats --report cuda_gpu_kern_sum --format csv "$scratch/nsys.nsys-rep" 2> /dev/null | awk -F, '$2 ~ /^[0-9]+$/ { s += $2 } END { print s / 1e9 }')"
     steps="$(sed -n 's/.*"seconds": *\([0-9.eE+-]*\).*/\1/p' "$scratch/nsys.metrics" | awk '{ s += $1 } END { print s }')"
@@ -133,6 +133,8 @@ outside() {
 peak=""
 {
     echo "# Plans on GPUs, $(date -u +%F)"
+    # The backquotes are the page's.
+    # shellcheck disable=SC2016
     printf '\n`benches/gpu.sh %s` on\n\n```\n%s\n```\n' "$name" "$(cat "$scratch/devices")"
     printf '\n## What models compute\n\n'
     models

@@ -314,12 +314,14 @@ impl<'a> Host<'a> {
     fn launch(&mut self, rank: usize, launch: &Launch, regions: &[RegionId], coordinates: &[u64]) {
         // Parameters that lie in one place are one.
         let place = |r: &RegionId| self.tapes[rank].region(*r).offset;
-        let first = |i: usize| (0..i).find(|&j| place(&regions[j]) == place(&regions[i])).unwrap_or(i);
+        // What has no elements lies nowhere, wherever that begins.
+        let empty: Vec<bool> = launch.params.iter().map(|p| p.elements == 0).collect();
+        let is_at = |j: usize, i: usize| !empty[j] && place(&regions[j]) == place(&regions[i]);
+        let first = |i: usize| (0..i).find(|&j| is_at(j, i)).unwrap_or(i);
         let mut launch = launch.clone();
         let mut memory = Memory::new();
         for (i, param) in launch.params.iter_mut().enumerate() {
-            let empty = param.elements == 0;
-            let of = if empty { i } else { first(i) };
+            let of = if empty[i] { i } else { first(i) };
             param.source = Source::Value(ValueId(of as u32));
             memory.entry(param.source.clone()).or_insert_with(|| self.read(rank, regions[i]));
         }
