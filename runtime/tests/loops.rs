@@ -103,6 +103,18 @@ fn rows_are_one_launch() {
     assert_eq!(check(&g, &[flat]), 1);
 }
 
+/// What is written along rows and is longer than they are.
+#[test]
+fn rows_that_are_padded() {
+    let mut g = Graph::new("padded");
+    let x = input(&mut g, DType::F32, &[4, 1, 16]);
+    let y = softmax(&mut g, x);
+    let zero = g.constant(Literal::splat(TensorType::scalar(DType::F32), -1.0));
+    let pad = Pad { low: vec![0, 1, 0], high: vec![0, 3, 0], interior: vec![0, 0, 0] };
+    let padded = g.emit(Op::Pad(pad), &[y, zero]);
+    assert_eq!(check(&g, &[padded]), 1);
+}
+
 /// A layer norm with its gradients: reductions of rows, and of columns that take these.
 #[test]
 fn reductions_of_rows_and_columns() {

@@ -152,7 +152,8 @@ impl<'a> Made<'a> {
         let mut left = Vec::new();
         for &v in others.iter() {
             let elements = graph.ty(v).elements();
-            if elements % rows != 0 {
+            // A step that goes beyond the row is no longer what the reductions' indices were simplified for.
+            if elements % rows != 0 || elements / rows > length {
                 left.push(v);
                 continue;
             }
