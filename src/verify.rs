@@ -11,10 +11,11 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::row_name;
-use altiplano_planner::{PlanFailure, Progress, Request, Silent};
+use altiplano_planner::{PlanFailure, Progress, Request, Silent, programs};
 use altiplano_runtime::data::{read_safetensors, tensor_named};
+use altiplano_runtime::devices::cuda::CudaSession;
 use altiplano_runtime::random::Stream;
-use altiplano_runtime::{HostTensor, Options, evaluate};
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, evaluate};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -165,7 +166,7 @@ impl Verified {
 
 /// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
 /// gradients as `grad/NAME`, or of a model that is run only its results as `result/0` and so on; without it weights and batch are as for training. `given` is the step that the model was, where
-/// it was one, and the plan's batch is the traced one.
+/// it was one, and the plan's batch is the traced one. The plan runs on GPUs where the training says so; one device is always a CPU's.
 ///
 /// Where the plan and a reference differ by more than an order of additions should, it is looked at what rounding does: how much
 /// one device's numbers change when the last bits of the weights do. Gradients that are zero but for rounding (of a bias whose
@@ -201,7 +202,13 @@ pub fn verify(
         };
         return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
     }
-    let ours = outcome(plan, &weights, &batch, training.learning_rate)?;
+    let ours = match &training.cuda {
+        None => outcome(plan, &weights, &batch, training.learning_rate)?,
+        Some(options) => {
+            let mut session = CudaSession::new(&programs(plan)?, options)?;
+            outcome_on(&mut session, plan, &weights, &batch, training.learning_rate)?
+        }
+    };
     progress.step("one device", 1, 2);
     let one = single_device(plan)?;
     let single = outcome(&one, &weights, &batch, training.learning_rate)?;
@@ -280,25 +287,78 @@ fn recorded_results<'a>(
     names.map(find).collect()
 }
 
-/// One step from these weights.
+/// Devices that run a step and are looked into afterwards.
+trait Devices {
+    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError>;
+    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError>;
+    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError>;
+    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError>;
+}
+
+impl Devices for Session {
+    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        self.load_parameter(name, tensor)
+    }
+
+    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError> {
+        Ok(self.step(batch, scalars)?.loss)
+    }
+
+    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        self.accumulator(name)
+    }
+
+    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        self.parameter(name)
+    }
+}
+
+impl Devices for CudaSession {
+    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
+        self.load_parameter(name, tensor)
+    }
+
+    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError> {
+        Ok(self.step(batch, scalars)?.loss)
+    }
+
+    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        self.accumulator(name)
+    }
+
+    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        self.parameter(name)
+    }
+}
+
+/// One step from these weights, on CPU workers.
 fn outcome(
     plan: &Plan,
     weights: &BTreeMap<String, HostTensor>,
     batch: &Batch,
     learning_rate: f64,
 ) -> Result<Outcome, Error> {
-    let mut session = session(plan, &Options::default())?;
+    outcome_on(&mut session(plan, &Options::default())?, plan, weights, batch, learning_rate)
+}
+
+fn outcome_on(
+    devices: &mut dyn Devices,
+    plan: &Plan,
+    weights: &BTreeMap<String, HostTensor>,
+    batch: &Batch,
+    learning_rate: f64,
+) -> Result<Outcome, Error> {
     for (name, tensor) in weights {
-        session.load_parameter(name, tensor)?;
+        devices.load(name, tensor)?;
     }
-    let loss = session.step(batch, &scalars(learning_rate, 1))?.loss;
+    let loss = devices.loss_of_step(batch, &scalars(learning_rate, 1))?;
     // Accumulators hold sums over microbatches.
     let scale = if plan.loss == LossKind::Sum { 1.0 } else { 1.0 / plan.num_microbatches as f64 };
     let (mut gradients, mut updated) = (BTreeMap::new(), BTreeMap::new());
     for name in weights.keys() {
-        let sum = session.accumulator(name)?.to_f64();
+        let sum = devices.gradient(name)?.to_f64();
         gradients.insert(name.clone(), sum.into_iter().map(|g| g * scale).collect());
-        updated.insert(name.clone(), session.parameter(name)?.to_f64());
+        updated.insert(name.clone(), devices.updated(name)?.to_f64());
     }
     Ok(Outcome { loss, gradients, weights: updated })
 }

@@ -169,6 +169,49 @@ fn too_little_memory_names_tensors_and_the_prediction() {
     }
 }
 
+/// A strided convolution with padding and one of each feature, their gradients, and a comparison with a CPU: on one device, and on two
+/// that each have some of the samples.
+#[test]
+fn convolutions_are_verified_on_gpus() {
+    let scratch = Scratch::new();
+    if emulator(&scratch, 1).is_none() {
+        return;
+    }
+    let (wide, narrow) = ("tensor<2x3x3x8xf32>", "tensor<f32>");
+    let convolution = |name: &str, lhs: &str, rhs: &str, window: &str, groups: u32, types: &str| {
+        format!(
+            "    {name} = stablehlo.convolution({lhs}, {rhs}) dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f], window = {{{window}}} \
+             {{batch_group_count = 1 : i64, feature_group_count = {groups} : i64}} : ({types}) -> {wide}\n"
+        )
+    };
+    let first = "tensor<2x6x6x2xf32>, tensor<3x3x2x8xf32>";
+    let second = "tensor<2x3x3x8xf32>, tensor<3x3x1x8xf32>";
+    let model = [
+        "module @m {\n  func.func public @main(%arg0: tensor<3x3x2x8xf32> loc(\"params['a']\"), %arg1: tensor<3x3x1x8xf32> loc(\"params['b']\"), %arg2: tensor<2x6x6x2xf32> loc(\"x\")) -> tensor<f32> {\n",
+        "    %c = stablehlo.constant dense<0.0> : tensor<f32>\n",
+        &convolution("%0", "%arg2", "%arg0", "stride = [2, 2], pad = [[1, 1], [1, 1]]", 1, first),
+        &format!("    %1 = stablehlo.tanh %0 : {wide}\n"),
+        &convolution("%2", "%1", "%arg1", "pad = [[1, 1], [1, 1]]", 8, second),
+        &format!("    %3 = stablehlo.multiply %2, %2 : {wide}\n"),
+        &format!("    %9 = stablehlo.reduce(%3 init: %c) applies stablehlo.add across dimensions = [0, 1, 2, 3] : ({wide}, {narrow}) -> {narrow}\n"),
+        "    return %9 : tensor<f32>\n  }\n}\n",
+    ]
+    .concat();
+    let file = scratch.file("convolutions.mlir", &model);
+    for plan in [&["--cluster", "local:1"][..], &["--cluster", "local:2", "--dp", "2"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+            .args(["verify", &file, "--optimizer", "sgd", "--device", "cuda"])
+            .args(plan)
+            .env("ALTIPLANO_CUDA", scratch.path(""))
+            .env("XDG_CACHE_HOME", scratch.path("cache"))
+            .output()
+            .expect("the binary starts");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{plan:?}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(text.contains("gradient         agrees") && text.contains("the numbers agree"), "{plan:?}: {text}");
+    }
+}
+
 #[test]
 fn the_command_line_trains_on_gpus() {
     let scratch = Scratch::new();

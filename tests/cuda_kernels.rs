@@ -3,27 +3,25 @@
 
 mod common;
 
-use altiplano::ir::kernels::kernels;
 use altiplano::runtime::devices::cuda::{Architecture, Compiler, Search};
 use altiplano::runtime::loops::cuda::{Text, text};
-use altiplano::runtime::loops::launches;
+use altiplano::runtime::tape::{Options, launched_by, ordered};
 use altiplano::{load_plan, programs};
 use common::{DEMO, Scratch, succeeds};
 use std::collections::BTreeSet;
 
-/// All kernels of a plan's programs that have a text.
-fn kernels_of(options: &[&str]) -> Vec<Text> {
+/// All kernels of the programs of a model's plan.
+fn kernels_of(model: &str, options: &[&str]) -> Vec<Text> {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json");
-    succeeds(&[&["plan", DEMO, "-o", &file.display().to_string()], options].concat());
+    succeeds(&[&["plan", model, "-o", &file.display().to_string()], options].concat());
     let programs = programs(&load_plan(&file).expect("the plan is read")).expect("it has programs");
     let mut texts = Vec::new();
-    for body in programs.programs.iter().flat_map(|p| &p.bodies) {
-        let written: BTreeSet<_> = body.writes.iter().map(|w| w.1).collect();
-        for kernel in kernels(&body.graph, &written, false) {
-            let made = launches(&body.graph, &kernel).into_iter().flatten();
-            texts.extend(made.filter_map(|launch| text(&launch).ok()));
-        }
+    for program in &programs.programs {
+        let kernels = ordered(program, Options::default().gathers_ahead);
+        let (launched, missing) = launched_by(program, &kernels);
+        assert_eq!(missing, []);
+        texts.extend(launched.iter().map(|l| text(&l.launch).expect("a text")));
     }
     texts
 }
@@ -40,8 +38,16 @@ fn kernels_of_plans_compile_and_are_found_again() {
             return;
         }
     };
-    for options in [&["--cluster", "local:4"][..], &["--tp", "2", "--pp", "2", "--precision", "bf16"]] {
-        let texts = kernels_of(options);
+    let recorded = |name: &str| format!("{}/tests/models/{name}.mlir", env!("CARGO_MANIFEST_DIR"));
+    let (resnet, sorted) = (recorded("resnet"), recorded("moe-sorted"));
+    for (model, options) in [
+        (DEMO, &["--cluster", "local:4"][..]),
+        (DEMO, &["--tp", "2", "--pp", "2", "--precision", "bf16"]),
+        (&resnet, &["--cluster", "local:1"]),
+        (&resnet, &["--cluster", "local:1", "--precision", "bf16"]),
+        (&sorted, &["--cluster", "local:1"]),
+    ] {
+        let texts = kernels_of(model, options);
         let distinct: BTreeSet<&str> = texts.iter().map(|text| text.name.as_str()).collect();
         assert!(distinct.len() > 10, "a model has more kernels: {distinct:?}");
         for (major, minor) in [(8, 0), (9, 0), (10, 0)] {
@@ -51,7 +57,7 @@ fn kernels_of_plans_compile_and_are_found_again() {
             assert!(made.images.values().all(|image| image.starts_with(b"\x7fELF")), "machine code is an ELF file");
             let again = compiler.compile(&texts, architecture).expect("all are found");
             assert_eq!((again.compiled, again.unkept, again.images == made.images), (0, 0, true));
-            eprintln!("{options:?} for {architecture}: {} kernels, {} compiled", distinct.len(), made.compiled);
+            eprintln!("{model} {options:?} for {architecture}: {} kernels, {} compiled", distinct.len(), made.compiled);
         }
     }
 }

@@ -10,7 +10,7 @@ use altiplano::ir::mesh::Mesh;
 use altiplano::ir::tensor::Tensor;
 use altiplano::ir::types::TensorType;
 use altiplano::runtime::loops::interpret::{Memory, run};
-use altiplano::runtime::loops::{Source, launches};
+use altiplano::runtime::loops::{Coordinate, Source, launches};
 use altiplano::{kernels_text, load_plan, programs};
 use common::{Scratch, succeeds};
 use std::collections::BTreeSet;
@@ -45,7 +45,11 @@ fn agrees(graph: &Graph, kernel: &Kernel, mesh: &Mesh) -> bool {
         }
         for launch in &made {
             let at = mesh.coordinates(device);
-            let coordinates: Vec<u64> = launch.coordinates.iter().map(|axes| mesh.index_along(axes, &at)).collect();
+            let along = |coordinate: &Coordinate| match coordinate {
+                Coordinate::Along(axes) => mesh.index_along(axes, &at),
+                Coordinate::Start => panic!("no kernel of nodes has tiles"),
+            };
+            let coordinates: Vec<u64> = launch.coordinates.iter().map(along).collect();
             run(launch, &coordinates, &mut memory);
         }
         for w in &kernel.writes {

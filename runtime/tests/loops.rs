@@ -103,6 +103,18 @@ fn rows_are_one_launch() {
     assert_eq!(check(&g, &[flat]), 1);
 }
 
+/// What is written along rows and is longer than they are.
+#[test]
+fn rows_that_are_padded() {
+    let mut g = Graph::new("padded");
+    let x = input(&mut g, DType::F32, &[4, 1, 16]);
+    let y = softmax(&mut g, x);
+    let zero = g.constant(Literal::splat(TensorType::scalar(DType::F32), -1.0));
+    let pad = Pad { low: vec![0, 1, 0], high: vec![0, 3, 0], interior: vec![0, 0, 0] };
+    let padded = g.emit(Op::Pad(pad), &[y, zero]);
+    assert_eq!(check(&g, &[padded]), 1);
+}
+
 /// A layer norm with its gradients: reductions of rows, and of columns that take these.
 #[test]
 fn reductions_of_rows_and_columns() {
@@ -173,6 +185,30 @@ fn lookups_and_scatters() {
         let scaled = g.mul(found, found);
         let back = g.emit(Op::ScatterAdd(ScatterAdd { dims, shape: vec![3, 8] }), &[rows, scaled]);
         assert_eq!(check(&g, &[scaled, back]), 3);
+    }
+}
+
+/// Updates that meet at one place, in windows that overlap and some of which lie outside.
+#[test]
+fn scatters_that_replace_and_combine() {
+    for combine in Combine::ALL {
+        for dtype in [DType::F32, DType::BF16, DType::I32, DType::Bool] {
+            let mut g = Graph::new("scatter");
+            let table = input(&mut g, dtype, &[3, 5]);
+            let indices = input(&mut g, DType::I32, &[4, 2]);
+            let updates = input(&mut g, dtype, &[2, 4]);
+            let dims = GatherDims {
+                offset_dims: vec![0],
+                collapsed_slice_dims: vec![0],
+                operand_batching_dims: Vec::new(),
+                indices_batching_dims: Vec::new(),
+                start_index_map: vec![0, 1],
+                index_vector_dim: 1,
+                slice_sizes: vec![1, 2],
+            };
+            let back = g.emit(Op::Scatter(Scatter { dims, combine }), &[table, indices, updates]);
+            assert_eq!(check(&g, &[back]), 1);
+        }
     }
 }
 
@@ -247,6 +283,34 @@ fn orders() {
         let three = g.emit(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[some]);
         assert!(check(&g, &[one, two, three, some]) >= 3);
     }
+}
+
+/// A maximum that is written in 16 bits equals what it is the maximum of when that is computed again, in single precision.
+#[test]
+fn what_is_computed_again_equals_what_was_written() {
+    let mut g = Graph::new("equal");
+    let (x, y) = (input(&mut g, DType::BF16, &[5, 40]), input(&mut g, DType::BF16, &[5, 40]));
+    let most = input(&mut g, DType::BF16, &[5]);
+    let sum = g.add(x, y);
+    let wide = g.broadcast(most, &[5, 40], &[0]);
+    let equal = g.emit(Op::Compare(Compare { direction: Direction::Eq }), &[sum, wide]);
+    let is_it = g.convert(equal, DType::F32);
+    let count = g.reduce(is_it, Reducer::Sum, &[1]);
+    let kernel = &kernels(&g, &[count].into(), false)[0];
+    // Sums need more bits than bf16 has.
+    let part = |seed: u64| -> Vec<f64> {
+        (0..200u64).map(|i| DType::BF16.round(((i * 37 + seed) % 101) as f64 / 8.0 + seed as f64 / 512.0)).collect()
+    };
+    let (a, b) = (part(3), part(70).iter().map(|y| y / 32.0).collect::<Vec<f64>>());
+    let most_of = |(a, b): (&[f64], &[f64])| a.iter().zip(b).map(|(x, y)| x + y).fold(f64::MIN, f64::max);
+    let exact: Vec<f64> = a.chunks(40).zip(b.chunks(40)).map(most_of).collect();
+    let written: Vec<f64> = exact.iter().map(|&m| DType::BF16.round(m)).collect();
+    assert_ne!(exact, written, "no maximum is rounded");
+    let mut memory: Memory =
+        [(Source::Value(x), a), (Source::Value(y), b), (Source::Value(most), written)].into_iter().collect();
+    launches(&g, kernel).expect("a loop program").iter().for_each(|launch| run(launch, &[], &mut memory));
+    let found = &memory[&Source::Value(count)];
+    assert!(found.iter().all(|&n| n >= 1.0), "{found:?}");
 }
 
 /// Random bits, conversions, integers and truth values.

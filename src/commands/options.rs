@@ -565,7 +565,10 @@ impl Start {
         if self.cuda()?.is_none() {
             return Ok(());
         }
-        Err(Error::Option { option: "--device", problem: "only `run` of a plan that trains runs on GPUs so far" })
+        Err(Error::Option {
+            option: "--device",
+            problem: "only plans that train run on GPUs so far, with `run` and `verify`",
+        })
     }
 
     /// `step` is the training step that the model was, if it was one.

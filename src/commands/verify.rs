@@ -3,12 +3,13 @@
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::training::Training;
 use altiplano::verify::{Comparison, Verdict, verify};
 use altiplano::{Error, one_line};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Run a plan on CPU workers and on one device, and compare loss, gradients and updated weights
+/// Run a plan on its devices and on one, a CPU, and compare loss, gradients and updated weights
 #[derive(Args)]
 pub struct Verify {
     #[command(flatten)]
@@ -22,9 +23,12 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
-        self.start.expect_cpu()?;
+        let cuda = self.start.cuda()?;
         let (plan, given) = self.plan.plan_and_step()?;
-        let training = self.start.training(1, given.as_ref());
+        if !plan.schedule.trains() {
+            self.start.expect_cpu()?;
+        }
+        let training = Training { cuda, ..self.start.training(1, given.as_ref()) };
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;

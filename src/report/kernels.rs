@@ -1,11 +1,11 @@
 //! The kernels that a plan's programs launch on NVIDIA GPUs, as one CUDA source: what NVRTC compiles there.
 //!
-//! Equal kernels are there once, with the bodies that launch them. Matmuls and convolutions are those of libraries; what else has no
-//! text yet is named at the end.
+//! Equal kernels are there once, with the bodies that launch them. Matmuls are a library's, with kernels that gather and copy for them; what
+//! has no text yet is named at the end.
 
-use altiplano_ir::kernels::kernels;
 use altiplano_ir::program::Programs;
-use altiplano_runtime::loops::{cuda, launches};
+use altiplano_runtime::loops::cuda;
+use altiplano_runtime::tape::{Launched, Options, Unprepared, launched_by, ordered};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -14,26 +14,25 @@ pub fn kernels_text(programs: &Programs) -> String {
     // By name: who launches it, what it computes, how it is launched, and the text.
     let mut texts: BTreeMap<String, (BTreeSet<String>, String, cuda::Text)> = BTreeMap::new();
     let mut missing: BTreeMap<String, u64> = BTreeMap::new();
-    for body in programs.programs.iter().flat_map(|p| &p.bodies) {
-        let written: BTreeSet<_> = body.writes.iter().map(|w| w.1).collect();
-        for kernel in kernels(&body.graph, &written, false) {
-            let made = match launches(&body.graph, &kernel) {
-                Ok(made) => made,
-                Err(why) => {
-                    *missing.entry(why.op.to_string()).or_default() += 1;
-                    continue;
-                }
-            };
-            let ops: BTreeSet<&str> = kernel.nodes.iter().map(|&v| body.graph.node(v).op.name()).collect();
+    for program in &programs.programs {
+        let kernels = ordered(program, Options::default().gathers_ahead);
+        let (launched, without) = launched_by(program, &kernels);
+        for Unprepared::Op { op, .. } in without {
+            *missing.entry(op.to_string()).or_default() += 1;
+        }
+        for Launched { body, node, launch } in launched {
+            let (body, of_body) = (&program.bodies[body], &kernels[body]);
+            let kernel = of_body.iter().find(|kernel| kernel.nodes.last() == Some(&node));
+            let alone = [node];
+            let nodes = kernel.map_or(&alone[..], |kernel| &kernel.nodes);
+            let ops: BTreeSet<&str> = nodes.iter().map(|&v| body.graph.node(v).op.name()).collect();
             let ops = ops.into_iter().collect::<Vec<_>>().join(", ");
-            for launch in made {
-                match cuda::text(&launch) {
-                    Ok(text) => {
-                        let known = texts.entry(text.name.clone());
-                        known.or_insert_with(|| (BTreeSet::new(), ops.clone(), text)).0.insert(body.name.clone());
-                    }
-                    Err(why) => *missing.entry(why.to_string()).or_default() += 1,
+            match cuda::text(&launch) {
+                Ok(text) => {
+                    let known = texts.entry(text.name.clone());
+                    known.or_insert_with(|| (BTreeSet::new(), ops, text)).0.insert(body.name.clone());
                 }
+                Err(why) => *missing.entry(why.to_string()).or_default() += 1,
             }
         }
     }

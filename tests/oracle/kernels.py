@@ -26,7 +26,7 @@ def compiled(nvrtc, source, architecture):
     program = ctypes.c_void_p()
     if nvrtcCreate := nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None):
         return f"no program: {nvrtcCreate}", False
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w"]
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w", b"--fmad=false"]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

@@ -1,6 +1,8 @@
 //! What an NVIDIA GPU stores of a body: what its kernels read and leave in memory.
 
+use super::gathered::{Products, TILE_BYTES};
 use super::{Leaf, Output, Step, Steps, assign};
+use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::kernels::{Kernel, KernelKind};
 use crate::op::Op;
@@ -98,13 +100,17 @@ pub fn block_bytes(bytes: u64) -> u64 {
     bytes.next_multiple_of(BLOCK_BYTES)
 }
 
-/// What an op needs while it runs, beyond its operands and its result: a convolution matrices in single precision, a collective
+/// What an op needs while it runs, beyond its operands and its result: a convolution the matrices that it multiplies, a collective
 /// what it sends and gets in the order in which libraries take it.
 fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
     let node = graph.node(v);
     match &node.op {
-        Op::Convolution(op) if node.ty.dtype.is_float() => {
-            block_bytes(4 * op.workspace(graph.shape(node.operands[1]), &node.ty.shape).iter().sum::<u64>())
+        Op::Convolution(op) => {
+            let shapes = [graph.shape(node.operands[0]), graph.shape(node.operands[1]), &node.ty.shape];
+            let dtype = node.ty.dtype;
+            let scratch = Products::of(op, shapes, dtype, TILE_BYTES).map_or([0; 3], |p| p.scratch());
+            let widths = [dtype.bytes(), dtype.bytes(), DType::F32.bytes()];
+            scratch.iter().zip(widths).map(|(n, width)| block_bytes(n * width)).sum()
         }
         Op::Collective(op) => {
             let elements = op.collective.rearranged_elements(graph.shape(node.operands[0]), &op.mesh);

@@ -6,6 +6,7 @@
 //! of kernels, which go through the same [`liveness`].
 
 pub mod compile;
+pub mod gathered;
 mod launched;
 mod liveness;
 pub mod view;

@@ -5,7 +5,7 @@
 //! where they do not, each is left in memory by a launch of its own. So every kernel has launches, and most have one.
 
 use super::scalar::{Scalar, Scalars, Var};
-use super::{Fold, Launch, Param, Phase, Source, Spread, Store};
+use super::{Coordinate, Fold, Launch, Param, Phase, Source, Spread, Store};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind, ROW_BYTES};
@@ -152,7 +152,8 @@ impl<'a> Made<'a> {
         let mut left = Vec::new();
         for &v in others.iter() {
             let elements = graph.ty(v).elements();
-            if elements % rows != 0 {
+            // A step that goes beyond the row is no longer what the reductions' indices were simplified for.
+            if elements % rows != 0 || elements / rows > length {
                 left.push(v);
                 continue;
             }
@@ -177,7 +178,7 @@ impl<'a> Made<'a> {
             let (slot, dtype) = (b.slots[&v], graph.ty(v).dtype);
             let param = b.param(Source::Value(v), graph.ty(v), true);
             let value = b.scalars.element(Scalar::Slot(slot, dtype));
-            stores.push((1, Store { param, index: row, value, guard: None, adds: false }));
+            stores.push((1, Store { param, index: row, value, guard: None, combines: None }));
             left_in_memory.push(v);
         }
         let mut lengths: Vec<u64> = stores.iter().map(|s| s.0).collect();
@@ -210,7 +211,7 @@ impl<'a> Made<'a> {
         let fold = Fold { value, reducer, dtype: ty.dtype, slot };
         let param = b.param(Source::Value(v), ty, true);
         let value = b.scalars.element(Scalar::Slot(slot, ty.dtype));
-        let store = Store { param, index: row, value, guard: None, adds: false };
+        let store = Store { param, index: row, value, guard: None, combines: None };
         let spread = match rows_of(graph, v) {
             _ if length < BLOCK_ROW => Spread::Thread,
             Some(_) => Spread::Block,
@@ -259,7 +260,7 @@ pub(super) struct Builder<'a> {
     rows: u64,
     pub row: Var,
     params: Vec<Param>,
-    coordinates: Vec<Vec<AxisId>>,
+    coordinates: Vec<Coordinate>,
     /// Reductions of this row.
     slots: HashMap<ValueId, u32>,
     num_slots: u32,
@@ -314,7 +315,7 @@ impl<'a> Builder<'a> {
         let index = self.scalars.unravel(position, &ty.shape);
         let value = self.computed(v, &index)?;
         let param = self.param(Source::Value(v), ty, true);
-        Ok(Store { param, index: position, value, guard: None, adds: false })
+        Ok(Store { param, index: position, value, guard: None, combines: None })
     }
 
     /// What a reduction takes of its operand for result `row` at iteration `step`.
@@ -342,20 +343,7 @@ impl<'a> Builder<'a> {
                 let mut guard = None;
                 let mut index = Vec::with_capacity(shape.len());
                 for (d, window) in op.window.iter().enumerate() {
-                    let step = match window.reversed {
-                        true => {
-                            let back = self.scalars.times(inner[d], -1);
-                            let last = self.scalars.index(window.size as i64 - 1);
-                            self.scalars.add(last, back)
-                        }
-                        false => inner[d],
-                    };
-                    let moved = self.scalars.times(at[d], window.stride as i64);
-                    let step = self.scalars.times(step, window.window_dilation as i64);
-                    let low = self.scalars.index(-window.pad_low);
-                    let position = self.scalars.add(moved, step);
-                    let position = self.scalars.add(position, low);
-                    let (position, inside) = self.spread_out(position, window.base_dilation, shape[d]);
+                    let (position, inside) = self.scalars.window(window, at[d], inner[d], shape[d]);
                     guard = self.scalars.and(guard, inside);
                     index.push(position);
                 }
@@ -380,21 +368,6 @@ impl<'a> Builder<'a> {
             }
             op => Err(Stop::Unsupported(Unsupported { value: v, op: op.name() })),
         }
-    }
-
-    /// The element at `position` of a dimension whose `size` elements lie `dilation` apart, and what must be true for one to be there.
-    pub fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
-        let dilation = dilation.max(1) as i64;
-        let extent = (size as i64 - 1) * dilation + 1;
-        let mut guard = self.scalars.within(position, extent);
-        if dilation == 1 {
-            return (position, guard);
-        }
-        let between = self.scalars.remainder(position, dilation);
-        // No offset from an element: 0 is the only remainder below 1.
-        let exactly = self.scalars.within(between, 1);
-        guard = self.scalars.and(guard, exactly);
-        (self.scalars.quotient(position, dilation), guard)
     }
 
     pub fn is_nan(&mut self, dtype: DType, a: Var) -> Option<Var> {
@@ -582,7 +555,7 @@ impl<'a> Builder<'a> {
                 for (d, &i) in index.iter().enumerate() {
                     let low = self.scalars.index(-op.low[d]);
                     let position = self.scalars.add(i, low);
-                    let (position, inside) = self.spread_out(position, op.interior[d] + 1, of(0).shape[d]);
+                    let (position, inside) = self.scalars.spread_out(position, op.interior[d] + 1, of(0).shape[d]);
                     guard = self.scalars.and(guard, inside);
                     from.push(position);
                 }
@@ -624,9 +597,10 @@ impl<'a> Builder<'a> {
 
     /// The position of this device along axes of which there are `parts` positions, or fewer.
     fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
-        let known = self.coordinates.iter().position(|known| known == axes);
+        let wanted = Coordinate::Along(axes.to_vec());
+        let known = self.coordinates.iter().position(|known| *known == wanted);
         let at = known.unwrap_or_else(|| {
-            self.coordinates.push(axes.to_vec());
+            self.coordinates.push(wanted);
             self.coordinates.len() - 1
         });
         self.scalars.counter(Scalar::Coordinate(at as u32), parts.min(1 << 31))

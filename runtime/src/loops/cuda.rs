@@ -1,7 +1,8 @@
 //! Loop programs as CUDA C++, which NVRTC compiles for the device at hand. Nothing is included, so that no toolkit is needed.
 //!
 //! A thread, or a block of threads, takes rows as long as there are some, so that a launch is right for any number of blocks. Floats of
-//! 16 bits are read into single precision and rounded where they are written. Equal programs have equal text and equal names.
+//! 16 bits are read into single precision and rounded where they are written, or compared: what is computed again must equal what was
+//! written of it, as an element that is the maximum does. Equal programs have equal text and equal names.
 
 use super::{Fold, Launch, Param, Phase, Scalar, Spread, Store, Var};
 use altiplano_ir::dtype::DType;
@@ -210,22 +211,22 @@ impl Printer<'_> {
     }
 
     fn store(&mut self, store: &Store) -> Result<(), NoArithmetic> {
-        let Store { param, index, value, guard, adds } = *store;
+        let Store { param, index, value, guard, combines } = *store;
         let dtype = self.launch.params[param as usize].dtype;
-        let value = match dtype {
+        let bits = match dtype {
             DType::BF16 => format!("to_bf16(v{})", value.0),
             DType::F16 => format!("to_f16(v{})", value.0),
             _ => format!("v{}", value.0),
         };
         let guard = guard.map_or(String::new(), |g| format!("if (v{}) ", g.0));
         let place = format!("p{param}[v{}]", index.0);
-        self.line(
-            3,
-            match adds {
-                true => format!("{guard}add_to(&{place}, {value});"),
-                false => format!("{guard}{place} = {value};"),
-            },
-        );
+        let text = match combines {
+            None => format!("{place} = {bits};"),
+            // What the device has an instruction for.
+            Some(Reducer::Sum) if adds_at_once(dtype) => format!("add_to(&{place}, {bits});"),
+            Some(reducer) => format!("combine_with<{}>(&{place}, v{});", functor(reducer, dtype), value.0),
+        };
+        self.line(3, format!("{guard}{text}"));
         Ok(())
     }
 
@@ -282,7 +283,7 @@ impl Printer<'_> {
                 (ty, unary(*op, *dtype, &v(a))?)
             }
             Scalar::Binary(op, dtype, a, b) => (computed(*dtype)?, binary(*op, *dtype, &v(a), &v(b))?),
-            Scalar::Compare(direction, _, a, b) => {
+            Scalar::Compare(direction, dtype, a, b) => {
                 let sign = match direction {
                     Direction::Eq => "==",
                     Direction::Ne => "!=",
@@ -291,7 +292,7 @@ impl Printer<'_> {
                     Direction::Gt => ">",
                     Direction::Ge => ">=",
                 };
-                ("bool", format!("{} {sign} {}", v(a), v(b)))
+                ("bool", format!("{} {sign} {}", rounded(*dtype, &v(a)), rounded(*dtype, &v(b))))
             }
             Scalar::Select(dtype, [p, a, b]) => (computed(*dtype)?, format!("{} ? {} : {}", v(p), v(a), v(b))),
             Scalar::Convert { from, to, value } => {
@@ -435,6 +436,12 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> Result<String, NoArithm
         Binary::ShiftRightArithmetic => format!("shift_right_signed<{ty}>({a}, {b})"),
         Binary::Atan2 => return Err(NoArithmetic(dtype)),
     })
+}
+
+/// Whether there is an addition to memory that others may add to.
+fn adds_at_once(dtype: DType) -> bool {
+    let wide = matches!(dtype, DType::I32 | DType::U32 | DType::I64 | DType::U64);
+    wide || matches!(dtype, DType::F64 | DType::F32)
 }
 
 /// The name of what combines two values of a reduction.

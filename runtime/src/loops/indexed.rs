@@ -1,12 +1,13 @@
 //! Launches of ops that look elements up, scatter, sort, scan or slide windows.
 
-use super::build::{BLOCK_ROW, Builder, Made, Unsupported, unsupported};
-use super::scalar::Scalar;
+use super::build::{BLOCK_ROW, Builder, Made, Stop, Unsupported, unsupported};
+use super::scalar::{Scalar, Var};
 use super::{Fold, Phase, Source, Spread, Store};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::kernels::Kernel;
-use altiplano_ir::op::{Binary, Extremum, Op, Reducer, SelectAndScatter};
+use altiplano_ir::op::{Binary, Combine, Extremum, GatherDims, Op, Reducer, SelectAndScatter};
+use altiplano_ir::types::TensorType;
 
 impl Made<'_> {
     /// Leaves in memory which element of each window is selected: of equal ones the first.
@@ -21,12 +22,7 @@ impl Made<'_> {
         let (at, inner) = (b.scalars.unravel(b.row, &windows.shape), b.scalars.unravel(step, &sizes));
         let (mut index, mut guard) = (Vec::new(), None);
         for (d, window) in op.window.iter().enumerate() {
-            let moved = b.scalars.times(at[d], window.stride as i64);
-            let within = b.scalars.times(inner[d], window.window_dilation as i64);
-            let low = b.scalars.index(-window.pad_low);
-            let position = b.scalars.add(moved, within);
-            let position = b.scalars.add(position, low);
-            let inside = b.scalars.within(position, ty.shape[d] as i64);
+            let (position, inside) = b.scalars.window(window, at[d], inner[d], ty.shape[d]);
             guard = b.scalars.and(guard, inside);
             index.push(position);
         }
@@ -41,7 +37,7 @@ impl Made<'_> {
         let here = b.or_else(is_it, here, length as f64, DType::I32);
         let param = b.param(Source::Selected(v), &windows.with_dtype(DType::I32), true);
         let value = b.scalars.element(Scalar::Slot(first, DType::I32));
-        let store = Store { param, index: b.row, value, guard: None, adds: false };
+        let store = Store { param, index: b.row, value, guard: None, combines: None };
         let folds = [
             Fold { value: among, reducer, dtype: ty.dtype, slot: most },
             Fold { value: here, reducer: Reducer::Min, dtype: DType::I32, slot: first },
@@ -70,7 +66,7 @@ impl Made<'_> {
             let low = b.scalars.index(window.pad_low);
             let start = b.scalars.add(at[d], before);
             let start = b.scalars.add(start, low);
-            let (window, inside) = b.spread_out(start, window.stride, windows.shape[d]);
+            let (window, inside) = b.scalars.spread_out(start, window.stride, windows.shape[d]);
             guard = b.scalars.and(guard, inside);
             index.push(window);
         }
@@ -84,7 +80,7 @@ impl Made<'_> {
         let fold = Fold { value, reducer: Reducer::Sum, dtype: ty.dtype, slot };
         let param = b.param(Source::Value(v), ty, true);
         let value = b.scalars.element(Scalar::Slot(slot, ty.dtype));
-        let store = Store { param, index: b.row, value, guard: None, adds: false };
+        let store = Store { param, index: b.row, value, guard: None, combines: None };
         let phases = vec![
             Phase { length, folds: vec![fold], stores: Vec::new() },
             Phase { length: 1, folds: Vec::new(), stores: vec![store] },
@@ -134,7 +130,7 @@ impl Made<'_> {
         let index = b.scalars.position(&to, &ty.shape);
         let value = b.scalars.element(Scalar::AsElement(at[op.dim], ty.dtype));
         let param = b.param(Source::Value(v), ty, true);
-        let store = Store { param, index, value, guard: None, adds: false };
+        let store = Store { param, index, value, guard: None, combines: None };
         let length = ty.shape[op.dim];
         let phases = vec![
             Phase { length, folds: vec![fold], stores: Vec::new() },
@@ -158,27 +154,103 @@ impl Made<'_> {
                 self.spread_back(v, op)
             }
             Op::ScatterAdd(op) => {
-                let ty = graph.ty(v);
-                let mut zeros = Builder::new(self, ty.elements());
-                let param = zeros.param(Source::Value(v), ty, true);
-                let value = zeros.scalars.element(Scalar::Number(0f64.to_bits(), ty.dtype));
-                let store = Store { param, index: zeros.row, value, guard: None, adds: false };
-                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
-                self.launches.push(zeros.launch(Spread::Thread, vec![phase]));
+                let zero = |b: &mut Builder, dtype| Ok(b.scalars.element(Scalar::Number(0f64.to_bits(), dtype)));
+                self.filled(v, Source::Value(v), graph.ty(v), |b, _| zero(b, graph.ty(v).dtype))?;
                 let (indices, updates) = (node.operands[0], node.operands[1]);
-                let mut b = Builder::new(self, graph.ty(updates).elements());
-                let at = b.scalars.unravel(b.row, graph.shape(updates));
-                let stop = |stop| unsupported(graph, v, stop);
-                let (index, guard) = b.looked_up(&op.dims, &op.shape, indices, &at, true).map_err(stop)?;
-                let value = b.element(updates, &at).map_err(stop)?;
-                let param = b.param(Source::Value(v), ty, true);
-                let index = b.scalars.position(&index, &op.shape);
-                let store = Store { param, index, value, guard, adds: true };
-                let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
-                self.launches.push(b.launch(Spread::Thread, vec![phase]));
-                Ok(())
+                self.scattered(v, &op.dims, [indices, updates], Some(Reducer::Sum))
+            }
+            Op::Scatter(op) => {
+                let [operand, indices, updates] = [0, 1, 2].map(|i| node.operands[i]);
+                self.filled(v, Source::Value(v), graph.ty(v), |b, index| b.element(operand, index))?;
+                let reducer = match op.combine {
+                    Combine::Multiply => Some(Reducer::Product),
+                    Combine::Minimum => Some(Reducer::Min),
+                    Combine::Maximum => Some(Reducer::Max),
+                    Combine::Replace => None,
+                };
+                if reducer.is_none() {
+                    self.last_writers(v, &op.dims, [indices, updates])?;
+                }
+                self.scattered(v, &op.dims, [indices, updates], reducer)
             }
             op => Err(Unsupported { value: v, op: op.name() }),
         }
+    }
+
+    /// A launch that writes every element of a tensor by itself.
+    fn filled(
+        &mut self,
+        v: ValueId,
+        source: Source,
+        ty: &TensorType,
+        element: impl FnOnce(&mut Builder, &[Var]) -> Result<Var, Stop>,
+    ) -> Result<(), Unsupported> {
+        let mut b = Builder::new(self, ty.elements());
+        let index = b.scalars.unravel(b.row, &ty.shape);
+        let value = element(&mut b, &index).map_err(|stop| unsupported(self.graph, v, stop))?;
+        let param = b.param(source, ty, true);
+        let store = Store { param, index: b.row, value, guard: None, combines: None };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        self.launches.push(b.launch(Spread::Thread, vec![phase]));
+        Ok(())
+    }
+
+    /// The number of the index vector, in row-major order, that an update belongs to.
+    fn vector(b: &mut Builder, dims: &GatherDims, at: &[Var], updates: &[u64]) -> Var {
+        let over = dims.batch_dims(updates.len());
+        let index: Vec<Var> = over.iter().map(|&d| at[d]).collect();
+        let shape: Vec<u64> = over.iter().map(|&d| updates[d]).collect();
+        let number = b.scalars.position(&index, &shape);
+        b.scalars.element(Scalar::AsElement(number, DType::I32))
+    }
+
+    /// Leaves in memory for every element which index vector is the last to write it.
+    fn last_writers(&mut self, v: ValueId, dims: &GatherDims, operands: [ValueId; 2]) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let [indices, updates] = operands;
+        let ty = graph.ty(v).with_dtype(DType::I32);
+        let none = |b: &mut Builder, _: &[Var]| Ok(b.scalars.element(Scalar::Number((-1f64).to_bits(), DType::I32)));
+        self.filled(v, Source::Selected(v), &ty, none)?;
+        let stop = |stop| unsupported(graph, v, stop);
+        let mut b = Builder::new(self, graph.ty(updates).elements());
+        let at = b.scalars.unravel(b.row, graph.shape(updates));
+        let (index, guard) = b.looked_up(dims, &ty.shape, indices, &at, true).map_err(stop)?;
+        let value = Self::vector(&mut b, dims, &at, graph.shape(updates));
+        let param = b.param(Source::Selected(v), &ty, true);
+        let index = b.scalars.position(&index, &ty.shape);
+        let store = Store { param, index, value, guard, combines: Some(Reducer::Max) };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        self.launches.push(b.launch(Spread::Thread, vec![phase]));
+        Ok(())
+    }
+
+    /// Puts updates where they belong: combined with what is there, or where nothing combines them, those of the last writer alone.
+    fn scattered(
+        &mut self,
+        v: ValueId,
+        dims: &GatherDims,
+        operands: [ValueId; 2],
+        combines: Option<Reducer>,
+    ) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let (ty, [indices, updates]) = (graph.ty(v), operands);
+        let stop = |stop| unsupported(graph, v, stop);
+        let mut b = Builder::new(self, graph.ty(updates).elements());
+        let at = b.scalars.unravel(b.row, graph.shape(updates));
+        let (index, mut guard) = b.looked_up(dims, &ty.shape, indices, &at, true).map_err(stop)?;
+        if combines.is_none() {
+            let mine = Self::vector(&mut b, dims, &at, graph.shape(updates));
+            let last = b.guarded(guard, |b| b.load(Source::Selected(v), &ty.with_dtype(DType::I32), &index));
+            let is_last = b.is_equal(DType::I32, last, mine);
+            guard = b.scalars.and(guard, Some(is_last));
+        }
+        let value = b.element(updates, &at).map_err(stop)?;
+        let param = b.param(Source::Value(v), ty, true);
+        let index = b.scalars.position(&index, &ty.shape);
+        let store = Store { param, index, value, guard, combines };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        self.launches.push(b.launch(Spread::Thread, vec![phase]));
+        self.memory.insert(v);
+        Ok(())
     }
 }

@@ -6,13 +6,12 @@
 use super::{Launch, Phase, Scalar, Source, Var};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::float::reduce_precision;
-use altiplano_ir::op::Binary;
 use std::collections::BTreeMap;
 
 /// Values in memory, row major.
 pub type Memory = BTreeMap<Source, Vec<f64>>;
 
-/// Runs a launch on the device at these positions along the axes of [`Launch::coordinates`].
+/// Runs a launch that is given these [`Launch::coordinates`].
 ///
 /// # Panics
 /// Where a parameter that is read is not in memory, or an index lies outside of it: errors of who made the launch.
@@ -56,7 +55,7 @@ fn run_phase(
             let new = values[store.value.0 as usize];
             let at = values[store.index.0 as usize] as usize;
             let place = &mut memory.get_mut(&param.source).expect("what is written has a place")[at];
-            *place = if store.adds { Binary::Add.apply(*place, new, param.dtype) } else { new };
+            *place = store.combines.map_or(new, |reducer| reducer.combine().apply(*place, new, param.dtype));
         }
     }
     folded
@@ -97,7 +96,7 @@ fn value(
         Scalar::And(a, b) => truth(of(a) != 0.0 && of(b) != 0.0),
         Scalar::Unary(op, dtype, a) => op.apply(of(a), *dtype),
         Scalar::Binary(op, dtype, a, b) => op.apply(of(a), of(b), *dtype),
-        Scalar::Compare(direction, _, a, b) => truth(direction.holds(of(a), of(b))),
+        Scalar::Compare(direction, dtype, a, b) => truth(direction.holds(dtype.round(of(a)), dtype.round(of(b)))),
         Scalar::Select(_, [predicate, a, b]) => {
             if of(predicate) != 0.0 {
                 of(a)

@@ -6,12 +6,14 @@
 //! for a device ([`cuda`]) and run by a slow interpreter ([`interpret`]) that says what it means.
 
 mod build;
+mod convolution;
 pub mod cuda;
 mod indexed;
 pub mod interpret;
 mod scalar;
 
 pub use build::{Unsupported, launches};
+pub use convolution::{direct, gather, rounded};
 pub use scalar::{Scalar, Scalars, Var};
 
 use altiplano_ir::dtype::DType;
@@ -26,7 +28,8 @@ pub enum Source {
     Value(ValueId),
     /// The elements of a value that depends on no leaf, known beforehand.
     Constant(ValueId),
-    /// For each window of a select-and-scatter the position in it that is selected.
+    /// For each window of a select-and-scatter the position in it that is selected; for each element of a scatter that replaces, the
+    /// last index vector that writes it, or -1.
     Selected(ValueId),
 }
 
@@ -68,8 +71,17 @@ pub struct Store {
     pub value: Var,
     /// Only where this is true.
     pub guard: Option<Var>,
-    /// Added to what is there, by whoever comes first.
-    pub adds: bool,
+    /// Combined with what is there, by whoever comes first.
+    pub combines: Option<Reducer>,
+}
+
+/// A number that a launch is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Coordinate {
+    /// The position of the device along mesh axes.
+    Along(Vec<AxisId>),
+    /// What the command says: where a tile starts.
+    Start,
 }
 
 /// A loop over `length` iterations, which are independent but for folds.
@@ -84,8 +96,7 @@ pub struct Phase {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
     pub params: Vec<Param>,
-    /// Positions of the device along mesh axes, which the launch is given.
-    pub coordinates: Vec<Vec<AxisId>>,
+    pub coordinates: Vec<Coordinate>,
     pub scalars: Scalars,
     pub rows: u64,
     pub spread: Spread,

@@ -194,23 +194,41 @@ __device__ __forceinline__ void add_to(long long* place, long long value) {
   atomicAdd((unsigned long long*)place, (unsigned long long)value);
 }
 
-// 16 bits are exchanged within the 32 that hold them.
-template <typename T, typename Add> __device__ void add_bits(T* place, Add add) {
-  const unsigned long long address = (unsigned long long)place;
-  unsigned int* both = (unsigned int*)(address & ~3ULL);
-  const int shift = address & 2 ? 16 : 0;
-  unsigned int old = *both, seen;
+// What an element in memory is computed with.
+template <typename T> struct In {
+  typedef T computed;
+  static __device__ __forceinline__ T loaded(T x) { return x; }
+  static __device__ __forceinline__ T stored(T x) { return x; }
+};
+template <> struct In<bf16> {
+  typedef float computed;
+  static __device__ __forceinline__ float loaded(bf16 x) { return from_bf16(x); }
+  static __device__ __forceinline__ bf16 stored(float x) { return to_bf16(x); }
+};
+template <> struct In<f16> {
+  typedef float computed;
+  static __device__ __forceinline__ float loaded(f16 x) { return from_f16(x); }
+  static __device__ __forceinline__ f16 stored(float x) { return to_f16(x); }
+};
+template <int N> struct Unsigned;
+template <> struct Unsigned<1> { typedef unsigned char type; };
+template <> struct Unsigned<2> { typedef unsigned short type; };
+template <> struct Unsigned<4> { typedef unsigned int type; };
+template <> struct Unsigned<8> { typedef unsigned long long type; };
+
+// An element that others combine with theirs at the same time. Fewer than 32 bits are exchanged within the 32 that hold them.
+template <typename F, typename T> __device__ void combine_with(T* place, typename In<T>::computed value) {
+  typedef typename Unsigned<sizeof(T)>::type Part;
+  typedef typename Unsigned<(sizeof(T) < 4 ? 4 : sizeof(T))>::type Word;
+  const unsigned long long address = (unsigned long long)place, in_word = address % sizeof(Word);
+  Word* word = (Word*)(address - in_word);
+  const int shift = 8 * (int)in_word;
+  const Word mask = (Word)(Part)~(Part)0 << shift;
+  Word old = *word, seen;
   do {
     seen = old;
-    T now;
-    now.bits = (unsigned short)(seen >> shift);
-    const unsigned int next = (seen & ~(0xffffu << shift)) | ((unsigned int)add(now).bits << shift);
-    old = atomicCAS(both, seen, next);
+    const T now = same_bits<T>((Part)(seen >> shift));
+    const T next = In<T>::stored(F::of(In<T>::loaded(now), value));
+    old = atomicCAS(word, seen, (Word)((seen & ~mask) | ((Word)same_bits<Part>(next) << shift)));
   } while (old != seen);
-}
-__device__ __forceinline__ void add_to(bf16* place, bf16 value) {
-  add_bits(place, [=](bf16 now) { return to_bf16(from_bf16(now) + from_bf16(value)); });
-}
-__device__ __forceinline__ void add_to(f16* place, f16 value) {
-  add_bits(place, [=](f16 now) { return to_f16(from_f16(now) + from_f16(value)); });
 }

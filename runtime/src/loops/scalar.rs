@@ -5,15 +5,15 @@
 //! of a tensor is as short as if it had been written by hand.
 
 use altiplano_ir::dtype::DType;
-use altiplano_ir::op::{Binary, Direction, ThreefryWord, Unary};
+use altiplano_ir::op::{Binary, Direction, ThreefryWord, Unary, WindowDim};
 use std::collections::HashMap;
 
 /// A scalar by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Var(pub u32);
 
-/// How a scalar is computed. Floats of 16 bits and less are computed with in single precision, and rounded where they are stored
-/// or converted.
+/// How a scalar is computed. Floats of 16 bits and less are computed with in single precision, and rounded where they are stored,
+/// converted or compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Scalar {
     /// The row, and the iteration of a phase.
@@ -191,6 +191,40 @@ impl Scalars {
     pub fn within(&mut self, a: Var, n: i64) -> Option<Var> {
         let (low, high) = self.bounds(a);
         (low < 0 || high >= n).then(|| self.element(Scalar::Within(a, n)))
+    }
+
+    /// The element at `position` of a dimension whose `size` elements lie `dilation` apart, and what must be true for one to be there.
+    pub fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
+        let dilation = dilation.max(1) as i64;
+        let extent = (size as i64 - 1) * dilation + 1;
+        let guard = self.within(position, extent);
+        if dilation == 1 {
+            return (position, guard);
+        }
+        let between = self.remainder(position, dilation);
+        // No offset from an element: 0 is the only remainder below 1.
+        let exactly = self.within(between, 1);
+        let guard = self.and(guard, exactly);
+        (self.quotient(position, dilation), guard)
+    }
+
+    /// Where in a dimension of `size` elements a window reads at its position `inner`, for result `outer`, and what must be true for
+    /// an element to be there.
+    pub fn window(&mut self, window: &WindowDim, outer: Var, inner: Var, size: u64) -> (Var, Option<Var>) {
+        let inner = match window.reversed {
+            true => {
+                let back = self.times(inner, -1);
+                let last = self.index(window.size as i64 - 1);
+                self.add(last, back)
+            }
+            false => inner,
+        };
+        let moved = self.times(outer, window.stride as i64);
+        let step = self.times(inner, window.window_dilation as i64);
+        let low = self.index(-window.pad_low);
+        let position = self.add(moved, step);
+        let position = self.add(position, low);
+        self.spread_out(position, window.base_dilation, size)
     }
 
     pub fn and(&mut self, a: Option<Var>, b: Option<Var>) -> Option<Var> {

@@ -41,11 +41,6 @@ impl Tape {
                 }
                 all.push(self.whole(call.result.region, true));
             }
-            What::Convolution(call) => {
-                all.extend(call.operands.iter().map(|(region, _)| self.whole(*region, false)));
-                all.extend(call.workspace.map(|region| self.whole(region, true)));
-                all.push(self.whole(call.result.0, true));
-            }
             What::Fill { region, .. } => all.push(self.whole(*region, true)),
             What::Copy { from, to } | What::Collective { from, to, .. } => {
                 all.extend([self.whole(*from, false), self.whole(*to, true)]);

@@ -7,9 +7,10 @@
 use super::order::{Move, Stuck, order};
 use super::overlap::ordered;
 use super::place::{Slot, place};
-use super::prepare::{Convolved, Operand, Piece, Pieces, Place, Prepared, Table, Unprepared, prepare};
+use super::prepare::{Operand, Piece, Pieces, Place, Prepared, Table, Unprepared, prepare};
 use super::strided::{Strided, crossed};
 use super::*;
+use crate::loops::Coordinate;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::interpret::{run_all, run_mesh};
 use altiplano_ir::kernels::{Kernel, KernelKind};
@@ -469,10 +470,14 @@ impl<'a> Device<'a> {
         let mesh = &self.shared.program.mesh;
         let find = |place: Place| find(self, place);
         Ok(match piece {
-            Piece::Launch { launch, params } => {
+            Piece::Launch { launch, params, starts } => {
                 let table = self.shared.table.borrow();
-                let axes = &table.launches[launch.0 as usize].coordinates;
-                let coordinates = axes.iter().map(|a| mesh.index_along(a, &self.coordinates)).collect();
+                let mut starts = starts.iter().copied();
+                let number = |coordinate: &Coordinate| match coordinate {
+                    Coordinate::Along(axes) => mesh.index_along(axes, &self.coordinates),
+                    Coordinate::Start => starts.next().unwrap_or(0),
+                };
+                let coordinates = table.launches[launch.0 as usize].coordinates.iter().map(number).collect();
                 let regions = params.iter().map(|p| find(*p)).collect::<Result<_, _>>()?;
                 (Stream::Compute, What::Launch { launch: *launch, regions, coordinates })
             }
@@ -491,22 +496,9 @@ impl<'a> Device<'a> {
                     rhs: matrix(rhs)?,
                     result: matrix(result)?,
                     batches: product.batches.clone(),
-                    accumulate: false,
+                    accumulate: product.accumulate,
                 };
                 (Stream::Compute, What::Matmul(Box::new(call)))
-            }
-            Piece::Convolution(convolved) => {
-                let Convolved { op, operands: [lhs, rhs], result, workspace } = &**convolved;
-                let with = |placed: &(Place, TensorType)| -> Result<(RegionId, TensorType), BuildError> {
-                    Ok((find(placed.0)?, placed.1.clone()))
-                };
-                let call = ConvolutionCall {
-                    op: op.clone(),
-                    operands: [with(lhs)?, with(rhs)?],
-                    result: with(result)?,
-                    workspace: workspace.map(&find).transpose()?,
-                };
-                (Stream::Compute, What::Convolution(Box::new(call)))
             }
             Piece::Collective { axes, kind, dtype, elements, from, to } => {
                 let (from, to, communicator) = (find(*from)?, find(*to)?, self.group(axes));

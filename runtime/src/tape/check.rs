@@ -154,10 +154,6 @@ fn needs(tape: &Tape, what: &What) -> Option<Vec<(RegionId, DType, u64)>> {
                 end(&call.result, call.m, call.n, |b| b.result),
             ]
         }
-        What::Convolution(call) => {
-            let of = |(r, ty): &(RegionId, altiplano_ir::types::TensorType)| (*r, ty.dtype, ty.elements());
-            call.operands.iter().chain([&call.result]).map(of).collect()
-        }
         What::Fill { region, .. } => vec![all(*region)?],
         What::Copy { from, to } => {
             let from = all(*from)?;

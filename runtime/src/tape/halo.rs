@@ -1,6 +1,6 @@
 //! A block with the edges of its neighbours, taken from all blocks.
 
-use crate::loops::{Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
+use crate::loops::{Coordinate, Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Reducer;
@@ -41,10 +41,10 @@ pub fn launch(
         value = scalars.element(Scalar::Select(dtype, [guard, value, neutral]));
     }
     let param = |i: u32, elements, written| Param { source: Source::Value(ValueId(i)), dtype, elements, written };
-    let store = Store { param: 1, index: row, value, guard: None, adds: false };
+    let store = Store { param: 1, index: row, value, guard: None, combines: None };
     Launch {
         params: vec![param(0, n * block.elements(), false), param(1, rows, true)],
-        coordinates: vec![axes],
+        coordinates: vec![Coordinate::Along(axes)],
         scalars,
         rows,
         spread: Spread::Thread,

@@ -9,7 +9,6 @@ use crate::host::HostTensor;
 use crate::layout::{held_indices, is_replica, summand_of};
 use crate::loops::Source;
 use crate::loops::interpret::{self, Memory};
-use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::program::{Buffer, BufferKind, Programs};
 use altiplano_ir::tensor::for_each_index;
 use altiplano_ir::types::strides;
@@ -169,10 +168,6 @@ impl<'a> Host<'a> {
         }
     }
 
-    fn tensor(&self, rank: usize, (region, ty): &(RegionId, TensorType)) -> Tensor {
-        Tensor::new(ty.clone(), self.read(rank, *region))
-    }
-
     /// Runs one step on a global batch, as [`crate::Session::step`] takes it, in the order that a seed chooses.
     pub fn step(
         &mut self,
@@ -280,11 +275,6 @@ impl<'a> Host<'a> {
                 self.launch(rank, &tape.launches[launch.0 as usize], regions, coordinates);
             }
             What::Matmul(call) => self.matmul(rank, call),
-            What::Convolution(call) => {
-                let [lhs, rhs] = [0, 1].map(|i| self.tensor(rank, &call.operands[i]));
-                let result = Op::Convolution(call.op.clone()).eval(&[&lhs, &rhs], &call.result.1);
-                self.write(rank, call.result.0, &result.data);
-            }
             What::Fill { region, value } => {
                 self.write(rank, *region, &vec![*value; tape.region(*region).elements as usize]);
             }
@@ -324,12 +314,14 @@ impl<'a> Host<'a> {
     fn launch(&mut self, rank: usize, launch: &Launch, regions: &[RegionId], coordinates: &[u64]) {
         // Parameters that lie in one place are one.
         let place = |r: &RegionId| self.tapes[rank].region(*r).offset;
-        let first = |i: usize| (0..i).find(|&j| place(&regions[j]) == place(&regions[i])).unwrap_or(i);
+        // What has no elements lies nowhere, wherever that begins.
+        let empty: Vec<bool> = launch.params.iter().map(|p| p.elements == 0).collect();
+        let is_at = |j: usize, i: usize| !empty[j] && place(&regions[j]) == place(&regions[i]);
+        let first = |i: usize| (0..i).find(|&j| is_at(j, i)).unwrap_or(i);
         let mut launch = launch.clone();
         let mut memory = Memory::new();
         for (i, param) in launch.params.iter_mut().enumerate() {
-            let empty = param.elements == 0;
-            let of = if empty { i } else { first(i) };
+            let of = if empty[i] { i } else { first(i) };
             param.source = Source::Value(ValueId(of as u32));
             memory.entry(param.source.clone()).or_insert_with(|| self.read(rank, regions[i]));
         }

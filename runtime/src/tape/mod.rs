@@ -8,6 +8,7 @@
 pub mod access;
 mod build;
 pub mod check;
+mod convolved;
 mod events;
 mod halo;
 pub mod host;
@@ -22,12 +23,12 @@ mod text;
 pub use build::{BuildError, Options, build};
 pub use check::check;
 pub use overlap::ordered;
-pub use prepare::Unprepared;
+pub use prepare::{Launched, Unprepared, launched_by};
 
 use crate::loops::Launch;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::{Convolution, Reducer};
+use altiplano_ir::op::Reducer;
 use altiplano_ir::program::BufferId;
 use altiplano_ir::storage::BLOCK_BYTES;
 use altiplano_ir::tensor::Tensor;
@@ -161,16 +162,6 @@ pub struct MatmulCall {
     pub accumulate: bool,
 }
 
-/// A convolution as its op says, on whole tensors in row-major order.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ConvolutionCall {
-    pub op: Convolution,
-    pub operands: [(RegionId, TensorType); 2],
-    pub result: (RegionId, TensorType),
-    /// Bytes for matrices of its windows, as many as [`Convolution::workspace`] says in single precision.
-    pub workspace: Option<RegionId>,
-}
-
 /// What the members of a group do together, on contiguous elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CollectiveKind {
@@ -211,14 +202,13 @@ pub enum Taken {
 /// What a command does.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
-    /// A loop program with its parameters in order, and the device's positions along [`Launch::coordinates`].
+    /// A loop program with its parameters in order, and what its [`Launch::coordinates`] are.
     Launch {
         launch: LaunchId,
         regions: Vec<RegionId>,
         coordinates: Vec<u64>,
     },
     Matmul(Box<MatmulCall>),
-    Convolution(Box<ConvolutionCall>),
     /// Sets every element.
     Fill {
         region: RegionId,

@@ -1,8 +1,9 @@
 //! The bodies of a program as pieces: what their kernels are for a device, before it is said where anything lies.
 //!
-//! Loop programs come from [`crate::loops`]; matmuls, convolutions and collectives are described as libraries take them, with
-//! copies before and after where they need another layout. Every device and every microbatch uses the same pieces.
+//! Loop programs come from [`crate::loops`]; matmuls and collectives are described as libraries take them, with copies before and after
+//! where they need another layout; convolutions become both ([`super::convolved`]). Every device and every microbatch uses the same pieces.
 
+use super::convolved::convolution;
 use super::strided::Strided;
 use super::{Batch, CollectiveKind, LaunchId};
 use crate::loops::{Launch, Scalar, Source, launches};
@@ -10,9 +11,10 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Convolution, DotGeneral, Op, Reducer};
+use altiplano_ir::op::{DotGeneral, Op, Reducer};
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
+use altiplano_ir::storage::gathered::TILE_BYTES;
 use altiplano_ir::storage::view::View;
 use altiplano_ir::storage::{Steps, launched};
 use altiplano_ir::types::TensorType;
@@ -53,15 +55,7 @@ pub struct Product {
     pub sizes: [u64; 3],
     pub operands: [Operand; 3],
     pub batches: Vec<Batch>,
-}
-
-/// A convolution of values that are whole and in order.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Convolved {
-    pub op: Convolution,
-    pub operands: [(Place, TensorType); 2],
-    pub result: (Place, TensorType),
-    pub workspace: Option<Place>,
+    pub accumulate: bool,
 }
 
 /// A command without regions.
@@ -70,9 +64,10 @@ pub enum Piece {
     Launch {
         launch: LaunchId,
         params: Vec<Place>,
+        /// Where tiles start, for a launch that takes them.
+        starts: Vec<u64>,
     },
     Matmul(Box<Product>),
-    Convolution(Box<Convolved>),
     Collective {
         axes: Vec<AxisId>,
         kind: CollectiveKind,
@@ -155,7 +150,7 @@ pub fn prepare(program: &Program, body: &Body, kernels: &[Kernel], table: &mut T
     };
     let steps = steps.map(|step| match step.kernel {
         None => of_body.known(step.outputs[0].value),
-        Some(k) => of_body.kernel(&kernels[k], step.workspace_bytes).unwrap_or_else(|(value, op)| {
+        Some(k) => of_body.kernel(&kernels[k]).unwrap_or_else(|(value, op)| {
             failure.get_or_insert(Unprepared::Op { body: body.name.clone(), value, op });
             Pieces::default()
         }),
@@ -164,6 +159,36 @@ pub fn prepare(program: &Program, body: &Body, kernels: &[Kernel], table: &mut T
         Some(failure) => Err(failure),
         None => Ok(Prepared { steps, constants: of_body.constants }),
     }
+}
+
+/// A loop program, and which kernel of a program's bodies launches it: the body's number, and the node that the kernel makes last.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launched {
+    pub body: usize,
+    pub node: ValueId,
+    pub launch: Arc<Launch>,
+}
+
+/// All loop programs that a program's bodies launch, in the order in which tapes have them, with those that gather and copy for libraries.
+/// What comes second are bodies and ops of which there are none.
+pub fn launched_by(program: &Program, kernels: &[Vec<Kernel>]) -> (Vec<Launched>, Vec<Unprepared>) {
+    let mut table = Table::default();
+    let (mut all, mut missing) = (Vec::new(), Vec::new());
+    for (at, (body, kernels)) in program.bodies.iter().zip(kernels).enumerate() {
+        match prepare(program, body, kernels, &mut table) {
+            Err(why) => missing.push(why),
+            Ok(prepared) => {
+                for step in &prepared.steps.steps {
+                    let launches = step.kernel.pieces.iter().filter_map(|piece| match piece {
+                        Piece::Launch { launch, .. } => Some(table.launches[launch.0 as usize].clone()),
+                        _ => None,
+                    });
+                    all.extend(launches.map(|launch| Launched { body: at, node: step.node, launch }));
+                }
+            }
+        }
+    }
+    (all, missing)
 }
 
 struct OfBody<'a> {
@@ -198,7 +223,7 @@ impl OfBody<'_> {
         Pieces { pieces: vec![piece], ..Pieces::default() }
     }
 
-    fn kernel(&mut self, kernel: &Kernel, workspace_bytes: u64) -> Result<Pieces, Missing> {
+    fn kernel(&mut self, kernel: &Kernel) -> Result<Pieces, Missing> {
         let mut pieces = Pieces::default();
         let reads: BTreeSet<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
         let v = kernel.nodes[0];
@@ -207,16 +232,11 @@ impl OfBody<'_> {
             (KernelKind::Matmul(_), Op::DotGeneral(dot)) => self.product(&mut pieces, &reads, v, dot)?,
             (KernelKind::Convolution { .. }, Op::Convolution(op)) => {
                 let operands = [0, 1].map(|i| self.graph.node(v).operands[i]);
-                let mut placed = Vec::with_capacity(2);
-                for o in operands {
-                    placed.push((self.whole(&mut pieces, &reads, o)?, self.graph.ty(o).clone()));
-                }
-                let [lhs, rhs] = [placed[0].clone(), placed[1].clone()];
-                let result = (Place::Value(v), self.graph.ty(v).clone());
-                let bytes = TensorType::new(DType::U8, vec![workspace_bytes]);
-                let workspace = (workspace_bytes > 0).then(|| pieces.scratch(&bytes));
-                let call = Convolved { op: op.clone(), operands: [lhs, rhs], result, workspace };
-                pieces.pieces.push(Piece::Convolution(Box::new(call)));
+                let [lhs, rhs] = operands;
+                let places =
+                    [self.whole(&mut pieces, &reads, lhs)?, self.whole(&mut pieces, &reads, rhs)?, Place::Value(v)];
+                let types = [lhs, rhs, v].map(|v| self.graph.ty(v));
+                convolution(self.table, &mut pieces, op, places, types, TILE_BYTES);
             }
             (KernelKind::Collective, Op::Collective(op)) => {
                 self.collective(&mut pieces, &reads, v, &op.collective)?;
@@ -251,7 +271,7 @@ impl OfBody<'_> {
             });
         }
         let launch = self.table.add(launch.clone());
-        pieces.pieces.push(Piece::Launch { launch, params });
+        pieces.pieces.push(Piece::Launch { launch, params, starts: Vec::new() });
     }
 
     /// Where the elements of an operand lie, if strides say that.
@@ -303,7 +323,7 @@ impl OfBody<'_> {
         let ty = TensorType::new(dtype, wide(&view.shape));
         let place = pieces.scratch(&ty);
         let launch = self.table.add(copy.launch(dtype, read, ty.elements()));
-        pieces.pieces.push(Piece::Launch { launch, params: vec![from, place] });
+        pieces.pieces.push(Piece::Launch { launch, params: vec![from, place], starts: Vec::new() });
         place
     }
 
@@ -363,7 +383,12 @@ impl OfBody<'_> {
                 let written =
                     Operand { place: Place::Value(v), dtype: result.dtype, from: 0, leading: n, transposed: false };
                 let operands = [operand(lhs, views[0].1), operand(rhs, views[1].1), written];
-                pieces.pieces.push(Piece::Matmul(Box::new(Product { sizes: [m, n, k], operands, batches })));
+                pieces.pieces.push(Piece::Matmul(Box::new(Product {
+                    sizes: [m, n, k],
+                    operands,
+                    batches,
+                    accumulate: false,
+                })));
                 return Ok(());
             }
             for (i, (view, place)) in views.iter_mut().enumerate() {
@@ -398,7 +423,7 @@ impl OfBody<'_> {
         let elements = shape.iter().product();
         let place = pieces.scratch(&TensorType::new(dtype, vec![elements]));
         let launch = self.table.add(copy.launch(dtype, elements, elements));
-        pieces.pieces.push(Piece::Launch { launch, params: vec![from, place] });
+        pieces.pieces.push(Piece::Launch { launch, params: vec![from, place], starts: Vec::new() });
         place
     }
 
@@ -414,7 +439,7 @@ impl OfBody<'_> {
         let copy = Strided::transposed(&[n, pre, outer, size, post], &[1, 2, 0, 3, 4]);
         let elements = n * pre * outer * size * post;
         let launch = self.table.add(copy.launch(dtype, elements, elements));
-        pieces.pieces.push(Piece::Launch { launch, params: vec![from, to] });
+        pieces.pieces.push(Piece::Launch { launch, params: vec![from, to], starts: Vec::new() });
     }
 
     fn collective(
@@ -499,12 +524,12 @@ impl OfBody<'_> {
         pieces.pieces.push(Piece::Collective { axes: axes.clone(), kind, dtype, elements, from, to: gathered });
         let launch = super::halo::launch(ty, dim, n, (low, high, reducer), axes);
         let launch = self.table.add(launch);
-        pieces.pieces.push(Piece::Launch { launch, params: vec![gathered, to] });
+        pieces.pieces.push(Piece::Launch { launch, params: vec![gathered, to], starts: Vec::new() });
     }
 }
 
 impl Pieces {
-    fn scratch(&mut self, ty: &TensorType) -> Place {
+    pub fn scratch(&mut self, ty: &TensorType) -> Place {
         self.scratch.push((ty.dtype, ty.elements()));
         Place::Scratch(self.scratch.len() as u32 - 1)
     }
@@ -598,7 +623,7 @@ fn may_share(launches: &[Launch]) -> BTreeSet<(ValueId, ValueId)> {
                 });
             let Some((phase, store)) = stores.next() else { continue };
             let elsewhere = launches[..i].iter().any(|l| l.params.iter().any(|p| p.source == written.source));
-            if stores.next().is_some() || store.adds || elsewhere {
+            if stores.next().is_some() || store.combines.is_some() || elsewhere {
                 continue;
             }
             for (r, read) in launch.params.iter().enumerate().filter(|(_, p)| !p.written) {

@@ -46,7 +46,7 @@ impl Strided {
         let (from, to) = (place(self.from_offset, &self.from), place(self.to_offset, &self.to));
         let value = scalars.element(Scalar::Load { param: 0, index: from, guard: None, dtype });
         let param = |i: u32, elements, written| Param { source: Source::Value(ValueId(i)), dtype, elements, written };
-        let store = Store { param: 1, index: to, value, guard: None, adds: false };
+        let store = Store { param: 1, index: to, value, guard: None, combines: None };
         Launch {
             params: vec![param(0, read, false), param(1, written, true)],
             coordinates: Vec::new(),

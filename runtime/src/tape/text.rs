@@ -34,7 +34,6 @@ impl Tape {
                 let batches: Vec<String> = call.batches.iter().map(|b| format!("{} x ", b.count)).collect();
                 format!("matmul {}[{} x {} x {}]", batches.concat(), call.m, call.k, call.n)
             }
-            What::Convolution(_) => "convolution".to_string(),
             What::Fill { value, .. } => format!("fill {value}"),
             What::Copy { .. } => "copy".to_string(),
             What::Upload { .. } => "upload".to_string(),

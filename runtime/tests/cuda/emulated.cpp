@@ -199,8 +199,8 @@ static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline double rsqrt(double x) { return 1 / sqrt(x); }
 template <typename T> static inline T __shfl_xor_sync(unsigned int, T x, int) { return x; }
 template <typename T> static inline T atomicAdd(T *p, T x) { T old = *p; *p += x; return old; }
-static inline unsigned int atomicCAS(unsigned int *p, unsigned int expected, unsigned int x) {
-    unsigned int old = *p;
+template <typename T> static inline T atomicCAS(T *p, T expected, T x) {
+    T old = *p;
     if (old == expected) *p = x;
     return old;
 }

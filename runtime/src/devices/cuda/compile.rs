@@ -95,7 +95,9 @@ impl Compiler {
     /// The machine code of one kernel.
     fn image(&self, name: &str, source: &str, target: Architecture) -> Result<(Vec<u8>, Origin), CudaError> {
         let source = format!("{PRELUDE}\n{source}");
-        let options = [format!("--gpu-architecture={target}"), "--std=c++17".into(), "-w".into()];
+        // Products are rounded before they are added to, so that a value which two kernels compute is the same in both.
+        let fixed = ["--std=c++17", "-w", "--fmad=false"].map(String::from);
+        let options = [&[format!("--gpu-architecture={target}")], &fixed[..]].concat();
         let key = format!("NVRTC {}\n{}\n{source}", self.found.version, options.join(" "));
         let file = self.cache.as_ref().map(|folder| folder.join(format!("{:032x}.cubin", hash(key.as_bytes()))));
         if let Some(image) = file.as_deref().and_then(|file| kept(file, &key)) {

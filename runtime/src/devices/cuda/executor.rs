@@ -128,10 +128,8 @@ impl Executor {
         let rank = tape.rank;
         let texts = tape.launches.iter().map(|launch| text(launch)).collect::<Result<Vec<Text>, NoArithmetic>>();
         let texts = texts.map_err(|error| ExecutorError::NoText { rank, error })?;
-        let executor = Executor::set_up(tape, texts, context, compiler, search, peers, running)
-            .map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })?;
-        executor.expect_supported()?;
-        Ok(executor)
+        Executor::set_up(tape, texts, context, compiler, search, peers, running)
+            .map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })
     }
 
     fn set_up(
@@ -241,16 +239,6 @@ impl Executor {
     /// From here on it exchanges through these, one for each communicator of its tape.
     pub fn meet(&mut self, channels: Vec<Channel>) {
         self.peers = Peers::Nccl(channels);
-    }
-
-    /// What a tape may ask for and is not here yet is said before anything runs.
-    fn expect_supported(&self) -> Result<(), ExecutorError> {
-        for (index, command) in self.tape.commands.iter().enumerate() {
-            if matches!(command.what, What::Convolution(_)) {
-                return Err(self.failed(index, Failure::Tape("convolutions do not run on CUDA devices yet")));
-            }
-        }
-        Ok(())
     }
 
     /// Sets a buffer that lasts: this device's part of it, in the device's format.
@@ -616,7 +604,6 @@ fn issue(
             // SAFETY: as above.
             unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
         }
-        What::Convolution(_) => return Err(Failure::Tape("convolutions do not run on CUDA devices yet")),
         What::Collective { .. } | What::Exchange { .. } => {
             return Err(Failure::Tape("what is exchanged cannot be recorded"));
         }
@@ -675,7 +662,6 @@ fn written(tape: &Tape, what: &What) -> Vec<RegionId> {
             regions.iter().zip(params).filter(|(_, p)| p.written).map(|(region, _)| *region).collect()
         }
         What::Matmul(call) => vec![call.result.region],
-        What::Convolution(call) => vec![call.result.0],
         What::Fill { region, .. } => vec![*region],
         What::Copy { to, .. } | What::Upload { to, .. } | What::Collective { to, .. } => vec![*to],
         What::Exchange { receives, .. } => receives.iter().map(|m| m.part.region).collect(),
@@ -688,7 +674,6 @@ fn described(tape: &Tape, what: &What) -> String {
     let name = match what {
         What::Launch { .. } => "launch",
         What::Matmul(_) => "matmul",
-        What::Convolution(_) => "convolution",
         What::Fill { .. } => "fill",
         What::Copy { .. } => "copy",
         What::Upload { .. } => "upload",

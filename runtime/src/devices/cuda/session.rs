@@ -18,7 +18,7 @@ use crate::host::HostTensor;
 use crate::layout::{held_indices, is_replica, summand_of};
 use crate::mailbox::Mailbox;
 use crate::tape::{Communicator, Content, Given, Options as TapeOptions, Region, Taken, Tape, build};
-use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs};
+use altiplano_ir::program::{Buffer, BufferId, BufferKind, Program, Programs};
 use altiplano_ir::tensor::for_each_index;
 use altiplano_ir::types::{TensorType, strides};
 use std::cmp::Reverse;
@@ -234,17 +234,42 @@ impl CudaSession {
         self.gathered(is_state(parameter, slot))?.ok_or_else(unknown)
     }
 
+    /// What was accumulated of a parameter's gradient in the last step, over all programs that hold a copy of it.
+    pub fn accumulator(&mut self, parameter: &str) -> Result<HostTensor, RuntimeError> {
+        let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Accumulator { parameter: p } if p == parameter);
+        let mut sum: Option<HostTensor> = None;
+        for holder in self.holders(is_it) {
+            let part = self.gather(holder)?;
+            sum = Some(match sum {
+                None => part,
+                Some(sum) => {
+                    let both: Vec<f64> = sum.to_f64().iter().zip(part.to_f64()).map(|(x, y)| x + y).collect();
+                    HostTensor::from_f64(sum.ty, &both)
+                }
+            });
+        }
+        sum.ok_or_else(|| RuntimeError::UnknownParameter { name: parameter.to_string() })
+    }
+
     /// The first buffer of a kind, put together from one program that holds it.
     fn gathered(&mut self, is_it: impl Fn(&BufferKind) -> bool) -> Result<Option<HostTensor>, RuntimeError> {
         self.expect_running()?;
+        self.holders(is_it).first().map(|&holder| self.gather(holder)).transpose()
+    }
+
+    /// Programs with a buffer of a kind, the first of each.
+    fn holders(&self, is_it: impl Fn(&BufferKind) -> bool) -> Vec<(u32, BufferId)> {
+        let of = |program: &Program| program.buffers.iter().position(|b| is_it(&b.kind));
+        let all = (0u32..).zip(&self.programs.programs);
+        all.filter_map(|(p, program)| Some((p, BufferId(of(program)? as u32)))).collect()
+    }
+
+    /// A buffer put together from the devices of its program; where it is a partial sum, added up.
+    fn gather(&mut self, (p, buffer_id): (u32, BufferId)) -> Result<HostTensor, RuntimeError> {
+        self.expect_running()?;
         let programs = self.programs.clone();
-        let found = (0u32..)
-            .zip(&programs.programs)
-            .find_map(|(p, program)| Some((p, program.buffers.iter().position(|b| is_it(&b.kind))?)));
-        let Some((p, b)) = found else { return Ok(None) };
         let program = &programs.programs[p as usize];
-        let buffer = &program.buffers[b];
-        let buffer_id = BufferId(b as u32);
+        let buffer = &program.buffers[buffer_id.0 as usize];
         let holds = |tape: &Arc<Tape>| tape.program == p && tape.lasting(buffer_id).is_some();
         let holders: Vec<Arc<Tape>> = self.tapes.iter().filter(|tape| holds(tape)).cloned().collect();
         let ask = |tape: &&Arc<Tape>| self.orders[tape.rank as usize].send(Order::Fetch { buffer: buffer_id }).is_ok();
@@ -258,9 +283,9 @@ impl CudaSession {
             }
             let mut part = decode(buffer.ty.dtype, &bytes).into_iter();
             let indices = held_indices(&buffer.sharding, &program.mesh, &coordinates);
-            each_held(&indices, &buffer.ty.shape, |i| whole[i] = part.next().unwrap_or(f64::NAN));
+            each_held(&indices, &buffer.ty.shape, |i| whole[i] += part.next().unwrap_or(f64::NAN));
         }
-        Ok(Some(HostTensor::from_f64(buffer.ty.clone(), &whole)))
+        Ok(HostTensor::from_f64(buffer.ty.clone(), &whole))
     }
 
     /// Runs one step on a global batch, as [`crate::Session::step`] takes it.

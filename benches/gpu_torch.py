@@ -1,0 +1,92 @@
+"""What PyTorch makes of a GPU: the rate of large matrix products, and seconds of a training step of GPT-2's architecture.
+
+    gpu_torch.py peak
+    gpu_torch.py step LAYERS WIDTH HEADS BATCH SEQUENCE f32|bf16 eager|compile [STEPS]
+
+Weights, activations and optimizer state of a step are of one type, as `altiplano run --precision` has them; AdamW is fused.
+Prints one line: the best rate in TFLOP/s, or the median step in milliseconds and the peak memory in GB.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        split = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+
+class Model(nn.Module):
+    def __init__(self, layers, width, heads, length, vocabulary=50257):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids, labels):
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.tokens.weight.T
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def peak():
+    best = 0.0
+    for size in (4096, 8192, 16384):
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        times = []
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            a @ b
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        best = max(best, 2 * size**3 / statistics.median(times[2:]) / 1e12)
+    print(f"{best:.1f}")
+
+
+def step(layers, width, heads, batch, length, precision, mode, steps=12):
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = Model(layers, width, heads, length).to("cuda", dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward = torch.compile(model) if mode == "compile" else model
+    ids = torch.randint(0, 50257, (batch, length + 1), device="cuda")
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        forward(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    print(f"{1e3 * statistics.median(times[steps // 3 :]):.2f} {torch.cuda.max_memory_allocated() / 1e9:.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "peak":
+        peak()
+    else:
+        numbers, names = [int(n) for n in sys.argv[2:7]], sys.argv[7:9]
+        step(*numbers, *names, *[int(n) for n in sys.argv[9:]])
