@@ -39,7 +39,11 @@ fn convolutional_networks_are_cut_between_blocks() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/models/{name}.mlir"));
         let graph = load_model(&file, &ImportOptions::default()).expect("a model").graph;
         let shares = shares(&graph, &cluster(&graph));
-        assert!(shares.len() >= 4 && shares.iter().all(|&share| share < 0.5), "{name}: {shares:?}");
+        // The first convolution of so small a network may be most of it, and cannot be cut.
+        let flop = |v| graph.flop(v) as f64;
+        let largest = graph.values().map(flop).fold(0.0, f64::max) / graph.values().map(flop).sum::<f64>();
+        let most = largest.max(0.3) + 0.05;
+        assert!(shares.len() >= 4 && shares.iter().all(|&share| share < most), "{name}: {shares:?}");
     }
 }
 

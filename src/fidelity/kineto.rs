@@ -387,7 +387,7 @@ mod tests {
             let error = read_trace(text).unwrap_err().to_string();
             assert!(error.contains(expect), "{error}");
         };
-        says(b"{", "1:1: EOF");
+        says(b"{", "1:1: it ends here");
         says(b"[]", "1:2: invalid length");
         says(b"{\"traceEvents\": []}", "names no device");
         says(&trace(vec![]), "record_shapes=True");

@@ -180,7 +180,7 @@ fn what_is_wrong_is_named() {
         config[key] = serde_json::from_str(value).unwrap();
         config.to_string()
     };
-    check("{", "it ends here");
+    check("{", "EOF");
     check("{}", "model_type: is missing");
     check(r#"{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}"#, "n_embd: is there twice");
     check(r#"{"model_type": "mamba"}"#, "model_type: 'mamba' is not known; known are bert, deepseek_v3, gpt2");
