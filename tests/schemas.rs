@@ -97,7 +97,7 @@ fn failures_are_as_their_schema_says() {
         "name = \"small\"\n[[group]]\nnodes = 1\ndevices_per_node = 2\ndevice = \"small\"\n\
          intra_node = { kind = \"nvlink\", bytes_per_s = 1e11, latency_s = 5e-6 }\n\
          inter_node = { bytes_per_s = 1e10, nics = 1, latency_s = 5e-6 }\n\
-         [device.small]\nlike = \"A100-SXM-40GB\"\nmemory_bytes = 400000\n",
+         [device.small]\nlike = \"A100-SXM-40GB\"\nmemory_bytes = 6000000\n",
     );
     let failed = |arguments: &[&str], code: i32| {
         let said = altiplano(arguments);
