@@ -113,8 +113,15 @@ impl Layered {
         let can_join = |kind: usize| {
             let range = &ranges[self.representatives[kind]];
             let mut of_kind = (0..self.layers.len()).filter(|&l| self.kinds[l] == kind);
-            // Between parts nothing passes but one value, and no parameter is in several.
-            let apart = layers[range.clone()].iter().skip(1).all(|unit| unit.entering.len() == 1);
+            // What leaves a part is one value, which the next part alone takes, and no parameter is in several.
+            let apart = range.clone().skip(1).all(|next| {
+                let (begin, end) = (starts[next], starts[next + 1]);
+                let later = |v: &ValueId| self.users[v.index()].iter().filter(|u| u.0 >= begin).copied();
+                let is_layered = |u: ValueId| self.layer_of[u.index()].is_some();
+                let leaves = |v: &&ValueId| later(v).any(is_layered);
+                let leaving: Vec<ValueId> = layers[next - 1].nodes.iter().filter(leaves).copied().collect();
+                leaving == layers[next].entering && leaving.iter().flat_map(later).all(|u| u.0 < end)
+            });
             let mut parameters: Vec<ValueId> =
                 layers[range.clone()].iter().flat_map(|unit| unit.parameters.iter().copied()).collect();
             let all = parameters.len();

@@ -47,6 +47,10 @@ fn more_blocks_than_layers() {
         let plan = check(&request);
         assert!(plan.num_layers() < 70);
     }
+    // Here two values pass between blocks, so that layers are solved as wholes.
+    let mut request = request_of(&skipping(140), LossKind::Mean, "local:2");
+    request.pp = Some(2);
+    assert!(check(&request).num_layers() < 140);
 }
 
 /// Convolutions with and without batch statistics, and experts, where each of the degrees splits something else.
