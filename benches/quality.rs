@@ -6,6 +6,7 @@
 use altiplano::planner::sweep::{Space, sweep};
 use altiplano::planner::{PlanFailure, SearchKind, Silent, plan};
 use altiplano::{ImportOptions, cost_models::Roofline, load_cluster, load_model, model_of, request};
+use altiplano_ir::recompute::Recompute;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -93,7 +94,10 @@ fn main() {
         let (best, count, which) = match &swept {
             Ok(found) => {
                 let d = &found[0].degrees;
-                let recompute = if d.recompute { " recomputed" } else { "" };
+                let recompute = match d.recompute {
+                    Recompute::None => String::new(),
+                    level => format!(" recomputed ({level})"),
+                };
                 let v = d.virtual_stages;
                 let shared = if v > 1 { format!(", {v} stages a device") } else { String::new() };
                 let which = format!(

@@ -12,6 +12,7 @@ use altiplano::planner::model::Layered;
 use altiplano::planner::predict::predict;
 use altiplano::planner::{Request, Silent, layers};
 use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, programs, request};
+use altiplano_ir::recompute::Recompute;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -79,7 +80,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
                 tp: Some(devices / dp),
                 pp: Some(1),
                 zero: Some(zero),
-                recompute: Some(false),
+                recompute: Some(Recompute::None),
                 schedules: vec![request.schedule.unwrap_or(altiplano::ir::plan::Schedule::OneFOneB)],
                 virtual_stages: request.virtual_stages,
                 zero_bubble: false,

@@ -82,7 +82,8 @@ fn measure(name: &str, graph: Graph, nodes: u32, devices: u32, trains: bool) -> 
         levels: levels(None, mesh.num_devices(), trains),
         num_microbatches: 1,
         in_flight: 1,
-        recompute: false,
+        recompute: Default::default(),
+        first_layer: 0,
         execution: Execution::default(),
     };
     let start = Instant::now();

@@ -10,6 +10,7 @@ use crate::simulate::Simulation;
 use crate::units::{digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::recompute::Recompute;
 use altiplano_planner::fixed::Degrees;
 use altiplano_planner::sweep::configured;
 use altiplano_planner::target::execution;
@@ -29,7 +30,7 @@ pub struct Baseline {
     /// Samples that one replica takes at a time.
     pub micro_batch: u64,
     pub zero: u8,
-    pub recompute: bool,
+    pub recompute: Recompute,
 }
 
 impl FromStr for Baseline {
@@ -38,7 +39,8 @@ impl FromStr for Baseline {
     /// Reads `tp=4 pp=2 dp=8 mbs=1 zero=1 recompute target=megatron`, in any order, split by spaces or commas.
     fn from_str(text: &str) -> Result<Baseline, String> {
         let target = Target::Megatron;
-        let mut baseline = Baseline { target, tp: 1, pp: 1, dp: None, micro_batch: 1, zero: 0, recompute: false };
+        let recompute = Recompute::None;
+        let mut baseline = Baseline { target, tp: 1, pp: 1, dp: None, micro_batch: 1, zero: 0, recompute };
         let mut seen: Vec<&str> = Vec::new();
         for word in text.split([' ', ',']).filter(|word| !word.is_empty()) {
             let (name, value) = word.split_once('=').unwrap_or((word, ""));
@@ -64,9 +66,14 @@ impl FromStr for Baseline {
                 }
                 "recompute" => {
                     baseline.recompute = match value {
-                        "" | "full" => true,
-                        "none" => false,
-                        _ => return Err(format!("{word}: expected recompute, recompute=full or recompute=none")),
+                        "" | "full" => Recompute::Full,
+                        "selective" => Recompute::Selective,
+                        "none" => Recompute::None,
+                        _ => {
+                            return Err(format!(
+                                "{word}: expected recompute=full, recompute=selective or recompute=none"
+                            ));
+                        }
                     }
                 }
                 "target" => {
@@ -251,7 +258,10 @@ mod tests {
     fn baselines_are_read_in_any_order() {
         let read: Baseline = "pp=2, tp=4 recompute mbs=8 zero=1 target=altiplano".parse().unwrap();
         let target = Target::Altiplano;
-        assert_eq!(read, Baseline { target, tp: 4, pp: 2, dp: None, micro_batch: 8, zero: 1, recompute: true });
+        assert_eq!(
+            read,
+            Baseline { target, tp: 4, pp: 2, dp: None, micro_batch: 8, zero: 1, recompute: Recompute::Full }
+        );
     }
 
     #[test]

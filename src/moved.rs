@@ -138,7 +138,7 @@ pub fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
         for (i, s) in p.stages.iter().enumerate() {
             let layers = plural(u64::from(s.layers.end - s.layers.start), "layer");
             let devices = format!("{} x {}", s.devices.len(), p.group_of(s).device.name);
-            let like = [layers, devices, s.mesh.to_string(), if s.recompute { "full" } else { "none" }.to_string()];
+            let like = [layers, devices, s.mesh.to_string(), s.recompute.to_string()];
             match lines.last_mut() {
                 Some((_, last, same)) if *same == like => *last = i,
                 _ => lines.push((i, i, like)),

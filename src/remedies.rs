@@ -7,6 +7,7 @@ use crate::units::{bytes, seconds};
 use crate::{Error, plan};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Plan;
+use altiplano_ir::recompute::Recompute;
 use altiplano_planner::memory::Category;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
 use rayon::prelude::*;
@@ -187,8 +188,8 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     if request.microbatch.is_some() || request.num_microbatches.is_some() {
         changes.push(changed("a free number of microbatches", &|r| (r.microbatch, r.num_microbatches) = (None, None)));
     }
-    if request.recompute == Some(false) {
-        changes.push(changed("--recompute full", &|r| r.recompute = Some(true)));
+    if request.recompute.is_some_and(|r| r != Recompute::Full) {
+        changes.push(changed("--recompute full", &|r| r.recompute = Some(Recompute::Full)));
     }
     if request.zero.is_some_and(|level| level < 3) && request.trains() {
         changes.push(changed("--zero 3", &|r| r.zero = Some(3)));

@@ -9,6 +9,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::unstack::row_name;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, programs};
@@ -261,7 +262,7 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     request.allow_microbatch_semantics = true;
     (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
     request.zero = Some(0);
-    request.recompute = Some(false);
+    request.recompute = Some(Recompute::None);
     request.schedule = Some(if plan.schedule.trains() { Schedule::OneFOneB } else { plan.schedule });
     request.baselines = false;
     altiplano_planner::plan(&request, &Silent)

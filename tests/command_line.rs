@@ -64,7 +64,7 @@ fn what_is_fixed_stays_fixed() {
     assert_eq!(plan["schedule"], "gpipe");
     for stage in plan["stages"].as_array().into_iter().flatten() {
         assert_eq!(stage["mesh"]["axes"][0]["size"], 2);
-        assert_eq!(stage["recompute"], true);
+        assert_eq!(stage["recompute"], "full");
         assert_eq!(stage["zero"], 0);
     }
 }

@@ -110,7 +110,7 @@ fn counts_without_a_plan_say_why() {
     let small = scratch.file(
         "small.toml",
         format!(
-            "{}[device.own]\nlike = \"A100-SXM-80GB\"\nmemory_bytes = 3e6\n",
+            "{}[device.own]\nlike = \"A100-SXM-80GB\"\nmemory_bytes = 2e6\n",
             LAB.replace("device = \"A100-SXM-80GB\"", "device = \"own\"")
         ),
     );

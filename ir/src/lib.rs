@@ -24,6 +24,7 @@ pub mod op;
 pub mod optimizer;
 pub mod plan;
 pub mod program;
+pub mod recompute;
 pub mod reduce;
 pub mod repetition;
 pub mod reshard;

@@ -11,6 +11,7 @@ use crate::import::json;
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
+use crate::recompute::{Recomputation, Recompute};
 use crate::reduce::Reduction;
 use crate::rule::Strategy;
 use crate::sharding::Sharding;
@@ -155,8 +156,8 @@ pub struct Stage {
     /// Global device ids in mesh order.
     pub devices: Vec<u32>,
     pub mesh: Mesh,
-    /// Activations are recomputed from each layer's inputs in the backward pass.
-    pub recompute: bool,
+    /// What the backward pass computes again instead of keeping it.
+    pub recompute: Recomputation,
     /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Where
     /// parameters differ it is that of most of their bytes, and `parameters` says it of each.
     pub zero: u8,
@@ -168,6 +169,13 @@ pub struct Stage {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub solved: Option<Solved>,
     pub predicted: StagePredicted,
+}
+
+impl Stage {
+    /// What a layer of this stage, by its number in the plan, computes again.
+    pub fn recomputes(&self, layer: u32) -> Recompute {
+        self.recompute.of(layer.saturating_sub(self.layers.start) as usize)
+    }
 }
 
 fn is_first_group(group: &u32) -> bool {
@@ -543,6 +551,11 @@ impl Plan {
             }
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
+            }
+            if let Recomputation::ByLayer(levels) = &stage.recompute
+                && levels.len() != stage.layers.len()
+            {
+                fail(here("recompute"), "must be one word, or one for each of the stage's layers");
             }
             let seconds = |s: f64| s.is_finite() && s >= 0.0;
             if stage

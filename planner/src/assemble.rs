@@ -104,7 +104,7 @@ fn stage(
         submesh,
         devices,
         mesh: way.mesh.clone(),
-        recompute: way.recompute,
+        recompute: way.again.levels(chosen.layers.len()),
         zero: way.variant.zero,
         shardings: BTreeMap::new(),
         parameters: BTreeMap::new(),

@@ -1,7 +1,7 @@
 //! A model cut into layers, at every size of microbatch that a search asks for. Cutting and what is derived of the layers know
 //! nothing of the cluster, so that requests for several clusters share it.
 
-use crate::model::Layered;
+use crate::model::{Layered, saved_between};
 use crate::request::Request;
 use crate::{global_batch, layers};
 use altiplano_ir::batch::rebatch;
@@ -14,6 +14,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub struct Cuts {
     /// Where layers start, and where blocks do.
     starts: OnceLock<[Vec<u32>; 2]>,
+    /// Of the model as it is, whatever size is first asked for.
+    saved: OnceLock<Arc<Vec<bool>>>,
     known: Mutex<BTreeMap<u64, Arc<OnceLock<Option<Arc<Layered>>>>>>,
 }
 
@@ -44,8 +46,13 @@ impl<'a> Sizes<'a> {
             let starts = || [layers::cluster(graph), layers::cluster_finely(graph, usize::MAX)];
             let [starts, units] = self.cuts.starts.get_or_init(starts);
             let graph = at_microbatches(self.request, count)?;
-            let layered = Layered::new(graph, starts.clone(), stop_gradients, self.request.trains());
-            Some(Arc::new(layered.with_units(units.clone())))
+            let layered = |graph| Layered::new(graph, starts.clone(), stop_gradients, self.request.trains());
+            let layered = layered(graph).with_units(units.clone());
+            if !self.request.trains() {
+                return Some(Arc::new(layered));
+            }
+            let saved = || Arc::new(saved_between(&self.request.graph, starts, stop_gradients));
+            Some(Arc::new(layered.with_saved(self.cuts.saved.get_or_init(saved))))
         };
         cell.get_or_init(new).clone()
     }

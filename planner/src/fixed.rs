@@ -1,6 +1,7 @@
 //! Plans whose degrees are given: every stage on as many devices, repeated layers dealt out evenly, one mesh. Only the
 //! shardings of each layer are solved. This is how frameworks are told to split a model, and what measured tables state.
 
+use crate::again::Again;
 use crate::assemble::{Parts, assemble};
 use crate::inter_op::search::{ChosenStage, Way};
 use crate::inter_op::submesh::{Block, SubmeshShape};
@@ -12,6 +13,7 @@ use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::recompute::Recompute;
 use std::ops::Range;
 
 /// The degrees of a plan.
@@ -27,7 +29,7 @@ pub struct Degrees {
     pub virtual_stages: u32,
     pub num_microbatches: u32,
     pub zero: u8,
-    pub recompute: bool,
+    pub recompute: Recompute,
 }
 
 /// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
@@ -80,7 +82,7 @@ pub fn fixed_of(
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },
-        recompute: degrees.recompute,
+        again: Again::alike(degrees.recompute),
     };
     let stages: Vec<ChosenStage> =
         runs.into_iter().map(|layers| ChosenStage { layers, block, way: way.clone() }).collect();

@@ -6,6 +6,7 @@
 //! are solved again as a whole ([`refine`]).
 
 pub mod account;
+pub mod again;
 pub mod assemble;
 mod cuts;
 pub mod fixed;
@@ -39,6 +40,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::{DeviceKind, Group};
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage, Target};
 use altiplano_ir::program::Programs;
+use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, num_devices, search};
 use inter_op::submesh::shapes;
 use inter_op::variants;
@@ -139,7 +141,7 @@ fn best_choice(choices: Vec<Choice>) -> Choice {
     others.extend(plans.iter().cloned());
     let plan = match plans.is_empty() {
         true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
-        false => Ok(leanest_of_the_fastest(plans)),
+        false => Ok(chosen_of(plans)),
     };
     Choice { plan, baselines, others }
 }
@@ -175,8 +177,6 @@ fn choose(
         plans.push(variant);
     }
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-    let best = if plans.is_empty() { Err(failure.unwrap_or(PlanFailure::NoCombination)) } else { Ok(plans.remove(0)) };
-    let others = plans;
     let again = |plan: Plan| match progress.stopped() || freedom.alpa {
         true => Ok(plan),
         false => match layered(plan.num_microbatches).filter(|layered| layered.starts == plan.layers) {
@@ -199,7 +199,7 @@ fn choose(
                 mesh.axes[1].size,
                 p.stages.len(),
                 count(p.num_microbatches, "microbatch", "microbatches"),
-                if p.stages.iter().any(|s| s.recompute) { ", recomputed" } else { "" },
+                lost::recomputed(p),
                 match freedom.only_group.map(|group| &p.cluster.groups[group]) {
                     Some(group) => format!(", on the {} x {} alone", group.num_devices(), group.device.name),
                     None => String::new(),
@@ -226,14 +226,44 @@ fn choose(
             }
         });
     }
-    let plan = match candidates.is_empty() {
-        true => best,
-        false => {
-            candidates.extend(best.ok().filter(fits));
-            Ok(leanest_of_the_fastest(candidates))
-        }
-    };
-    Choice { plan: plan.and_then(again), baselines: alternatives, others }
+    let (mut finalists, others) = finalists(candidates, plans, request.graph.len());
+    if finalists.iter().any(fits) {
+        finalists.retain(fits);
+    }
+    let refined: Result<Vec<Plan>, PlanFailure> = finalists.into_par_iter().map(again).collect();
+    let plan = refined.and_then(|refined| match refined.is_empty() {
+        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        false => Ok(chosen_of(refined)),
+    });
+    Choice { plan, baselines: alternatives, others }
+}
+
+/// Plans whose stages are solved again before one is chosen, at most: what that gains differs from plan to plan.
+const MOST_REFINED: usize = 2;
+/// How much slower than the fastest they may be.
+const WORTH_REFINING: f64 = 1.05;
+
+/// Of baselines and plans of the search, of a model of so many nodes, the one to choose as they are and those that may be the fastest
+/// once their stages are solved again; and the plans of the search that are not among them.
+fn finalists(baselines: Vec<Plan>, plans: Vec<Plan>, num_nodes: usize) -> (Vec<Plan>, Vec<Plan>) {
+    const NODES_REFINED: usize = 20_000;
+    let most = MOST_REFINED.min(NODES_REFINED / num_nodes.max(1)).max(1);
+    let of_search = baselines.len()..;
+    let mut all: Vec<(usize, Plan)> = baselines.into_iter().chain(plans).enumerate().collect();
+    let step_s = |of: &(usize, Plan)| of.1.predicted.step_time_s;
+    all.sort_by(|a, b| (!fits(&a.1)).cmp(&!fits(&b.1)).then(step_s(a).total_cmp(&step_s(b))));
+    let num_fitting = all.partition_point(|(_, plan)| fits(plan));
+    if num_fitting > 0 {
+        let (at, most_s) = (leanest_of_the_fastest(&all[..num_fitting], |of| &of.1), step_s(&all[0]) * WORTH_REFINING);
+        let chosen = all.remove(at);
+        all.insert(0, chosen);
+        let near = all[..num_fitting].iter().filter(|of| step_s(of) <= most_s).count();
+        let lost = all.split_off(near.min(most));
+        let lost = lost.into_iter().filter(|(i, _)| of_search.contains(i)).map(|(_, plan)| plan).collect();
+        return (all.into_iter().map(|(_, plan)| plan).collect(), lost);
+    }
+    let lost = all.split_off(all.len().min(1));
+    (all.into_iter().map(|(_, plan)| plan).collect(), lost.into_iter().map(|(_, plan)| plan).collect())
 }
 
 /// Plans as people write them down, of which some may be faster than what the search found.
@@ -401,7 +431,7 @@ fn leanest(
     layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
 ) -> Result<Plan, PlanFailure> {
     let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
-    let recompute = Some(freedom.recompute.unwrap_or(true));
+    let recompute = Some(freedom.recompute.unwrap_or(Recompute::Full));
     let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
     let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
     let searched = search(request, &lean, costs, layered, &Silent);
@@ -497,7 +527,7 @@ fn within_memory(
 }
 
 /// How far above the limit an estimate of memory may be while the plan fits.
-const OVERESTIMATED: [f64; 2] = [1.15, 1.35];
+const OVERESTIMATED: [f64; 2] = [1.04, 1.15];
 
 /// Plans that fit although the search estimates that they do not, and that are worth judging: those that it would choose if devices
 /// had more memory. `known` are judged already.
@@ -510,7 +540,7 @@ fn a_little_too_large<'a>(
     progress: &dyn Progress,
     (calibration, judged): (&mut Calibration, &mut Judged<'a>),
 ) -> Result<Vec<Plan>, PlanFailure> {
-    const JUDGED: usize = 3;
+    const JUDGED: usize = 2;
     if progress.stopped() {
         return Ok(Vec::new());
     }
@@ -637,17 +667,24 @@ fn predicted(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Result<Pla
 /// about as much (benches/results/fidelity.md).
 const UNDECIDED: f64 = 0.02;
 
-/// Of plans that are as fast as the fastest, as far as the judge can tell, one that needs the fewest devices, and of those the one
+/// The place of, among plans that are as fast as the fastest, as far as the judge can tell, one that needs the fewest devices, and of those the one
 /// that needs least memory; of those that need about as much, the fastest.
-fn leanest_of_the_fastest(mut plans: Vec<Plan>) -> Plan {
-    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-    let most_s = plans[0].predicted.step_time_s * (1.0 + UNDECIDED);
-    plans.retain(|p| p.predicted.step_time_s <= most_s);
-    let fewest = plans.iter().map(Plan::num_devices).min().unwrap_or(0);
-    plans.retain(|p| p.num_devices() == fewest);
-    let least = plans.iter().map(peak_bytes).min().unwrap_or(0);
+fn leanest_of_the_fastest<T>(all: &[T], plan: impl Fn(&T) -> &Plan) -> usize {
+    let step_s = |i: &usize| plan(&all[*i]).predicted.step_time_s;
+    let mut order: Vec<usize> = (0..all.len()).collect();
+    order.sort_by(|a, b| step_s(a).total_cmp(&step_s(b)));
+    let most_s = order.first().map_or(0.0, step_s) * (1.0 + UNDECIDED);
+    order.retain(|i| step_s(i) <= most_s);
+    let fewest = order.iter().map(|&i| plan(&all[i]).num_devices()).min();
+    order.retain(|&i| Some(plan(&all[i]).num_devices()) == fewest);
+    let least = order.iter().map(|&i| peak_bytes(plan(&all[i]))).min().unwrap_or(0);
     let about = least.saturating_add(least / 50);
-    let at = plans.iter().position(|p| peak_bytes(p) <= about).unwrap_or(0);
+    order.into_iter().find(|&i| peak_bytes(plan(&all[i])) <= about).unwrap_or(0)
+}
+
+/// [`leanest_of_the_fastest`] of one plan or more.
+fn chosen_of(mut plans: Vec<Plan>) -> Plan {
+    let at = leanest_of_the_fastest(&plans, |plan| plan);
     plans.swap_remove(at)
 }
 
@@ -795,7 +832,11 @@ fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         tp,
         pp,
         zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
-        recompute: if request.trains() { request.recompute.or(alpa.then_some(true)) } else { Some(false) },
+        recompute: if request.trains() {
+            request.recompute.or(alpa.then_some(Recompute::Full))
+        } else {
+            Some(Recompute::None)
+        },
         schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
         virtual_stages: request.virtual_stages,
         zero_bubble: request.schedule.is_none(),
@@ -834,7 +875,7 @@ fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom
         virtual_stages: Some(1),
         zero_bubble: false,
         all_devices: true,
-        recompute: if request.trains() { request.recompute } else { Some(false) },
+        recompute: if request.trains() { request.recompute } else { Some(Recompute::None) },
         alpa: false,
         ..freedom.clone()
     };

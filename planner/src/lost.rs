@@ -4,8 +4,9 @@
 //! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
 
 use crate::account::{Account, Part, Work};
-use crate::{count, leanest_of_the_fastest, peak_bytes};
+use crate::{chosen_of, count, peak_bytes};
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
+use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeSet;
 
 /// Runners-up that a plan keeps.
@@ -39,18 +40,32 @@ pub fn shape(plan: &Plan) -> String {
         meshes.truncate(SHOWN);
         meshes.push(format!("{more} more"));
     }
-    let recomputed = plan.stages.iter().filter(|s| s.recompute).count();
-    let recomputed = match recomputed {
-        0 => String::new(),
-        n if n == plan.stages.len() => ", recomputed".to_string(),
-        n => format!(", {n} of them recomputed"),
-    };
     format!(
-        "{}, {}, {}{recomputed}",
+        "{}, {}, {}{}",
         stages(plan),
         count(plan.num_microbatches, "microbatch", "microbatches"),
-        meshes.join(" + ")
+        meshes.join(" + "),
+        recomputed(plan)
     )
+}
+
+/// What is computed again in how many of all layers: `, recomputed`, `, 3 of 48 layers recomputed, the others selectively`, or nothing.
+pub fn recomputed(plan: &Plan) -> String {
+    let levels = plan.stages.iter().flat_map(|s| s.layers.clone().map(|l| s.recomputes(l)));
+    let (mut full, mut selective, mut all) = (0, 0, 0);
+    for level in levels {
+        all += 1;
+        full += u32::from(level == Recompute::Full);
+        selective += u32::from(level == Recompute::Selective);
+    }
+    let layers = |n: u32| if n == all { String::new() } else { format!("{n} of {all} layers ") };
+    match (full, selective) {
+        (0, 0) => String::new(),
+        (0, n) => format!(", {}selectively recomputed", layers(n)),
+        (n, 0) => format!(", {}recomputed", layers(n)),
+        (n, m) if n + m == all => format!(", {}recomputed, the others selectively", layers(n)),
+        (n, m) => format!(", {}recomputed and {m} selectively", layers(n)),
+    }
 }
 
 /// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
@@ -79,7 +94,7 @@ pub fn reason(chosen: &Plan, lost: &Plan) -> String {
     if theirs <= ours {
         // The other plan was no slower: devices or memory decided.
         let both = vec![lost.clone(), chosen.clone()];
-        return match leanest_of_the_fastest(both) {
+        return match chosen_of(both) {
             leaner if leaner.num_devices() < lost.num_devices() => {
                 format!("as fast, on {} devices", lost.num_devices())
             }
@@ -155,7 +170,7 @@ pub(crate) mod tests {
             submesh: (1, 4),
             devices: (0..4).collect(),
             mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),
-            recompute: false,
+            recompute: Default::default(),
             zero: 0,
             shardings: Default::default(),
             parameters: Default::default(),

@@ -1,16 +1,19 @@
 //! The forward graph seen as layers: which values each has, and which layers are alike.
 
 use crate::intra_op::space::block_counts;
+use crate::intra_op::stage::gradient_readers;
 use crate::intra_op::statement::Model;
 use crate::lower::Derived;
+use crate::lower::repeat::Repeats;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::graph_hash;
+use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// A forward graph cut into layers.
 pub struct Layered {
@@ -30,6 +33,7 @@ pub struct Layered {
     units: Option<Units>,
     stops: Vec<ValueId>,
     trains: bool,
+    saved: OnceLock<Arc<Vec<bool>>>,
     derived: OnceLock<Result<Derived, AutodiffError>>,
     hash: OnceLock<String>,
 }
@@ -64,14 +68,7 @@ pub struct Layer {
 impl Layered {
     /// `trains`: whether values have gradients at all.
     pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> Layered {
-        let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-        let layer_of: Vec<Option<u32>> = graph
-            .values()
-            .map(|v| {
-                let after = starts.partition_point(|&s| s <= v.0);
-                (varies[v.index()] && !graph.node(v).op.is_leaf()).then(|| (after - 1) as u32)
-            })
-            .collect();
+        let layer_of = layers_of(&graph, &starts);
         let mut needs_gradient = vec![false; graph.len()];
         for v in graph.values() {
             let node = graph.node(v);
@@ -94,6 +91,7 @@ impl Layered {
             units: None,
             stops: stops.to_vec(),
             trains,
+            saved: OnceLock::new(),
             derived: OnceLock::new(),
             hash: OnceLock::new(),
         };
@@ -188,8 +186,22 @@ impl Layered {
             users: &self.users,
             needs_gradient: &self.needs_gradient,
             blocks: &self.blocks,
+            saved: self.saved(),
             optimizer,
         }
+    }
+
+    /// Values that stay from the forward pass to the backward, if nothing dear is computed again.
+    fn saved(&self) -> &[bool] {
+        self.saved.get_or_init(|| {
+            let Layered { graph, layer_of, users, stops, trains, .. } = self;
+            Arc::new(if *trains { saved(graph, layer_of, users, stops) } else { vec![false; graph.len()] })
+        })
+    }
+
+    /// The same, knowing the saved values of the same model at another size.
+    pub(crate) fn with_saved(self, saved: &Arc<Vec<bool>>) -> Layered {
+        Layered { saved: OnceLock::from(saved.clone()), ..self }
     }
 
     /// All that the program of a layer that ends before node `end` depends on, as text.
@@ -235,6 +247,36 @@ impl Layered {
     pub fn entering_bytes(&self, l: usize) -> u64 {
         self.layers[l].entering.iter().map(|&v| self.graph.ty(v).bytes()).sum()
     }
+}
+
+/// The layer of each node that does something on devices, by where layers start.
+fn layers_of(graph: &Graph, starts: &[u32]) -> Vec<Option<u32>> {
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let layer = |v: ValueId| {
+        let after = starts.partition_point(|&s| s <= v.0);
+        (varies[v.index()] && !graph.node(v).op.is_leaf()).then(|| (after - 1) as u32)
+    };
+    graph.values().map(layer).collect()
+}
+
+/// Which values of a model in layers a backward pass reads that nothing computes again; the same for every size of microbatch.
+pub(crate) fn saved_between(graph: &Graph, starts: &[u32], stops: &[ValueId]) -> Vec<bool> {
+    saved(graph, &layers_of(graph, starts), &graph.users(), stops)
+}
+
+fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], stops: &[ValueId]) -> Vec<bool> {
+    // A model without a derivative has no plan to train it.
+    let readers = gradient_readers(graph, stops).unwrap_or_default();
+    let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
+    read.resize(graph.len(), false);
+    let repeats = Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false };
+    let again = repeats.of(graph.values().filter(|v| layer_of[v.index()].is_some()));
+    for v in again.iter().rev() {
+        if std::mem::take(&mut read[v.index()]) {
+            graph.node(*v).operands.iter().for_each(|o| read[o.index()] = true);
+        }
+    }
+    read
 }
 
 /// The layers that begin at all but the last of `starts`, which is where they end.

@@ -1,6 +1,7 @@
 //! The plans next to a plan: one of its stages with a layer more or less, on another mesh, or recomputing where it did not. What
 //! the stage would be then is solved as the search solves it, and the whole is judged as every plan is.
 
+use crate::again::Again;
 use crate::assemble::{Parts, assemble};
 use crate::inter_op::search::{ChosenStage, Way};
 use crate::inter_op::submesh::{Block, SubmeshShape};
@@ -12,6 +13,7 @@ use crate::{fits, freedom, peak_bytes, predicted, refine, target};
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 
 /// A plan that differs in one respect.
@@ -46,7 +48,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
         let mut new = assemble(request, &parts, &costs as &dyn Costs)?;
         // A stage that stays what it was keeps the shardings that it had.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
-            let same = (&a.layers, &a.way.mesh, a.way.recompute) == (&b.layers, &b.way.mesh, b.way.recompute);
+            let same = (&a.layers, &a.way.mesh, a.way.again) == (&b.layers, &b.way.mesh, b.way.again);
             if same {
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }
@@ -78,7 +80,12 @@ fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
     ChosenStage {
         layers: stage.layers.start as usize..stage.layers.end as usize,
         block: Block { group: stage.group as usize, shape },
-        way: Way { mesh: stage.mesh.clone(), roles: AxisRoles::default(), variant, recompute: stage.recompute },
+        way: Way {
+            mesh: stage.mesh.clone(),
+            roles: AxisRoles::default(),
+            variant,
+            again: Again::of(&stage.recompute, stage.layers.len()),
+        },
     }
 }
 
@@ -128,9 +135,20 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
         }
     }
     if plan.schedule.trains() {
-        let recompute = !plan.stages[stage].recompute;
-        let text = if recompute { "recomputing" } else { "not recomputing" };
-        change(text.to_string(), &|s| s[stage].way.recompute = recompute);
+        let now = as_is[stage].way.again;
+        for level in Recompute::ALL {
+            // What attention recomputes in any case is no choice.
+            let possible = level != Recompute::Selective || !plan.execution.fused_attention;
+            if possible && Again::alike(level) != now {
+                let text = match level {
+                    Recompute::None => "recomputing nothing".to_string(),
+                    level => {
+                        format!("recomputing {}", if level == Recompute::Full { "all" } else { "attention scores" })
+                    }
+                };
+                change(text, &|s| s[stage].way.again = Again::alike(level));
+            }
+        }
     }
     changes
 }

@@ -14,7 +14,7 @@ use crate::intra_op::statement::Kept;
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
-use crate::{fits, leanest_of_the_fastest, predicted};
+use crate::{chosen_of, fits, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -84,7 +84,7 @@ pub fn refined(
         }
         let other = predicted(other, layered.derived()?, costs)?;
         if fits(&other) {
-            return Ok(leanest_of_the_fastest(vec![plan, other]));
+            return Ok(chosen_of(vec![plan, other]));
         }
         for (share, stage) in shares.iter_mut().zip(&other.stages) {
             let (peak, device) = (stage.predicted.peak_bytes as f64, device(stage));

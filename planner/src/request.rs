@@ -6,6 +6,7 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Plan, Schedule, Target};
+use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 
 /// A planning problem. What is `None` is searched.
@@ -33,7 +34,7 @@ pub struct Request {
     /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
     pub virtual_stages: Option<u32>,
     pub zero: Option<u8>,
-    pub recompute: Option<bool>,
+    pub recompute: Option<Recompute>,
     pub optimizer: Optimizer,
     /// The largest norm that all gradients together may have.
     pub clip_norm: Option<f64>,

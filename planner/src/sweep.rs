@@ -15,6 +15,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::{Plan, Schedule, Stage};
+use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub struct Space {
     /// Samples that one replica takes at a time.
     pub micro_batches: Vec<u64>,
-    pub recompute: Vec<bool>,
+    pub recompute: Vec<Recompute>,
     pub zero: Vec<u8>,
     /// Stages on the same devices.
     pub virtual_stages: Vec<u32>,
@@ -35,7 +36,7 @@ impl Default for Space {
     fn default() -> Self {
         Space {
             micro_batches: vec![1, 2, 3, 4, 6, 8, 12, 16],
-            recompute: vec![false, true],
+            recompute: Recompute::ALL.to_vec(),
             zero: vec![0, 1],
             virtual_stages: vec![1, 2],
         }
@@ -169,7 +170,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         virtual_stages: start.virtual_stages,
         num_microbatches: start.num_microbatches,
         zero: start.stages[0].zero.min(1),
-        recompute: start.stages.iter().any(|s| s.recompute),
+        recompute: start.stages.iter().map(|s| s.recompute.most()).max().unwrap_or_default(),
     };
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
@@ -264,7 +265,9 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     for count in next(&|d| d.num_microbatches, &|d| same_shape(d) && options(d) == options(at)) {
         add(&|d| same_shape(d) && options(d) == options(at) && d.num_microbatches == count);
     }
-    add(&|d| same_shape(d) && options(d) == (at.virtual_stages, at.zero, !at.recompute));
+    for recompute in Recompute::ALL {
+        add(&|d| same_shape(d) && options(d) == (at.virtual_stages, at.zero, recompute));
+    }
     add(&|d| same_shape(d) && options(d) == (at.virtual_stages, 1 - at.zero.min(1), at.recompute));
     add(&|d| {
         same_shape(d) && d.virtual_stages != at.virtual_stages && (d.zero, d.recompute) == (at.zero, at.recompute)
@@ -305,8 +308,12 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 if request.num_microbatches.is_some_and(|n| n != num_microbatches) {
                     continue;
                 }
-                for &recompute in space.recompute.iter().filter(|&&r| request.recompute.is_none_or(|given| given == r))
-                {
+                // What attention recomputes in any case is no choice.
+                let possible = |r: Recompute| match request.recompute {
+                    Some(given) => given == r,
+                    None => r != Recompute::Selective || !request.execution.fused_attention,
+                };
+                for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
                         // Interleaving goes by groups of as many microbatches as there are lanes.

@@ -6,8 +6,9 @@ use altiplano_cost_models::preset;
 use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
+use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
 use support::networks::{convolutional, mixture_of_experts, skipping};
@@ -78,14 +79,38 @@ fn other_kinds_of_networks() {
 #[test]
 fn every_way_to_store_and_to_recompute() {
     for zero in 0..=3 {
-        for recompute in [false, true] {
+        for recompute in Recompute::ALL {
             let mut request = request("local:4");
             (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(2));
             (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
             let plan = check(&request);
-            assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == recompute));
+            assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
         }
     }
+}
+
+/// A device that lacks a little memory computes some layers again, not all.
+#[test]
+fn as_much_is_recomputed_as_must_be() {
+    let of = |recompute: Option<Recompute>, memory_bytes: Option<u64>| {
+        let mut request = request_of(&transformer(12), LossKind::Mean, "local:2");
+        (request.pp, request.virtual_stages, request.schedule) = (Some(2), Some(1), Some(Schedule::OneFOneB));
+        (request.num_microbatches, request.recompute) = (Some(4), recompute);
+        let device = &mut request.cluster.groups[0].device;
+        device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
+        request
+    };
+    let peak = |plan: &Plan| plan.predicted.peak_bytes.iter().copied().max().unwrap();
+    let step_s = |plan: &Plan| plan.predicted.step_time_s;
+    let [kept, full] = [Recompute::None, Recompute::Full].map(|r| check(&of(Some(r), None)));
+    assert!(peak(&full) < peak(&kept) && step_s(&kept) < step_s(&full));
+    let between = check(&of(None, Some((peak(&kept) + 2 * peak(&full)) / 3)));
+    assert!(step_s(&between) < step_s(&full), "{} and {}", step_s(&between), step_s(&full));
+    assert!(between.stages.iter().any(|s| s.recompute.least() < Recompute::Full));
+    let mixed = between.stages.iter().any(|s| matches!(s.recompute, Recomputation::ByLayer(_)));
+    let of_stages = between.stages.iter().map(|s| s.recompute.to_string()).collect::<Vec<_>>();
+    assert!(mixed, "{of_stages:?}");
+    assert_eq!(Plan::from_json(&between.to_json()).unwrap(), between);
 }
 
 #[test]
@@ -109,7 +134,7 @@ fn stages_that_share_devices() {
         ("local:4", 2, 1, 2, 2, 2),
         ("local:4", 1, 2, 2, 3, 4),
     ] {
-        for (zero, recompute) in [(0, false), (3, true)] {
+        for (zero, recompute) in [(0, Recompute::None), (3, Recompute::Full)] {
             let mut request = request_of(&transformer(5), LossKind::Mean, cluster);
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
             (request.virtual_stages, request.num_microbatches) = (Some(shared), Some(microbatches));
@@ -131,7 +156,7 @@ fn gradients_of_weights_apart() {
         (mixture_of_experts(2), 1, 1, 2),
         (skipping(6), 2, 1, 2),
     ] {
-        for (zero, recompute) in [(0, false), (1, true), (3, false)] {
+        for (zero, recompute) in [(0, Recompute::None), (1, Recompute::Full), (3, Recompute::Selective)] {
             let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", 3 * dp * tp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(3));
             (request.schedule, request.num_microbatches) = (Some(Schedule::ZbH1), Some(microbatches));

@@ -15,6 +15,7 @@ use altiplano_ir::op::{
     Scatter, Slice, Threefry, ThreefryWord, Unary, WindowDim,
 };
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::{Goal, reduce};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
@@ -226,11 +227,11 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
 }
 
 /// Plans the graph of `steps` with fixed degrees, or where `dp` is zero as the search likes, and compares.
-fn check(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32), zero: u8, recompute: bool) {
+fn check(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32), zero: u8, recompute: Recompute) {
     check_graph(&graph(steps), degrees, zero, recompute);
 }
 
-fn check_graph(graph: &Graph, (dp, tp, pp): (u32, u32, u32), zero: u8, recompute: bool) {
+fn check_graph(graph: &Graph, (dp, tp, pp): (u32, u32, u32), zero: u8, recompute: Recompute) {
     let cluster = preset(&format!("local:{}", if dp > 0 { dp * tp * pp } else { 4 })).expect("a known preset");
     let mut request = Request::new("random", graph.clone(), LossKind::Other, cluster);
     request.baselines = false;
@@ -258,9 +259,9 @@ proptest! {
         steps in prop::collection::vec((0u8..18, 0u8..6, 0u8..6), 2..12),
         degrees in prop::sample::select(vec![(4u32, 1u32, 1u32), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 3), (0, 0, 0)]),
         zero in 0u8..4,
-        recompute in any::<bool>(),
+        recompute in 0..3usize,
     ) {
-        check(&steps, degrees, zero, recompute);
+        check(&steps, degrees, zero, Recompute::ALL[recompute]);
     }
 }
 
@@ -272,7 +273,7 @@ fn check_twin(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32)) {
     let elements = |g: &Graph| g.nodes.iter().map(|n| n.ty.elements()).max();
     assert!(elements(&twin.graph) <= elements(&whole));
     assert_eq!(twin.map[whole.outputs[0].index()], Some(twin.graph.outputs[0]));
-    check_graph(&twin.graph, degrees, 1, false);
+    check_graph(&twin.graph, degrees, 1, Recompute::None);
 }
 
 proptest! {
@@ -289,12 +290,12 @@ proptest! {
 /// The first use of a weight has no cotangent: it only says in which order values are taken.
 #[test]
 fn gradients_of_weights_that_choose_first() {
-    check(&[(9, 0, 3), (0, 0, 0), (12, 0, 2), (9, 0, 0)], (4, 1, 1), 0, false);
+    check(&[(9, 0, 3), (0, 0, 0), (12, 0, 2), (9, 0, 0)], (4, 1, 1), 0, Recompute::None);
 }
 
 /// Two values that a stage sends have one cotangent, of which the second copy is read by nobody.
 #[test]
 fn cotangents_that_come_twice() {
     let steps = [(3, 0, 0), (0, 0, 0), (5, 0, 0), (2, 1, 0), (0, 2, 0), (0, 0, 0), (4, 4, 0), (0, 4, 1), (8, 0, 1)];
-    check(&steps, (1, 2, 2), 0, false);
+    check(&steps, (1, 2, 2), 0, Recompute::None);
 }

@@ -11,6 +11,7 @@ use altiplano_ir::op::{Cumulative, Direction, DotGeneral, Input, Op, Parameter, 
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Storage};
 use altiplano_ir::program::{Phase, Programs};
+use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -66,7 +67,7 @@ fn cluster() -> Cluster {
 fn request(graph: &Graph, cluster: Cluster) -> Request {
     let mut request = Request::new("scheme", graph.clone(), LossKind::Mean, cluster);
     request.num_microbatches = Some(1);
-    request.recompute = Some(false);
+    request.recompute = Some(Recompute::None);
     request
 }
 

@@ -7,6 +7,7 @@ use altiplano_cost_models::{Rooflines, preset};
 use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::recompute::Recompute;
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::lower::{Derived, Sketch, sketch};
 use altiplano_planner::predict::predict;
@@ -70,7 +71,11 @@ fn check_one(plan: &Plan) -> usize {
 /// The stages between the first and the last of a transformer run the same.
 #[test]
 fn middle_stages_are_lowered_once() {
-    for (schedule, recompute) in [(Schedule::OneFOneB, false), (Schedule::GPipe, true), (Schedule::ZbH1, false)] {
+    for (schedule, recompute) in [
+        (Schedule::OneFOneB, Recompute::None),
+        (Schedule::GPipe, Recompute::Full),
+        (Schedule::ZbH1, Recompute::Selective),
+    ] {
         for (dp, tp) in [(1, 1), (2, 1), (1, 2)] {
             let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 4 * dp * tp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(4));

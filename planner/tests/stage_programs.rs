@@ -11,6 +11,7 @@ use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Op, Parameter, Reducer};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Plan, Schedule};
+use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};
@@ -88,7 +89,14 @@ fn with_program<T>(
 }
 
 fn demand(levels: Vec<u8>) -> Demand {
-    Demand { levels, num_microbatches: 2, in_flight: 2, recompute: false, execution: Execution::default() }
+    Demand {
+        levels,
+        num_microbatches: 2,
+        in_flight: 2,
+        recompute: Recomputation::default(),
+        first_layer: 0,
+        execution: Execution::default(),
+    }
 }
 
 /// The best of all choices within a limit, against the solver.
@@ -114,11 +122,12 @@ proptest! {
     fn stages_are_solved_exactly(
         steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 0..3),
         two in any::<bool>(),
-        recompute in any::<bool>(),
+        recompute in 0..3usize,
         parts in 0u64..5,
     ) {
         let graph = random_graph(&steps);
         let mesh = if two { Mesh::new(&[("data", 2), ("tensor", 1)]) } else { Mesh::new(&[("data", 1), ("tensor", 2)]) };
+        let recompute = Recomputation::Alike(Recompute::ALL[recompute]);
         let demand = Demand { recompute, ..demand(vec![0, 1, 2, 3]) };
         with_program(&graph, &mesh, &demand, |program, _, _| {
             let Some(all) = all_choices(program) else { return Ok(()) };
@@ -217,9 +226,11 @@ fn every_parameter_may_be_stored_in_its_own_way() {
 /// What a stage's problem says is held, beside what the CPU runtime holds.
 #[test]
 fn memory_is_estimated() {
+    use Recompute::{Full as FULL, None as KEPT, Selective as SELECTIVE};
     let mut ratios = Vec::new();
     for (dp, tp, pp) in [(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2)] {
-        for (zero, recompute) in [(0, false), (1, false), (2, true), (3, false), (3, true)] {
+        for (zero, recompute) in [(0, KEPT), (1, KEPT), (1, SELECTIVE), (2, FULL), (3, KEPT), (3, SELECTIVE), (3, FULL)]
+        {
             let mut request = request(&format!("local:{}", dp * tp * pp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
             (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
@@ -239,7 +250,8 @@ fn memory_is_estimated() {
                     levels: levels(Some(zero), stage.mesh.num_devices(), true),
                     num_microbatches: 2,
                     in_flight: plan.schedule.in_flight(2, plan.stages.len() as u32, i as u32),
-                    recompute,
+                    recompute: Recomputation::Alike(recompute),
+                    first_layer: plan.stages[i].layers.start,
                     execution: plan.execution,
                 };
                 let model = layered.model(Some(&request.optimizer));

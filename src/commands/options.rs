@@ -16,6 +16,7 @@ use altiplano::training::{DataOptions, Training};
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
 };
+use altiplano_ir::recompute::Recompute;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -268,15 +269,18 @@ pub struct FixedOptions {
     zero: Option<u8>,
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
-    recompute: Option<Recompute>,
+    recompute: Option<RecomputeName>,
     /// Order of forward and backward work on the stages of a pipeline
     #[arg(long)]
     schedule: Option<ScheduleName>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum Recompute {
+enum RecomputeName {
     None,
+    /// Products larger than their factors, as attention scores are
+    Selective,
+    /// Everything that does not leave its layer
     Full,
 }
 
@@ -418,7 +422,11 @@ impl FixedOptions {
         request.pp = self.pp;
         request.virtual_stages = self.virtual_stages;
         request.zero = self.zero;
-        request.recompute = self.recompute.map(|r| r == Recompute::Full);
+        request.recompute = self.recompute.map(|r| match r {
+            RecomputeName::None => Recompute::None,
+            RecomputeName::Selective => Recompute::Selective,
+            RecomputeName::Full => Recompute::Full,
+        });
         let schedule = self.schedule.map(|s| match s {
             ScheduleName::Gpipe => Schedule::GPipe,
             ScheduleName::OneFOneB => Schedule::OneFOneB,

@@ -16,6 +16,7 @@ use altiplano_cost_models::compute::Compute;
 use altiplano_cost_models::kernels::Kernel;
 use altiplano_cost_models::{Roofline, catalogue, quoted, write_constants};
 use altiplano_ir::cluster::{Constants, Device};
+use altiplano_ir::recompute::Recompute;
 use altiplano_runtime::random::Stream;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -174,7 +175,7 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
 fn steps(file: &Path, judge: &Judge) -> Result<Vec<(Device, Measured)>, Error> {
     let rows = read_table(file)?;
     let reading::Read { recompute, .. } = reading::read(file, &rows, judge, Recomputation::Inferred)?;
-    let measured = |(row, recompute): (Row, bool)| {
+    let measured = |(row, recompute): (Row, Recompute)| {
         let wrong = |error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) };
         let prepared = Box::new(Prepared::new(&row, judge, recompute).map_err(wrong)?);
         let device = prepared.device().clone();

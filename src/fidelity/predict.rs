@@ -9,6 +9,7 @@ use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::plan::{Execution, Plan, Schedule};
+use altiplano_ir::recompute::Recompute;
 use altiplano_planner::fixed::{Degrees, fixed};
 use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::lower::{Derived, Sketch, sketch};
@@ -100,8 +101,8 @@ struct Size {
 }
 
 impl Prepared {
-    /// `recompute`: whether activations are computed again, where that is not what the row states.
-    pub fn new(row: &Row, judge: &Judge, recompute: bool) -> Result<Prepared, TableError> {
+    /// `recompute`: what is computed again, where that is not what the row states.
+    pub fn new(row: &Row, judge: &Judge, recompute: Recompute) -> Result<Prepared, TableError> {
         let sizes = match row.micro_batch {
             MicroBatch::Of(size) => vec![size],
             MicroBatch::Best => {
@@ -131,7 +132,7 @@ impl Prepared {
     }
 }
 
-fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: bool) -> Result<Size, TableError> {
+fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> Result<Size, TableError> {
     let boxed = |error: Error| TableError::Model(Box::new(error));
     let failed = |failure: PlanFailure| boxed(failure.into());
     let model = judge.model(row).map_err(boxed)?;

@@ -10,6 +10,7 @@ use super::predict::{Judge, Prepared};
 use super::table::Row;
 use crate::Error;
 use altiplano_cost_models::Roofline;
+use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -44,8 +45,8 @@ const FAR_BETTER: f64 = 0.85;
 
 /// Rows as they are read.
 pub struct Read {
-    /// Whether each row computes activations again.
-    pub recompute: Vec<bool>,
+    /// What each row computes again.
+    pub recompute: Vec<Recompute>,
     /// Seconds of each row under the constants of the catalogue.
     pub predicted_s: Vec<f64>,
     pub readings: Vec<Reading>,
@@ -53,7 +54,7 @@ pub struct Read {
 
 /// Reads rows, judged under the constants of the catalogue.
 pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputation) -> Result<Read, Error> {
-    let seconds = |recompute: fn(&Row) -> bool, rows: &[&Row]| -> Result<Vec<f64>, Error> {
+    let seconds = |recompute: fn(&Row) -> Recompute, rows: &[&Row]| -> Result<Vec<f64>, Error> {
         rows.par_iter()
             .map(|row| {
                 let prepared = Prepared::new(row, judge, recompute(row)).map_err(|error| Error::Row {
@@ -66,18 +67,18 @@ pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputati
             .collect()
     };
     let mut predicted = seconds(Row::recomputes, &rows.iter().collect::<Vec<_>>())?;
-    let mut recompute: Vec<bool> = rows.iter().map(Row::recomputes).collect();
+    let mut recompute: Vec<Recompute> = rows.iter().map(Row::recomputes).collect();
     let mut readings = Vec::new();
     let asked = if recomputation == Recomputation::Stated { BTreeMap::new() } else { campaigns(rows) };
     for ((source, cluster), members) in asked {
         let here: Vec<&Row> = members.iter().map(|&i| &rows[i]).collect();
-        let without = seconds(|_| false, &here)?;
+        let without = seconds(|_| Recompute::None, &here)?;
         let measured: Vec<f64> = here.iter().map(|r| r.measured_step_s).collect();
         let stated: Vec<f64> = members.iter().map(|&i| predicted[i]).collect();
         let (stated, read) = (mape_percent(&stated, &measured), mape_percent(&without, &measured));
         if read < FAR_BETTER * stated {
             for (&i, &s) in members.iter().zip(&without) {
-                (predicted[i], recompute[i]) = (s, false);
+                (predicted[i], recompute[i]) = (s, Recompute::None);
             }
             readings.push(Reading {
                 source,
@@ -94,7 +95,7 @@ pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputati
 /// Rows that state full recomputation, by source and kind of node, where there are enough.
 fn campaigns(rows: &[Row]) -> BTreeMap<(String, String), Vec<usize>> {
     let mut campaigns: BTreeMap<(String, String), Vec<usize>> = BTreeMap::new();
-    for (i, row) in rows.iter().enumerate().filter(|(_, r)| r.recomputes()) {
+    for (i, row) in rows.iter().enumerate().filter(|(_, r)| r.recomputes() == Recompute::Full) {
         let node = row.cluster.split([':', '/']).next().unwrap_or_default();
         campaigns.entry((row.source.clone(), node.to_string())).or_default().push(i);
     }

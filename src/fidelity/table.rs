@@ -1,6 +1,7 @@
 //! Tables of measured steps: CSV with a header, a row a measurement. README.md describes the columns.
 
 use crate::Error;
+use altiplano_ir::recompute::Recompute;
 use serde::Deserialize;
 use std::path::Path;
 
@@ -45,8 +46,12 @@ pub enum MicroBatch {
 
 impl Row {
     /// Whether the row states that each layer is computed again in the backward pass.
-    pub fn recomputes(&self) -> bool {
-        self.recompute == "full"
+    pub fn recomputes(&self) -> Recompute {
+        match self.recompute.as_str() {
+            "full" => Recompute::Full,
+            "selective" => Recompute::Selective,
+            _ => Recompute::None,
+        }
     }
 
     /// The degrees in words: `tp2 pp4 dp1, microbatches of 2`.

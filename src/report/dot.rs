@@ -5,6 +5,7 @@ use crate::units::{bytes, plural};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::recompute::Recompute;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -21,7 +22,10 @@ pub fn plan_dot(plan: &Plan) -> String {
             if stage.devices.len() == 1 { "device" } else { "devices" },
             devices(&stage.devices),
             stage.mesh,
-            if stage.recompute { ", recomputed" } else { "" }
+            match stage.recompute.most() {
+                Recompute::None => String::new(),
+                _ => format!(", recomputed: {}", stage.recompute),
+            }
         );
         let _ = writeln!(out, "  subgraph cluster_{i} {{\n    label = \"{}\"", escaped(&title));
         for layer in stage.layers.clone() {

@@ -306,7 +306,7 @@ impl<'a> Layouts<'a> {
                 format!("group{}, {}", stage.group, plan.group_of(stage).device.name),
                 devices(&stage.devices),
                 stage.mesh.to_string(),
-                if stage.recompute { "full" } else { "none" }.to_string(),
+                stage.recompute.to_string(),
                 zero,
             ];
             table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));

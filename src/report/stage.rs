@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::simulate::{HeldTensor, Simulation};
 use crate::units::{bytes, percent, seconds};
 use altiplano_ir::plan::Plan;
+use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_planner::account::{Account, Part};
 use altiplano_planner::neighbours::{Neighbour, neighbours};
 use std::fmt::Write;
@@ -45,7 +46,13 @@ pub fn why_stage(plan: &Plan, number: usize) -> Result<String, Error> {
         devices(&stage.devices),
         range(node(first), node(last) + 1),
         stage.mesh,
-        if stage.recompute { "activations are computed again in the backward" } else { "activations are kept" },
+        match &stage.recompute {
+            Recomputation::Alike(Recompute::None) => "activations are kept".to_string(),
+            Recomputation::Alike(Recompute::Full) => "activations are computed again in the backward".to_string(),
+            Recomputation::Alike(Recompute::Selective) =>
+                "attention scores are computed again in the backward".to_string(),
+            mixed => format!("activations are computed again in the backward: {mixed}"),
+        },
     );
     let account = &simulation.accounts()[number];
     let step_s = plan.predicted.step_time_s;

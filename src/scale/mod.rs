@@ -29,6 +29,7 @@ use crate::simulate::Simulation;
 use altiplano_cost_models::catalogue::MAX_DEVICES;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Plan;
+use altiplano_ir::recompute::Recompute;
 use altiplano_planner::account::{Part, Work, of_lanes};
 use altiplano_planner::lost::shape;
 use altiplano_planner::request::Muted;
@@ -430,7 +431,7 @@ fn point(plan: &Plan, nodes: u32, devices: u32, request: &Request, question: &Qu
         samples_per_s,
         mfu: p.mfu * utilisation,
         device_flop_per_s: p.model_flop * utilisation / p.step_time_s / f64::from(plan.num_devices().max(1)),
-        recomputed: plan.stages.iter().all(|s| s.recompute),
+        recomputed: plan.stages.iter().all(|s| s.recompute.least() == Recompute::Full),
         peak_bytes: p.peak_bytes.iter().copied().max().unwrap_or(0),
         how: shape(plan),
         efficiency: 1.0,

@@ -7,6 +7,7 @@ use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule};
 use altiplano::planner::Silent;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
+use altiplano_ir::recompute::Recompute;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -158,7 +159,11 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     }
     request.zero = number("zero").map(|zero| zero as u8);
     request.num_microbatches = number("micro");
-    request.recompute = has("recompute").then_some(true);
+    request.recompute = match (has("recompute"), has("selective")) {
+        (true, _) => Some(Recompute::Full),
+        (_, true) => Some(Recompute::Selective),
+        _ => None,
+    };
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
     }

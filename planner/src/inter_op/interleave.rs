@@ -6,8 +6,10 @@
 
 use super::dynamic::Candidate;
 use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
+use crate::again::Again;
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_ir::plan::Schedule;
+use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,8 +18,6 @@ use std::ops::Range;
 const MOST_JUDGED: usize = 3;
 /// Estimates further than this above the best without shared devices are not worth judging.
 const WORTH_JUDGING: f64 = 1.1;
-/// Ways of running stages that are looked at on each submesh.
-const MOST_WAYS: usize = 2;
 /// Stages on the same devices that are looked at, where their number is free.
 const MOST_VIRTUAL: usize = 8;
 /// Calls that are played at most while cuts are moved.
@@ -90,9 +90,9 @@ impl Candidates {
         let mut timed: Vec<(f64, &Way)> = ways.into_iter().map(|way| (seconds(way), way)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // One that keeps activations and one that computes them again, each the fastest.
-        let fastest = |recompute: bool| timed.iter().find(|t| t.1.recompute == recompute).map(|t| t.1);
-        [false, true].into_iter().filter_map(fastest).take(MOST_WAYS).collect()
+        // Of those that compute as much again, the fastest.
+        let fastest = |level: Recompute| timed.iter().find(|t| t.1.again == Again::alike(level)).map(|t| t.1);
+        Recompute::ALL.into_iter().filter_map(fastest).collect()
     }
 
     /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one.
@@ -167,7 +167,7 @@ impl<'a> Runs<'a> {
     /// Seconds of a step with stages cut at these layers.
     fn played_s(&self, bounds: &[usize], order: &Order) -> f64 {
         // Of two matmuls' work in the backward and one's in the forward; with a forward more where it is done again.
-        let part = if self.way.recompute { 0.25 } else { 1.0 / 3.0 };
+        let part = 1.0 / (3.0 + self.way.again.shares(1).0);
         let times = |w: &[usize]| {
             let candidate = self.get(w[0], w[1])?;
             let forward_s = part * candidate.microbatch_s;

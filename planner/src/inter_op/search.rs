@@ -6,6 +6,7 @@
 use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
+use crate::again::Again;
 use crate::fixed::evenly;
 use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -18,6 +19,7 @@ use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::Schedule;
+use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -31,7 +33,7 @@ pub struct Freedom {
     pub tp: Option<u32>,
     pub pp: Option<u32>,
     pub zero: Option<u8>,
-    pub recompute: Option<bool>,
+    pub recompute: Option<Recompute>,
     pub schedules: Vec<Schedule>,
     /// Stages that share devices.
     pub virtual_stages: Option<u32>,
@@ -65,7 +67,7 @@ pub struct Way {
     pub mesh: Mesh,
     pub roles: AxisRoles,
     pub variant: Variant,
-    pub recompute: bool,
+    pub again: Again,
 }
 
 /// The best found for one number of microbatches.
@@ -177,7 +179,7 @@ fn candidates_of_mesh(
         None if !request.trains() => vec![0, 3],
         None => vec![1, 3],
     };
-    let recomputes = freedom.recompute.map_or(vec![false, true], |r| vec![r]);
+    let agains = Again::choices(freedom.recompute, request.execution.fused_attention, !freedom.all_devices);
     // Layers of one kind are entered by values of the same types.
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
@@ -190,15 +192,18 @@ fn candidates_of_mesh(
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
         let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
         let chains = runs.chains(&tables);
-        for &recompute in &recomputes {
+        for &again in &agains {
             let id = ways.len() as u32;
-            ways.push(Way { mesh: mesh.clone(), roles, variant, recompute });
+            ways.push(Way { mesh: mesh.clone(), roles, variant, again });
             for (sequence, chain) in chains.iter().enumerate() {
                 let Some((_, terms, _)) = chain.best() else { continue };
                 let (kind, length) = runs.head(sequence);
-                let passes_s = terms.passes_s(recompute, cost.runtime().is_some());
+                if !again.is_distinct(length) {
+                    continue;
+                }
+                let passes_s = terms.passes_s(again, length, cost.runtime().is_some());
                 let microbatch_s = passes_s.0 + passes_s.1 + entering[kind];
-                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, recompute, length);
+                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, again, length);
                 found.push((sequence, Candidate { id, ..candidate }));
             }
         }
@@ -206,11 +211,12 @@ fn candidates_of_mesh(
     (ways, found)
 }
 
-fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, recompute: bool, layers: usize) -> Candidate {
-    let (inflight, transient) = match recompute {
-        false => (terms.kept_bytes, transient_bytes),
-        // One layer's values are alive while its backward runs.
-        true => (terms.entering_bytes, transient_bytes + terms.kept_bytes / layers as f64),
+fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, again: Again, layers: usize) -> Candidate {
+    let inflight = terms.in_flight_bytes(again, layers);
+    // What is computed again of one layer is alive while its backward runs.
+    let transient = match again.shares(layers) {
+        (0.0, _) => transient_bytes,
+        _ => transient_bytes + terms.kept_bytes / layers as f64,
     };
     Candidate {
         microbatch_s,
@@ -222,8 +228,14 @@ fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, recompute: 
     }
 }
 
-/// Candidates that no other beats in time, per-step time and memory at once; at most `most` of them, fastest first.
-fn frontier(mut all: Vec<Candidate>, most: usize) -> Vec<Candidate> {
+/// Candidates that no other beats in time, per-step time and memory at once, fastest first. Of more than a few, those that are the
+/// fastest to fit `limit_bytes`, or about as much, at some place of a pipeline, and the leanest.
+fn frontier(mut all: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
+    const FEW: usize = 5;
+    /// Microbatches that a stage holds at once.
+    const IN_FLIGHT: [u32; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+    /// Of the limit: the judge may say that less fits than is estimated, or more.
+    const ABOUT: [f64; 3] = [0.9, 1.0, 1.1];
     all.sort_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s).then(a.step_s.total_cmp(&b.step_s)));
     let mut kept: Vec<Candidate> = Vec::new();
     for candidate in all {
@@ -238,16 +250,17 @@ fn frontier(mut all: Vec<Candidate>, most: usize) -> Vec<Candidate> {
             kept.push(candidate);
         }
     }
-    if kept.len() > most {
-        // The fastest and the leanest, and between them an even choice.
-        let step = (kept.len() - 1) as f64 / (most - 1) as f64;
-        let leanest = kept.iter().enumerate().min_by_key(|(_, c)| c.peak_bytes(1)).map_or(0, |(i, _)| i);
-        let mut picks: Vec<usize> = (0..most).map(|i| (i as f64 * step).round() as usize).chain([leanest]).collect();
-        picks.sort_unstable();
-        picks.dedup();
-        kept = picks.into_iter().map(|i| kept[i]).collect();
+    if kept.len() <= FEW {
+        return kept;
     }
-    kept
+    let fits = |bytes: f64| move |held: u32| move |c: &Candidate| c.peak_bytes(held) as f64 <= bytes;
+    let fastest = ABOUT.iter().flat_map(|part| IN_FLIGHT.map(fits(part * limit_bytes as f64)));
+    let leanest = IN_FLIGHT.map(|held| (0..kept.len()).min_by_key(|&i| kept[i].peak_bytes(held)));
+    let mut picks: Vec<usize> = fastest.filter_map(|fits| kept.iter().position(fits)).collect();
+    picks.extend([leanest[0], leanest[IN_FLIGHT.len() - 1], Some(0)].into_iter().flatten());
+    picks.sort_unstable();
+    picks.dedup();
+    picks.into_iter().map(|i| kept[i]).collect()
 }
 
 /// Drops what a smaller submesh of the same group does as well: more devices that repeat the same work are no help. `cells` are the
@@ -375,7 +388,9 @@ pub fn candidates(
         }
         ways.extend(new);
     }
-    let mut kept: Vec<Vec<Candidate>> = cells.into_par_iter().map(|cell| frontier(cell, 6)).collect();
+    let limits: Vec<u64> = blocks.iter().map(|block| freedom.memory_bytes[block.group]).collect();
+    let cells = cells.into_par_iter().enumerate();
+    let mut kept: Vec<Vec<Candidate>> = cells.map(|(i, cell)| frontier(cell, limits[i % blocks.len()])).collect();
     if !freedom.all_devices && !blocks.is_empty() {
         kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
@@ -509,45 +524,55 @@ impl Candidates {
 }
 
 impl Candidates {
-    /// Pipelines whose stages are all alike: for every submesh that tiles its group, layers dealt out evenly and the best way
-    /// that all stages can go. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates
-    /// are as good as equal, the simple pipeline may be the better one.
+    /// The kinds of layers, those that take as long on a block as the most common kind counted as of it: the first block of a model
+    /// often differs from the others in nothing but where its input is from.
+    fn alike(&self, block: usize) -> Vec<usize> {
+        const AS_LONG: f64 = 0.1;
+        let kinds = &self.layered.kinds;
+        let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
+        let Some(common) = kinds.iter().copied().max_by_key(|&k| (count(k), std::cmp::Reverse(k))) else {
+            return Vec::new();
+        };
+        let seconds = |l: usize| {
+            let candidates = self.table.candidates(l, l + 1, block).iter();
+            candidates.map(|c| c.microbatch_s).fold(f64::INFINITY, f64::min)
+        };
+        let common_s = seconds(self.layered.representatives[common]);
+        let near = |l: usize| (seconds(l) / common_s - 1.0).abs() <= AS_LONG;
+        kinds.iter().enumerate().map(|(l, &kind)| if near(l) { common } else { kind }).collect()
+    }
+
+    /// Pipelines of equal stages: for every submesh that tiles its group, layers dealt out evenly and the fastest way for each stage
+    /// that fits where it is. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates are as
+    /// good as equal, the simple pipeline may be the better one.
     fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: &[u64]) -> Vec<Found<'_>> {
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
         let mut found = Vec::new();
         for (i, &block) in self.blocks.iter().enumerate() {
             let devices = u64::from(request.cluster.groups[block.group].num_devices());
-            // Memory is estimated; the judge says whether what is a little too large fits.
-            let about = memory_bytes[block.group].saturating_add(memory_bytes[block.group] / 8);
-            let stages = devices / block.shape.num_devices();
-            let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != stages);
-            if fixed || stages < 2 || devices % block.shape.num_devices() != 0 {
+            let num_stages = devices / block.shape.num_devices();
+            let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != num_stages);
+            if fixed || num_stages < 2 || devices % block.shape.num_devices() != 0 {
                 continue;
             }
-            let Some(ranges) = evenly(&self.layered.kinds, stages as usize) else { continue };
-            let of = |range: &Range<usize>| self.table.candidates(range.start, range.end, i);
-            let way = |first: &Candidate| {
-                let mut sum_s = 0.0;
-                let (mut longest_s, mut step_s) = (0.0f64, 0.0f64);
-                for (s, range) in (0u32..).zip(&ranges) {
-                    let c = of(range).iter().find(|c| c.id == first.id)?;
-                    let held = schedule.in_flight(self.num_microbatches, stages as u32, s);
-                    if c.peak_bytes(held) > about {
-                        return None;
-                    }
-                    sum_s += c.microbatch_s;
-                    longest_s = longest_s.max(c.microbatch_s);
-                    step_s = step_s.max(c.step_s);
-                }
-                Some((first.id, sum_s + f64::from(self.num_microbatches - 1) * longest_s + step_s))
+            let Some(ranges) = evenly(&self.alike(i), num_stages as usize) else { continue };
+            let fastest = |(position, range): (u32, &Range<usize>)| {
+                let held = schedule.in_flight(self.num_microbatches, num_stages as u32, position);
+                let candidates = self.table.candidates(range.start, range.end, i).iter();
+                let fitting = candidates.filter(|c| c.peak_bytes(held) <= memory_bytes[block.group]);
+                fitting.min_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s))
             };
-            let best = of(&ranges[0]).iter().filter_map(way).min_by(|a, b| a.1.total_cmp(&b.1));
-            if let Some((id, step_s)) = best {
-                let way = &self.ways[id as usize];
-                let stage = |layers| ChosenStage { layers, block, way: way.clone() };
-                let stages = ranges.into_iter().map(stage).collect();
-                found.push(Found { candidates: self, schedule, stages, virtual_stages: 1, step_s });
-            }
+            let Some(chosen) = (0u32..).zip(&ranges).map(fastest).collect::<Option<Vec<&Candidate>>>() else {
+                continue;
+            };
+            let longest = |of: fn(&Candidate) -> f64| chosen.iter().map(|c| of(c)).fold(0.0, f64::max);
+            let sum_s: f64 = chosen.iter().map(|c| c.microbatch_s).sum();
+            let step_s =
+                sum_s + f64::from(self.num_microbatches - 1) * longest(|c| c.microbatch_s) + longest(|c| c.step_s);
+            let way = |c: &&Candidate| self.ways[c.id as usize].clone();
+            let stage = |(layers, c)| ChosenStage { layers, block, way: way(c) };
+            let stages = ranges.iter().cloned().zip(&chosen).map(stage).collect();
+            found.push(Found { candidates: self, schedule, stages, virtual_stages: 1, step_s });
         }
         found
     }
@@ -672,8 +697,6 @@ const WORTH_JUDGING: f64 = 1.5;
 const WORTH_A_LOOK: f64 = 4.0;
 /// Meshes for the whole model as one stage that are judged beside them.
 const MOST_MESHES: usize = 3;
-/// Pipelines of equal stages that are judged beside them.
-const MOST_UNIFORM: usize = 3;
 /// Search results that are judged, beside the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
 /// Nodes of all search results that are judged, as far as there are more of them than one.
@@ -746,11 +769,13 @@ impl Searched {
             let mut uniform: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
-                uniform.extend(c.uniform(request, freedom, memory_bytes));
+                let best = c.uniform(request, freedom, memory_bytes).into_iter();
+                // How far estimates are off differs most between sizes of microbatch.
+                uniform.extend(best.min_by(|a, b| a.step_s.total_cmp(&b.step_s)));
             }
-            uniform.retain(|f| f.step_s <= WORTH_JUDGING * least);
+            uniform.retain(|f| f.step_s <= WORTH_JUDGING * least && !all.iter().any(|known| known.is(f)));
             uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-            uniform.truncate(most_judged.min(MOST_UNIFORM));
+            uniform.truncate(most_judged);
             all.extend(uniform);
         }
         if freedom.pp.is_none_or(|pp| pp == 1) {

@@ -150,8 +150,7 @@ impl LayerTable {
                     let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
                         let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
                         // What enters the whole is what enters its first part.
-                        let kept_bytes = more.kept_bytes - more.entering_bytes;
-                        Some((before + cost, terms + Terms { kept_bytes, entering_bytes: 0.0, ..more }, m))
+                        Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
                     };
                     let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
                     new.push(best.map(|(cost, terms, _)| (cost, terms)));

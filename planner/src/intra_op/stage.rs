@@ -12,12 +12,15 @@
 use super::solve::{self, Holding, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
+use crate::again::Again;
+use crate::lower::Inside;
 use crate::lower::repeat::Repeats;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Execution, Plan};
+use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::rule::Strategy;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +35,8 @@ pub struct Demand {
     pub num_microbatches: u32,
     /// Microbatches whose activations are held at once.
     pub in_flight: u32,
-    pub recompute: bool,
+    pub recompute: Recomputation,
+    pub first_layer: u32,
     pub execution: Execution,
 }
 
@@ -43,9 +47,14 @@ impl Demand {
             levels,
             num_microbatches: plan.num_microbatches,
             in_flight: Order::of(plan).in_flight(stage),
-            recompute: plan.stages[stage].recompute,
+            recompute: plan.stages[stage].recompute.clone(),
+            first_layer: plan.stages[stage].layers.start,
             execution: plan.execution,
         }
+    }
+
+    fn recomputes(&self, layer: u32) -> Recompute {
+        self.recompute.of(layer.saturating_sub(self.first_layer) as usize)
     }
 }
 
@@ -96,10 +105,11 @@ pub fn state_stage(
     demand: &Demand,
 ) -> StageProgram {
     let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
-    // Not a factor of zero: what is forbidden is infinite.
-    let again = |s: f64| if demand.recompute { s } else { 0.0 };
-    let mut problem = statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + again(t.forward_s));
     let nodes = model.nodes(&range);
+    let layers: BTreeSet<u32> = nodes.iter().filter_map(|v| model.layer_of[v.index()]).collect();
+    let again = Again::of(&demand.recompute, layers.len());
+    let mut problem =
+        statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + t.again_s(again, layers.len()));
     let trains = model.optimizer.is_some();
     let num_nodes = nodes.len() as u32;
     let updates = statement.variables.iter().filter(|v| matches!(v, Variable::Parameter(..))).count() as u32;
@@ -235,7 +245,7 @@ impl Lives<'_, '_, '_> {
             graph: self.model.graph,
             layer_of: self.model.layer_of,
             users: self.model.users,
-            recompute: self.demand.recompute,
+            recompute: &|layer| self.demand.recomputes(layer),
             fused_attention: self.demand.execution.fused_attention,
         };
         let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
@@ -359,9 +369,14 @@ impl Lives<'_, '_, '_> {
             return;
         }
         self.hold(id, self.back(at)..self.back(at) + 1, largest.iter().map(|b| 2 * b).collect());
-        let kept =
-            of(&|c, own| c.inside.map_or(0.0, |inside| inside.kept_bytes - if cheap { 0.0 } else { own }), self.spaces);
-        if self.demand.recompute {
+        let level = self.model.layer_of[v.index()].map_or(Recompute::None, |layer| self.demand.recomputes(layer));
+        let products = self.demand.execution.fused_attention || level >= Recompute::Selective;
+        let inside_bytes = |inside: Inside| inside.kept_bytes - if products { inside.growing_bytes } else { 0.0 };
+        let kept = of(
+            &|c, own| c.inside.map_or(0.0, |inside| inside_bytes(inside) - if cheap { 0.0 } else { own }),
+            self.spaces,
+        );
+        if level == Recompute::Full {
             self.hold(id, self.back(at)..self.back(at) + 1, kept);
         } else {
             let others = u64::from(self.demand.in_flight.saturating_sub(1));

@@ -8,7 +8,8 @@
 
 use super::solve::{self, Problem};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
-use crate::lower::is_kept;
+use crate::again::Again;
+use crate::lower::repeat::grows;
 use crate::timing::update_s;
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
@@ -33,6 +34,8 @@ pub struct Model<'a> {
     pub needs_gradient: &'a [bool],
     /// See [`super::space::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],
+    /// Values that stay from the forward pass to the backward, if nothing dear is computed again.
+    pub saved: &'a [bool],
     /// `None`: nothing is trained.
     pub optimizer: Option<&'a Optimizer>,
 }
@@ -68,6 +71,9 @@ pub struct Terms {
     pub static_bytes: f64,
     /// Kept from forward to backward for each microbatch, if nothing is recomputed.
     pub kept_bytes: f64,
+    /// Of those, products larger than their factors, and what it takes to compute them again. None where a runtime never keeps them.
+    pub growing_bytes: f64,
+    pub growing_s: f64,
     /// Of those, what enters the run: kept even if everything is recomputed.
     pub entering_bytes: f64,
 }
@@ -85,6 +91,8 @@ impl Add for Terms {
             step_s: self.step_s + o.step_s,
             static_bytes: self.static_bytes + o.static_bytes,
             kept_bytes: self.kept_bytes + o.kept_bytes,
+            growing_bytes: self.growing_bytes + o.growing_bytes,
+            growing_s: self.growing_s + o.growing_s,
             entering_bytes: self.entering_bytes + o.entering_bytes,
         }
     }
@@ -101,6 +109,8 @@ impl Terms {
         step_s: 0.0,
         static_bytes: 0.0,
         kept_bytes: 0.0,
+        growing_bytes: 0.0,
+        growing_s: 0.0,
         entering_bytes: 0.0,
     };
     const FORBIDDEN: Terms = Terms { forward_s: f64::INFINITY, ..Terms::NONE };
@@ -126,16 +136,30 @@ impl Terms {
             + self.step_s / num_microbatches as f64
     }
 
-    /// Seconds of a microbatch's forward, and of its backward with the forward repeated for it or not: those of the stream
-    /// that takes longest, or on a runtime that does one thing after the other, of all.
-    pub fn passes_s(&self, recompute: bool, in_order: bool) -> (f64, f64) {
-        let again = |seconds: f64| if recompute { seconds } else { 0.0 };
+    /// Seconds of the forward that the backward repeats, of `layers` layers.
+    pub fn again_s(&self, again: Again, layers: usize) -> f64 {
+        let (full, selective) = again.shares(layers);
+        // Not a factor of zero: what is forbidden is infinite.
+        let share = |share: f64, seconds: f64| if share > 0.0 { share * seconds } else { 0.0 };
+        share(full, self.forward_s) + share(selective, self.growing_s)
+    }
+
+    /// Bytes of a microbatch that stay from its forward to its backward, of `layers` layers.
+    pub fn in_flight_bytes(&self, again: Again, layers: usize) -> f64 {
+        let (full, selective) = again.shares(layers);
+        full * self.entering_bytes + (1.0 - full) * self.kept_bytes - selective * self.growing_bytes
+    }
+
+    /// Seconds of a microbatch's forward, and of its backward with what of the forward of `layers` layers is repeated for it: those
+    /// of the stream that takes longest, or on a runtime that does one thing after the other, of all.
+    pub fn passes_s(&self, again: Again, layers: usize, in_order: bool) -> (f64, f64) {
+        let full = again.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
             true => device_s + sent_s,
             false => device_s.max(sent_s).max(issue_s),
         };
-        let backward_s = self.backward_s + again(self.forward_s);
-        let backward_issue_s = self.backward_issue_s + again(self.forward_issue_s);
+        let backward_s = self.backward_s + self.again_s(again, layers);
+        let backward_issue_s = self.backward_issue_s + full * self.forward_issue_s;
         (
             whole(self.forward_s, self.forward_sent_s, self.forward_issue_s),
             whole(backward_s, self.backward_sent_s, backward_issue_s),
@@ -431,10 +455,13 @@ impl Builder<'_, '_, '_> {
 
     /// States the variable of a node and returns the bytes that it needs at least while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
-        let Model { graph, needs_gradient, blocks, .. } = *self.model;
+        let Model { graph, needs_gradient, blocks, saved, .. } = *self.model;
         let space = self.spaces.of(graph, v, blocks);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
-        let kept = is_kept(&graph.node(v).op);
+        // What the next run is entered by is counted there.
+        let leaves = self.uses.get(&v).is_some_and(|uses| uses.iter().any(|u| matches!(u, User::Out(_))));
+        let kept = saved[v.index()] && !leaves;
+        let grows = kept && grows(graph, v);
         let mut least = f64::INFINITY;
         let terms = space
             .choices
@@ -445,11 +472,29 @@ impl Builder<'_, '_, '_> {
                 let backward_s = c.inside.map_or(c.forward_s * wanted as f64, |inside| inside.backward_s);
                 let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
                 let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);
+                let (growing_s, growing_bytes) = match c.inside {
+                    Some(inside) => (inside.growing_s, inside.growing_bytes),
+                    None if grows => (c.forward_s, bytes),
+                    None => (0.0, 0.0),
+                };
+                let (kept_bytes, growing_s, growing_bytes) = match self.execution.fused_attention {
+                    true => (kept_bytes - growing_bytes, 0.0, 0.0),
+                    false => (kept_bytes, growing_s, growing_bytes),
+                };
                 let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
                 let backward_issue_s = c.inside.map_or(c.issue_s * wanted as f64, |inside| inside.backward_issue_s);
                 let backward_issue_s = if needs_gradient[v.index()] { backward_issue_s } else { 0.0 };
                 let forward_issue_s = c.issue_s;
-                Terms { forward_s, backward_s, forward_issue_s, backward_issue_s, kept_bytes, ..Terms::default() }
+                Terms {
+                    forward_s,
+                    backward_s,
+                    forward_issue_s,
+                    backward_issue_s,
+                    kept_bytes,
+                    growing_bytes,
+                    growing_s,
+                    ..Terms::default()
+                }
             })
             .collect();
         let id = self.add(Variable::Node(v, space), terms);

@@ -70,9 +70,10 @@ impl<'a> Stages<'a> {
     fn planned_alike(&self, a: usize, b: usize) -> bool {
         let plan = self.cut.plan;
         let (a, b) = (&plan.stages[a], &plan.stages[b]);
-        let ways = |s: &Stage| (s.group, s.submesh, s.recompute, s.layers.len(), s.parameters.len(), s.receives.len());
+        let ways = |s: &Stage| (s.group, s.submesh, s.layers.len(), s.parameters.len(), s.receives.len());
         let op = |v: &ValueId| &plan.graph.node(*v).op;
         ways(a) == ways(b)
+            && a.recompute == b.recompute
             && a.shardings.len() == b.shardings.len()
             && a.shardings.iter().zip(&b.shardings).all(|((v, s), (w, t))| s.strategy == t.strategy && op(v) == op(w))
     }

@@ -382,6 +382,10 @@ impl<'a> Prices<'a> {
             inside.issue_s += issue_s;
             inside.backward_issue_s += issue_s * wanted as f64;
             inside.kept_bytes += if is_kept(&node.op) { node.ty.bytes() as f64 } else { 0.0 };
+            if repeat::grows(graph, v) {
+                inside.growing_s += compute_s;
+                inside.growing_bytes += node.ty.bytes() as f64;
+            }
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
             if let Op::Collective(c) = &node.op {
                 sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
@@ -409,6 +413,9 @@ pub struct Inside {
     pub backward_issue_s: f64,
     /// Kept from forward to backward, if nothing is recomputed.
     pub kept_bytes: f64,
+    /// Of the forward seconds and of what is kept, those of products larger than their factors.
+    pub growing_s: f64,
+    pub growing_bytes: f64,
     pub largest_bytes: f64,
 }
 

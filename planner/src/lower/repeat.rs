@@ -3,6 +3,7 @@
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
+use altiplano_ir::recompute::Recompute;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
@@ -12,18 +13,19 @@ pub struct Repeats<'a> {
     /// Layer of each node; `None` for leaves and constants.
     pub layer_of: &'a [Option<u32>],
     pub users: &'a [Vec<ValueId>],
-    /// Everything that does not leave its layer is computed again.
-    pub recompute: bool,
-    /// Products larger than their factors are.
+    /// How much of each layer is computed again.
+    pub recompute: &'a dyn Fn(u32) -> Recompute,
+    /// Products larger than their factors are, in every layer.
     pub fused_attention: bool,
 }
 
 impl Repeats<'_> {
     /// The values among `nodes`, which are in order, that are computed again.
     ///
-    /// With recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
-    /// within a layer: they are cheap, and what they are made of is mostly kept anyway. An addition of two kept
-    /// values is itself kept, since its operands would otherwise be kept for it alone.
+    /// With full recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
+    /// within a layer: they are cheap, and what they are made of is mostly kept anyway; and with selective recomputation the
+    /// products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would otherwise be kept
+    /// for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention } = *self;
         let mut again = BTreeSet::new();
@@ -45,9 +47,10 @@ impl Repeats<'_> {
             from.dedup();
             let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
             let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
-            let product = fused_attention
-                && matches!(&node.op, Op::DotGeneral(dot) if dot.grows(graph.shape(node.operands[0]), graph.shape(node.operands[1]), &node.ty.shape));
-            let repeat = !leaves_layer && (recompute || product || self.is_cheap(v) && !(sum && large > 1));
+            let level = layer.map_or(Recompute::None, recompute);
+            let product = (fused_attention || level >= Recompute::Selective) && grows(graph, v);
+            let full = level == Recompute::Full;
+            let repeat = !leaves_layer && (full || product || self.is_cheap(v) && !(sum && large > 1));
             if repeat {
                 again.insert(v);
                 sources.insert(v, from);
@@ -68,4 +71,13 @@ impl Repeats<'_> {
             op => cheap(op),
         }
     }
+}
+
+/// Whether a value is a product that is better computed again than kept ([`DotGeneral::grows`]).
+///
+/// [`DotGeneral::grows`]: altiplano_ir::op::DotGeneral::grows
+pub fn grows(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    let shape = |i: usize| graph.shape(node.operands[i]);
+    matches!(&node.op, Op::DotGeneral(dot) if dot.grows(shape(0), shape(1), &node.ty.shape))
 }

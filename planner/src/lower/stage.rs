@@ -586,7 +586,7 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         graph: cx.graph,
         layer_of: cx.layer_of,
         users: cx.users,
-        recompute: cx.stage.recompute,
+        recompute: &|layer| cx.stage.recomputes(layer),
         fused_attention: cx.plan.execution.fused_attention,
     };
     repeats.of(cx.nodes.iter().copied())

@@ -82,7 +82,7 @@ export function Cluster({ page, lane, setLane }: { page: Page; lane: number; set
                   <td class="nowrap">{ranges(of.devices)}</td>
                   <td class="mesh"><span class="nowrap">{stage.mesh}</span><br /><span class="from">{stage.axes.filter((a) => a.size > 1).map((a) =>
                     `${a.name} ${a.nodes > 1 ? `over ${a.nodes} nodes` : "in a node"}, ${rate(a.bytes_per_s)}`).join("; ") || "one device"}</span></td>
-                  <td>{stage.recompute ? "full" : "none"}</td>
+                  <td>{stage.recompute}</td>
                   <td class="nowrap">{storage(page, i)}</td>
                   {[stage.forward_s, stage.backward_s, stage.step_s, stage.compute_s, stage.communication_s, stage.bubble_s].map((s, n) =>
                     <td key={n} class="number">{seconds(s)}</td>)}

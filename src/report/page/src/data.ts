@@ -14,7 +14,7 @@ export interface Group {
 }
 export interface Axis { name: string; size: number; nodes: number; bytes_per_s: number }
 export interface Stage {
-  lane: number; layers: [number, number]; mesh: string; axes: Axis[]; recompute: boolean; zero: number;
+  lane: number; layers: [number, number]; mesh: string; axes: Axis[]; recompute: string; zero: number;
   forward_s: number; backward_s: number; weights_s: number; step_s: number; compute_s: number; communication_s: number; bubble_s: number;
   transfer_forward_s: number; transfer_backward_s: number;
   parameters_bytes: number; gradients_bytes: number; optimizer_bytes: number; activations_bytes: number; peak_bytes: number;
