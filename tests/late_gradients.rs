@@ -13,6 +13,7 @@ use altiplano::ir::types::TensorType;
 use altiplano::planner::Silent;
 use altiplano::runtime::data::synthetic;
 use altiplano::runtime::{HostTensor, Options, Session, evaluate};
+use altiplano::simulate::Simulation;
 use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
 use common::{DEMO, Scratch, altiplano, succeeds};
@@ -224,6 +225,12 @@ fn check(case: &Case, flushed: &[u64], tolerance: f64) -> Plan {
             let held = workers.peak_bytes()[device as usize];
             assert_eq!(held, stage.predicted.peak_bytes, "{what}: bytes of a device of lane {lane}");
         }
+    }
+    for (memory, stage) in Simulation::new(plan.clone(), None).expect("programs").memory().iter().zip(plan.lanes()) {
+        let peak = stage.predicted.peak_bytes;
+        assert_eq!(memory.peak_bytes, peak, "{what}");
+        assert_eq!(memory.by_category().values().sum::<u64>(), peak, "{what}");
+        assert_eq!(memory.points.iter().map(|p| p.1).max(), Some(peak), "{what}");
     }
     plan
 }

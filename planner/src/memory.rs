@@ -149,6 +149,8 @@ pub struct LaneMemory {
     pub num_prompt: usize,
     /// Of each played call, whether the parameters are held as an earlier step began with them, and as they are now.
     pub stashed: Vec<bool>,
+    /// Held before each call of the schedule.
+    pub before: Vec<i64>,
     /// Held before the step.
     pub lasting_bytes: u64,
     pub peak_bytes: u64,
@@ -270,10 +272,23 @@ impl LaneMemory {
         let (played, stashed) = played(scheduled, program, overlap);
         let stash_bytes: u64 = tensors.iter().filter(|t| t.category == Category::Stashed).map(|t| t.bytes).sum();
         let (peak_bytes, peak_at) = (lasting_bytes, (0, 0));
-        let mut memory =
-            LaneMemory { tensors, kinds, calls, played, num_prompt, stashed, lasting_bytes, peak_bytes, peak_at };
+        let before = vec![lasting_bytes as i64; calls.len()];
+        let mut memory = LaneMemory {
+            tensors,
+            kinds,
+            calls,
+            played,
+            num_prompt,
+            stashed,
+            before,
+            lasting_bytes,
+            peak_bytes,
+            peak_at,
+        };
         // What no call of a step lets go of is gone when all of them are over.
-        let left_bytes: i64 = memory.before_calls().map(|(_, kind)| kind.left_bytes).sum();
+        let left_bytes: i64 = memory.calls.iter().map(|&kind| memory.kinds[kind as usize].left_bytes).sum();
+        // What is left when no step follows is as it was.
+        let drained = if overlap.steps { memory.played.len() + num_prompt - memory.calls.len() } else { usize::MAX };
         let (mut peak, mut held) = (None, lasting_bytes as i64);
         for (index, &position) in memory.played.iter().enumerate() {
             if memory.ended_before(index) > memory.ended_before(index.max(1) - 1) {
@@ -282,6 +297,9 @@ impl LaneMemory {
             let kind = &memory.kinds[memory.calls[position] as usize];
             let stash_bytes = if memory.stashed[index] { stash_bytes as i64 } else { 0 };
             let most = held + stash_bytes + kind.most_bytes;
+            if index < drained {
+                memory.before[position] = held + stash_bytes;
+            }
             if peak.is_none_or(|(bytes, _)| most > bytes) {
                 peak = Some((most, (index, kind.most_at)));
             }
@@ -304,15 +322,9 @@ impl LaneMemory {
         (self.played.get(self.peak_at.0).copied().unwrap_or(self.calls.len()), self.peak_at.1)
     }
 
-    /// What is held before each call of a step that no other overlaps, and the call's kind.
+    /// What is held before each call, and the call's kind; where steps overlap, with what is held of the others.
     pub fn before_calls(&self) -> impl Iterator<Item = (i64, &Kind)> {
-        let mut held = self.lasting_bytes as i64;
-        self.calls.iter().map(move |&k| {
-            let kind = &self.kinds[k as usize];
-            let before = held;
-            held += kind.left_bytes;
-            (before, kind)
-        })
+        self.before.iter().zip(&self.calls).map(|(&before, &kind)| (before, &self.kinds[kind as usize]))
     }
 
     /// What each category holds more than at the start of a call of some kind, at each of its points; last, what it leaves. All
@@ -365,7 +377,10 @@ impl LaneMemory {
                 let of_step = self.calls.iter().filter(|kind| **kind == born.kind).count();
                 (of_step * self.ended_before(index)) as u64
             };
-            let gone = t.gone.map_or_else(|| t.born.map_or(0, ended), times);
+            // But of what outlives steps, one that is made anew in each of them takes the place of that before it.
+            let lasts = matches!(t.category, Category::Parameters | Category::Gradients | Category::OptimizerState);
+            let made = if lasts { made.min(1) } else { made };
+            let gone = t.gone.map_or_else(|| t.born.filter(|_| !lasts).map_or(0, ended), times);
             let absent =
                 t.absent.is_some_and(|(from, to)| here == Some(from.kind) && (from.point..to).contains(&point));
             let count = made.saturating_sub(gone + u64::from(absent));
