@@ -70,7 +70,9 @@ fn check_one(plan: &Plan) -> usize {
 /// The stages between the first and the last of a transformer run the same.
 #[test]
 fn middle_stages_are_lowered_once() {
-    for (schedule, recompute) in [(Schedule::OneFOneB, false), (Schedule::GPipe, true), (Schedule::ZbH1, false)] {
+    let schedules =
+        [(Schedule::OneFOneB, false), (Schedule::GPipe, true), (Schedule::ZbH1, false), (Schedule::PipeDream, false)];
+    for (schedule, recompute) in schedules {
         for (dp, tp) in [(1, 1), (2, 1), (1, 2)] {
             let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 4 * dp * tp));
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(4));
