@@ -9,7 +9,7 @@ use crate::report::{side_by_side, side_by_side_json};
 use crate::simulate::Simulation;
 use crate::units::{digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::{Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::fixed::Degrees;
 use altiplano_planner::sweep::configured;
@@ -120,7 +120,10 @@ impl Baseline {
         let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
         let device = &like.cluster.groups[0].device;
         let mut request = Request::of_plan(like);
-        request.schedule = Some(like.schedule);
+        // What runs today is synchronous.
+        let is_late = like.schedule == Schedule::PipeDream;
+        request.schedule = Some(if is_late { Schedule::OneFOneB } else { like.schedule });
+        request.update = Update::Synchronous;
         request.allow_microbatch_semantics = true;
         request.target = self.target;
         request.execution = execution(self.target, &device.name, &like.graph, Some(self.zero));

@@ -45,6 +45,7 @@ pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String
             ("devices", p.cluster.num_devices().to_string()),
             ("global batch", p.global_batch.to_string()),
             ("optimizer", optimizer(p)),
+            ("gradients", format!("{} steps late", p.staleness())),
             ("target", p.target.name().to_string()),
         ]
     };
@@ -187,6 +188,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     differ("cluster", old.cluster.name.clone(), new.cluster.name.clone(), &mut say);
     differ("global batch", old.global_batch.to_string(), new.global_batch.to_string(), &mut say);
     differ("schedule", old.schedule.to_string(), new.schedule.to_string(), &mut say);
+    differ("updates", old.update.name().to_string(), new.update.name().to_string(), &mut say);
     differ("stages", shape(old), shape(new), &mut say);
     let peak = |p: &Plan| bytes(p.predicted.peak_bytes.iter().copied().max().unwrap_or(0));
     differ("fullest device", peak(old), peak(new), &mut say);

@@ -118,7 +118,8 @@ impl Simulation {
         played(&self.plan, &self.timings, &self.order(), watch)
     }
 
-    /// Seconds of a step, and of each lane its calls in order.
+    /// Seconds from the start of a step to its end, and of each lane its calls in order. Where steps overlap it is a step alone, which
+    /// takes longer than the next begins after it.
     pub fn calls(&self) -> (f64, Vec<Vec<CallSpan>>) {
         let mut lanes: Vec<Vec<CallSpan>> = vec![Vec::new(); self.plan.num_lanes()];
         let timeline = self.timeline(&mut |stage, call, start_s, end_s| {
@@ -126,6 +127,7 @@ impl Simulation {
                 PipelineCall::Forward { microbatch } => (Phase::Forward, microbatch),
                 PipelineCall::Backward { microbatch } => (Phase::Backward, microbatch),
                 PipelineCall::Weights { microbatch } => (Phase::Weights, microbatch),
+                PipelineCall::Update { .. } => return,
             };
             let span = CallSpan { stage, phase, microbatch: Some(microbatch), start_s, end_s };
             lanes[self.plan.lane_of(stage)].push(span);
@@ -136,7 +138,9 @@ impl Simulation {
             let (phase, end_s) = (Phase::Update, start_s + times.step_s);
             lane.push(CallSpan { stage, phase, microbatch: None, start_s, end_s });
         }
-        (timeline.step_s, lanes)
+        let end_s =
+            lanes.iter().filter_map(|calls| calls.last()).map(|call| call.end_s).fold(timeline.step_s, f64::max);
+        (if self.order().late(0).is_empty() { timeline.step_s } else { end_s }, lanes)
     }
 
     /// Prices on a stage's mesh.

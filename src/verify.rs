@@ -302,7 +302,9 @@ impl Devices for Session {
     }
 
     fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError> {
-        Ok(self.step(batch, scalars)?.loss)
+        let loss = self.step(batch, scalars)?.loss;
+        self.flush()?;
+        Ok(loss)
     }
 
     fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {

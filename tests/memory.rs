@@ -30,7 +30,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
-const MORE: [&str; 23] = [
+const MORE: [&str; 26] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -47,6 +47,9 @@ const MORE: [&str; 23] = [
     "local:2 dp1 tp1 pp2 micro8 zb",
     "local:4 dp1 tp2 pp2 micro4 zb",
     "local:2 dp1 tp1 pp2 micro4 recompute zb",
+    "local:2 dp1 tp1 pp2 micro4 pipedream",
+    "local:4 dp2 tp1 pp2 micro4 zero1 pipedream stale",
+    "local:2 dp2 tp1 pp1 micro2 stale",
     "local:1 recompute",
     "local:2 dp1 tp1 pp2 micro4 recompute",
     "local:1 bf16",
@@ -56,9 +59,9 @@ const MORE: [&str; 23] = [
     "local:2 dp1 tp2 pp1 inference micro2",
 ];
 
-/// What each worker of a plan holds at most over two steps.
+/// What each worker of a plan holds at most over three steps: as many as overlap, and one before.
 fn held(plan: &Plan) -> Vec<u64> {
-    let training = Training { steps: 2, learning_rate: 1e-4, ..Training::default() };
+    let training = Training { steps: 3, learning_rate: 1e-4, ..Training::default() };
     let ran = match plan.schedule.trains() {
         true => train(plan, &training, |_| Ok(())),
         false => infer(plan, &training, |_| Ok(())).map(|(ran, _)| ran),

@@ -179,11 +179,19 @@ const FOUR: [&[&str]; 6] = [
     &["--dp", "4", "--zero", "2"],
 ];
 
+/// With gradients that are one step late.
+const LATE: [&[&str]; 3] = [
+    &["--dp", "1", "--pp", "4", "--num-microbatches", "4", "--schedule", "pipedream"],
+    &["--dp", "2", "--pp", "2", "--num-microbatches", "2", "--schedule", "pipedream", "--clip-norm", "0.5"],
+    &["--dp", "4", "--update", "stale"],
+];
+
 #[test]
 fn ranks_train_the_demo_as_threads_do() {
     if has_mpirun() {
         TWO.iter().for_each(|degrees| check(DEMO, 2, degrees, &[]));
         FOUR.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
+        LATE.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
     }
 }
 
@@ -228,26 +236,29 @@ fn checkpoints_of_ranks_are_those_of_threads_and_any_plan_goes_on_from_them() {
         return;
     }
     let scratch = Scratch::new();
-    let four = plan(&scratch, DEMO, 4, &["--dp", "2", "--pp", "2"]);
-    let two = plan(&scratch, DEMO, 2, &["--dp", "2", "--zero", "2"]);
-    let folder = |name: &str| scratch.path(name).display().to_string();
-    let (threads, ranks) = (folder("threads"), folder("ranks"));
-    let run = |plan: &str, steps: &str, to: &str, ranks: u32, more: &[&str]| {
-        let arguments = [&["run", plan, "--steps", steps, "--checkpoint", to], more].concat();
-        if ranks == 0 {
-            succeeds(&arguments);
-        } else {
-            let said = Ranks::start(ranks, &[&arguments[..], &["--reduce-in-order"]].concat()).end();
-            assert_eq!(said.code, Some(0), "{}{}", said.stdout, said.stderr);
+    let late: [&[&str]; 2] = [&["--schedule", "pipedream"], &["--update", "stale"]];
+    for (name, [first, then]) in [("prompt", [&[][..]; 2]), ("late", late)] {
+        let four = plan(&scratch, DEMO, 4, &[&["--dp", "2", "--pp", "2"], first].concat());
+        let two = plan(&scratch, DEMO, 2, &[&["--dp", "2", "--zero", "2"], then].concat());
+        let folder = |of: &str| scratch.path(&format!("{name}-{of}")).display().to_string();
+        let (threads, ranks) = (folder("threads"), folder("ranks"));
+        let run = |plan: &str, steps: &str, to: &str, ranks: u32, more: &[&str]| {
+            let arguments = [&["run", plan, "--steps", steps, "--checkpoint", to], more].concat();
+            if ranks == 0 {
+                succeeds(&arguments);
+            } else {
+                let said = Ranks::start(ranks, &[&arguments[..], &["--reduce-in-order"]].concat()).end();
+                assert_eq!(said.code, Some(0), "{}{}", said.stdout, said.stderr);
+            }
+        };
+        for (to, count) in [(&threads, [0, 0]), (&ranks, [4, 2])] {
+            run(&four, "4", to, count[0], &["--checkpoint-every", "2"]);
+            run(&two, "6", to, count[1], &["--resume"]);
         }
-    };
-    for (to, count) in [(&threads, [0, 0]), (&ranks, [4, 2])] {
-        run(&four, "4", to, count[0], &["--checkpoint-every", "2"]);
-        run(&two, "6", to, count[1], &["--resume"]);
+        let (expected, found) = (files(Path::new(&threads)), files(Path::new(&ranks)));
+        assert!(expected.len() >= 6, "{expected:?}");
+        assert!(found == expected, "a file differs");
     }
-    let (expected, found) = (files(Path::new(&threads)), files(Path::new(&ranks)));
-    assert!(expected.len() >= 6, "{expected:?}");
-    assert!(found == expected, "a file differs");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The time of one step of a synchronous pipeline, by playing its schedule: each stage is one serial stream of forward
+//! The time of one step of a pipeline, by playing its schedule: each stage is one serial stream of forward
 //! and backward calls, each link one serial stream of transfers. Stages are priced once and their calls only added up,
 //! so that 64 stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
@@ -48,6 +48,10 @@ pub enum PipelineCall {
     Weights {
         microbatch: u32,
     },
+    /// What follows the last backward of a step, where the next step is under way; else it comes after all calls.
+    Update {
+        step: u32,
+    },
 }
 
 /// The order of calls on the devices of a pipeline. A *lane* is the devices that one or more stages share: with
@@ -60,12 +64,14 @@ pub struct Order {
     pub num_microbatches: u32,
     /// All devices wait for the last gradient of any before they update, as for the norm of all gradients.
     pub meets: bool,
+    /// Steps that are run without a flush between them, of `num_microbatches` each, which are numbered on; 1 but for `pipedream`.
+    pub steps: u32,
 }
 
 impl Order {
     /// One stage a lane.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
-        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false }
+        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false, steps: 1 }
     }
 
     /// The order in which a plan is run.
@@ -75,8 +81,24 @@ impl Order {
             num_stages: plan.stages.len(),
             virtual_stages: plan.virtual_stages as usize,
             num_microbatches: plan.num_microbatches,
-            meets: plan.clip_norm.is_some() || plan.measure_noise,
+            // Late gradients have long been summed when they are needed.
+            meets: (plan.clip_norm.is_some() || plan.measure_noise) && plan.staleness() == 0,
+            steps: 1,
         }
+    }
+
+    /// Microbatches of all steps.
+    pub(crate) fn all_microbatches(&self) -> usize {
+        self.num_microbatches as usize * self.steps.max(1) as usize
+    }
+
+    /// Calls of a lane that are left of a step when the next begins, and of each the number of calls of the next step after which it
+    /// comes. Under `pipedream` these are the backwards of the microbatches that are on their way through later stages: each follows
+    /// a forward of the next step.
+    pub fn late(&self, lane: usize) -> Vec<u32> {
+        let flushes = self.schedule != Schedule::PipeDream || self.num_stages <= 1;
+        let ahead = if flushes { 0 } else { self.num_stages.saturating_sub(lane + 1) as u32 };
+        (1..=ahead.min(self.num_microbatches)).collect()
     }
 
     pub fn num_lanes(&self) -> usize {
@@ -98,10 +120,16 @@ impl Order {
     /// gradients of weights of stage `l` run `l` backwards late, so that every stage has work of as many microbatches as there are
     /// stages, and those behind fill with gradients of weights what would be bubble.
     ///
+    /// `pipedream` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): `1f1b` that goes on over steps. A stage
+    /// updates after the last backward of a step, with forwards of the next step behind it.
+    ///
     /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
         if self.schedule == Schedule::ZbH1 {
             return Some((lane, self.zero_bubble_call(lane, position)?));
+        }
+        if self.schedule == Schedule::PipeDream {
+            return Some((lane, self.flushless_call(lane, position)?));
         }
         let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
         let microbatches = u64::from(self.num_microbatches);
@@ -111,7 +139,7 @@ impl Order {
             Schedule::Forward if position >= total => return None,
             Schedule::OneFOneB if chunks == 1 => behind.min(total),
             Schedule::OneFOneB if microbatches.is_multiple_of(lanes) => (2 * behind + (chunks - 1) * lanes).min(total),
-            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::GPipe | Schedule::Forward => total,
+            _ => total,
         };
         let (is_forward, k) = match position {
             _ if position >= 2 * total => return None,
@@ -132,6 +160,36 @@ impl Order {
         let call =
             if is_forward { PipelineCall::Forward { microbatch } } else { PipelineCall::Backward { microbatch } };
         Some((stage, call))
+    }
+
+    /// [`Order::call`] of `pipedream`: forwards ahead, then turns of a forward, while there are any, and a backward; an update
+    /// follows the last backward of each step but the last, whose update comes after all calls.
+    fn flushless_call(&self, stage: usize, position: u64) -> Option<PipelineCall> {
+        let of_step = u64::from(self.num_microbatches).max(1);
+        let all = self.all_microbatches() as u64;
+        // No more than a step's, so that at most one step before is under way: fewer microbatches than stages leave bubbles.
+        let ahead = of_step.min(self.num_stages.saturating_sub(stage + 1) as u64);
+        let forward = |m: u64| PipelineCall::Forward { microbatch: m as u32 };
+        if position < ahead {
+            return Some(forward(position));
+        }
+        let at = position - ahead;
+        // Calls before a turn.
+        let before = |turn: u64| 2 * turn.min(all - ahead) + turn.saturating_sub(all - ahead) + turn / of_step;
+        let (mut turn, mut end) = (0, all);
+        while end - turn > 1 {
+            let middle = (turn + end) / 2;
+            if before(middle) <= at { turn = middle } else { end = middle }
+        }
+        let forwards = u64::from(turn + ahead < all);
+        match at - before(turn) {
+            0 if forwards == 1 => Some(forward(turn + ahead)),
+            call if call == forwards => Some(PipelineCall::Backward { microbatch: turn as u32 }),
+            call if call == forwards + 1 && (turn + 1).is_multiple_of(of_step) && turn + 1 < all => {
+                Some(PipelineCall::Update { step: (turn / of_step) as u32 })
+            }
+            _ => None,
+        }
     }
 
     /// [`Order::call`] of `zb-h1`: forwards ahead, turns of a forward and a backward, and the backwards that are left; from the
@@ -202,6 +260,7 @@ impl Order {
                 PipelineCall::Forward { .. } => *held += 1,
                 PipelineCall::Backward { .. } if self.schedule == Schedule::ZbH1 => {}
                 PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => *held = held.saturating_sub(1),
+                PipelineCall::Update { .. } => {}
             }
             *most = (*most).max(*held);
         }
@@ -219,6 +278,21 @@ pub fn simulate(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule
     simulate_order(stages, &Order::new(schedule, stages.len(), num_microbatches), &mut |_, _, _, _| {})
 }
 
+/// What a step takes where it need not be over before the next begins: `play` plays so many steps, of which the first ones fill
+/// the pipeline and the end drains it. Bubbles and busy times are those of a step in between.
+pub fn in_steady_state(order: &Order, play: impl Fn(&Order) -> Timeline) -> Timeline {
+    // Microbatches of a step are at least as many as stages, so that the second step finds the pipeline full.
+    const STEPS: u32 = 4;
+    let (short, long) = (play(&Order { steps: STEPS, ..*order }), play(&Order { steps: 2 * STEPS, ..*order }));
+    let each = |short: f64, long: f64| (long - short) / f64::from(STEPS);
+    let step_s = each(short.step_s, long.step_s);
+    let stage = |(short, long): (&StageTimeline, &StageTimeline)| {
+        let busy_s = each(short.busy_s, long.busy_s);
+        StageTimeline { busy_s, bubble_s: (step_s - busy_s).max(0.0) }
+    };
+    Timeline { step_s, stages: short.stages.iter().zip(&long.stages).map(stage).collect() }
+}
+
 /// [`simulate`] under any order; `watch` is told of each call its stage, its start and its end.
 pub fn simulate_order(
     stages: &[StageTimes],
@@ -227,7 +301,7 @@ pub fn simulate_order(
 ) -> Timeline {
     let num_stages = stages.len();
     let num_lanes = order.num_lanes();
-    let width = order.num_microbatches as usize;
+    let width = order.all_microbatches();
     // When a stage's operands arrive, by stage and microbatch; NaN until they are sent.
     let mut forward_ready_s = vec![f64::NAN; num_stages * width];
     let mut backward_ready_s = vec![f64::NAN; num_stages * width];
@@ -248,6 +322,7 @@ pub fn simulate_order(
                 PipelineCall::Backward { microbatch } => (backward_ready_s[at(microbatch)], times.backward_s),
                 // The backward that they follow was on the same devices.
                 PipelineCall::Weights { .. } => (0.0, times.weights_s),
+                PipelineCall::Update { .. } => (0.0, times.step_s),
             };
             if ready_s.is_nan() {
                 break;
@@ -266,7 +341,7 @@ pub fn simulate_order(
                     backward_ready_s[at(microbatch) - width] = sent_backward_s[s];
                     runnable.push((s - 1) % num_lanes);
                 }
-                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => {}
+                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The pipeline simulator against closed forms, lower bounds, and a second way to compute the same longest path.
 
 use super::*;
-use PipelineCall::{Backward, Forward, Weights};
+use PipelineCall::{Backward, Forward, Update, Weights};
 use proptest::prelude::*;
 
 const SCHEDULES: [Schedule; 2] = [Schedule::GPipe, Schedule::OneFOneB];
@@ -15,6 +15,7 @@ fn order(schedule: Schedule, stage: usize, num_stages: usize, num_microbatches: 
         Forward { microbatch } => format!("F{microbatch}"),
         Backward { microbatch } => format!("B{microbatch}"),
         Weights { microbatch } => format!("W{microbatch}"),
+        Update { step } => format!("U{step}"),
     };
     calls(schedule, stage, num_stages, num_microbatches).into_iter().map(text).collect::<Vec<_>>().join(" ")
 }
@@ -30,6 +31,79 @@ fn orders() {
     assert_eq!(order(Schedule::ZbH1, 0, 2, 3), "F0 F1 B0 W0 F2 B1 W1 B2 W2");
     assert_eq!(order(Schedule::ZbH1, 1, 2, 3), "F0 B0 F1 B1 W0 F2 B2 W1 W2");
     assert_eq!(order(Schedule::ZbH1, 2, 4, 1), "F0 B0 W0");
+}
+
+/// Without a flush the calls of `1f1b` go on over steps; as many backwards are late as there are stages behind.
+#[test]
+fn pipedream_goes_on_over_steps() {
+    let text = |lane: usize, num_stages: usize, num_microbatches: u32, steps: u32| {
+        let order = Order { steps, ..Order::new(Schedule::PipeDream, num_stages, num_microbatches) };
+        let text = |(_, call)| match call {
+            Forward { microbatch } => format!("F{microbatch}"),
+            Backward { microbatch } => format!("B{microbatch}"),
+            Weights { microbatch } => format!("W{microbatch}"),
+            Update { step } => format!("U{step}"),
+        };
+        order.calls(lane).map(text).collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(text(0, 2, 3, 1), order(Schedule::OneFOneB, 0, 2, 3));
+    assert_eq!(text(0, 2, 3, 2), "F0 F1 B0 F2 B1 F3 B2 U0 F4 B3 F5 B4 B5");
+    assert_eq!(text(1, 2, 3, 2), "F0 B0 F1 B1 F2 B2 U0 F3 B3 F4 B4 F5 B5");
+    assert_eq!(text(0, 3, 1, 3), "F0 F1 B0 U0 F2 B1 U1 B2", "fewer microbatches than stages");
+    let late = |lane: usize, stages: usize, batches: u32| Order::new(Schedule::PipeDream, stages, batches).late(lane);
+    assert_eq!(
+        (late(0, 4, 8), late(3, 4, 8), late(0, 4, 2), late(0, 1, 8)),
+        (vec![1, 2, 3], vec![], vec![1, 2], vec![])
+    );
+    // A step's own calls, with those that are left of the step before where they are said to be, are the endless order.
+    for (stages, batches) in [(2, 2), (3, 5), (4, 4), (4, 3), (5, 2)] {
+        for lane in 0..stages {
+            let order = Order::new(Schedule::PipeDream, stages, batches);
+            let (one, late) = (order.calls(lane).map(|c| c.1).collect::<Vec<_>>(), order.late(lane));
+            let (prompt, left) = one.split_at(one.len() - late.len());
+            let mut merged = prompt.to_vec();
+            let shifted = |call: &PipelineCall, by: u32| match *call {
+                Forward { microbatch } => Forward { microbatch: microbatch + by },
+                Backward { microbatch } => Backward { microbatch: microbatch + by },
+                other => other,
+            };
+            let mut of_before = late.iter().zip(left).peekable();
+            for (done, call) in (1..).zip(prompt) {
+                merged.push(shifted(call, batches));
+                while let Some((_, left)) = of_before.next_if(|(after, _)| **after == done) {
+                    merged.push(*left);
+                }
+            }
+            merged.extend(left.iter().map(|call| shifted(call, batches)));
+            let two = Order { steps: 2, ..order };
+            let endless: Vec<_> = two.calls(lane).map(|c| c.1).filter(|c| !matches!(c, Update { .. })).collect();
+            assert_eq!(merged, endless, "{stages} stages, {batches} microbatches, lane {lane}");
+        }
+    }
+}
+
+/// In between steps nobody waits, whatever a stage takes, as long as one is slowest and there are microbatches enough; a step is then
+/// the slowest stage's work. With too few there are bubbles, fewer than with a flush.
+#[test]
+fn pipedream_has_no_bubble() {
+    let stage = |forward_s, backward_s, step_s| StageTimes { forward_s, backward_s, step_s, ..Default::default() };
+    let steady = |stages: &[StageTimes], microbatches: u32| {
+        let order = Order::new(Schedule::PipeDream, stages.len(), microbatches);
+        in_steady_state(&order, |order| simulate_order(stages, order, &mut |_, _, _, _| {}))
+    };
+    let equal = steady(&[stage(1.0, 2.0, 0.0); 4], 8);
+    assert!((equal.step_s - 24.0).abs() < 1e-9 && equal.stages.iter().all(|s| s.bubble_s.abs() < 1e-9), "{equal:?}");
+    let uneven = [stage(1.0, 2.0, 0.5), stage(1.5, 2.5, 0.25), stage(0.5, 1.0, 0.0)];
+    let played = steady(&uneven, 6);
+    assert!((played.step_s - (6.0 * 4.0 + 0.25)).abs() < 1e-9, "{played:?}");
+    assert!(played.stages[1].bubble_s < 1e-9 && (played.stages[2].bubble_s - (24.25 - 9.0)).abs() < 1e-9);
+    for microbatches in [1, 2, 3, 8] {
+        let (without, with) = (steady(&uneven, microbatches), simulate(&uneven, microbatches, Schedule::OneFOneB));
+        assert!(without.step_s < with.step_s, "{microbatches}: {} {}", without.step_s, with.step_s);
+        let least = f64::from(microbatches) * 4.0 + 0.25;
+        assert!(without.step_s >= least - 1e-9, "{microbatches}: {}", without.step_s);
+    }
+    assert!(steady(&[stage(1.0, 2.0, 0.0); 4], 1).step_s > 3.0);
 }
 
 #[test]
@@ -107,6 +181,7 @@ fn longest_path(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule
                     Forward { microbatch } => (0, microbatch as usize),
                     Backward { microbatch } => (1, microbatch as usize),
                     Weights { microbatch } => (2, microbatch as usize),
+                    Update { .. } => continue,
                 };
                 let (ready, seconds, transfer) = match direction {
                     0 if stage == 0 => (0.0, times.forward_s, times.transfer_forward_s),
@@ -199,7 +274,14 @@ fn interleaved_lanes_make_every_call_once_and_finish() {
         [(2, 2, 4), (4, 3, 8), (4, 2, 6), (3, 5, 3), (8, 12, 64), (2, 3, 1), (5, 2, 7)]
     {
         let num_stages = lanes * virtual_stages;
-        let order = Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches, meets: false };
+        let order = Order {
+            schedule: Schedule::OneFOneB,
+            num_stages,
+            virtual_stages,
+            num_microbatches,
+            meets: false,
+            steps: 1,
+        };
         let stage = StageTimes { forward_s: 1.0, backward_s: 2.0, step_s: 0.5, ..StageTimes::default() };
         let mut made = std::collections::BTreeMap::new();
         let timeline = simulate_order(&vec![stage; num_stages], &order, &mut |s, call, start, end| {
@@ -207,6 +289,7 @@ fn interleaved_lanes_make_every_call_once_and_finish() {
                 PipelineCall::Forward { microbatch } => (microbatch, false),
                 PipelineCall::Backward { microbatch } => (microbatch, true),
                 PipelineCall::Weights { .. } => panic!("1f1b runs no gradients of weights apart"),
+                Update { .. } => panic!("one step is followed by no other"),
             };
             assert!(made.insert((s, microbatch, backward), (start, end)).is_none());
         });
@@ -237,8 +320,14 @@ fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
         let part = 1.0 / virtual_stages as f64;
         let stage = StageTimes { forward_s: part, backward_s: 2.0 * part, ..StageTimes::default() };
         let num_stages = lanes * virtual_stages;
-        let order =
-            Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches: m, meets: false };
+        let order = Order {
+            schedule: Schedule::OneFOneB,
+            num_stages,
+            virtual_stages,
+            num_microbatches: m,
+            meets: false,
+            steps: 1,
+        };
         simulate_order(&vec![stage; num_stages], &order, &mut |_, _, _, _| {}).step_s - 3.0 * m as f64
     };
     assert!((bubble(1) - 9.0).abs() < 1e-9);

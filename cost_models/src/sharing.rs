@@ -36,7 +36,7 @@ impl SharedStage {
             Doing::Call(_, PipelineCall::Forward { .. }) => times.forward_s,
             Doing::Call(_, PipelineCall::Backward { .. }) => times.backward_s,
             Doing::Call(_, PipelineCall::Weights { .. }) => times.weights_s,
-            Doing::Finish(_) => times.step_s,
+            Doing::Call(_, PipelineCall::Update { .. }) | Doing::Finish(_) => times.step_s,
         };
         let known = &self.times;
         let Some(upper) = known.iter().position(|k| k.0 >= busy) else {
@@ -59,7 +59,7 @@ pub fn simulate_shared(
     order: &Order,
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
-    let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.num_microbatches as usize);
+    let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.all_microbatches());
     let mut forward_ready = vec![false; num_stages * width];
     let mut backward_ready = vec![false; num_stages * width];
     forward_ready[..width.min(num_stages * width)].fill(true);
@@ -73,7 +73,7 @@ pub fn simulate_shared(
                     let ready = match call {
                         PipelineCall::Forward { microbatch } => forward_ready[s * width + microbatch as usize],
                         PipelineCall::Backward { microbatch } => backward_ready[s * width + microbatch as usize],
-                        PipelineCall::Weights { .. } => true,
+                        PipelineCall::Weights { .. } | PipelineCall::Update { .. } => true,
                     };
                     ready.then_some(Doing::Call(s, call))
                 }
@@ -117,7 +117,7 @@ pub fn simulate_shared(
                     PipelineCall::Backward { microbatch } if s > 0 => {
                         backward_ready[(s - 1) * width + microbatch as usize] = true;
                     }
-                    PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => {}
+                    PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
                 }
             }
             Some(Doing::Finish(s)) => lane.finished.push(s),

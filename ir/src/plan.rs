@@ -39,6 +39,11 @@ pub enum Schedule {
     /// bubble (ZB-H1 of Qi et al. 2023).
     #[serde(rename = "zb-h1")]
     ZbH1,
+    /// As `1f1b`, without a flush between steps: what a stage still has to do of a step when it begins the next it does among the
+    /// work of that one, with the weights that the step began with (PipeDream-2BW of Narayanan et al. 2021, "Memory-Efficient
+    /// Pipeline-Parallel DNN Training"). There is no bubble, and gradients are one step late: see [`Plan::staleness`].
+    #[serde(rename = "pipedream")]
+    PipeDream,
     /// Forwards alone: the model is run and not trained, and what it gives is collected.
     #[serde(rename = "forward")]
     Forward,
@@ -50,6 +55,7 @@ impl Schedule {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
             Schedule::ZbH1 => "zb-h1",
+            Schedule::PipeDream => "pipedream",
             Schedule::Forward => "forward",
         }
     }
@@ -60,7 +66,8 @@ impl Schedule {
     }
 
     pub fn parse(text: &str) -> Option<Self> {
-        [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::Forward].into_iter().find(|s| s.name() == text)
+        let all = [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::PipeDream, Schedule::Forward];
+        all.into_iter().find(|s| s.name() == text)
     }
 
     /// Microbatches whose activations stage `stage` of `num_stages` holds at once; under `zb-h1` those that wait for the gradients of
@@ -68,9 +75,35 @@ impl Schedule {
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB | Schedule::ZbH1 => num_microbatches.min(num_stages.saturating_sub(stage)),
+            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream => {
+                num_microbatches.min(num_stages.saturating_sub(stage))
+            }
             Schedule::Forward => num_microbatches.min(1),
         }
+    }
+}
+
+/// When the gradients of a step change the weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Update {
+    /// At the end of the step, which waits until they are reduced.
+    #[default]
+    Synchronous,
+    /// At the end of the next step, during which they are reduced: gradients are one step late, and no step waits for its own.
+    Stale,
+}
+
+impl Update {
+    pub fn name(self) -> &'static str {
+        match self {
+            Update::Synchronous => "synchronous",
+            Update::Stale => "stale",
+        }
+    }
+
+    fn is_synchronous(&self) -> bool {
+        *self == Update::Synchronous
     }
 }
 
@@ -285,6 +318,8 @@ pub struct Plan {
     /// Samples of the global batch that go through the pipeline at once.
     pub microbatch: u64,
     pub schedule: Schedule,
+    #[serde(default, skip_serializing_if = "Update::is_synchronous")]
+    pub update: Update,
     /// Stages that share devices: of `p` *lanes* (blocks of devices), lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
@@ -376,6 +411,13 @@ impl Plan {
 
     pub fn num_layers(&self) -> u32 {
         self.layers.len() as u32 - 1
+    }
+
+    /// By how many steps the weights that gradients are computed with are behind those that they change: `w[t+1] = w[t] - f(g(w[t - s]))`
+    /// for a staleness of `s`. It is the same on all stages, and before the first step no gradient is late.
+    pub fn staleness(&self) -> u32 {
+        let flushes = self.schedule != Schedule::PipeDream || self.num_lanes() <= 1;
+        u32::from(self.schedule.trains() && (self.update == Update::Stale || !flushes))
     }
 
     /// Blocks of devices that one or more stages share.
@@ -515,6 +557,15 @@ impl Plan {
         }
         if shared > 1 && self.schedule == Schedule::ZbH1 {
             fail("virtual_stages".into(), "must be 1 under the schedule zb-h1");
+        }
+        if shared > 1 && self.schedule == Schedule::PipeDream {
+            fail("virtual_stages".into(), "must be 1 under the schedule pipedream");
+        }
+        if self.update == Update::Stale && !self.schedule.trains() {
+            fail("update".into(), "is of training, and the plan runs the model alone");
+        }
+        if self.staleness() > 0 && self.target != Target::Altiplano {
+            fail("target".into(), "does not train with late gradients");
         }
         if matches!(self.target, Target::Fsdp | Target::Xla) && self.stages.len() > 1 {
             fail("target".into(), "runs no pipelines, and the plan has several stages");

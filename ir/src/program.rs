@@ -39,8 +39,8 @@ pub enum BufferKind {
     /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision
     /// parameter, which starts as the parameter's value; all others start at zero). Lives for the whole run.
     State { parameter: String, slot: String },
-    /// Sum of a parameter's gradient over the microbatches of a step. Zeroed at the start of each step;
-    /// keeps its value until then.
+    /// Sum of a parameter's gradient over the microbatches of a step. Zero before the first of them; keeps its value until the
+    /// next step, or the one after it ([`Overlap::doubles_accumulators`]), adds its own.
     Accumulator { parameter: String },
     /// An input of the model, one instance per microbatch: the microbatch's rows in each batch dimension,
     /// or all of it where the input has no batch dimension.
@@ -137,10 +137,75 @@ pub struct Program {
     pub mesh: Mesh,
     pub buffers: Vec<Buffer>,
     pub bodies: Vec<Body>,
+    /// The calls of one step, first to last.
     pub schedule: Vec<Call>,
+    /// The last calls of a step that are run among those of the next step: of each, after how many calls of the next step, which
+    /// never falls. Empty where a step ends before the next begins. See [`Program::turns`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub late: Vec<u32>,
+}
+
+/// What a device holds of two steps at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Overlap {
+    /// What is a step's own from its beginning, as scalars.
+    pub steps: bool,
+    /// Parameters: as a step began with them, and updated.
+    pub stashes_parameters: bool,
+    /// Sums of gradients: some of a step are added up before those of the step before were used.
+    pub doubles_accumulators: bool,
+}
+
+impl Phase {
+    /// Whether a body works on a microbatch with the weights of its step, rather than on what all of a step gave.
+    pub fn is_of_microbatch(self) -> bool {
+        matches!(self, Phase::Forward | Phase::Backward | Phase::Weights)
+    }
 }
 
 impl Program {
+    /// How many of the schedule's calls are run before the next step begins.
+    pub fn num_prompt(&self) -> usize {
+        self.schedule.len() - self.late.len().min(self.schedule.len())
+    }
+
+    /// The calls that a device runs between the beginning of one step and that of the next: positions in the schedule, and
+    /// whether the call is of the step before. In the first step there are no calls of one before, and after the last those that
+    /// are left of it run alone.
+    ///
+    /// Calls of different steps share parameters and optimizer state. All else they have of their own: inputs, scalars, values, the
+    /// sums of gradients. Bodies of microbatches read the parameters as they were when their step began, even where an update
+    /// has changed them since; all other bodies read and write the newest.
+    pub fn turns(&self) -> impl Iterator<Item = (usize, bool)> + '_ {
+        let prompt = self.num_prompt();
+        let (mut now, mut before) = (0, 0);
+        std::iter::from_fn(move || {
+            if self.late.get(before).is_some_and(|&after| after as usize <= now || now == prompt) {
+                before += 1;
+                return Some((prompt + before - 1, true));
+            }
+            (now < prompt).then(|| {
+                now += 1;
+                (now - 1, false)
+            })
+        })
+    }
+
+    /// What is held of two steps at once, with bodies that may be those of a program that is as this one.
+    pub fn overlap(&self, bodies: &[Body]) -> Overlap {
+        let mut overlap = Overlap { steps: !self.late.is_empty(), ..Overlap::default() };
+        let (mut updated, mut added) = (false, false);
+        for (position, late) in self.turns().take(if overlap.steps { usize::MAX } else { 0 }) {
+            let Call::Run { body, .. } = self.schedule[position] else { continue };
+            let Some(phase) = bodies.get(body as usize).map(|body| body.phase) else { continue };
+            overlap.stashes_parameters |= phase.is_of_microbatch() && (late || updated);
+            overlap.doubles_accumulators |= !phase.is_of_microbatch() && late && added;
+            updated |= late && phase == Phase::Update;
+            added |= !late && matches!(phase, Phase::Backward | Phase::Weights);
+        }
+        overlap
+    }
+
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.0 as usize]
     }

@@ -59,6 +59,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         num_microbatches: parts.num_microbatches,
         microbatch: unit,
         schedule: parts.schedule,
+        update: request.update,
         virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,
         clip_norm: request.clip_norm,

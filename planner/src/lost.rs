@@ -141,6 +141,7 @@ pub(crate) mod tests {
             num_microbatches: 1,
             microbatch: 1,
             schedule: Schedule::OneFOneB,
+            update: Default::default(),
             virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
             clip_norm: None,

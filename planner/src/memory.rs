@@ -10,7 +10,9 @@ use crate::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Memory;
-use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, Transfer, TransferId};
+use altiplano_ir::program::{
+    Body, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
+};
 use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
 use std::collections::BTreeMap;
@@ -19,6 +21,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Category {
     Parameters,
+    /// Parameters as a step began with them, where an update changes them before it ends.
+    Stashed,
     Gradients,
     OptimizerState,
     Inputs,
@@ -35,8 +39,9 @@ pub enum Category {
 }
 
 impl Category {
-    pub const ALL: [Category; 9] = [
+    pub const ALL: [Category; 10] = [
         Category::Parameters,
+        Category::Stashed,
         Category::Gradients,
         Category::OptimizerState,
         Category::Inputs,
@@ -50,6 +55,7 @@ impl Category {
     pub fn name(self) -> &'static str {
         match self {
             Category::Parameters => "parameters",
+            Category::Stashed => "stashed parameters",
             Category::Gradients => "gradients",
             Category::OptimizerState => "optimizer state",
             Category::Inputs => "inputs",
@@ -136,10 +142,19 @@ pub struct LaneMemory {
     pub kinds: Vec<Kind>,
     /// The kind of each call of the schedule.
     pub calls: Vec<u32>,
+    /// Positions in the schedule in the order in which calls are played: those of a step, and where steps overlap those of three,
+    /// of which each begins before the one before has ended.
+    pub played: Vec<usize>,
+    /// Calls of a step that are played before the next step begins; all of them where steps do not overlap.
+    pub num_prompt: usize,
+    /// Of each played call, whether the parameters are held as an earlier step began with them, and as they are now.
+    pub stashed: Vec<bool>,
+    /// Held before each call of the schedule.
+    pub before: Vec<i64>,
     /// Held before the step.
     pub lasting_bytes: u64,
     pub peak_bytes: u64,
-    /// The call in which most is held, and the point in it.
+    /// The played call in which most is held, and the point in it.
     pub peak_at: (usize, u32),
 }
 
@@ -184,6 +199,7 @@ struct Walk<'a> {
     program: &'a Program,
     transfers: &'a [Transfer],
     device: DeviceKind,
+    overlap: Overlap,
     tensors: Vec<Tensor>,
     /// By whom each tensor is held: buffers and values.
     holders: Vec<u32>,
@@ -195,24 +211,26 @@ impl LaneMemory {
     /// Plays the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
     pub fn new(programs: &Programs, lane: usize, steps: &[Steps<()>], device: DeviceKind) -> LaneMemory {
         let program = &programs.programs[lane];
-        LaneMemory::of(program, &program.schedule, &programs.transfers, steps, device)
+        LaneMemory::of(program, program, &programs.transfers, steps, device)
     }
 
-    /// [`LaneMemory::new`] of the bodies of one program under a schedule that may be that of another.
+    /// [`LaneMemory::new`] of the bodies of one program under the schedule of one that is as it is.
     pub fn of(
         program: &Program,
-        schedule: &[Call],
+        scheduled: &Program,
         transfers: &[Transfer],
         steps: &[Steps<()>],
         device: DeviceKind,
     ) -> LaneMemory {
         let mut kinds: Vec<Kind> = Vec::new();
         let mut number: BTreeMap<CallKind, u32> = BTreeMap::new();
+        let schedule = &scheduled.schedule;
         let mut calls = Vec::with_capacity(schedule.len());
         let mut walk = Walk {
             program,
             transfers,
             device,
+            overlap: scheduled.overlap(&program.bodies),
             tensors: Vec::new(),
             holders: Vec::new(),
             buffers: BTreeMap::new(),
@@ -247,15 +265,45 @@ impl LaneMemory {
         }
         let tensors = walk.tensors;
         sum_up(&mut kinds, &tensors);
-        let lasting_bytes = tensors.iter().filter(|t| t.born.is_none()).map(|t| t.bytes).sum();
-        let mut memory =
-            LaneMemory { tensors, kinds, calls, lasting_bytes, peak_bytes: lasting_bytes, peak_at: (0, 0) };
-        let mut peak = None;
-        for (position, (held, kind)) in memory.before_calls().enumerate() {
-            let most = held + kind.most_bytes;
-            if peak.is_none_or(|(bytes, _)| most > bytes) {
-                peak = Some((most, (position, kind.most_at)));
+        let lasts = |t: &&Tensor| t.born.is_none() && t.category != Category::Stashed;
+        let lasting_bytes = tensors.iter().filter(lasts).map(|t| t.bytes).sum();
+        let overlap = scheduled.overlap(&program.bodies);
+        let num_prompt = scheduled.num_prompt();
+        let (played, stashed) = played(scheduled, program, overlap);
+        let stash_bytes: u64 = tensors.iter().filter(|t| t.category == Category::Stashed).map(|t| t.bytes).sum();
+        let (peak_bytes, peak_at) = (lasting_bytes, (0, 0));
+        let before = vec![lasting_bytes as i64; calls.len()];
+        let mut memory = LaneMemory {
+            tensors,
+            kinds,
+            calls,
+            played,
+            num_prompt,
+            stashed,
+            before,
+            lasting_bytes,
+            peak_bytes,
+            peak_at,
+        };
+        // What no call of a step lets go of is gone when all of them are over.
+        let left_bytes: i64 = memory.calls.iter().map(|&kind| memory.kinds[kind as usize].left_bytes).sum();
+        // What is left when no step follows is as it was.
+        let drained = if overlap.steps { memory.played.len() + num_prompt - memory.calls.len() } else { usize::MAX };
+        let (mut peak, mut held) = (None, lasting_bytes as i64);
+        for (index, &position) in memory.played.iter().enumerate() {
+            if memory.ended_before(index) > memory.ended_before(index.max(1) - 1) {
+                held -= left_bytes;
             }
+            let kind = &memory.kinds[memory.calls[position] as usize];
+            let stash_bytes = if memory.stashed[index] { stash_bytes as i64 } else { 0 };
+            let most = held + stash_bytes + kind.most_bytes;
+            if index < drained {
+                memory.before[position] = held + stash_bytes;
+            }
+            if peak.is_none_or(|(bytes, _)| most > bytes) {
+                peak = Some((most, (index, kind.most_at)));
+            }
+            held += kind.left_bytes;
         }
         if let Some((bytes, at)) = peak {
             memory.peak_bytes = bytes.max(0) as u64;
@@ -264,15 +312,19 @@ impl LaneMemory {
         memory
     }
 
-    /// What is held before each call, and the call's kind.
+    /// Steps that have ended before a played call: each of them runs as many calls after its prompt ones as a step has.
+    fn ended_before(&self, index: usize) -> usize {
+        index.saturating_sub(self.num_prompt) / self.calls.len().max(1)
+    }
+
+    /// The position in the schedule of the call in which most is held, and the point in it.
+    pub fn peak_position(&self) -> (usize, u32) {
+        (self.played.get(self.peak_at.0).copied().unwrap_or(self.calls.len()), self.peak_at.1)
+    }
+
+    /// What is held before each call, and the call's kind; where steps overlap, with what is held of the others.
     pub fn before_calls(&self) -> impl Iterator<Item = (i64, &Kind)> {
-        let mut held = self.lasting_bytes as i64;
-        self.calls.iter().map(move |&k| {
-            let kind = &self.kinds[k as usize];
-            let before = held;
-            held += kind.left_bytes;
-            (before, kind)
-        })
+        self.before.iter().zip(&self.calls).map(|(&before, &kind)| (before, &self.kinds[kind as usize]))
     }
 
     /// What each category holds more than at the start of a call of some kind, at each of its points; last, what it leaves. All
@@ -295,44 +347,85 @@ impl LaneMemory {
             let lasting = self.tensors.iter().filter(|t| t.born.is_none() && t.category == category);
             lasting.map(|t| t.bytes).sum::<u64>()
         };
-        let (parameters_bytes, gradients_bytes) = (of(Category::Parameters), of(Category::Gradients));
+        let stashed = self.stashed.get(self.peak_at.0).is_some_and(|stashed| *stashed);
+        let parameters_bytes = of(Category::Parameters) + if stashed { of(Category::Stashed) } else { 0 };
+        let gradients_bytes = of(Category::Gradients);
         let optimizer_bytes = of(Category::OptimizerState);
         let lasting = parameters_bytes + gradients_bytes + optimizer_bytes;
         let activations_bytes = self.peak_bytes.saturating_sub(lasting);
         Memory { parameters_bytes, gradients_bytes, optimizer_bytes, activations_bytes }
     }
 
-    /// What is held at a point of the call at `position`.
-    pub fn held_at(&self, position: usize, point: u32) -> Vec<Held> {
-        // Positions of the calls of each kind.
-        let mut positions: Vec<Vec<usize>> = vec![Vec::new(); self.kinds.len()];
-        for (at, &kind) in self.calls.iter().enumerate() {
-            positions[kind as usize].push(at);
+    /// What is held at a point of the `index`-th played call.
+    pub fn held_at(&self, index: usize, point: u32) -> Vec<Held> {
+        // The played calls of each kind.
+        let mut played: Vec<Vec<usize>> = vec![Vec::new(); self.kinds.len()];
+        for (at, &position) in self.played.iter().enumerate() {
+            played[self.calls[position] as usize].push(at);
         }
-        let here = self.calls.get(position).copied();
+        let here = self.played.get(index).map(|&position| self.calls[position]);
         // How often a moment has come.
         let times = |moment: Moment| {
-            let before = positions[moment.kind as usize].partition_point(|&at| at < position) as u64;
+            let before = played[moment.kind as usize].partition_point(|&at| at < index) as u64;
             before + u64::from(here == Some(moment.kind) && moment.point <= point)
         };
         let mut held = Vec::new();
         for (tensor, t) in self.tensors.iter().enumerate() {
             let made = t.born.map_or(1, times);
-            let gone = t.gone.map_or(0, times);
+            // What no call lets go of is gone with its step.
+            let ended = |born: Moment| {
+                let of_step = self.calls.iter().filter(|kind| **kind == born.kind).count();
+                (of_step * self.ended_before(index)) as u64
+            };
+            // But of what outlives steps, one that is made anew in each of them takes the place of that before it.
+            let lasts = matches!(t.category, Category::Parameters | Category::Gradients | Category::OptimizerState);
+            let made = if lasts { made.min(1) } else { made };
+            let gone = t.gone.map_or_else(|| t.born.filter(|_| !lasts).map_or(0, ended), times);
             let absent =
                 t.absent.is_some_and(|(from, to)| here == Some(from.kind) && (from.point..to).contains(&point));
             let count = made.saturating_sub(gone + u64::from(absent));
-            if count == 0 || t.bytes == 0 {
+            let is_there = t.category != Category::Stashed || self.stashed.get(index).is_some_and(|stashed| *stashed);
+            if count == 0 || t.bytes == 0 || !is_there {
                 continue;
             }
-            let nth =
-                |moment: Moment, n: u64| positions[moment.kind as usize].get(n as usize).map(|&at| (at, moment.point));
+            let nth = |moment: Moment, n: u64| {
+                played[moment.kind as usize].get(n as usize).map(|&at| (self.played[at], moment.point))
+            };
             let from = t.born.and_then(|moment| nth(moment, gone));
             let to = t.gone.and_then(|moment| nth(moment, made - 1));
             held.push(Held { tensor, count, from, to });
         }
         held
     }
+}
+
+/// See [`LaneMemory::played`] and [`LaneMemory::stashed`].
+fn played(scheduled: &Program, program: &Program, overlap: Overlap) -> (Vec<usize>, Vec<bool>) {
+    let (prompt, end) = (scheduled.num_prompt(), scheduled.schedule.len());
+    if !overlap.steps {
+        return ((0..end).collect(), vec![false; end]);
+    }
+    let phase = |position: usize| match scheduled.schedule[position] {
+        Call::Run { body, .. } => program.bodies.get(body as usize).map(|body| body.phase),
+        _ => None,
+    };
+    // With the number of the step that a call is of, and of the last that has begun.
+    let of_step = |step: usize| scheduled.turns().map(move |(at, late)| (at, step - usize::from(late), step));
+    let first = (0..prompt).map(|at| (at, 0, 0));
+    let last = (prompt..end).map(|at| (at, 2, 2));
+    let calls: Vec<(usize, usize, usize)> = first.chain(of_step(1)).chain(of_step(2)).chain(last).collect();
+    // After an update, as long as there are calls of a step that began before it.
+    let mut stashed = vec![false; calls.len()];
+    for (index, &(position, _, begun)) in calls.iter().enumerate() {
+        if phase(position) == Some(Phase::Update) {
+            let works =
+                |&(at, of, _): &(usize, usize, usize)| of <= begun && phase(at).is_some_and(Phase::is_of_microbatch);
+            if let Some(last) = calls.iter().rposition(works).filter(|last| *last > index) {
+                stashed[index..=last].fill(true);
+            }
+        }
+    }
+    (calls.into_iter().map(|(position, ..)| position).collect(), stashed)
 }
 
 /// What a tensor of a lane is called: by the buffer that lasts, else by the model's name of the value, and its op.
@@ -459,6 +552,7 @@ impl Walk<'_> {
 
     /// What is there before the first call.
     fn start(&mut self) {
+        let Overlap { steps, stashes_parameters, doubles_accumulators } = self.overlap;
         for (id, buffer) in (0u32..).map(BufferId).zip(&self.program.buffers) {
             let category = match buffer.kind {
                 BufferKind::Parameter { .. } => Category::Parameters,
@@ -470,6 +564,14 @@ impl Walk<'_> {
             let bytes = self.local_bytes(id);
             let tensor = self.tensor(Origin::Buffer(id), category, bytes, None);
             self.keep((id, false), tensor, 0);
+            // Of two steps that are under way, each has its own.
+            let of_other_step = match category {
+                Category::Parameters if stashes_parameters => Category::Stashed,
+                Category::Gradients if doubles_accumulators => Category::Gradients,
+                Category::Other if steps => Category::Other,
+                _ => continue,
+            };
+            self.tensor(Origin::Buffer(id), of_other_step, bytes, None);
         }
     }
 
@@ -589,7 +691,11 @@ impl Walk<'_> {
         let alike = self.tensors[old].bytes == self.tensors[new].bytes && self.holders[new] == 1;
         let (true, None, Some(gone), Some(born)) = (alike, self.tensors[old].born, gone, born) else { return new };
         self.tensors[old].gone = None;
-        if born.point < gone.point {
+        let stashes = self.overlap.stashes_parameters && self.tensors[old].category == Category::Parameters;
+        if stashes {
+            // Its room is that of the other version, which nobody needs any more.
+            self.tensors[new].bytes = 0;
+        } else if born.point < gone.point {
             self.tensors[new].gone = Some(gone);
             self.tensors[new].category = Category::Temporaries;
         } else {

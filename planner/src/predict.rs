@@ -7,13 +7,13 @@
 use crate::lower::{Prices, Sketch};
 use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
-use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, simulate_order};
+use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted};
+use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
@@ -74,7 +74,7 @@ pub fn timings_of(
         }
         let stage = &plan.stages[i];
         let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
-        stage_timing(&work[i], &prices, &plan.execution)
+        stage_timing(&work[i], &prices, &plan.execution, late_by(plan))
     };
     let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
     let with_sends = |i: usize| {
@@ -91,6 +91,11 @@ pub fn timings_of(
         (times, timing)
     };
     (0..plan.stages.len()).into_par_iter().map(with_sends).collect()
+}
+
+/// Microbatches of a step during which gradients are reduced before they are used.
+fn late_by(plan: &Plan) -> Option<u32> {
+    (plan.update == Update::Stale).then_some(plan.num_microbatches)
 }
 
 /// Numbers of devices at work at once for which stages on a shared machine are timed, at most.
@@ -121,7 +126,7 @@ fn shared_timings(
         let at = |busy: u32| {
             let cost = runtime.at(devices, busy);
             let prices = Prices::new(cost.as_cost(), plan.group_of(stage), stage.submesh, &stage.mesh);
-            let timing = stage_timing(bodies, &prices, &plan.execution);
+            let timing = stage_timing(bodies, &prices, &plan.execution, None);
             let [f, b, s, rf, rb, rs] = copied[i];
             let copies = |sent: u64, received: u64| cost.send_s(sent) + cost.receive_s(received);
             let times = StageTimes {
@@ -174,8 +179,22 @@ fn copied_bytes(plan: &Plan, programs: &Programs, i: usize) -> [u64; 6] {
     bytes
 }
 
-/// Plays the calls of a step: on devices of their own, or on a machine that all share.
+/// Plays the calls of a step: on devices of their own, or on a machine that all share. `watch` sees a step that is run alone; where
+/// the next begins before it has ended, what is returned is a step among others.
 pub fn played(
+    plan: &Plan,
+    timings: &[(StageTimes, StageTiming)],
+    order: &Order,
+    watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
+) -> Timeline {
+    let alone = played_as(plan, timings, order, watch);
+    if order.late(0).is_empty() {
+        return alone;
+    }
+    in_steady_state(order, |order| played_as(plan, timings, order, &mut |_, _, _, _| {}))
+}
+
+fn played_as(
     plan: &Plan,
     timings: &[(StageTimes, StageTiming)],
     order: &Order,
@@ -246,7 +265,7 @@ pub fn lane_memories(plan: &Plan, sketch: &Sketch<'_>, work: &[Vec<BodyWork>]) -
     let steps: Vec<_> = (0..programs.len()).into_par_iter().map(steps_of).collect();
     let memory = |lane: usize| {
         let (written, steps) = (sketch.written(lane), &steps[sketch.like[lane]]);
-        LaneMemory::of(written, &programs[lane].schedule, &sketch.programs.transfers, steps, kind(lane))
+        LaneMemory::of(written, &programs[lane], &sketch.programs.transfers, steps, kind(lane))
     };
     (0..programs.len()).into_par_iter().map(memory).collect()
 }

@@ -5,7 +5,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Plan, Schedule, Target};
+use altiplano_ir::plan::{Execution, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 
@@ -31,6 +31,8 @@ pub struct Request {
     pub pp: Option<u32>,
     /// [`Schedule::Forward`] plans to run the model, not to train it.
     pub schedule: Option<Schedule>,
+    /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
+    pub update: Update,
     /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
     pub virtual_stages: Option<u32>,
     pub zero: Option<u8>,
@@ -66,6 +68,7 @@ impl Request {
             tp: None,
             pp: None,
             schedule: None,
+            update: Update::Synchronous,
             virtual_stages: None,
             zero: None,
             recompute: None,
@@ -86,7 +89,10 @@ impl Request {
         request.stop_gradients = plan.stop_gradients.clone();
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);
-        request.schedule = (!plan.schedule.trains()).then_some(plan.schedule);
+        // Those that say what is computed, which no other may take the place of.
+        let decides = !plan.schedule.trains() || plan.schedule == Schedule::PipeDream;
+        request.schedule = decides.then_some(plan.schedule);
+        request.update = plan.update;
         request.optimizer = plan.optimizer;
         request.clip_norm = plan.clip_norm;
         request.execution = plan.execution;

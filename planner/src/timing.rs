@@ -190,8 +190,8 @@ pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
     played
 }
 
-/// Times a stage's bodies.
-pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution) -> StageTiming {
+/// Times a stage's bodies. `late`: gradients are those of the step before, and are reduced while so many microbatches are worked on.
+pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution, late: Option<u32>) -> StageTiming {
     if prices.cost.runtime().is_some() {
         let mut timing = StageTiming::default();
         for body in bodies {
@@ -231,14 +231,25 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                     Phase::Weights => timing.weights = played,
                     _ => timing.backward = played,
                 }
+                if late.is_some() {
+                    // Nothing that follows has to do with this step's gradients.
+                    continue;
+                }
                 append(&mut list, &mut written, body, tasks, barrier);
                 num_before = list.len();
             }
             Phase::Reduce | Phase::Norm | Phase::Update => {
+                if let Some(microbatches) = late {
+                    before_s = f64::from(microbatches)
+                        * (timing.forward.seconds + timing.backward.seconds + timing.weights.seconds);
+                }
                 let mut tasks = tasks;
                 for (task, sent) in tasks.iter_mut().zip(&body.sent) {
                     if task.stream != Stream::Communication {
                         timing.finish_compute_s += task.seconds;
+                        if late.is_some() {
+                            task.ready_s = task.ready_s.max(before_s);
+                        }
                         continue;
                     }
                     task.stream = Stream::Gradients;
@@ -248,7 +259,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                     }
                 }
                 // Without overlap nothing starts before the last backward has ended.
-                let barrier = (!execution.overlap).then_some(before_s);
+                let barrier = (!execution.overlap && late.is_none()).then_some(before_s);
                 append(&mut list, &mut written, body, tasks, barrier);
             }
         }

@@ -115,7 +115,7 @@ fn as_much_is_recomputed_as_must_be() {
 
 #[test]
 fn all_schedules_and_many_microbatches() {
-    for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1] {
+    for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::PipeDream] {
         let mut request = request("local:3");
         (request.pp, request.schedule, request.num_microbatches) = (Some(3), Some(schedule), Some(4));
         assert_eq!(check(&request).schedule, schedule);

@@ -75,6 +75,7 @@ fn middle_stages_are_lowered_once() {
         (Schedule::OneFOneB, Recompute::None),
         (Schedule::GPipe, Recompute::Full),
         (Schedule::ZbH1, Recompute::Selective),
+        (Schedule::PipeDream, Recompute::None),
     ] {
         for (dp, tp) in [(1, 1), (2, 1), (1, 2)] {
             let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 4 * dp * tp));

@@ -68,6 +68,17 @@ pub fn checked_inputs<'a>(
     Ok(inputs)
 }
 
+/// Fails where a step begins before the one before it has ended.
+pub fn expect_prompt(programs: &Programs) -> Result<(), RuntimeError> {
+    match programs.programs.iter().position(|program| !program.late.is_empty()) {
+        None => Ok(()),
+        Some(program) => {
+            let problem = "has calls that run during the next step, which GPUs do not run so far";
+            Err(RuntimeError::Program { program: program as u32, problem })
+        }
+    }
+}
+
 /// The loss of a step from those of its microbatches; NaN where no program computes one.
 pub fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
     let sum: f64 = losses.iter().sum();
@@ -195,18 +206,35 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
             }
         }
     }
-    let mut at = vec![0; programs.programs.len()];
-    let mut sent = BTreeSet::new();
+    for (p, program) in programs.programs.iter().enumerate() {
+        let rises = program.late.windows(2).all(|w| w[0] <= w[1]);
+        let counted = program.late.last().is_none_or(|&last| last as usize <= program.num_prompt());
+        if program.late.len() > program.schedule.len() || !rises || !counted {
+            let problem = "has late calls that do not come in order among those of the next step";
+            return Err(RuntimeError::Program { program: p as u32, problem });
+        }
+    }
+    // Two steps show all that steps which overlap can wait for.
+    let overlap = programs.programs.iter().any(|program| !program.late.is_empty());
+    let run = |program: &Program| -> Vec<usize> {
+        let prompt = program.num_prompt();
+        let second = program.turns().map(|(position, _)| position).take(if overlap { usize::MAX } else { 0 });
+        (0..prompt).chain(second).chain(prompt..program.schedule.len()).collect()
+    };
+    let runs: Vec<Vec<usize>> = programs.programs.iter().map(run).collect();
+    let mut at = vec![0; runs.len()];
+    let mut sent: BTreeMap<(TransferId, Option<u32>), u32> = BTreeMap::new();
     loop {
         let mut moved = false;
         for (p, program) in programs.programs.iter().enumerate() {
-            while let Some(call) = program.schedule.get(at[p]) {
-                match *call {
-                    Call::Send { transfer, microbatch, .. } => {
-                        sent.insert((transfer, microbatch));
-                    }
-                    Call::Receive { transfer, microbatch } if !sent.remove(&(transfer, microbatch)) => break,
-                    _ => {}
+            while let Some(&position) = runs[p].get(at[p]) {
+                match program.schedule[position] {
+                    Call::Send { transfer, microbatch, .. } => *sent.entry((transfer, microbatch)).or_default() += 1,
+                    Call::Receive { transfer, microbatch } => match sent.get_mut(&(transfer, microbatch)) {
+                        Some(waiting) if *waiting > 0 => *waiting -= 1,
+                        _ => break,
+                    },
+                    Call::Run { .. } => {}
                 }
                 at[p] += 1;
                 moved = true;
@@ -216,9 +244,8 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
             break;
         }
     }
-    let stuck = programs.programs.iter().zip(&at).position(|(p, &a)| a < p.schedule.len());
-    match stuck {
-        Some(p) => Err(RuntimeError::Deadlock { program: p as u32, call: at[p] }),
+    match (0..runs.len()).find(|&p| at[p] < runs[p].len()) {
+        Some(p) => Err(RuntimeError::Deadlock { program: p as u32, call: runs[p][at[p]] }),
         None => Ok(()),
     }
 }

@@ -12,8 +12,8 @@ use crate::recording::{Recorder, Span, Start, What};
 use crate::step::{Compiled, Kernel, Step};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Program, Transfer, TransferId};
-use std::collections::{BTreeMap, HashMap};
+use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Overlap, Phase, Program, Transfer, TransferId};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -46,6 +46,8 @@ pub enum Command {
         /// Since when what is done is recorded, where it is.
         origin: Option<Instant>,
     },
+    /// Runs the calls that are left of the last step.
+    Flush,
 }
 
 /// One device's part of a result of one microbatch.
@@ -58,6 +60,7 @@ pub struct ResultPart {
 /// What a device answers.
 pub enum Reply {
     Loaded,
+    Flushed,
     Fetched(HostTensor),
     Stepped {
         /// The loss of each microbatch, from the first device of the program that computes it.
@@ -68,6 +71,20 @@ pub enum Reply {
     },
 }
 
+/// What a device holds of one step.
+#[derive(Default)]
+struct StepState {
+    inputs: Arc<BTreeMap<String, HostTensor>>,
+    /// Scalars, and by microbatch what lives no longer than the step.
+    buffers: HashMap<(BufferId, Option<u32>), Arc<Storage>>,
+    /// Parameters as the step began with them, where they may be updated before it ends.
+    parameters: HashMap<BufferId, Arc<Storage>>,
+    /// Which of the instances of accumulators are the step's.
+    accumulators: u32,
+    /// Accumulators that have been zeroed.
+    zeroed: HashSet<BufferId>,
+}
+
 pub struct Device {
     pub id: u32,
     pub position: u32,
@@ -76,8 +93,15 @@ pub struct Device {
     pub arena: Arc<Arena>,
     pub mailbox: Mailbox,
     pub threads: usize,
-    buffers: HashMap<(BufferId, Option<u32>), Arc<Storage>>,
-    inputs: Arc<BTreeMap<String, HostTensor>>,
+    /// What outlives steps. Accumulators have two instances where those of two steps are held at once, all else has one.
+    lasting: HashMap<(BufferId, u32), Arc<Storage>>,
+    overlap: Overlap,
+    /// The last call of the schedule that works on a microbatch.
+    last_of_microbatch: Option<usize>,
+    /// The step that calls are of at the moment.
+    now: StepState,
+    /// The step before, of which there are calls left.
+    before: Option<StepState>,
     losses: Vec<f64>,
     /// Parts of results, where they are asked for.
     results: Option<Vec<ResultPart>>,
@@ -101,7 +125,10 @@ impl Device {
         let place = Place { device: id, program: plan.index, activity: String::new(), microbatch: None, op: None };
         let empty = arena.allocate(Class::F32, 0)?;
         let coordinates = plan.program.mesh.coordinates(position);
-        let (buffers, inputs, losses) = (HashMap::new(), Arc::default(), Vec::new());
+        let program = &plan.program;
+        let works = |call: &Call| matches!(call, Call::Run { body, .. } if program.bodies[*body as usize].phase.is_of_microbatch());
+        let last_of_microbatch = program.schedule.iter().rposition(works);
+        let overlap = program.overlap(&program.bodies);
         Ok(Device {
             id,
             position,
@@ -110,9 +137,12 @@ impl Device {
             arena,
             mailbox,
             threads,
-            buffers,
-            inputs,
-            losses,
+            lasting: HashMap::new(),
+            overlap,
+            last_of_microbatch,
+            now: StepState::default(),
+            before: None,
+            losses: Vec::new(),
             results: None,
             recorder: None,
             infinite: None,
@@ -150,9 +180,9 @@ impl Device {
         match command {
             Command::Load { buffer, tensor } => {
                 self.place.activity = format!("loading '{}'", self.plan.program.buffer(buffer).name);
-                self.buffers.remove(&(buffer, None));
+                self.lasting.remove(&(buffer, 0));
                 let storage = self.cut(buffer, &tensor, None)?;
-                self.buffers.insert((buffer, None), Arc::new(storage));
+                self.lasting.insert((buffer, 0), Arc::new(storage));
                 Ok(Reply::Loaded)
             }
             Command::Fetch { buffer } => {
@@ -163,14 +193,24 @@ impl Device {
                 Ok(Reply::Fetched(self.part(buffer, storage)))
             }
             Command::Step { inputs, scalars, results, origin } => {
-                self.inputs = inputs;
                 self.recorder = origin.filter(|_| self.position == 0).map(Recorder::new);
                 self.losses.clear();
                 self.results = results.then(Vec::new);
-                self.step(&scalars)?;
+                self.step(inputs, &scalars)?;
                 let losses = std::mem::take(&mut self.losses);
                 let spans = self.recorder.take().map(Recorder::finish).unwrap_or_default();
                 Ok(Reply::Stepped { losses, results: self.results.take().unwrap_or_default(), spans })
+            }
+            Command::Flush => {
+                if let Some(before) = self.before.take() {
+                    self.now = before;
+                    let schedule = self.plan.clone();
+                    for position in schedule.program.num_prompt()..schedule.program.schedule.len() {
+                        self.call(position)?;
+                    }
+                    self.end();
+                }
+                Ok(Reply::Flushed)
             }
         }
     }
@@ -188,13 +228,14 @@ impl Device {
     pub fn allocate_persistent(&mut self) -> Result<(), KernelError> {
         let plan = self.plan.clone();
         for b in (0..plan.program.buffers.len() as u32).map(BufferId) {
-            let lives = matches!(
-                plan.program.buffer(b).kind,
-                BufferKind::Parameter { .. } | BufferKind::State { .. } | BufferKind::Accumulator { .. }
-            );
-            if lives {
+            let instances = match plan.program.buffer(b).kind {
+                BufferKind::Accumulator { .. } if self.overlap.doubles_accumulators => 2,
+                BufferKind::Parameter { .. } | BufferKind::State { .. } | BufferKind::Accumulator { .. } => 1,
+                _ => 0,
+            };
+            for instance in 0..instances {
                 let storage = self.zeros(b)?;
-                self.buffers.insert((b, None), Arc::new(storage));
+                self.lasting.insert((b, instance), Arc::new(storage));
             }
         }
         Ok(())
@@ -214,7 +255,14 @@ impl Device {
     }
 
     fn persistent(&self, buffer: BufferId) -> Result<&Arc<Storage>, KernelError> {
-        self.buffers.get(&(buffer, None)).ok_or(KernelError::MissingValue { buffer, microbatch: None })
+        let missing = KernelError::MissingValue { buffer, microbatch: None };
+        self.lasting.get(&self.lasting_key(buffer)).ok_or(missing)
+    }
+
+    /// The instance of a buffer that outlives steps, for the step that calls are of.
+    fn lasting_key(&self, buffer: BufferId) -> (BufferId, u32) {
+        let accumulates = matches!(self.plan.program.buffer(buffer).kind, BufferKind::Accumulator { .. });
+        (buffer, if accumulates { self.now.accumulators } else { 0 })
     }
 
     /// This device's part of a global tensor, or of a microbatch's rows of it.
@@ -251,77 +299,149 @@ impl Device {
         Ok(storage)
     }
 
-    fn step(&mut self, scalars: &BTreeMap<String, f64>) -> Result<(), KernelError> {
+    fn step(
+        &mut self,
+        inputs: Arc<BTreeMap<String, HostTensor>>,
+        scalars: &BTreeMap<String, f64>,
+    ) -> Result<(), KernelError> {
         let plan = self.plan.clone();
+        let program = &plan.program;
         self.place.activity = "preparing a step".to_string();
         self.infinite = None;
-        for (i, buffer) in plan.program.buffers.iter().enumerate() {
+        let accumulators = match self.overlap.doubles_accumulators {
+            true => 1 - self.now.accumulators,
+            false => 0,
+        };
+        self.now = StepState { inputs, accumulators, ..StepState::default() };
+        for (i, buffer) in program.buffers.iter().enumerate() {
             let id = BufferId(i as u32);
             match &buffer.kind {
-                BufferKind::Accumulator { .. } => {
-                    self.buffers.remove(&(id, None));
-                    let zeros = self.zeros(id)?;
-                    self.buffers.insert((id, None), Arc::new(zeros));
+                BufferKind::Parameter { .. } if self.overlap.stashes_parameters => {
+                    let storage = self.persistent(id)?.clone();
+                    self.now.parameters.insert(id, storage);
                 }
                 BufferKind::Scalar { name } => {
                     let class = Class::of(buffer.ty.dtype);
                     let mut storage = self.arena.allocate(class, 1)?;
                     let value = scalars.get(name).copied().unwrap_or(0.0);
                     fill(&mut storage, value, buffer.ty.dtype);
-                    self.buffers.insert((id, None), Arc::new(storage));
+                    self.now.buffers.insert((id, None), Arc::new(storage));
                 }
                 _ => {}
             }
         }
-        for (position, call) in plan.program.schedule.iter().enumerate() {
-            self.mailbox.check()?;
-            self.place.op = None;
-            let start = self.start();
-            match *call {
-                Call::Run { body, microbatch } => {
-                    let compiled = &plan.bodies[body as usize];
-                    self.place.activity = format!("body '{}'", compiled.name);
-                    self.place.microbatch = microbatch;
-                    self.mailbox.note(&self.place);
-                    self.run(compiled, body, microbatch, position)?;
-                }
-                Call::Send { transfer, microbatch, free } => {
-                    self.place.activity = format!("sending {transfer}");
-                    self.place.microbatch = microbatch;
-                    self.mailbox.note(&self.place);
-                    self.send(transfer, microbatch, free)?;
-                }
-                Call::Receive { transfer, microbatch } => {
-                    self.place.activity = format!("receiving {transfer}");
-                    self.place.microbatch = microbatch;
-                    self.mailbox.note(&self.place);
-                    self.receive(transfer, microbatch)?;
-                }
+        for (position, late) in program.turns() {
+            if !late {
+                self.call(position)?;
+            } else if let Some(before) = self.before.take() {
+                let now = std::mem::replace(&mut self.now, before);
+                let called = self.call(position);
+                self.before = Some(std::mem::replace(&mut self.now, now));
+                called?;
             }
-            self.record(What::Call { position }, start);
         }
-        // What no call freed does not outlive the step.
-        let program = &plan.program;
-        self.buffers.retain(|(b, _), _| !program.buffer(*b).kind.is_of_step());
+        self.before = None;
+        if program.late.is_empty() {
+            self.end();
+        } else {
+            let accumulators = self.now.accumulators;
+            self.before = Some(std::mem::take(&mut self.now));
+            self.now.accumulators = accumulators;
+        }
         self.mailbox.clear();
         Ok(())
     }
 
-    /// Where the instance of a buffer that a call sees is kept: the microbatch's, or else the step's.
-    fn key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
-        let own = (buffer, microbatch);
-        if self.buffers.contains_key(&own) { own } else { (buffer, None) }
+    /// What no call freed does not outlive the step.
+    fn end(&mut self) {
+        self.now = StepState { accumulators: self.now.accumulators, ..StepState::default() };
     }
 
-    /// The instance of a buffer that a call writes.
-    fn target_key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
-        let of_microbatch = self.plan.program.buffer(buffer).kind.is_of_step();
-        (buffer, if of_microbatch { microbatch } else { None })
+    /// Makes the call at a position of the schedule.
+    fn call(&mut self, position: usize) -> Result<(), KernelError> {
+        let plan = self.plan.clone();
+        self.mailbox.check()?;
+        self.place.op = None;
+        let start = self.start();
+        match plan.program.schedule[position] {
+            Call::Run { body, microbatch } => {
+                let compiled = &plan.bodies[body as usize];
+                self.place.activity = format!("body '{}'", compiled.name);
+                self.place.microbatch = microbatch;
+                self.mailbox.note(&self.place);
+                self.run(compiled, body, microbatch, position)?;
+            }
+            Call::Send { transfer, microbatch, free } => {
+                self.place.activity = format!("sending {transfer}");
+                self.place.microbatch = microbatch;
+                self.mailbox.note(&self.place);
+                self.send(transfer, microbatch, free)?;
+            }
+            Call::Receive { transfer, microbatch } => {
+                self.place.activity = format!("receiving {transfer}");
+                self.place.microbatch = microbatch;
+                self.mailbox.note(&self.place);
+                self.receive(transfer, microbatch)?;
+            }
+        }
+        if Some(position) == self.last_of_microbatch {
+            self.now.parameters.clear();
+        }
+        self.record(What::Call { position }, start);
+        Ok(())
+    }
+
+    /// Where the instance of a buffer that a call sees is kept in the step: the microbatch's, or else the step's.
+    fn key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
+        let own = (buffer, microbatch);
+        if self.now.buffers.contains_key(&own) { own } else { (buffer, None) }
     }
 
     fn find(&self, buffer: BufferId, microbatch: Option<u32>) -> Result<&Arc<Storage>, KernelError> {
-        let key = self.key(buffer, microbatch);
-        self.buffers.get(&key).ok_or(KernelError::MissingValue { buffer, microbatch })
+        let of_step = self.now.buffers.get(&self.key(buffer, microbatch));
+        let lasting = || self.lasting.get(&self.lasting_key(buffer));
+        of_step.or_else(lasting).ok_or(KernelError::MissingValue { buffer, microbatch })
+    }
+
+    /// Takes the instance of a buffer that a call sees out of where it is kept.
+    fn remove(&mut self, buffer: BufferId, microbatch: Option<u32>) {
+        if self.now.buffers.remove(&self.key(buffer, microbatch)).is_none() {
+            self.lasting.remove(&self.lasting_key(buffer));
+        }
+    }
+
+    /// Keeps the instance of a buffer that a call writes.
+    fn insert(&mut self, buffer: BufferId, microbatch: Option<u32>, storage: Arc<Storage>) {
+        if self.plan.program.buffer(buffer).kind.is_of_step() {
+            self.now.buffers.insert((buffer, microbatch), storage);
+        } else {
+            self.lasting.insert(self.lasting_key(buffer), storage);
+        }
+    }
+
+    /// What a body reads: brings inputs, and begins sums, where it is the first to read them.
+    fn bring(&mut self, buffer: BufferId, microbatch: Option<u32>, phase: Phase) -> Result<Arc<Storage>, KernelError> {
+        let plan = self.plan.clone();
+        match &plan.program.buffer(buffer).kind {
+            BufferKind::Input { name } if !self.now.buffers.contains_key(&self.key(buffer, microbatch)) => {
+                let inputs = self.now.inputs.clone();
+                let missing = KernelError::MissingValue { buffer, microbatch };
+                let storage = self.cut(buffer, inputs.get(name).ok_or(missing)?, microbatch)?;
+                self.now.buffers.insert((buffer, microbatch), Arc::new(storage));
+            }
+            BufferKind::Accumulator { .. } if self.now.zeroed.insert(buffer) => {
+                self.lasting.remove(&self.lasting_key(buffer));
+                let zeros = self.zeros(buffer)?;
+                self.lasting.insert(self.lasting_key(buffer), Arc::new(zeros));
+            }
+            BufferKind::Parameter { .. } if phase.is_of_microbatch() => {
+                if let Some(began_with) = self.now.parameters.get(&buffer) {
+                    return Ok(began_with.clone());
+                }
+            }
+            _ => {}
+        }
+        self.find(buffer, microbatch).cloned()
     }
 
     /// Now, where it is recorded.
@@ -343,19 +463,12 @@ impl Device {
         position: usize,
     ) -> Result<(), KernelError> {
         let mut values: Vec<Option<Arc<Storage>>> = vec![None; body.num_values];
+        let phase = self.plan.program.bodies[index as usize].phase;
         for leaf in &body.leaves {
-            if !self.buffers.contains_key(&self.key(leaf.buffer, microbatch))
-                && let BufferKind::Input { name } = &self.plan.program.buffer(leaf.buffer).kind
-            {
-                let inputs = self.inputs.clone();
-                let missing = KernelError::MissingValue { buffer: leaf.buffer, microbatch };
-                let storage = self.cut(leaf.buffer, inputs.get(name).ok_or(missing)?, microbatch)?;
-                self.buffers.insert((leaf.buffer, microbatch), Arc::new(storage));
-            }
-            values[leaf.value.index()] = Some(self.find(leaf.buffer, microbatch)?.clone());
+            values[leaf.value.index()] = Some(self.bring(leaf.buffer, microbatch, phase)?);
         }
         for leaf in body.leaves.iter().filter(|l| l.owned) {
-            self.buffers.remove(&self.key(leaf.buffer, microbatch));
+            self.remove(leaf.buffer, microbatch);
         }
         let plan = self.plan.clone();
         let graph = &plan.program.bodies[index as usize].graph;
@@ -377,7 +490,7 @@ impl Device {
         }
         self.place.op = None;
         for buffer in &body.frees {
-            self.buffers.remove(&self.key(*buffer, microbatch));
+            self.now.buffers.remove(&self.key(*buffer, microbatch));
         }
         for &(buffer, v) in &body.writes {
             let missing = KernelError::MissingValue { buffer, microbatch };
@@ -393,7 +506,7 @@ impl Device {
                 results.zip(part).for_each(|(all, part)| all.push(ResultPart { buffer, microbatch, part }));
                 continue;
             }
-            self.buffers.insert(self.target_key(buffer, microbatch), storage);
+            self.insert(buffer, microbatch, storage);
         }
         Ok(())
     }
@@ -488,7 +601,7 @@ impl Device {
             self.mailbox.send(to, tag, Payload::Words(words));
         }
         if free {
-            self.buffers.remove(&self.key(buffer, microbatch));
+            self.now.buffers.remove(&self.key(buffer, microbatch));
         }
         Ok(())
     }
@@ -515,7 +628,7 @@ impl Device {
                 selection.write(source, storage.slice_mut::<T>());
             });
         }
-        self.buffers.insert(self.target_key(buffer, microbatch), Arc::new(storage));
+        self.insert(buffer, microbatch, Arc::new(storage));
         Ok(())
     }
 }

@@ -110,6 +110,8 @@ pub enum RuntimeError {
     Thread { device: u32, error: std::io::Error },
     #[error("the session stopped after an earlier error")]
     Stopped,
+    #[error("no step was begun that could end")]
+    NoStep,
     #[error("tensor of type {ty} needs {expected} values, found {found}")]
     ValueCount { ty: TensorType, expected: u64, found: u64 },
     #[cfg(feature = "mpi")]

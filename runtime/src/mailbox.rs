@@ -26,6 +26,8 @@ pub enum Tag {
     Collective,
     /// From one device to another, in an order that both know.
     Channel,
+    /// What a device tells all others of a step that it has run.
+    Report,
 }
 
 /// What a message carries.

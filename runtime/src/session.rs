@@ -11,7 +11,7 @@ use crate::recording::Recording;
 use crate::roster::{Holder, Roster};
 use crate::work::threads_of_device;
 use altiplano_ir::program::{BufferKind, Programs};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -54,8 +54,17 @@ pub struct Session {
     /// By rank.
     commands: Vec<Sender<Command>>,
     replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
+    /// By rank, what came before it was asked for.
+    early: Vec<VecDeque<Result<Reply, RuntimeError>>>,
     threads: Vec<JoinHandle<()>>,
     stopped: bool,
+    /// When the steps were begun that have not ended, and when the last one ended.
+    begun: VecDeque<Instant>,
+    last_end: Option<Instant>,
+    /// Reports of steps that have ended, which nobody has asked for yet.
+    ended: VecDeque<StepReport>,
+    /// Whether calls of the last step are left.
+    pending: bool,
 }
 
 impl Session {
@@ -73,8 +82,13 @@ impl Session {
             arenas: Vec::new(),
             commands: Vec::new(),
             replies,
+            early: (0..ranks).map(|_| VecDeque::new()).collect(),
             threads: Vec::new(),
             stopped: false,
+            begun: VecDeque::new(),
+            last_end: None,
+            ended: VecDeque::new(),
+            pending: false,
         };
         let mut mailboxes = Mailbox::network(ranks).into_iter();
         for plan in session.roster.plans.clone() {
@@ -122,8 +136,54 @@ impl Session {
     }
 
     fn load(&mut self, name: &str, holders: &[Holder], tensor: &HostTensor) -> Result<(), RuntimeError> {
+        self.flush()?;
         for ((p, buffer), tensor) in self.roster.cast(name, holders, tensor, |_| true)? {
             self.ask(p, |_| Command::Load { buffer, tensor: tensor.clone() })?;
+        }
+        Ok(())
+    }
+
+    /// Whether a step begins before the one before it has ended, so that [`Session::begin_step`] is to be called ahead.
+    pub fn overlaps(&self) -> bool {
+        self.roster.plans.iter().any(|plan| !plan.program.late.is_empty())
+    }
+
+    /// Gives all devices a step to run, as [`Session::step`] takes it, after those that were begun before.
+    pub fn begin_step(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+    ) -> Result<(), RuntimeError> {
+        self.begin_run(inputs, scalars, false)
+    }
+
+    /// Waits for the first step that was begun and not ended. Its loss is known then; where steps overlap, its gradients change the
+    /// weights during the next step, or when [`Session::flush`] is called. Its seconds are those since the step before ended.
+    pub fn end_step(&mut self) -> Result<StepReport, RuntimeError> {
+        match self.ended.pop_front() {
+            Some(report) => Ok(report),
+            None => Ok(self.end_run()?.0),
+        }
+    }
+
+    /// Runs what is left of the last step, so that all gradients have changed the weights. The step after it finds the weights as
+    /// new as in a run that begins with them.
+    pub fn flush(&mut self) -> Result<(), RuntimeError> {
+        self.settle()?;
+        if self.pending {
+            self.begin()?;
+            let all: Vec<usize> = (0..self.commands.len()).collect();
+            self.exchange(&all, |_| Command::Flush)?;
+            self.pending = false;
+        }
+        Ok(())
+    }
+
+    /// Ends all steps that were begun.
+    fn settle(&mut self) -> Result<(), RuntimeError> {
+        while !self.begun.is_empty() {
+            let report = self.end_run()?.0;
+            self.ended.push_back(report);
         }
         Ok(())
     }
@@ -164,6 +224,17 @@ impl Session {
         scalars: &BTreeMap<String, f64>,
         results: bool,
     ) -> Result<(StepReport, Vec<(usize, ResultPart)>), RuntimeError> {
+        self.settle()?;
+        self.begin_run(inputs, scalars, results)?;
+        self.end_run()
+    }
+
+    fn begin_run(
+        &mut self,
+        inputs: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+        results: bool,
+    ) -> Result<(), RuntimeError> {
         let num_microbatches = self.roster.plans.first().map_or(1, |plan| plan.num_microbatches);
         let programs = self.roster.plans.iter().map(|plan| &plan.program);
         let inputs = Arc::new(checked_inputs(programs, num_microbatches, inputs, scalars)?);
@@ -172,8 +243,17 @@ impl Session {
         self.begin()?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
         let origin = self.record.then_some(start);
-        let command = |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone(), results, origin };
-        let replies = self.exchange(&all, command)?;
+        self.begun.push_back(start);
+        self.pending = self.overlaps();
+        self.send(&all, |_| Command::Step { inputs: inputs.clone(), scalars: scalars.clone(), results, origin })
+    }
+
+    fn end_run(&mut self) -> Result<(StepReport, Vec<(usize, ResultPart)>), RuntimeError> {
+        let begun = self.begun.pop_front().ok_or(RuntimeError::NoStep)?;
+        let all: Vec<usize> = (0..self.commands.len()).collect();
+        let replies = self.collect(&all)?;
+        let start = self.last_end.map_or(begun, |end| end.max(begun));
+        self.last_end = Some(Instant::now());
         let seconds = start.elapsed().as_secs_f64();
         let (mut losses, mut parts, mut recordings) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, reply) in replies {
@@ -249,6 +329,7 @@ impl Session {
 
     /// Gives a command to all devices of a program.
     fn ask(&mut self, p: usize, command: impl Fn(usize) -> Command) -> Result<Vec<(usize, Reply)>, RuntimeError> {
+        self.settle()?;
         self.begin()?;
         let ranks: Vec<usize> = self.roster.ranks(p).collect();
         self.exchange(&ranks, command)
@@ -258,36 +339,53 @@ impl Session {
         if self.stopped { Err(RuntimeError::Stopped) } else { Ok(()) }
     }
 
-    /// Sends commands and waits for all answers, in order of rank. Of several errors the one that caused the others
-    /// is returned.
+    /// Sends commands and waits for all answers, in order of rank.
     fn exchange(
         &mut self,
         ranks: &[usize],
         command: impl Fn(usize) -> Command,
     ) -> Result<Vec<(usize, Reply)>, RuntimeError> {
-        let mut asked = 0;
+        self.send(ranks, command)?;
+        self.collect(ranks)
+    }
+
+    /// Gives each of some devices a command.
+    fn send(&mut self, ranks: &[usize], command: impl Fn(usize) -> Command) -> Result<(), RuntimeError> {
+        let mut sent = true;
         for &rank in ranks {
-            asked += self.commands[rank].send(command(rank)).is_ok() as usize;
+            sent &= self.commands[rank].send(command(rank)).is_ok();
         }
-        let mut answers = Vec::with_capacity(asked);
-        let mut failure: Option<RuntimeError> = (asked < ranks.len()).then_some(RuntimeError::Stopped);
-        for _ in 0..asked {
-            match self.replies.recv() {
-                Ok((rank, Ok(reply))) => answers.push((rank, reply)),
-                Ok((_, Err(error))) => {
+        self.stopped |= !sent;
+        if sent { Ok(()) } else { Err(RuntimeError::Stopped) }
+    }
+
+    /// Waits for the answers of devices to the first commands that they have not answered yet, in order of rank. Of several errors
+    /// the one that caused the others is returned.
+    fn collect(&mut self, ranks: &[usize]) -> Result<Vec<(usize, Reply)>, RuntimeError> {
+        let mut answers = Vec::with_capacity(ranks.len());
+        let mut failure: Option<RuntimeError> = None;
+        for &rank in ranks {
+            while self.early[rank].is_empty() {
+                match self.replies.recv() {
+                    Ok((from, reply)) => self.early[from].push_back(reply),
+                    Err(_) => self.early[rank].push_back(Err(RuntimeError::Stopped)),
+                }
+            }
+            match self.early[rank].pop_front() {
+                Some(Ok(reply)) => answers.push((rank, reply)),
+                Some(Err(error)) => {
                     let consequence = matches!(error, RuntimeError::Device { error: KernelError::Disconnected, .. });
                     if failure.is_none() || !consequence {
                         failure = Some(error);
                     }
                 }
-                Err(_) => failure = failure.or(Some(RuntimeError::Stopped)),
+                None => failure = failure.or(Some(RuntimeError::Stopped)),
             }
         }
         if let Some(error) = failure {
             self.stopped = true;
             return Err(error);
         }
-        answers.sort_by_key(|a| a.0);
         Ok(answers)
     }
 }

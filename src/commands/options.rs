@@ -5,7 +5,7 @@ use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule, Target};
+use altiplano::ir::plan::{Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
@@ -270,9 +270,13 @@ pub struct FixedOptions {
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
     recompute: Option<RecomputeName>,
-    /// Order of forward and backward work on the stages of a pipeline
+    /// Order of forward and backward work on the stages of a pipeline; pipedream: without a flush between steps, with gradients that
+    /// are one step late
     #[arg(long)]
     schedule: Option<ScheduleName>,
+    /// When gradients change the weights; stale: one step late, reduced while the next step runs [default: synchronous]
+    #[arg(long)]
+    update: Option<UpdateName>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -290,6 +294,14 @@ enum ScheduleName {
     #[value(name = "1f1b")]
     OneFOneB,
     ZbH1,
+    #[value(name = "pipedream")]
+    PipeDream,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum UpdateName {
+    Synchronous,
+    Stale,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -390,6 +402,14 @@ impl PlanOptions {
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }
+        if request.target != Target::Altiplano {
+            let problem = "with --target megatron, fsdp or xla is synchronous: these do not train with late gradients";
+            let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
+            let late = late.into_iter().chain([("--update", request.update == Update::Stale)]);
+            if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
+                return Err(Error::Option { option, problem });
+            }
+        }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         Ok((request, model.given))
     }
@@ -408,6 +428,7 @@ impl FixedOptions {
         // Options that are of training make no sense where nothing is trained.
         let of_training = [
             ("--schedule", self.schedule.is_some()),
+            ("--update", self.update.is_some()),
             ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
             ("--zero", matches!(self.zero, Some(1 | 2))),
@@ -431,7 +452,12 @@ impl FixedOptions {
             ScheduleName::Gpipe => Schedule::GPipe,
             ScheduleName::OneFOneB => Schedule::OneFOneB,
             ScheduleName::ZbH1 => Schedule::ZbH1,
+            ScheduleName::PipeDream => Schedule::PipeDream,
         });
+        request.update = match self.update {
+            Some(UpdateName::Stale) => Update::Stale,
+            Some(UpdateName::Synchronous) | None => Update::Synchronous,
+        };
         request.schedule = schedule.or(request.schedule);
         Ok(())
     }

@@ -104,6 +104,11 @@ impl Run {
         files.flatten().try_for_each(|file| expect_writable(file))?;
         let (mut plan, given) = self.plan.plan_and_step()?;
         plan.measure_noise = self.measure_noise_scale;
+        if plan.measure_noise && plan.staleness() > 0 {
+            let problem =
+                "measures the gradient of a step when it ends, which the plan's late gradients are not known by";
+            return Err(Error::Option { option: "--measure-noise-scale", problem });
+        }
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;

@@ -32,7 +32,9 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Alternative, Memory, Plan, Predicted, Stage, StagePredicted, Storage, Target};
+use altiplano_ir::plan::{
+    Alternative, Memory, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
+};
 use comfy_table::{CellAlignment, Table, presets};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -123,6 +125,18 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
             "  schedule        {} over {n} stages, {v} on the same devices (interleaved){optimizer}",
             plan.schedule
         )?,
+    }
+    if plan.staleness() > 0 {
+        let kept = match (plan.schedule, plan.update) {
+            (Schedule::PipeDream, Update::Synchronous) => {
+                "no flush between steps; two versions of the weights are held where both are in use"
+            }
+            (Schedule::PipeDream, Update::Stale) => {
+                "no flush between steps, and gradients are reduced while the next step runs; two versions of weights, two sums of gradients"
+            }
+            _ => "gradients are reduced while the next step runs; two sums of gradients are held",
+        };
+        writeln!(out, "  gradients       {} late: {kept}", plural(plan.staleness().into(), "step"))?;
     }
     if let Some(profile) = &plan.profile {
         writeln!(out, "  judged by       {profile}")?;
@@ -407,7 +421,8 @@ pub fn one_line(plan: &Plan) -> String {
         1 => String::new(),
         v => format!(", {v} on the same devices"),
     };
-    format!("{stages} of {meshes}{shared}, {microbatches} of {}, {}", plan.microbatch, plan.schedule)
+    let late = if plan.update == Update::Stale { ", stale gradients" } else { "" };
+    format!("{stages} of {meshes}{shared}, {microbatches} of {}, {}{late}", plan.microbatch, plan.schedule)
 }
 
 fn range(start: u32, end: u32) -> String {

@@ -46,7 +46,12 @@ fn write_program(out: &mut String, index: usize, program: &Program, all: &Progra
         }
     }
     writeln!(out, "  schedule")?;
-    for call in &program.schedule {
+    for (position, call) in program.schedule.iter().enumerate() {
+        if let Some(after) = position.checked_sub(program.num_prompt()).and_then(|i| program.late.get(i))
+            && (position == program.num_prompt() || program.late[position - program.num_prompt() - 1] != *after)
+        {
+            writeln!(out, "    after {after} calls of the next step:")?;
+        }
         let (what, microbatch) = match call {
             Call::Run { body, microbatch } => (format!("run {}", program.bodies[*body as usize].name), microbatch),
             Call::Send { transfer, microbatch, .. } => {

@@ -67,6 +67,7 @@ impl Simulation {
                 PipelineCall::Forward { microbatch } => (stage as u32, Phase::Forward, microbatch),
                 PipelineCall::Backward { microbatch } => (stage as u32, Phase::Backward, microbatch),
                 PipelineCall::Weights { microbatch } => (stage as u32, Phase::Weights, microbatch),
+                PipelineCall::Update { .. } => return,
             };
             spans[self.plan.lane_of(stage)].insert(key, (start, end));
         });
@@ -137,8 +138,8 @@ impl Simulation {
                 to_s: h.to.map_or(step_s, at),
             }
         };
-        let (position, point) = memory.peak_at;
-        let mut held: Vec<HeldTensor> = memory.held_at(position, point).iter().map(held).collect();
+        let (index, point) = memory.peak_at;
+        let mut held: Vec<HeldTensor> = memory.held_at(index, point).iter().map(held).collect();
         held.sort_by(|a, b| b.total_bytes().cmp(&a.total_bytes()).then_with(|| a.name.cmp(&b.name)));
         let mut points: Vec<(f64, u64)> = Vec::new();
         for (position, (before, kind)) in memory.before_calls().enumerate() {
@@ -146,12 +147,12 @@ impl Simulation {
             let moments = [(0, before), (kind.most_at, before + kind.most_bytes), (kind.points + 1, after)];
             points.extend(moments.map(|(point, bytes)| (at((position, point)), bytes.max(0) as u64)));
         }
-        MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_at), held, points }
+        MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_position()), held, points }
     }
 
     /// The call in which most is held by a device of a lane.
     pub fn moment(&self, lane: usize) -> String {
-        let (position, _) = self.memories[lane].peak_at;
+        let (position, _) = self.memories[lane].peak_position();
         let program = &self.programs().programs[lane];
         match program.schedule.get(position) {
             Some(&Call::Run { body, microbatch }) => {

@@ -287,9 +287,8 @@ fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
 
 /// The kernels within a call of a recording, by the nodes that they make.
 fn kernels_of(recording: &Recording, call: usize) -> impl Iterator<Item = (ValueId, &Span)> {
-    // Spans are in the order in which they end: those of a call precede it, and follow the call before.
-    let end = recording.spans.partition_point(|span| position(span) < call);
-    recording.spans[end..].iter().take_while(move |span| position(span) == call).filter_map(|span| match span.what {
+    // Calls of the step before may be among those of a step, so that positions do not rise.
+    recording.spans.iter().filter(move |span| position(span) == call).filter_map(|span| match span.what {
         What::Kernel { node, .. } => Some((node, span)),
         What::Call { .. } => None,
     })

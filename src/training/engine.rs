@@ -25,6 +25,13 @@ pub enum Engine {
     Ranks(Box<RankSession>),
 }
 
+/// A step that was begun.
+pub enum Begun {
+    Running,
+    /// By those who run a step at once.
+    Done(f64, Recorded),
+}
+
 /// Who runs a plan.
 pub enum Team {
     /// This process alone.
@@ -194,18 +201,6 @@ impl Engine {
         }
     }
 
-    /// The signal that any process of the run got.
-    pub fn agree(&self, signal: Option<i32>) -> Result<Option<i32>, RuntimeError> {
-        match self {
-            #[cfg(feature = "mpi")]
-            Engine::Ranks(session) => {
-                let number = session.world().largest(signal.map_or(0, i32::unsigned_abs).into())?;
-                Ok(i32::try_from(number).ok().filter(|&signal| signal != 0))
-            }
-            _ => Ok(signal),
-        }
-    }
-
     /// Waits until all processes of the run have come here.
     pub fn meet(&self) -> Result<(), RuntimeError> {
         match self {
@@ -251,26 +246,80 @@ impl Engine {
         Ok(sum.and_then(|sum| sum.to_f64().first().copied()).unwrap_or(f64::NAN))
     }
 
-    /// One step on a global batch: its loss, and what was seen of it. Of GPUs nothing is recorded but the time.
+    /// One step on a global batch that nothing else is to overlap: its loss, and what was seen of it.
     pub fn step(
         &mut self,
         batch: &BTreeMap<String, HostTensor>,
         scalars: &BTreeMap<String, f64>,
     ) -> Result<(f64, Recorded), RuntimeError> {
+        let begun = self.begin(batch, scalars, None)?;
+        let (loss, recorded, _) = self.end(begun, None)?;
+        Ok((loss, recorded))
+    }
+
+    /// Whether a step begins before the one before it has ended, so that one is to be begun ahead.
+    pub fn overlaps(&self) -> bool {
         match self {
-            Engine::Cpu(session) => {
-                let StepReport { loss, seconds, recordings, .. } = session.step(batch, scalars)?;
-                Ok((loss, Recorded { seconds, recordings }))
-            }
+            Engine::Cpu(session) => session.overlaps(),
+            Engine::Cuda(_) => false,
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.overlaps(),
+        }
+    }
+
+    /// Begins a step on a global batch. `signal` is that which this process has got, if any, for all to know.
+    pub fn begin(
+        &mut self,
+        batch: &BTreeMap<String, HostTensor>,
+        scalars: &BTreeMap<String, f64>,
+        _signal: Option<i32>,
+    ) -> Result<Begun, RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.begin_step(batch, scalars).map(|()| Begun::Running),
             Engine::Cuda(session) => {
                 let CudaStep { loss, seconds, .. } = session.step(batch, scalars)?;
-                Ok((loss, Recorded { seconds, recordings: Vec::new() }))
+                Ok(Begun::Done(loss, Recorded { seconds, recordings: Vec::new() }))
             }
             #[cfg(feature = "mpi")]
             Engine::Ranks(session) => {
-                let StepReport { loss, seconds, recordings, .. } = session.step(batch, scalars)?;
-                Ok((loss, Recorded { seconds, recordings }))
+                let signal = _signal.map_or(0, i32::unsigned_abs);
+                session.begin_step(batch, scalars, signal.into()).map(|()| Begun::Running)
             }
+        }
+    }
+
+    /// Ends the first step that was begun and not ended: its loss, what was seen of it, and the signal that any process had got. Of
+    /// GPUs nothing is recorded but the time.
+    pub fn end(&mut self, begun: Begun, signal: Option<i32>) -> Result<(f64, Recorded, Option<i32>), RuntimeError> {
+        match (self, begun) {
+            (_, Begun::Done(loss, recorded)) => Ok((loss, recorded, signal)),
+            (Engine::Cpu(session), Begun::Running) => {
+                let StepReport { loss, seconds, recordings, .. } = session.end_step()?;
+                Ok((loss, Recorded { seconds, recordings }, signal))
+            }
+            (Engine::Cuda(_), Begun::Running) => Err(RuntimeError::NoStep),
+            #[cfg(feature = "mpi")]
+            (Engine::Ranks(session), Begun::Running) => {
+                let (report, said) = session.end_step()?;
+                let StepReport { loss, seconds, recordings, .. } = report;
+                let said = if session.overlaps() {
+                    said
+                } else {
+                    session.world().largest(signal.map_or(0, i32::unsigned_abs).into())?
+                };
+                let signal = i32::try_from(said).ok().filter(|&signal| signal != 0);
+                Ok((loss, Recorded { seconds, recordings }, signal))
+            }
+        }
+    }
+
+    /// Runs what is left of the last step, so that all gradients have changed the weights. All ranks must ask.
+    pub fn flush(&mut self) -> Result<(), RuntimeError> {
+        match self {
+            Engine::Cpu(session) => session.flush(),
+            Engine::Cuda(_) => Ok(()),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.flush(),
         }
     }
 

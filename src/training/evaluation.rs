@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::training::engine::Engine;
 use crate::training::{Batches, DataOptions, Training, session, start};
 use altiplano_ir::batch::LossKind;
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::plan::{Plan, Schedule, Update};
 use altiplano_runtime::{Options, Session};
 
 /// What is evaluated, and when.
@@ -33,7 +33,8 @@ impl Evaluation {
     /// `training` says how the model is started, its state above all.
     pub fn new(plan: &Plan, training: &Training, options: &EvaluationOptions) -> Result<Evaluation, Error> {
         let (_, batches) = start(plan, &Training { data: options.data.clone(), ..training.clone() })?;
-        let mut plan = Plan { schedule: Schedule::Forward, measure_noise: false, clip_norm: None, ..plan.clone() };
+        let (schedule, update) = (Schedule::Forward, Update::Synchronous);
+        let mut plan = Plan { schedule, update, measure_noise: false, clip_norm: None, ..plan.clone() };
         // Results beside the loss are not asked for.
         plan.graph.outputs.truncate(1);
         let session = session(&plan, &Options { check_nan: training.check_nan, ..Options::default() })?;

@@ -29,13 +29,13 @@ use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
 use altiplano_runtime::{HostTensor, Options, RuntimeError, Session};
 use checkpoint::{CheckpointProblem, Checkpoints, DataState, Folder, Manifest, Writer, Written, load, newest};
-use engine::Engine;
+use engine::{Begun, Engine};
 use evaluation::{Evaluation, EvaluationOptions};
 use loader::{Loaded, Loader};
 use metrics::Metrics;
 use noise::{NoiseEstimate, NoiseScale};
 use rate::RateSchedule;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -242,18 +242,41 @@ fn train_in(
             problem: "held-out data is looked at by CPU workers of one process only so far",
         });
     }
-    let evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
-    let mut evaluates = evaluates.zip(evaluation);
+    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
     let mut noise = NoiseScale::new(plan.global_batch);
     let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
     let mut last = Recorded::default();
     let mut failed: Option<(u64, Error)> = None;
-    for number in done + 1..=training.steps {
-        engine.note(|| format!("waiting for the data of step {number}"));
-        let Some((Loaded { batch, position }, data_wait_s)) = loader.next()? else { break };
-        let learning_rate = training.rate_schedule.at(number, training.learning_rate);
-        let stepped = engine.step(&batch, &scalars(learning_rate, number));
-        let (loss, recorded) = stepped.map_err(|error| at_step(number, error))?;
+    let overlaps = engine.overlaps();
+    let evaluates_at = evaluation.map(|options| options.every.max(1));
+    // After these steps the weights are looked at, with all gradients in them.
+    let writes = |number: u64| {
+        let is_due = checkpoints.and_then(|options| options.every).is_some_and(|n| n > 0 && number.is_multiple_of(n));
+        number == training.steps || is_due
+    };
+    let looks = |number: u64| writes(number) || evaluates_at.is_some_and(|every| number.is_multiple_of(every));
+    let mut begun: VecDeque<Ahead> = VecDeque::new();
+    let (mut next, mut interrupted) = (done + 1, None);
+    loop {
+        // Where a step need not be over before the next begins, the next one is given to the devices ahead.
+        let most = if overlaps { 2 } else { 1 };
+        while next <= training.steps
+            && begun.len() < most
+            && interrupted.is_none()
+            && !begun.back().is_some_and(|last| looks(last.number))
+        {
+            let number = next;
+            engine.note(|| format!("waiting for the data of step {number}"));
+            let Some((Loaded { batch, position }, data_wait_s)) = loader.next()? else { break };
+            let learning_rate = training.rate_schedule.at(number, training.learning_rate);
+            let running = engine.begin(&batch, &scalars(learning_rate, number), signal());
+            let running = running.map_err(|error| at_step(number, error))?;
+            begun.push_back(Ahead { number, learning_rate, data_wait_s, position, running });
+            next += 1;
+        }
+        let Some(Ahead { number, learning_rate, data_wait_s, position, running }) = begun.pop_front() else { break };
+        let (loss, recorded, signal) = engine.end(running, signal()).map_err(|error| at_step(number, error))?;
+        interrupted = interrupted.or(signal);
         let seconds = recorded.seconds;
         let samples_per_s = plan.global_batch as f64 / seconds;
         let gradient_norm = measured(plan, training, engine, &mut noise)?;
@@ -268,8 +291,13 @@ fn train_in(
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
         }
-        if let Some((evaluation, options)) = &mut evaluates
-            && (number.is_multiple_of(options.every.max(1)) || number == training.steps)
+        // What was begun ahead is brought to its end first.
+        let signal = interrupted.filter(|_| begun.is_empty());
+        if signal.is_some() || writes(number) {
+            engine.flush().map_err(|error| at_step(number, error))?;
+        }
+        if let Some(evaluation) = &mut evaluates
+            && (evaluates_at.is_some_and(|every| number.is_multiple_of(every)) || number == training.steps)
         {
             let start = Instant::now();
             let loss = evaluation.loss(engine)?;
@@ -278,10 +306,9 @@ fn train_in(
             }
             on_event(Event::Evaluated { step: number, loss, seconds: start.elapsed().as_secs_f64() })?;
         }
-        let signal = engine.agree(signal())?;
         if let Some(writer) = &mut writer {
             tell(writer.poll(), &mut failed, &mut *on_event)?;
-            if signal.is_some() || number == training.steps || writer.is_due(number) {
+            if signal.is_some() || writes(number) {
                 tell(writer.finish(), &mut failed, &mut *on_event)?;
                 let file = training.data.file.as_ref().map(|file| file.display().to_string());
                 let data = DataState { file, seed: training.seed, shuffle: training.data.shuffle, position };
@@ -312,6 +339,16 @@ fn train_in(
     }
 }
 
+/// A step that was given to the devices.
+struct Ahead {
+    number: u64,
+    learning_rate: f64,
+    data_wait_s: f64,
+    /// Where the data goes on after it.
+    position: checkpoint::Position,
+    running: Begun,
+}
+
 /// What a step measured of its gradient: the norm, and what is added to `noise`.
 fn measured(
     plan: &Plan,
@@ -323,7 +360,8 @@ fn measured(
         noise.measure(engine)?;
     }
     // Who writes no metrics does not wait for a number that nobody sees.
-    let wanted = plan.measure_noise || plan.clip_norm.is_some() && training.metrics.is_some();
+    // Of late gradients the norm is not known when their step ends.
+    let wanted = plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some();
     Ok(if wanted { Some(engine.sum_of_gradients(GRADIENT_SQUARES)?.sqrt()) } else { None })
 }
 

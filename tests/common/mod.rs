@@ -4,7 +4,7 @@
 
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule};
+use altiplano::ir::plan::{Plan, Schedule, Update};
 use altiplano::planner::Silent;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;
@@ -169,6 +169,12 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     }
     if has("zb") {
         request.schedule = Some(Schedule::ZbH1);
+    }
+    if has("pipedream") {
+        request.schedule = Some(Schedule::PipeDream);
+    }
+    if has("stale") {
+        request.update = Update::Stale;
     }
     if has("sgd") {
         request.optimizer = Optimizer::sgd();

@@ -1,9 +1,11 @@
-//! The order of a lane's calls: microbatches of its stages under the plan's schedule, then the reductions and the updates.
+//! The order of a lane's calls: microbatches of its stages under the plan's schedule, then the reductions and the updates. What is
+//! left of a step when the next begins, late backwards and updates, is said to be run among the calls of that one.
 
 use super::Cut;
 use super::stage::{Boundary, Links, Lowered};
 use altiplano_cost_models::pipeline::{Order, PipelineCall};
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::plan::Update;
 use altiplano_ir::program::{BufferId, Call, Program, TransferId};
 use std::collections::BTreeMap;
 
@@ -45,7 +47,16 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
 
     let mut schedule = Vec::new();
     // The order is the cost model's, so that what is simulated is what runs.
-    for (stage, call) in Order::of(plan).calls(lane) {
+    let order = Order::of(plan);
+    let late_calls = order.late(lane);
+    let num_prompt = order.calls(lane).count() - late_calls.len();
+    // Of each call of the pipeline, where it ends in the schedule.
+    let mut ends: Vec<usize> = Vec::new();
+    let mut late = Late::new(plan.staleness() > 0);
+    for (number, (stage, call)) in order.calls(lane).enumerate() {
+        if let Some(&after) = number.checked_sub(num_prompt).and_then(|of_late| late_calls.get(of_late)) {
+            late.from(schedule.len(), ends[after as usize - 1]);
+        }
         let Some(calls) = of_stage.get(&stage) else { continue };
         let (body, receives, sends, kept, m) = match call {
             PipelineCall::Forward { microbatch } => {
@@ -58,13 +69,24 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
             PipelineCall::Weights { microbatch } => {
                 let microbatch = Some(microbatch);
                 schedule.extend(calls.weights.map(|body| Call::Run { body, microbatch }));
+                ends.push(schedule.len());
                 continue;
             }
+            // What follows the last backward is written out below.
+            PipelineCall::Update { .. } => continue,
         };
         let microbatch = Some(m);
         schedule.extend(receives.iter().map(|&transfer| Call::Receive { transfer, microbatch }));
         schedule.push(Call::Run { body, microbatch });
         schedule.extend(send(sends, kept, microbatch));
+        ends.push(schedule.len());
+    }
+    let end = late.first.unwrap_or(schedule.len());
+    // Gradients that are reduced during the next step are used at its end. Others change the weights at once, so that no second
+    // sum of gradients is held, unless other stages would have to be waited for.
+    match plan.update {
+        Update::Stale => late.from(schedule.len(), end),
+        Update::Synchronous => late.go_on(schedule.len()),
     }
     // All is sent before anything is waited for, which may come from another stage of this lane.
     for calls in of_stage.values() {
@@ -72,6 +94,9 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
             schedule.push(Call::Run { body, microbatch: None });
             schedule.extend(send(&calls.sends_tied, &calls.once_frees, None));
         }
+    }
+    if of_stage.values().any(|calls| !calls.receives_tied.is_empty() || !calls.receives_shares.is_empty()) {
+        late.from(schedule.len(), end);
     }
     let tied = of_stage.values().flat_map(|calls| &calls.receives_tied);
     schedule.extend(tied.map(|&transfer| Call::Receive { transfer, microbatch: None }));
@@ -91,7 +116,45 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         mesh: first.mesh.clone(),
         buffers: Vec::new(),
         bodies: Vec::new(),
+        late: late.of(&schedule),
         schedule,
+    }
+}
+
+/// Which calls are run during the next step, and when.
+struct Late {
+    /// Whether any are.
+    any: bool,
+    /// The position of the first.
+    first: Option<usize>,
+    /// From which position on calls come after how many of the next step.
+    after: Vec<(usize, usize)>,
+}
+
+impl Late {
+    fn new(any: bool) -> Late {
+        Late { any, first: None, after: Vec::new() }
+    }
+
+    /// Calls from a position of the schedule on come after `after` calls of the next step.
+    fn from(&mut self, position: usize, after: usize) {
+        if self.any {
+            self.first.get_or_insert(position);
+            self.after.push((position, after));
+        }
+    }
+
+    /// Calls from a position on follow those before them at once.
+    fn go_on(&mut self, position: usize) {
+        self.from(position, self.after.last().map_or(0, |last| last.1));
+    }
+
+    fn of(&self, schedule: &[Call]) -> Vec<u32> {
+        let after = |position: usize| {
+            let found = self.after.partition_point(|&(from, _)| from <= position);
+            found.checked_sub(1).map_or(0, |i| self.after[i].1 as u32)
+        };
+        self.first.map_or(Vec::new(), |first| (first..schedule.len()).map(after).collect())
     }
 }
 

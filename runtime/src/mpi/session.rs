@@ -21,7 +21,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::program::Programs;
 use mpi::Threading;
 use mpi::environment::Universe;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,6 +65,9 @@ pub struct RankSession {
     device: Device,
     arena: Arc<Arena>,
     spans: Vec<Span>,
+    /// Steps that have not ended: when they were begun, and what this rank tells of them.
+    begun: VecDeque<(Instant, Vec<u64>)>,
+    last_end: Option<Instant>,
 }
 
 impl Started {
@@ -197,7 +200,8 @@ impl RankSession {
         let threads = threads_of_device(cores, world.local);
         let mut device = Device::new(id, position as u32, plan, arena.clone(), mailbox, threads).map_err(failed)?;
         device.allocate_persistent().map_err(failed)?;
-        Ok(RankSession { world, roster, own, device, arena, spans: Vec::new() })
+        let (spans, begun, last_end) = (Vec::new(), VecDeque::new(), None);
+        Ok(RankSession { world, roster, own, device, arena, spans, begun, last_end })
     }
 
     pub fn world(&self) -> &World {
@@ -287,12 +291,19 @@ impl RankSession {
         Ok(Some(whole))
     }
 
-    /// Runs one step on a global batch, of which this rank takes its part. The loss is the same on all ranks.
-    pub fn step(
+    /// Whether a step begins before the one before it has ended, so that [`RankSession::begin_step`] is to be called ahead.
+    pub fn overlaps(&self) -> bool {
+        self.roster.plans.iter().any(|plan| !plan.program.late.is_empty())
+    }
+
+    /// Runs this rank's part of one step on a global batch, without waiting for the others to come to its end. All ranks hear of
+    /// `said`, which is 0 for nothing.
+    pub fn begin_step(
         &mut self,
         inputs: &BTreeMap<String, HostTensor>,
         scalars: &BTreeMap<String, f64>,
-    ) -> Result<StepReport, RuntimeError> {
+        said: u64,
+    ) -> Result<(), RuntimeError> {
         let plan = &self.roster.plans[self.own];
         let inputs = Arc::new(checked_inputs([&plan.program], plan.num_microbatches, inputs, scalars)?);
         if let Some(wire) = self.device.mailbox.ranks() {
@@ -300,19 +311,62 @@ impl RankSession {
         }
         let start = Instant::now();
         let command = Command::Step { inputs, scalars: Arc::new(scalars.clone()), results: false, origin: Some(start) };
-        let mut own_losses = Vec::new();
+        let mut words = vec![said];
         if let Reply::Stepped { losses, spans, .. } = self.device.answer_here(command)? {
-            own_losses = losses;
+            words.extend(losses.iter().map(|loss| loss.to_bits()));
             self.spans = spans;
         }
-        let words: Vec<u64> = own_losses.iter().map(|loss| loss.to_bits()).collect();
-        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
-        // All others have come to the end of the step too, so that all messages of it were taken.
-        self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+        if self.overlaps() {
+            let mailbox = &self.device.mailbox;
+            for to in (0..self.roster.num_ranks()).filter(|&to| to != mailbox.rank) {
+                mailbox.send(to, Tag::Report, Payload::Words(words.clone()));
+            }
+        }
+        self.begun.push_back((start, words));
+        Ok(())
+    }
+
+    /// What all ranks gave in the first step that was begun and not ended, and the largest of what they said of it. The loss is the
+    /// same on all ranks.
+    pub fn end_step(&mut self) -> Result<(StepReport, u64), RuntimeError> {
+        let (start, words) = self.begun.pop_front().ok_or(RuntimeError::NoStep)?;
+        let all = if self.overlaps() {
+            let mailbox = &mut self.device.mailbox;
+            let mut heard = |rank: usize| {
+                if rank == mailbox.rank {
+                    return Ok(words.clone());
+                }
+                match mailbox.receive(rank, Tag::Report).map_err(RuntimeError::Mpi)? {
+                    Payload::Words(words) => Ok(words),
+                    _ => Err(RuntimeError::Mpi(KernelError::Disconnected)),
+                }
+            };
+            (0..self.roster.num_ranks()).map(&mut heard).collect::<Result<Vec<_>, _>>()?
+        } else {
+            let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+            // All others have come to the end of the step too, so that all messages of it were taken.
+            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+            all
+        };
+        let start = self.last_end.map_or(start, |end| end.max(start));
+        self.last_end = Some(Instant::now());
         let seconds = start.elapsed().as_secs_f64();
-        let losses: Vec<f64> = all.into_iter().flatten().map(f64::from_bits).collect();
+        let said = all.iter().filter_map(|words| words.first().copied()).max().unwrap_or(0);
+        let losses: Vec<f64> = all.iter().flat_map(|words| words.iter().skip(1)).map(|&w| f64::from_bits(w)).collect();
         let loss = step_loss(&losses, self.roster.loss_is_mean);
-        Ok(StepReport { loss, losses, seconds, peak_bytes: Vec::new(), recordings: Vec::new() })
+        let report = StepReport { loss, losses, seconds, peak_bytes: Vec::new(), recordings: Vec::new() };
+        Ok((report, said))
+    }
+
+    /// Runs what is left of the last step, so that all gradients have changed the weights; all ranks must ask, and none may have a
+    /// step that was begun and not ended.
+    pub fn flush(&mut self) -> Result<(), RuntimeError> {
+        if self.overlaps() {
+            self.device.answer_here(Command::Flush)?;
+            self.world.meet()?;
+            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+        }
+        Ok(())
     }
 
     /// The most bytes that each device has held so far, by its id; all ranks must ask.

@@ -115,6 +115,7 @@ fn encode(tag: Tag) -> [u64; 2] {
         }
         Tag::Collective => [1 << 32, 0],
         Tag::Channel => [2 << 32, 0],
+        Tag::Report => [3 << 32, 0],
     }
 }
 
@@ -126,7 +127,8 @@ fn decode([first, second]: [u64; 2]) -> Tag {
             message: second as u32,
         },
         1 => Tag::Collective,
-        _ => Tag::Channel,
+        2 => Tag::Channel,
+        _ => Tag::Report,
     }
 }
 
@@ -144,6 +146,7 @@ mod tests {
             transfer(7, Some(0), 3),
             Tag::Collective,
             Tag::Channel,
+            Tag::Report,
         ];
         for tag in all {
             assert_eq!(decode(encode(tag)), tag);

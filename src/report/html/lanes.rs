@@ -22,7 +22,7 @@ type Bytes = [i64; SHARES];
 
 fn share(category: Category) -> usize {
     match category {
-        Category::Parameters => 0,
+        Category::Parameters | Category::Stashed => 0,
         Category::Gradients => 1,
         Category::OptimizerState => 2,
         Category::Activations => 3,
@@ -135,6 +135,7 @@ impl Judged<'_> {
                         PipelineCall::Forward { microbatch } => ("forward", microbatch),
                         PipelineCall::Backward { microbatch } => ("backward", microbatch),
                         PipelineCall::Weights { microbatch } => ("weights", microbatch),
+                        PipelineCall::Update { step } => ("finish", step),
                     };
                     (stage, phase, microbatch, start, end - start)
                 }

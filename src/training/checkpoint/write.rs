@@ -48,10 +48,6 @@ impl Writer {
     }
 
     /// Whether there is to be a checkpoint after a step that is neither the last nor interrupted.
-    pub fn is_due(&self, step: u64) -> bool {
-        self.options.every.is_some_and(|every| every > 0 && step.is_multiple_of(every))
-    }
-
     /// Copies what the engine holds and starts to write it. The one before has to be [`Self::finish`]ed.
     pub fn start(&mut self, plan: &Plan, engine: &mut Engine, manifest: Manifest) -> Result<(), Error> {
         let options = self.options.clone();
