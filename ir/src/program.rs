@@ -138,6 +138,8 @@ pub struct Program {
     pub buffers: Vec<Buffer>,
     pub bodies: Vec<Body>,
     pub schedule: Vec<Call>,
+    /// Whether GPUs run products around large values as one kernel ([`crate::plan::Execution::fused_attention`]).
+    pub fused_attention: bool,
 }
 
 impl Program {

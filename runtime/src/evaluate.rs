@@ -79,6 +79,7 @@ fn programs(graph: &Graph) -> Programs {
         buffers,
         bodies: vec![body],
         schedule: vec![Call::Run { body: 0, microbatch: None }],
+        fused_attention: false,
     };
     Programs { programs: vec![program], transfers: Vec::new(), num_microbatches: 1, microbatch: 0, loss_is_mean: true }
 }

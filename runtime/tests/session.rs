@@ -117,7 +117,14 @@ fn two_stages() -> Programs {
             run(1, Some(0)),
             run(2, None),
         ];
-        Program { devices: vec![1, 0], mesh: data, buffers, bodies: vec![forward, backward, update], schedule }
+        Program {
+            devices: vec![1, 0],
+            mesh: data,
+            buffers,
+            bodies: vec![forward, backward, update],
+            schedule,
+            fused_attention: false,
+        }
     };
     let second = {
         let buffers = vec![
@@ -161,7 +168,14 @@ fn two_stages() -> Programs {
             ]);
         }
         schedule.push(Call::Run { body: 1, microbatch: None });
-        Program { devices: vec![2, 3], mesh: tensor, buffers, bodies: vec![both, update], schedule }
+        Program {
+            devices: vec![2, 3],
+            mesh: tensor,
+            buffers,
+            bodies: vec![both, update],
+            schedule,
+            fused_attention: false,
+        }
     };
     Programs {
         programs: vec![first, second],
@@ -374,7 +388,14 @@ fn gradients_are_accumulated_in_place() {
         let workspace = if dtype == DType::F32 { 0 } else { 4 * (7 * 6 + 7 * 20 + 6 * 20) };
         assert_eq!(altiplano_runtime::body_transient_bytes(&body), workspace);
         let schedule = vec![Call::Run { body: 0, microbatch: None }];
-        let program = Program { devices: vec![0], mesh: mesh.clone(), buffers, bodies: vec![body], schedule };
+        let program = Program {
+            devices: vec![0],
+            mesh: mesh.clone(),
+            buffers,
+            bodies: vec![body],
+            schedule,
+            fused_attention: false,
+        };
         let programs = Programs {
             programs: vec![program],
             transfers: vec![],

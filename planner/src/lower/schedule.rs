@@ -92,6 +92,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         buffers: Vec::new(),
         bodies: Vec::new(),
         schedule,
+        fused_attention: plan.execution.fused_attention,
     }
 }
 
