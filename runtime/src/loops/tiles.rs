@@ -48,7 +48,15 @@ struct Walk {
     /// Of the rows' dimensions, whichever side of the large values that is, and of the iterations'.
     rows: Vec<Var>,
     steps: Vec<Var>,
+    step: Var,
     length: u64,
+}
+
+/// What a launch has still to sum, and the slots of all that it sums.
+struct Open<'a> {
+    reductions: Vec<ValueId>,
+    sums: Vec<Summed<'a>>,
+    slots: BTreeMap<ValueId, u32>,
 }
 
 impl Made<'_> {
@@ -112,13 +120,14 @@ impl Made<'_> {
             // Their sums would not stay in registers.
             _ => (of_rows.chunks(1).map(Vec::from).collect(), of_columns.chunks(1).map(Vec::from).collect()),
         };
-        let of_rows = if of_rows.is_empty() { vec![Vec::new()] } else { of_rows };
-        for (at, part) in of_rows.iter().enumerate() {
-            let (reductions, others) = if at == 0 { (&reductions[..], &others[..]) } else { (&[][..], &[][..]) };
-            self.along(&large, &inner, false, reductions, part, others)?;
+        // Reductions are of rows, and made with the first of their sums.
+        let (first, rest) = of_rows.split_first().map_or((&[][..], &[][..]), |(first, rest)| (&first[..], rest));
+        if !(first.is_empty() && reductions.is_empty() && others.is_empty()) {
+            self.along(&large, &inner, false, &reductions, first, &others)?;
         }
-        for part in of_columns.iter().filter(|part| !part.is_empty()) {
-            self.along(&large, &inner, true, &[], part, &[])?;
+        let rest = rest.iter().map(|part| (false, part)).chain(of_columns.iter().map(|part| (true, part)));
+        for (turned, part) in rest.filter(|(_, part)| !part.is_empty()) {
+            self.along(&large, &inner, turned, &[], part, &[])?;
         }
         Ok(())
     }
@@ -262,27 +271,23 @@ impl Made<'_> {
         let row = b.row;
         let walk = walk(&mut b, large, turned);
         self.slots_of(&mut b, large, inner, turned, &walk);
-        let step = b.scalars.counter(Scalar::Step, walk.length);
         let slots: BTreeMap<ValueId, u32> =
             reductions.iter().copied().chain(outer.iter().map(|o| o.product)).map(|v| (v, b.next_slot())).collect();
         let mut phases: Vec<Phase> = Vec::new();
-        let mut pending: Vec<ValueId> = reductions.to_vec();
-        let mut sums: Vec<Summed<'_>> = outer.to_vec();
-        while !pending.is_empty() || !sums.is_empty() {
+        let mut open = Open { reductions: reductions.to_vec(), sums: outer.to_vec(), slots };
+        while !open.reductions.is_empty() || !open.sums.is_empty() {
             let mut phase = Phase { length: walk.length, ..Phase::default() };
             // What takes nothing that is not complete; then, if there is one maximum among it, what goes on with that.
-            let complete =
-                self.summed(&mut b, (row, step), &walk, &mut pending, &mut sums, &slots, &mut phase, None)?;
+            let complete = self.summed(&mut b, &walk, &mut open, &mut phase, None)?;
             let floats = |f: &&Fold| f.reducer == Reducer::Max && f.dtype.is_float();
             let most = phase.folds.iter().find(floats).map(|f| f.slot).filter(|_| complete.len() == 1);
             b.slots.extend(complete.iter().copied());
             if let Some(most) = most {
                 let running = Running { most, scaled: Vec::new() };
-                let all = (&mut pending, &mut sums);
-                self.summed(&mut b, (row, step), &walk, all.0, all.1, &slots, &mut phase, Some(running))?;
+                self.summed(&mut b, &walk, &mut open, &mut phase, Some(running))?;
             }
             if phase.folds.is_empty() && phase.outer.is_empty() {
-                let stuck = pending.first().copied().or(sums.first().map(|s| s.product));
+                let stuck = open.reductions.first().copied().or(open.sums.first().map(|s| s.product));
                 return Err(refused(stuck.unwrap_or(inner[0])));
             }
             let needed: BTreeSet<u32> = b
@@ -305,7 +310,7 @@ impl Made<'_> {
         for &v in reductions {
             let dtype = graph.ty(v).dtype;
             let param = b.param(Source::Value(v), graph.ty(v), true);
-            let value = b.scalars.element(Scalar::Slot(slots[&v], dtype));
+            let value = b.scalars.element(Scalar::Slot(open.slots[&v], dtype));
             stores.push(Store { param, index: row, value, guard: None, combines: None });
         }
         for &v in others {
@@ -318,7 +323,7 @@ impl Made<'_> {
             phases.push(Phase { length: 1, stores, ..Phase::default() });
         }
         for &summed in outer {
-            phases.push(self.stored(&mut b, summed, &walk, slots[&summed.product]));
+            phases.push(self.stored(&mut b, summed, &walk, open.slots[&summed.product]));
         }
         let launch: Launch = b.launch(Spread::Tiles(own), phases);
         super::tiles_text::fits(&launch).then_some(()).ok_or_else(|| refused(inner[0]))?;
@@ -329,23 +334,20 @@ impl Made<'_> {
 
     /// Adds to a phase what can be summed now, and takes it from what is pending. With a running maximum, that is what the maximum and
     /// one of the phase's sums only scale.
-    #[allow(clippy::too_many_arguments)]
     fn summed(
         &self,
         b: &mut Builder<'_>,
-        (row, step): (Var, Var),
         walk: &Walk,
-        pending: &mut Vec<ValueId>,
-        sums: &mut Vec<Summed<'_>>,
-        slots: &BTreeMap<ValueId, u32>,
+        open: &mut Open<'_>,
         phase: &mut Phase,
         mut running: Option<Running>,
     ) -> Result<Vec<(ValueId, u32)>, Unsupported> {
-        let graph = self.graph;
+        let (graph, row) = (self.graph, b.row);
+        let Open { reductions: pending, sums, slots } = open;
         let mut done = Vec::new();
         let mut later = Vec::new();
         for &v in pending.iter() {
-            let (value, reducer) = match b.reduced(v, row, step) {
+            let (value, reducer) = match b.reduced(v, row, walk.step) {
                 Ok(found) => found,
                 Err(Stop::Reduction(_)) => {
                     later.push(v);
@@ -468,7 +470,7 @@ fn walk(b: &mut Builder<'_>, large: &Large, turned: bool) -> Walk {
     let rows = batch.split_off(large.batch.len());
     let length = other.iter().product();
     let step = b.scalars.counter(Scalar::Step, length);
-    Walk { batch, rows, steps: b.scalars.unravel(step, other), length }
+    Walk { batch, rows, steps: b.scalars.unravel(step, other), step, length }
 }
 
 /// How a scalar depends on a slot `s`.

@@ -17,6 +17,8 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
 enum Mask {
     None,
     Causal,
+    /// Keys that lie ten positions back or more: the first ten queries see none, and weigh all alike.
+    Late,
     /// Numbers that are added, of each head.
     Bias,
     /// Truths of each sample.
@@ -51,6 +53,7 @@ fn cases(dtype: DType) -> Vec<Case> {
         case("causal gradients", [2, 2], [70, 70], [20, 20], Mask::Causal, true),
         case("gradients in groups", [4, 2], [50, 50], [8, 8], Mask::Causal, true),
         case("gradients across", [2, 1], [40, 130], [24, 8], Mask::Seen, true),
+        case("gradients where rows see nothing", [1, 1], [70, 200], [16, 16], Mask::Late, true),
         case("gradients of wide heads", [1, 1], [290, 300], [128, 128], Mask::Causal, true),
     ]
 }
@@ -72,6 +75,7 @@ impl Case {
         };
         let mask = match self.mask {
             Mask::None | Mask::Causal => None,
+            Mask::Late => Some(causal_mask(&mut g, queries, keys, -10).expect("a mask")),
             Mask::Bias => of_mask(&mut g, DType::F32, &[1, heads, queries, keys]),
             Mask::Seen => of_mask(&mut g, DType::Bool, &[batch, 1, 1, keys]),
         };
