@@ -328,7 +328,6 @@ fn arenas_are_as_large_as_predicted() {
             "dgx-a100/2 dp1 tp1 pp2 micro4",
             "dgx-a100/4 dp2 tp2 pp1 zero1 recompute",
             "dgx-h100/1",
-            "dgx-h100/2 dp1 tp2 pp1",
         ] {
             let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let plan = match planned(&file, &ImportOptions::default(), words) {
