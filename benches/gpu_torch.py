@@ -1,10 +1,13 @@
-"""What PyTorch makes of a GPU: the rate of large matrix products, and seconds of a training step of GPT-2's architecture.
+"""What PyTorch makes of a GPU: the rate of large matrix products, how far bf16 is from f32, and seconds of a training step, the latter
+two of GPT-2's architecture.
 
     gpu_torch.py peak
+    gpu_torch.py error LAYERS WIDTH HEADS BATCH SEQUENCE VOCABULARY
     gpu_torch.py step LAYERS WIDTH HEADS BATCH SEQUENCE f32|bf16 eager|compile [STEPS]
 
 Weights, activations and optimizer state of a step are of one type, as `altiplano run --precision` has them; AdamW is fused.
-Prints one line: the best rate in TFLOP/s, or the median step in milliseconds and the peak memory in GB.
+Prints one line: the best rate in TFLOP/s, the relative differences of the loss and of gradients (the greatest of an element, beside the
+greatest element of its tensor, of all tensors the worst), or the median step in milliseconds and the peak memory in GB.
 """
 
 import statistics
@@ -64,6 +67,23 @@ def peak():
     print(f"{best:.1f}")
 
 
+def error(layers, width, heads, batch, length, vocabulary):
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # The same weights twice: rounded to bf16 in both, so that only what is computed with them differs.
+    narrow = Model(layers, width, heads, length, vocabulary).to(device, torch.bfloat16)
+    wide = Model(layers, width, heads, length, vocabulary).to(device)
+    wide.load_state_dict({name: tensor.float() for name, tensor in narrow.state_dict().items()})
+    ids = torch.randint(0, vocabulary, (batch, length + 1), device=device)
+    losses = [model(ids[:, :-1], ids[:, 1:]) for model in (wide, narrow)]
+    for loss in losses:
+        loss.backward()
+    pairs = [(a.grad, b.grad.float()) for a, b in zip(wide.parameters(), narrow.parameters())]
+    worst = max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs if a.abs().max() > 0)
+    print(f"{abs(losses[1].item() / losses[0].item() - 1):.2e} {worst:.2e}")
+
+
 def step(layers, width, heads, batch, length, precision, mode, steps=12):
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
@@ -87,6 +107,8 @@ def step(layers, width, heads, batch, length, precision, mode, steps=12):
 if __name__ == "__main__":
     if sys.argv[1] == "peak":
         peak()
+    elif sys.argv[1] == "error":
+        error(*[int(n) for n in sys.argv[2:8]])
     else:
         numbers, names = [int(n) for n in sys.argv[2:7]], sys.argv[7:9]
         step(*numbers, *names, *[int(n) for n in sys.argv[9:]])

@@ -60,12 +60,23 @@ fn plans_train_on_gpus_as_on_the_cpu() {
     );
 }
 
+/// With attention as one kernel over tiles.
+#[test]
+fn plans_with_fused_attention_train_on_a_gpu_as_on_the_cpu() {
+    let long = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24");
+    trains(1, (&long, 24), &["dgx-h100/1 micro2"]);
+}
+
 fn trains_alike(gpus: u32, plans: &[&str]) {
+    trains(gpus, (GPT2, 4), plans);
+}
+
+fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
     let scratch = Scratch::new();
     let Some(search) = emulator(&scratch, gpus) else { return };
     let options = CudaOptions { search, cache: Some(scratch.path("kernels")), ..CudaOptions::default() };
-    let file = PathBuf::from(scratch.file("gpt2.json", GPT2));
-    let import = ImportOptions { batch: Some(8), sequence: Some(4), ..ImportOptions::default() };
+    let file = PathBuf::from(scratch.file("gpt2.json", config));
+    let import = ImportOptions { batch: Some(8), sequence: Some(sequence), ..ImportOptions::default() };
     for &words in plans {
         let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
         let programs = programs(&plan).expect("a plan has programs");

@@ -46,6 +46,9 @@ fn kernels_of_plans_compile_and_are_found_again() {
         (&resnet, &["--cluster", "local:1"]),
         (&resnet, &["--cluster", "local:1", "--precision", "bf16"]),
         (&sorted, &["--cluster", "local:1"]),
+        // Attention as one kernel.
+        (DEMO, &["--cluster", "dgx-h100:1/1"]),
+        (DEMO, &["--cluster", "dgx-h100:1/2", "--tp", "2", "--precision", "bf16"]),
     ] {
         let texts = kernels_of(model, options);
         let distinct: BTreeSet<&str> = texts.iter().map(|text| text.name.as_str()).collect();

@@ -10,7 +10,7 @@ use altiplano::ir::program::Programs;
 use altiplano::ir::storage::launched;
 use altiplano::planner::memory::LaneMemory;
 use altiplano::planner::programs;
-use altiplano::runtime::loops::cuda;
+use altiplano::runtime::loops::{Spread, cuda};
 use altiplano::runtime::tape::check::{Flaw, check};
 use altiplano::runtime::tape::host::Host;
 use altiplano::runtime::tape::{self, CollectiveKind, Stream, Tape, What, build, ordered};
@@ -99,6 +99,43 @@ fn transformers_train_as_on_the_cpu_runtime() {
         "local:4 dp1 tp2 pp2 micro2 sgd clip",
     ] {
         trains_alike(&gpt2, words, 0..3);
+    }
+}
+
+/// Sequences that are long beside heads, on devices whose attention is one kernel: nothing of the size of scores is in memory.
+#[test]
+fn fused_attention_trains_as_on_the_cpu_runtime() {
+    let scratch = Scratch::new();
+    let long = |name: &str, config: String| Model {
+        file: PathBuf::from(scratch.file(&format!("{name}.json"), &config)),
+        import: ImportOptions { batch: Some(4), sequence: Some(24), ..ImportOptions::default() },
+    };
+    let gpt2 = long("gpt2", GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24"));
+    let llama = r#"{"model_type": "llama", "vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+    let llama = long("llama", llama.to_string());
+    for (model, words) in [
+        (&gpt2, "dgx-h100/1 sgd"),
+        (&gpt2, "dgx-h100/1 micro2 recompute"),
+        (&gpt2, "dgx-h100/2 dp1 tp2 pp1 sgd"),
+        (&gpt2, "dgx-h100/2 dp1 tp1 pp2 micro2 zb"),
+        (&llama, "dgx-h100/1 sgd recompute"),
+        (&llama, "dgx-h100/4 dp2 tp2 pp1 zero3 micro2"),
+    ] {
+        trains_alike(model, words, 0..2);
+        let plan = planned(&model.file, &model.import, words).expect("a plan");
+        let programs = programs(&plan).expect("a plan has programs");
+        for tape in tapes(&plan) {
+            let over_tiles = tape.launches.iter().filter(|l| matches!(l.spread, Spread::Tiles(_))).count();
+            assert!(over_tiles >= 3, "{words}: {over_tiles} launches go over tiles");
+            // Scores of a microbatch's samples and heads on this device.
+            let program = &programs.programs[tape.program as usize];
+            let split: u64 = program.mesh.axes.iter().map(|axis| u64::from(axis.size)).product();
+            let heads = if std::ptr::eq(model, &gpt2) { 2 } else { 4 };
+            let scores = programs.microbatch * heads * 24 * 24 / split;
+            let large = tape.regions.iter().filter(|r| !r.lasts && r.elements >= scores);
+            assert_eq!(large.count(), 0, "{words}: {scores} scores are in memory");
+        }
     }
 }
 
@@ -290,6 +327,7 @@ fn arenas_are_as_large_as_predicted() {
             "dgx-a100/2 dp1 tp2 pp1",
             "dgx-a100/2 dp1 tp1 pp2 micro4",
             "dgx-a100/4 dp2 tp2 pp1 zero1 recompute",
+            "dgx-h100/1",
         ] {
             let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let plan = match planned(&file, &ImportOptions::default(), words) {

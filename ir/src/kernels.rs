@@ -148,6 +148,15 @@ enum Role {
 
 /// The kernels of a body's graph, in an order in which they can run. `written` are the values that the body leaves in buffers.
 pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool) -> Vec<Kernel> {
+    kernels_where(graph, written, &mut |_| fused_attention)
+}
+
+/// The kernels of a body's graph, where those around large products are one only if `fuses` says so of the kernel that this makes.
+pub fn kernels_where(
+    graph: &Graph,
+    written: &BTreeSet<ValueId>,
+    fuses: &mut dyn FnMut(&Kernel) -> bool,
+) -> Vec<Kernel> {
     let roles = roles(graph, written);
     let source = sources(graph, &roles);
     let group = groups(graph, &roles, &source);
@@ -158,7 +167,7 @@ pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool
     }
     let made = members.into_iter().filter_map(|nodes| kernel(graph, nodes, &roles, &source, &group, &kept));
     let made: Vec<Kernel> = made.collect();
-    let made = if fused_attention { with_products_fused(graph, &roles, &source, written, made) } else { made };
+    let made = with_products_fused(graph, &roles, &source, written, in_order(graph, made), fuses);
     in_order(graph, made)
 }
 
@@ -188,13 +197,16 @@ pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
 }
 
 /// Joins kernels that are connected by products that grow ([`crate::op::DotGeneral::grows`]), or by values of their
-/// size that are made of them element by element.
+/// size that are made of them element by element. What takes large values before and after something else was made of them, as
+/// a backward pass does whose forward pass is computed again in the same body, are kernels of their own: each makes the large values
+/// anew.
 fn with_products_fused(
     graph: &Graph,
     roles: &[Role],
     source: &[(ValueId, u64)],
     written: &BTreeSet<ValueId>,
     kernels: Vec<Kernel>,
+    fuses: &mut dyn FnMut(&Kernel) -> bool,
 ) -> Vec<Kernel> {
     let mut large: BTreeSet<ValueId> = BTreeSet::new();
     let elements = |v: ValueId| graph.ty(v).elements();
@@ -232,28 +244,64 @@ fn with_products_fused(
             }
         }
     }
-    let mut parts: Vec<Vec<Kernel>> = kernels.iter().map(|_| Vec::new()).collect();
-    for (i, kernel) in kernels.into_iter().enumerate() {
-        parts[find(&mut joined, i)].push(kernel);
+    // How often what a kernel reads was made of what some connected kernels made before: one more on each way out of these.
+    let mut members = vec![0u32; kernels.len()];
+    let component: Vec<usize> = (0..kernels.len()).map(|i| find(&mut joined, i)).collect();
+    component.iter().for_each(|&c| members[c] += 1);
+    let mut depth = vec![0u32; kernels.len()];
+    for (i, kernel) in kernels.iter().enumerate() {
+        let of_read = |&(read, _): &(ValueId, u64)| {
+            let m = maker[read.index()].filter(|&m| kernels[m].writes.contains(&read))?;
+            let leaves = members[component[m]] > 1 && component[m] != component[i];
+            Some(depth[m] + u32::from(leaves))
+        };
+        depth[i] = kernel.reads.iter().filter_map(of_read).max().unwrap_or(0);
     }
-    let together = |mut parts: Vec<Kernel>| {
-        if parts.len() < 2 {
-            return parts.pop();
+    let mut groups: BTreeMap<(usize, u32), Vec<usize>> = BTreeMap::new();
+    for i in 0..kernels.len() {
+        groups.entry((component[i], depth[i])).or_default().push(i);
+    }
+    let together = |of_group: &[usize]| -> Option<Kernel> {
+        // Large values of before are made again, of what is in memory and of nothing that is not.
+        let mut again: BTreeSet<usize> = of_group.iter().copied().collect();
+        let mut open: Vec<usize> = of_group.to_vec();
+        while let Some(i) = open.pop() {
+            for (read, _) in kernels[i].reads.iter().filter(|(r, _)| large.contains(r)) {
+                open.extend(maker[read.index()].filter(|m| again.insert(*m)));
+            }
         }
-        let made: BTreeSet<ValueId> = parts.iter().flat_map(|k| k.writes.iter().copied()).collect();
+        let is_own = |i: &usize| of_group.contains(i);
+        let own = || again.iter().filter(|i| is_own(i)).map(|&i| &kernels[i]);
+        let before = || again.iter().filter(|i| !is_own(i)).map(|&i| &kernels[i]);
+        let small = |v: &ValueId| !large.contains(v);
+        let in_memory: BTreeSet<ValueId> = before().flat_map(|k| &k.writes).copied().filter(small).collect();
+        let writes: Vec<ValueId> = own().flat_map(|k| &k.writes).copied().filter(small).collect();
+        let is_again = |v: &ValueId| maker[v.index()].is_some_and(|m| again.contains(&m)) && !in_memory.contains(v);
         let mut reads: Vec<(ValueId, u64)> = Vec::new();
-        for &(read, bytes) in parts.iter().flat_map(|k| &k.reads).filter(|(r, _)| !made.contains(r)) {
+        let kept = in_memory.iter().map(|&v| (v, graph.ty(v).bytes()));
+        for (read, bytes) in again.iter().flat_map(|&i| kernels[i].reads.iter().copied()).chain(kept) {
             match reads.iter_mut().find(|(r, _)| *r == read) {
+                _ if is_again(&read) => {}
                 Some((_, known)) => *known = (*known).max(bytes),
                 None => reads.push((read, bytes)),
             }
         }
-        let writes: Vec<ValueId> =
-            parts.iter().flat_map(|k| &k.writes).copied().filter(|w| !large.contains(w)).collect();
-        let mut nodes: Vec<ValueId> = parts.iter().flat_map(|k| &k.nodes).copied().collect();
+        // Of the kernels before, only what the large values are made of.
+        let mut needed = vec![false; graph.len()];
+        own().flat_map(|k| &k.nodes).for_each(|n| needed[n.index()] = true);
+        writes.iter().for_each(|w| needed[w.index()] = true);
+        for v in graph.values().rev() {
+            if needed[v.index()] && !reads.iter().any(|r| r.0 == v) {
+                graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+            }
+        }
+        reads.retain(|(r, _)| needed[r.index()]);
+        let of_again = again.iter().flat_map(|&i| kernels[i].nodes.iter().copied());
+        let mut nodes: Vec<ValueId> =
+            of_again.filter(|n| needed[n.index()] && !reads.iter().any(|r| r.0 == *n)).collect();
         nodes.sort_unstable();
-        let products = parts.iter().filter_map(|k| match &k.kind {
-            KernelKind::Matmul(matmul) => Some((matmul.flop(), matmul.dtype)),
+        let products = again.iter().filter_map(|&i| match &kernels[i].kind {
+            KernelKind::Matmul(matmul) if nodes.contains(&kernels[i].nodes[0]) => Some((matmul.flop(), matmul.dtype)),
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
@@ -267,8 +315,21 @@ fn with_products_fused(
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
         let kind = KernelKind::Attention { flop, share, dtype };
         Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
+            .filter(|kernel| !kernel.writes.is_empty())
     };
-    parts.into_iter().filter_map(together).collect()
+    let mut replaced = vec![false; kernels.len()];
+    let mut fused: Vec<Kernel> = Vec::new();
+    for c in (0..kernels.len()).filter(|&c| members[c] > 1) {
+        // All of what is connected or nothing: what one does not make in memory another one would read there.
+        let of_component = groups.range((c, 0)..=(c, u32::MAX)).filter_map(|(_, of_group)| together(of_group));
+        let of_component: Vec<Kernel> = of_component.collect();
+        if of_component.iter().all(&mut *fuses) {
+            fused.extend(of_component);
+            (0..kernels.len()).filter(|&i| component[i] == c).for_each(|i| replaced[i] = true);
+        }
+    }
+    let kept = kernels.into_iter().zip(replaced).filter(|(_, replaced)| !replaced).map(|(kernel, _)| kernel);
+    kept.chain(fused).collect()
 }
 
 fn computes(role: Role) -> bool {

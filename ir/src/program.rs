@@ -143,6 +143,8 @@ pub struct Program {
     /// never falls. Empty where a step ends before the next begins. See [`Program::turns`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub late: Vec<u32>,
+    /// Whether GPUs run products around large values as one kernel ([`crate::plan::Execution::fused_attention`]).
+    pub fused_attention: bool,
 }
 
 /// What a device holds of two steps at once.

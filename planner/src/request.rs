@@ -1,5 +1,6 @@
 //! What the user asks of the planner, and why it may say no.
 
+use altiplano_cost_models::catalogue::fuses_attention;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
@@ -54,6 +55,8 @@ pub struct Request {
 impl Request {
     /// A request in which everything is searched.
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
+        // One kernel on every device or on none, since lowering is the same for all stages.
+        let fused_attention = cluster.groups.iter().all(|group| fuses_attention(&group.device.name));
         Request {
             model: model.into(),
             graph,
@@ -74,7 +77,7 @@ impl Request {
             recompute: None,
             optimizer: Optimizer::adamw(),
             clip_norm: None,
-            execution: Execution::default(),
+            execution: Execution { fused_attention, ..Execution::default() },
             target: Target::Altiplano,
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,

@@ -20,7 +20,7 @@ pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) 
     });
     let fused_attention = fuses_attention(device);
     match target {
-        Target::Altiplano => Execution::default(),
+        Target::Altiplano => Execution { fused_attention, ..Execution::default() },
         Target::Megatron => Execution {
             bucket_bytes: u64::MAX,
             overlap: zero != Some(0),

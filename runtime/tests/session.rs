@@ -124,6 +124,7 @@ fn two_stages() -> Programs {
             bodies: vec![forward, backward, update],
             schedule,
             late: vec![],
+            fused_attention: false,
         }
     };
     let second = {
@@ -168,7 +169,15 @@ fn two_stages() -> Programs {
             ]);
         }
         schedule.push(Call::Run { body: 1, microbatch: None });
-        Program { devices: vec![2, 3], mesh: tensor, buffers, bodies: vec![both, update], schedule, late: vec![] }
+        Program {
+            devices: vec![2, 3],
+            mesh: tensor,
+            buffers,
+            bodies: vec![both, update],
+            schedule,
+            late: vec![],
+            fused_attention: false,
+        }
     };
     Programs {
         programs: vec![first, second],
@@ -381,8 +390,15 @@ fn gradients_are_accumulated_in_place() {
         let workspace = if dtype == DType::F32 { 0 } else { 4 * (7 * 6 + 7 * 20 + 6 * 20) };
         assert_eq!(altiplano_runtime::body_transient_bytes(&body), workspace);
         let schedule = vec![Call::Run { body: 0, microbatch: None }];
-        let program =
-            Program { devices: vec![0], mesh: mesh.clone(), buffers, bodies: vec![body], schedule, late: vec![] };
+        let program = Program {
+            devices: vec![0],
+            mesh: mesh.clone(),
+            buffers,
+            bodies: vec![body],
+            schedule,
+            late: vec![],
+            fused_attention: false,
+        };
         let programs = Programs {
             programs: vec![program],
             transfers: vec![],

@@ -2,6 +2,7 @@
 //! A view names a stored tensor and says where in it the element at each index lies.
 
 use crate::graph::ValueId;
+use crate::op::Op;
 
 /// Element `[i0, i1, ..]` lies at `offset + sum(i * stride)` of the storage of `root`.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +74,17 @@ impl View {
             shape: sizes(shape),
             strides: stride.iter().zip(&self.strides).map(|(&s, &t)| s as usize * t).collect(),
         }
+    }
+
+    /// What an op that moves nothing makes of the view, in the shape of its result; none where strides cannot say it.
+    pub fn through(&self, op: &Op, shape: &[u64]) -> Option<View> {
+        Some(match op {
+            Op::BroadcastInDim(op) => self.broadcast(&op.shape, &op.dims),
+            Op::Transpose(op) => self.transpose(&op.permutation),
+            Op::Slice(op) => self.slice(&op.start, &op.stride, shape),
+            Op::Reshape(_) => self.reshape(shape)?,
+            _ => return None,
+        })
     }
 
     /// The same elements under another shape, where strides can say that.

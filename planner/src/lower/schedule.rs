@@ -118,6 +118,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         bodies: Vec::new(),
         late: late.of(&schedule),
         schedule,
+        fused_attention: plan.execution.fused_attention,
     }
 }
 

@@ -43,7 +43,8 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
         KernelKind::Indexed => made.indexed(kernel)?,
         KernelKind::Sort { .. } => made.sorted(kernel.nodes[0])?,
         KernelKind::Matmul(_) | KernelKind::Convolution { .. } => {}
-        KernelKind::Attention { .. } | KernelKind::Collective => {}
+        KernelKind::Attention { .. } => made.tiled(kernel)?,
+        KernelKind::Collective => {}
     }
     Ok(made.launches)
 }
@@ -52,7 +53,8 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
 pub(super) struct Made<'a> {
     pub graph: &'a Graph,
     pub memory: BTreeSet<ValueId>,
-    varies: Vec<bool>,
+    /// Whether a value depends on a leaf.
+    pub varies: Vec<bool>,
     pub launches: Vec<Launch>,
 }
 
@@ -144,7 +146,7 @@ impl<'a> Made<'a> {
                 return Ok(false);
             }
             b.slots.extend(known);
-            phases.push(Phase { length, folds, stores: Vec::new() });
+            phases.push(Phase { length, folds, stores: Vec::new(), ..Phase::default() });
             pending = later;
         }
         // What is written along the rows.
@@ -186,7 +188,7 @@ impl<'a> Made<'a> {
         lengths.dedup();
         for length in lengths {
             let of_length = stores.iter().filter(|s| s.0 == length).map(|s| s.1).collect();
-            phases.push(Phase { length, folds: Vec::new(), stores: of_length });
+            phases.push(Phase { length, folds: Vec::new(), stores: of_length, ..Phase::default() });
         }
         *others = left;
         let spread = if length >= BLOCK_ROW { Spread::Block } else { Spread::Thread };
@@ -219,8 +221,8 @@ impl<'a> Made<'a> {
             None => Spread::Columns,
         };
         let phases = vec![
-            Phase { length, folds: vec![fold], stores: Vec::new() },
-            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+            Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() },
         ];
         self.launches.push(b.launch(spread, phases));
         self.memory.insert(v);
@@ -236,7 +238,7 @@ impl<'a> Made<'a> {
             let row = b.row;
             stores.push(b.written(v, row).map_err(|stop| unsupported(self.graph, v, stop))?);
         }
-        let phases = vec![Phase { length: 1, folds: Vec::new(), stores }];
+        let phases = vec![Phase { length: 1, folds: Vec::new(), stores, ..Phase::default() }];
         self.launches.push(b.launch(Spread::Thread, phases));
         self.memory.extend(values);
         Ok(())
@@ -262,7 +264,11 @@ pub(super) struct Builder<'a> {
     params: Vec<Param>,
     coordinates: Vec<Coordinate>,
     /// Reductions of this row.
-    slots: HashMap<ValueId, u32>,
+    pub slots: HashMap<ValueId, u32>,
+    /// Products that are in a slot at an index of theirs.
+    pub products: HashMap<ValueId, (Vec<Var>, u32)>,
+    /// Every reduction counts as one of this row: it is only asked where elements would come from.
+    pub every_reduction: bool,
     num_slots: u32,
     /// What must be true for an element to be there.
     guard: Option<Var>,
@@ -284,6 +290,8 @@ impl<'a> Builder<'a> {
             params: Vec::new(),
             coordinates: Vec::new(),
             slots: HashMap::new(),
+            products: HashMap::new(),
+            every_reduction: false,
             num_slots: 0,
             guard: None,
             known: HashMap::new(),
@@ -293,6 +301,10 @@ impl<'a> Builder<'a> {
     pub fn launch(self, spread: Spread, phases: Vec<Phase>) -> Launch {
         let Builder { params, coordinates, scalars, rows, .. } = self;
         Launch { params, coordinates, scalars, rows, spread, phases }
+    }
+
+    pub fn rows(&self) -> u64 {
+        self.rows
     }
 
     pub fn next_slot(&mut self) -> u32 {
@@ -310,7 +322,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The element of a value at a position, and where it goes.
-    fn written(&mut self, v: ValueId, position: Var) -> Result<Store, Stop> {
+    pub fn written(&mut self, v: ValueId, position: Var) -> Result<Store, Stop> {
         let ty = self.graph.ty(v);
         let index = self.scalars.unravel(position, &ty.shape);
         let value = self.computed(v, &index)?;
@@ -319,7 +331,7 @@ impl<'a> Builder<'a> {
     }
 
     /// What a reduction takes of its operand for result `row` at iteration `step`.
-    fn reduced(&mut self, v: ValueId, row: Var, step: Var) -> Result<(Var, Reducer), Stop> {
+    pub fn reduced(&mut self, v: ValueId, row: Var, step: Var) -> Result<(Var, Reducer), Stop> {
         let graph = self.graph;
         let node = graph.node(v);
         let operand = node.operands[0];
@@ -415,8 +427,15 @@ impl<'a> Builder<'a> {
             op if !self.varies[v.index()] && !op.is_elementwise() && !is_view(op) => {
                 Ok(self.load(Source::Constant(v), &node.ty, index))
             }
+            Op::DotGeneral(_) => match self.products.get(&v) {
+                Some((at, slot)) if at == index => Ok(self.scalars.element(Scalar::Slot(*slot, node.ty.dtype))),
+                _ => Err(Stop::Unsupported(Unsupported { value: v, op: node.op.name() })),
+            },
             Op::Reduce(_) => {
                 let position = self.scalars.position(index, &node.ty.shape);
+                if self.every_reduction {
+                    return Ok(self.scalars.element(Scalar::Slot(u32::MAX, node.ty.dtype)));
+                }
                 match self.slots.get(&v) {
                     Some(&slot) if position == self.row => Ok(self.scalars.element(Scalar::Slot(slot, node.ty.dtype))),
                     _ => Err(Stop::Reduction(v)),

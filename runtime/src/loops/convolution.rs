@@ -106,7 +106,7 @@ pub fn gather(op: &Convolution, products: &Products, tile: &Tile, lhs: &TensorTy
         scalars,
         rows,
         spread: Spread::Thread,
-        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store] }],
+        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() }],
     }
 }
 
@@ -160,8 +160,8 @@ pub fn direct(op: &Convolution, [lhs, rhs, result]: [&TensorType; 3]) -> Launch 
         // Neighbouring results read what lies together.
         spread: if length < super::build::BLOCK_ROW { Spread::Thread } else { Spread::Columns },
         phases: vec![
-            Phase { length, folds: vec![fold], stores: Vec::new() },
-            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+            Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() },
         ],
     }
 }
@@ -179,6 +179,6 @@ pub fn rounded(from: DType, to: DType, elements: u64) -> Launch {
         scalars,
         rows: elements,
         spread: Spread::Thread,
-        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store] }],
+        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() }],
     }
 }

@@ -19,6 +19,8 @@ pub struct Text {
     pub threads: (u32, u32),
     /// Blocks that have something to do, at most.
     pub blocks: u64,
+    /// Of each block, beyond what the text declares itself.
+    pub shared_bytes: u32,
 }
 
 /// A type that the text has no arithmetic for.
@@ -32,20 +34,23 @@ const THREADS: u32 = 256;
 const COLUMNS: (u32, u32) = (32, 16);
 
 /// What every text needs.
-pub const PRELUDE: &str = include_str!("prelude.cuh");
+pub const PRELUDE: &str = concat!(include_str!("prelude.cuh"), include_str!("tiles.cuh"));
 
 /// The text of a launch.
 pub fn text(launch: &Launch) -> Result<Text, NoArithmetic> {
+    if matches!(launch.spread, Spread::Tiles(_)) {
+        return super::tiles_text::text(launch);
+    }
     let mut body = String::new();
     Printer { launch, out: &mut body }.launch()?;
     let name = format!("loops_{:016x}", fingerprint(&body));
     let (threads, blocks) = match launch.spread {
         Spread::Thread => ((THREADS, 1), launch.rows.div_ceil(u64::from(THREADS))),
         Spread::Block => ((block_threads(launch), 1), launch.rows),
-        Spread::Columns => (COLUMNS, launch.rows.div_ceil(u64::from(COLUMNS.0))),
+        Spread::Columns | Spread::Tiles(_) => (COLUMNS, launch.rows.div_ceil(u64::from(COLUMNS.0))),
     };
     let source = format!("extern \"C\" __global__ void {name}{body}");
-    Ok(Text { name, source, threads, blocks })
+    Ok(Text { name, source, threads, blocks, shared_bytes: 0 })
 }
 
 /// As many threads as the longest phase can use, in whole warps.
@@ -56,12 +61,12 @@ fn block_threads(launch: &Launch) -> u32 {
 }
 
 /// FNV-1a.
-fn fingerprint(text: &str) -> u64 {
+pub(super) fn fingerprint(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// The type of an element in memory.
-fn stored(dtype: DType) -> Result<&'static str, NoArithmetic> {
+pub(super) fn stored(dtype: DType) -> Result<&'static str, NoArithmetic> {
     Ok(match dtype {
         DType::BF16 => "bf16",
         DType::F16 => "f16",
@@ -70,7 +75,7 @@ fn stored(dtype: DType) -> Result<&'static str, NoArithmetic> {
 }
 
 /// The type of an element that is computed with.
-fn computed(dtype: DType) -> Result<&'static str, NoArithmetic> {
+pub(super) fn computed(dtype: DType) -> Result<&'static str, NoArithmetic> {
     Ok(match dtype {
         DType::F64 => "double",
         DType::F32 | DType::BF16 | DType::F16 => "float",
@@ -92,20 +97,28 @@ fn index_type(launch: &Launch) -> &'static str {
     let longest = launch.phases.iter().map(|p| p.length).max().unwrap_or(1);
     let most = launch.params.iter().map(|p| p.elements).chain([launch.rows.saturating_mul(longest)]).max().unwrap_or(0);
     // Products with strides that are divided again stay well below.
+    if let Spread::Tiles(_) = launch.spread {
+        // No index counts rows and iterations at once, but for those of large values, which are at most these.
+        let memory = launch.params.iter().map(|p| p.elements).max().unwrap_or(0);
+        let fits = memory < 1 << 28 && launch.rows.saturating_mul(longest) < 1 << 31;
+        return if fits { "int" } else { "long long" };
+    }
     if most < 1 << 28 { "int" } else { "long long" }
 }
 
-struct Printer<'a> {
-    launch: &'a Launch,
-    out: &'a mut String,
+/// Prints the parts of a text.
+pub(super) struct Printer<'a> {
+    pub launch: &'a Launch,
+    pub out: &'a mut String,
 }
 
 impl Printer<'_> {
-    fn line(&mut self, depth: usize, text: impl AsRef<str>) {
+    pub fn line(&mut self, depth: usize, text: impl AsRef<str>) {
         let _ = writeln!(self.out, "{:1$}{2}", "", 2 * depth, text.as_ref());
     }
 
-    fn launch(&mut self) -> Result<(), NoArithmetic> {
+    /// Parameters, and the type of indices.
+    pub fn signature(&mut self) -> Result<(), NoArithmetic> {
         let launch = self.launch;
         let mut params = Vec::new();
         for (i, p) in launch.params.iter().enumerate() {
@@ -119,6 +132,12 @@ impl Printer<'_> {
         params.extend((0..launch.coordinates.len()).map(|i| format!("int c{i}")));
         self.line(0, format!("({}) {{", params.join(", ")));
         self.line(1, format!("typedef {} I;", index_type(launch)));
+        Ok(())
+    }
+
+    fn launch(&mut self) -> Result<(), NoArithmetic> {
+        self.signature()?;
+        let launch = self.launch;
         let rows = launch.rows;
         match launch.spread {
             Spread::Thread => {
@@ -138,7 +157,7 @@ impl Printer<'_> {
                 }
                 self.line(1, "}");
             }
-            Spread::Columns => {
+            Spread::Columns | Spread::Tiles(_) => {
                 let (x, y) = COLUMNS;
                 self.line(1, format!("__shared__ double shared[{}];", x * y));
                 let tiles = rows.div_ceil(u64::from(x));
@@ -202,7 +221,7 @@ impl Printer<'_> {
                 Spread::Block => {
                     self.line(2, format!("s{slot} = over_block<{ty}, {combine}>(s{slot}, shared);"));
                 }
-                Spread::Columns => {
+                Spread::Columns | Spread::Tiles(_) => {
                     self.line(2, format!("s{slot} = over_column<{ty}, {combine}>(s{slot}, shared);"));
                 }
             }
@@ -210,7 +229,7 @@ impl Printer<'_> {
         Ok(())
     }
 
-    fn store(&mut self, store: &Store) -> Result<(), NoArithmetic> {
+    pub fn store(&mut self, store: &Store) -> Result<(), NoArithmetic> {
         let Store { param, index, value, guard, combines } = *store;
         let dtype = self.launch.params[param as usize].dtype;
         let bits = match dtype {
@@ -230,7 +249,7 @@ impl Printer<'_> {
         Ok(())
     }
 
-    fn scalar(&mut self, var: Var) -> Result<(), NoArithmetic> {
+    pub fn scalar(&mut self, var: Var) -> Result<(), NoArithmetic> {
         let scalar = self.launch.scalars.get(var);
         let (ty, value) = self.expression(scalar)?;
         self.line(3, format!("const {ty} v{} = {value};", var.0));
@@ -345,7 +364,7 @@ fn rounded(dtype: DType, value: &str) -> String {
 }
 
 /// A literal, exact.
-fn number(value: f64, dtype: DType) -> Result<String, NoArithmetic> {
+pub(super) fn number(value: f64, dtype: DType) -> Result<String, NoArithmetic> {
     Ok(match dtype {
         DType::F64 => format!("__longlong_as_double({:#x}LL)", value.to_bits()),
         d if d.is_float() => format!("__int_as_float({:#010x})", (value as f32).to_bits()),
@@ -445,7 +464,7 @@ fn adds_at_once(dtype: DType) -> bool {
 }
 
 /// The name of what combines two values of a reduction.
-fn functor(reducer: Reducer, dtype: DType) -> &'static str {
+pub(super) fn functor(reducer: Reducer, dtype: DType) -> &'static str {
     let logical = dtype == DType::Bool;
     match reducer {
         Reducer::Sum | Reducer::Or if logical => "LogicalOr",
@@ -459,6 +478,6 @@ fn functor(reducer: Reducer, dtype: DType) -> &'static str {
     }
 }
 
-fn combined(reducer: Reducer, dtype: DType, a: &str, b: &str) -> String {
+pub(super) fn combined(reducer: Reducer, dtype: DType, a: &str, b: &str) -> String {
     format!("{}::of({a}, {b})", functor(reducer, dtype))
 }

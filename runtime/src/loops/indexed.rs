@@ -42,9 +42,11 @@ impl Made<'_> {
             Fold { value: among, reducer, dtype: ty.dtype, slot: most },
             Fold { value: here, reducer: Reducer::Min, dtype: DType::I32, slot: first },
         ];
-        let mut phases: Vec<Phase> =
-            folds.into_iter().map(|fold| Phase { length, folds: vec![fold], stores: Vec::new() }).collect();
-        phases.push(Phase { length: 1, folds: Vec::new(), stores: vec![store] });
+        let mut phases: Vec<Phase> = folds
+            .into_iter()
+            .map(|fold| Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() })
+            .collect();
+        phases.push(Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() });
         self.launches.push(b.launch(Spread::Thread, phases));
         Ok(())
     }
@@ -82,8 +84,8 @@ impl Made<'_> {
         let value = b.scalars.element(Scalar::Slot(slot, ty.dtype));
         let store = Store { param, index: b.row, value, guard: None, combines: None };
         let phases = vec![
-            Phase { length, folds: vec![fold], stores: Vec::new() },
-            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+            Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() },
         ];
         self.launches.push(b.launch(Spread::Thread, phases));
         self.memory.insert(v);
@@ -133,8 +135,8 @@ impl Made<'_> {
         let store = Store { param, index, value, guard: None, combines: None };
         let length = ty.shape[op.dim];
         let phases = vec![
-            Phase { length, folds: vec![fold], stores: Vec::new() },
-            Phase { length: 1, folds: Vec::new(), stores: vec![store] },
+            Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() },
         ];
         let spread = if length < BLOCK_ROW { Spread::Thread } else { Spread::Block };
         self.launches.push(b.launch(spread, phases));
@@ -190,7 +192,7 @@ impl Made<'_> {
         let value = element(&mut b, &index).map_err(|stop| unsupported(self.graph, v, stop))?;
         let param = b.param(source, ty, true);
         let store = Store { param, index: b.row, value, guard: None, combines: None };
-        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() };
         self.launches.push(b.launch(Spread::Thread, vec![phase]));
         Ok(())
     }
@@ -219,7 +221,7 @@ impl Made<'_> {
         let param = b.param(Source::Selected(v), &ty, true);
         let index = b.scalars.position(&index, &ty.shape);
         let store = Store { param, index, value, guard, combines: Some(Reducer::Max) };
-        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() };
         self.launches.push(b.launch(Spread::Thread, vec![phase]));
         Ok(())
     }
@@ -248,7 +250,7 @@ impl Made<'_> {
         let param = b.param(Source::Value(v), ty, true);
         let index = b.scalars.position(&index, &ty.shape);
         let store = Store { param, index, value, guard, combines };
-        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store] };
+        let phase = Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() };
         self.launches.push(b.launch(Spread::Thread, vec![phase]));
         self.memory.insert(v);
         Ok(())

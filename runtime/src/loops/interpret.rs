@@ -3,9 +3,10 @@
 //! This is the reference that a device's text of the same program is compared with, and what shows without a device that the program
 //! computes what its kernel's nodes do.
 
-use super::{Launch, Phase, Scalar, Source, Var};
+use super::{Launch, Phase, Running, Scalar, Source, Strip, Var};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::float::reduce_precision;
+use altiplano_ir::op::Reducer;
 use std::collections::BTreeMap;
 
 /// Values in memory, row major.
@@ -22,12 +23,19 @@ pub fn run(launch: &Launch, coordinates: &[u64], memory: &mut Memory) {
     let needed: Vec<Vec<Var>> = launch.phases.iter().map(|p| launch.needs(p)).collect();
     let mut values = vec![f64::NAN; launch.scalars.all.len()];
     for row in 0..launch.rows {
-        let mut slots: BTreeMap<u32, f64> = BTreeMap::new();
+        let mut slots = Slots::default();
         for (phase, needed) in launch.phases.iter().zip(&needed) {
-            let folded = run_phase(launch, phase, needed, (row, coordinates), &slots, &mut values, memory);
-            slots.extend(folded);
+            run_phase(launch, phase, needed, (row, coordinates), &mut slots, &mut values, memory);
         }
     }
+}
+
+/// What a row's phases have left.
+#[derive(Default)]
+struct Slots {
+    single: BTreeMap<u32, f64>,
+    /// Of an [`Outer`] the elements, which a later phase finds by its iteration.
+    wide: BTreeMap<u32, Vec<f64>>,
 }
 
 fn run_phase(
@@ -35,17 +43,55 @@ fn run_phase(
     phase: &Phase,
     needed: &[Var],
     (row, coordinates): (u64, &[u64]),
-    slots: &BTreeMap<u32, f64>,
+    slots: &mut Slots,
     values: &mut [f64],
     memory: &mut Memory,
-) -> Vec<(u32, f64)> {
+) {
     let mut folded: Vec<(u32, f64)> = phase.folds.iter().map(|f| (f.slot, f.reducer.neutral(f.dtype))).collect();
+    let mut summed: Vec<Vec<f64>> = phase.outer.iter().map(|o| vec![0.0; o.of_step.length as usize]).collect();
+    let strip = |memory: &Memory, strip: &Strip, values: &[f64]| -> Vec<f64> {
+        let (from, base) = (&memory[&launch.params[strip.param as usize].source], values[strip.base.0 as usize]);
+        (0..strip.length).map(|i| from[base as usize + (i * strip.stride) as usize]).collect()
+    };
+    if phase.running.is_some() {
+        slots.single.extend(phase.folds.iter().map(|f| (f.slot, 1.0)));
+    }
     for step in 0..phase.length {
-        for &var in needed {
-            values[var.0 as usize] = value(launch, var, (row, step, coordinates), slots, values, memory);
+        let compute = |slots: &Slots, values: &mut [f64], memory: &Memory| {
+            for &var in needed {
+                values[var.0 as usize] = value(launch, var, (row, step, coordinates), slots, values, memory);
+            }
+        };
+        if !phase.inner.is_empty() {
+            // Where strips lie depends on no product.
+            slots.single.extend(phase.inner.iter().map(|i| (i.slot, 0.0)));
+            compute(slots, values, memory);
+            for inner in &phase.inner {
+                let (a, b) = (strip(memory, &inner.of_row, values), strip(memory, &inner.of_step, values));
+                slots.single.insert(inner.slot, a.iter().zip(&b).map(|(a, b)| a * b).sum());
+            }
+        }
+        compute(slots, values, memory);
+        if let Some(Running { most, scaled }) = &phase.running {
+            let at = phase.folds.iter().position(|f| f.slot == *most).expect("the maximum is a fold of the phase");
+            let before = folded[at].1;
+            let after = Reducer::Max.combine().apply(before, values[phase.folds[at].value.0 as usize], DType::F64);
+            let factor = if before == f64::NEG_INFINITY { 0.0 } else { (before - after).exp() };
+            for slot in scaled {
+                folded.iter_mut().filter(|f| f.0 == *slot).for_each(|f| f.1 *= factor);
+                let sums = phase.outer.iter().zip(&mut summed).filter(|(o, _)| o.slot == *slot);
+                sums.for_each(|(_, sum)| sum.iter_mut().for_each(|x| *x *= factor));
+            }
+            // Below all that there is, nothing is subtracted.
+            slots.single.insert(*most, if after == f64::NEG_INFINITY { 0.0 } else { after });
+            compute(slots, values, memory);
         }
         for (fold, (_, sum)) in phase.folds.iter().zip(&mut folded) {
             *sum = fold.reducer.combine().apply(*sum, values[fold.value.0 as usize], fold.dtype);
+        }
+        for (outer, sum) in phase.outer.iter().zip(&mut summed) {
+            let by = values[outer.value.0 as usize];
+            sum.iter_mut().zip(strip(memory, &outer.of_step, values)).for_each(|(sum, x)| *sum += by * x);
         }
         for store in &phase.stores {
             if store.guard.is_some_and(|g| values[g.0 as usize] == 0.0) {
@@ -58,14 +104,20 @@ fn run_phase(
             *place = store.combines.map_or(new, |reducer| reducer.combine().apply(*place, new, param.dtype));
         }
     }
-    folded
+    slots.single.extend(folded);
+    for (outer, mut sum) in phase.outer.iter().zip(summed) {
+        if let Some(by) = outer.divided {
+            sum.iter_mut().for_each(|x| *x /= slots.single[&by]);
+        }
+        slots.wide.insert(outer.slot, sum);
+    }
 }
 
 fn value(
     launch: &Launch,
     var: Var,
     (row, step, coordinates): (u64, u64, &[u64]),
-    slots: &BTreeMap<u32, f64>,
+    slots: &Slots,
     values: &[f64],
     memory: &Memory,
 ) -> f64 {
@@ -75,7 +127,7 @@ fn value(
     match launch.scalars.get(var) {
         Scalar::Row => row as f64,
         Scalar::Step => step as f64,
-        Scalar::Slot(slot, _) => slots[slot],
+        Scalar::Slot(slot, _) => slots.wide.get(slot).map_or_else(|| slots.single[slot], |all| all[step as usize]),
         Scalar::Coordinate(at) => coordinates[*at as usize] as f64,
         Scalar::Index(value) => *value as f64,
         Scalar::Number(bits, _) => f64::from_bits(*bits),

@@ -13,9 +13,13 @@ __device__ __forceinline__ float from_bf16(bf16 x) { return __uint_as_float((uns
 
 // To nearest, ties to even.
 __device__ __forceinline__ bf16 to_bf16(float x) {
-  unsigned int bits = __float_as_uint(x);
   bf16 result;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+#else
+  const unsigned int bits = __float_as_uint(x);
   result.bits = x != x ? 0x7fff : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
   return result;
 }
 

@@ -48,6 +48,6 @@ pub fn launch(
         scalars,
         rows,
         spread: Spread::Thread,
-        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store] }],
+        phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() }],
     }
 }

@@ -4,8 +4,9 @@
 //! parameters go ahead of the kernels that read those before them; what follows the last backward of a step goes in the order in which
 //! that finishes gradients. Every device of a program has the same order.
 
+use crate::loops::launches;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::kernels::{Kernel, KernelKind};
+use altiplano_ir::kernels::{Kernel, KernelKind, kernels_where};
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, BufferId, Phase, Program};
 use altiplano_ir::reshard::Collective;
@@ -96,7 +97,9 @@ fn completed(program: &Program, kernels: &[Vec<Kernel>], stage: u32) -> BTreeMap
 pub fn ordered(program: &Program, ahead: usize) -> Vec<Vec<Kernel>> {
     let of_body = |body: &Body| {
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-        gathers_ahead(&body.graph, altiplano_ir::kernels::kernels(&body.graph, &written, false), ahead)
+        // One kernel where there are launches for it.
+        let mut fuses = |kernel: &Kernel| program.fused_attention && launches(&body.graph, kernel).is_ok();
+        gathers_ahead(&body.graph, kernels_where(&body.graph, &written, &mut fuses), ahead)
     };
     let mut kernels: Vec<Vec<Kernel>> = program.bodies.iter().map(of_body).collect();
     // Reductions first: updates follow the order that they give.

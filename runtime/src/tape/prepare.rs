@@ -243,7 +243,10 @@ impl OfBody<'_> {
             }
             _ => {
                 let made = launches(self.graph, kernel).map_err(|why| (why.value, why.op))?;
-                pieces.may_share = may_share(&made);
+                // Rows of a tile are read by the threads of all its rows.
+                if !matches!(kernel.kind, KernelKind::Attention { .. }) {
+                    pieces.may_share = may_share(&made);
+                }
                 for launch in made {
                     self.launch(&mut pieces, &launch, kernel);
                 }
@@ -285,14 +288,7 @@ impl OfBody<'_> {
             return Some((whole(), self.constant(v)));
         }
         let (under, place) = self.view(reads, *node.operands.first()?)?;
-        let view = match &node.op {
-            Op::BroadcastInDim(op) => under.broadcast(&op.shape, &op.dims),
-            Op::Transpose(op) => under.transpose(&op.permutation),
-            Op::Slice(op) => under.slice(&op.start, &op.stride, &node.ty.shape),
-            Op::Reshape(_) => under.reshape(&node.ty.shape)?,
-            _ => return None,
-        };
-        Some((view, place))
+        Some((under.through(&node.op, &node.ty.shape)?, place))
     }
 
     /// A row-major copy of a value that no strides describe.

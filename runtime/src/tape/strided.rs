@@ -53,7 +53,7 @@ impl Strided {
             scalars,
             rows,
             spread: Spread::Thread,
-            phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store] }],
+            phases: vec![Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() }],
         }
     }
 }

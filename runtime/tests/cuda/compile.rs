@@ -9,7 +9,7 @@ const HOPPER: Architecture = Architecture { major: 9, minor: 0 };
 
 fn kernel(name: &str) -> Text {
     let source = format!("extern \"C\" __global__ void {name}() {{}}\n");
-    Text { name: name.to_string(), source, threads: (32, 1), blocks: 1 }
+    Text { name: name.to_string(), source, threads: (32, 1), blocks: 1, shared_bytes: 0 }
 }
 
 fn files(folder: &Path) -> Vec<std::path::PathBuf> {

@@ -62,6 +62,7 @@ status cuModuleGetFunction(void **function, void *module, const char *name) {
     *function = module;
     return strcmp(name, "absent") ? 0 : 500;
 }
+status cuFuncSetAttribute(void *function, int attribute, int value) { (void)function; return attribute == 8 && value > 0 ? 0 : 1; }
 status cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned x, unsigned y, unsigned z, unsigned shared,
                       void *stream, void **parameters, void **extra) {
     (void)f; (void)gy; (void)gz; (void)y; (void)z; (void)shared; (void)stream; (void)parameters; (void)extra;

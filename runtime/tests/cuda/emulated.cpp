@@ -1,7 +1,8 @@
 // NVIDIA's driver, NVRTC, cuBLASLt and NCCL in one library that runs everything on the host, for tests of the executor. GPUS says how many
 // devices there are, 1 if it is not defined.
 //
-// Kernels are compiled by g++ from the text that NVRTC would get, and run by one thread. Work waits in streams until somebody waits for
+// Kernels are compiled by g++ from the text that NVRTC would get, and run by one thread; those over tiles by 128 that take turns, with
+// the products of their warps' matrices as PTX describes them. Work waits in streams until somebody waits for
 // it, and of all that streams and events allow to run, chance decides what is next: what depends on it is a missing event. Each thread
 // of the process has streams of its own. Written for tests only: handles are leaked, and only what is used is here.
 #include <cstdint>
@@ -136,6 +137,7 @@ status cuEventDestroy_v2(void *) { return 0; }
 status cuModuleLoadData(void **module, const void *image) { return (*module = dlopen((const char *)image, RTLD_NOW)) ? 0 : NOT_FOUND; }
 status cuModuleUnload(void *) { return 0; }
 status cuModuleGetFunction(void **function, void *module, const char *) { return (*function = dlsym(module, "emulated_run")) ? 0 : NOT_FOUND; }
+status cuFuncSetAttribute(void *, int attribute, int value) { return attribute == 8 && value <= 163 << 10 ? 0 : INVALID; }
 status cuLaunchKernel(void *function, unsigned gx, unsigned, unsigned, unsigned bx, unsigned by, unsigned, unsigned, void *stream,
                       void **parameters, void **) {
     if (!gx || !bx || !by || bx * by > 1024) return INVALID;
@@ -173,6 +175,7 @@ status nvrtcCreateProgram(Program **made, const char *source, const char *, int,
     return 0;
 }
 static const char *BEFORE = R"(
+#include <stddef.h>
 // Headers would take longer to compile than the kernel.
 #define memcpy __builtin_memcpy
 #define isfinite __builtin_isfinite
@@ -186,9 +189,92 @@ TWO(fmod) TWO(pow) TWO(atan2)
 #define __global__
 #define __shared__
 #define __forceinline__ inline
+#define __align__(n) alignas(n)
+#define __launch_bounds__(n)
+static inline size_t __cvta_generic_to_shared(const void *p) { return (size_t)p; }
+extern "C" float fmaf(float, float, float);
 struct Place { int x, y, z; };
 static thread_local Place threadIdx, blockIdx, blockDim = {1, 1, 1}, gridDim = {1, 1, 1};
+#ifdef TILES
+#include <ucontext.h>
+enum { ALL = 128, WARP = 32 };
+static thread_local ucontext_t whole, threads[ALL];
+static thread_local char stacks[ALL][1 << 16];
+static thread_local bool ended[ALL];
+static thread_local int left_of;
+static thread_local unsigned int came[ALL / WARP + 1], turn[ALL / WARP + 1];
+static thread_local unsigned long long said[2][ALL][6];
+alignas(16) static thread_local unsigned char shared_memory[163 << 10];
+static inline void next_thread() {
+    int me = threadIdx.x, next = me;
+    do next = (next + 1) % ALL; while (ended[next] && next != me);
+    if (next == me) return;
+    threadIdx.x = next;
+    swapcontext(&threads[me], &threads[next]);
+    threadIdx.x = me;
+}
+// Until all of a warp, or of the block, are here; gives the number of the turn that this ends.
+static inline unsigned int meet(int group, int members) {
+    unsigned int mine = turn[group];
+    if (++came[group] == (unsigned int)members) came[group] = 0, ++turn[group];
+    else while (turn[group] == mine) next_thread();
+    return mine;
+}
+static inline void __syncthreads() { meet(ALL / WARP, ALL); }
+static inline void __syncwarp() { meet(threadIdx.x / WARP, WARP); }
+static inline int __syncthreads_or(int mine) {
+    static thread_local bool all[ALL];
+    all[threadIdx.x] = mine;
+    __syncthreads();
+    bool any = false;
+    for (bool one : all) any = any || one;
+    __syncthreads();
+    return any;
+}
+// What the lanes of a warp say to each other. Who is a turn ahead says it elsewhere.
+static inline unsigned long long (*told(int words, const unsigned long long *mine))[6] {
+    unsigned int at = turn[threadIdx.x / WARP] % 2;
+    for (int i = 0; i < words; ++i) said[at][threadIdx.x][i] = mine[i];
+    meet(threadIdx.x / WARP, WARP);
+    return &said[at][threadIdx.x / WARP * WARP];
+}
+static inline unsigned int __shfl_xor_sync(unsigned int, unsigned int x, int distance) {
+    unsigned long long mine = x;
+    auto all = told(1, &mine);
+    return (unsigned int)all[threadIdx.x % WARP ^ distance][0];
+}
+template <typename M> static inline void loaded_matrices(M &m, int count, bool turned, const void *row) {
+    unsigned long long mine = (size_t)row;
+    auto all = told(1, &mine);
+    int lane = threadIdx.x % WARP;
+    for (int i = 0; i < count; ++i) {
+        auto element = [&](int r, int c) { return (unsigned int)((const unsigned short *)(size_t)all[8 * i + r][0])[c]; };
+        int a = lane / 4, b = lane % 4 * 2;
+        m[i] = turned ? element(b, a) | element(b + 1, a) << 16 : element(a, b) | element(a, b + 1) << 16;
+    }
+}
+template <typename Number> static inline void multiplied(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2], Number number) {
+    unsigned long long mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    auto all = told(6, mine);
+    int lane = threadIdx.x % WARP;
+    for (int e = 0; e < 4; ++e) {
+        int row = lane / 4, column = lane % 4 * 2 + e % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) {
+            int of = k % 8 / 2, high = k / 8, half = k % 2 * 16;
+            sum += number((unsigned short)(all[4 * row + of][e / 2 + 2 * high] >> half)) * number((unsigned short)(all[4 * column + of][4 + high] >> half));
+        }
+        c[e] += sum;
+    }
+}
+#else
 static inline void __syncthreads() {}
+static inline void __syncwarp() {}
+static inline int __syncthreads_or(int mine) { return mine; }
+template <typename T> static inline T __shfl_xor_sync(unsigned int, T x, int) { return x; }
+template <typename M> static inline void loaded_matrices(M &, int, bool, const void *) {}
+template <typename Number> static inline void multiplied(float (&)[4], const unsigned int (&)[4], const unsigned int (&)[2], Number) {}
+#endif
 static inline float __uint_as_float(unsigned int x) { float y; memcpy(&y, &x, 4); return y; }
 static inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 static inline unsigned int __float_as_uint(float x) { unsigned int y; memcpy(&y, &x, 4); return y; }
@@ -197,7 +283,6 @@ static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x
 static inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline double rsqrt(double x) { return 1 / sqrt(x); }
-template <typename T> static inline T __shfl_xor_sync(unsigned int, T x, int) { return x; }
 template <typename T> static inline T atomicAdd(T *p, T x) { T old = *p; *p += x; return old; }
 template <typename T> static inline T atomicCAS(T *p, T expected, T x) {
     T old = *p;
@@ -213,23 +298,62 @@ template <typename T, typename F> static T alone(T value, double *) { return val
 )";
 static const char *AFTER = R"(
 template <int... I> struct Numbers {};
+#ifdef TILES
+static thread_local void (*body)(void *), *given;
+static void thread() {
+    body(given);
+    ended[threadIdx.x] = true;
+    // Whoever is left goes on; the last one goes back.
+    if (--left_of) next_thread();
+    setcontext(&whole);
+}
+#endif
 template <typename... A, int... I> static int call(void (*kernel)(A...), void **all, Numbers<I...>) {
+#ifdef TILES
+    if (all) {
+        auto run = [&] { kernel(*(A *)all[I]...); };
+        body = [](void *f) { (*(decltype(run) *)f)(); };
+        given = &run;
+        left_of = ALL;
+        for (int t = 0; t < ALL; ++t) {
+            ended[t] = false;
+            getcontext(&threads[t]);
+            threads[t].uc_stack.ss_sp = stacks[t];
+            threads[t].uc_stack.ss_size = sizeof stacks[t];
+            makecontext(&threads[t], thread, 0);
+        }
+        threadIdx.x = 0;
+        swapcontext(&whole, &threads[0]);
+    }
+    return sizeof...(A);
+#endif
     if (all) for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) kernel(*(A *)all[I]...);
     return sizeof...(A);
 }
 template <typename... A> static int call(void (*kernel)(A...), void **all) { return call(kernel, all, Numbers<__integer_pack(sizeof...(A))...>()); }
 )";
+// Every line that begins so, by another one.
+static void replace_lines(std::string &text, const std::string &start, const std::string &by) {
+    for (size_t from; (from = text.find(start)) != std::string::npos;) text.replace(from, text.find('\n', from) - from, by);
+}
 status nvrtcCompileProgram(Program *program, int, const char *const *) {
-    const std::string start = "extern \"C\" __global__ void ";
+    const std::string bounds = "__launch_bounds__(128) ", start = "extern \"C\" __global__ void ";
+    bool tiles = program->source.rfind(bounds) != std::string::npos;
+    if (tiles) program->source.erase(program->source.rfind(bounds), bounds.size());
     size_t at = program->source.rfind(start);
     if (at == std::string::npos) return 6;
     std::string prelude = program->source.substr(0, at), kernel = program->source.substr(at);
     std::string name = kernel.substr(start.size(), kernel.find('(') - start.size());
     // Half precision is converted by instructions there, and by the compiler here.
-    for (size_t from; (from = prelude.find("asm(\"cvt.f32.f16")) != std::string::npos;)
-        prelude.replace(from, prelude.find('\n', from) - from, "_Float16 h; memcpy(&h, &x.bits, 2); result = (float)h;");
-    for (size_t from; (from = prelude.find("asm(\"cvt.rn.f16.f32")) != std::string::npos;)
-        prelude.replace(from, prelude.find('\n', from) - from, "_Float16 h = (_Float16)x; memcpy(&result.bits, &h, 2);");
+    replace_lines(prelude, "asm(\"cvt.f32.f16", "_Float16 h; memcpy(&h, &x.bits, 2); result = (float)h;");
+    replace_lines(prelude, "asm(\"cvt.rn.f16.f32", "_Float16 h = (_Float16)x; memcpy(&result.bits, &h, 2);");
+    // So are matrices loaded and multiplied by the threads of a warp.
+    replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x4.shared", "loaded_matrices(m, 4, false, row);");
+    replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x2.shared", "loaded_matrices(m, 2, false, row);");
+    replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x2.trans", "loaded_matrices(m, 2, true, row);");
+    replace_lines(prelude, "asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.bf16", "multiplied(c, a, b, [](unsigned short x) { bf16 y; y.bits = x; return from_bf16(y); });");
+    replace_lines(prelude, "asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.f16", "multiplied(c, a, b, [](unsigned short x) { f16 y; y.bits = x; return from_f16(y); });");
+    replace_lines(kernel, "extern __shared__", "unsigned char *const shared = shared_memory;");
     // Beside this library, so that it goes with it.
     Dl_info here;
     if (!dladdr((void *)&nvrtcVersion, &here)) return 6;
@@ -240,8 +364,8 @@ status nvrtcCompileProgram(Program *program, int, const char *const *) {
     program->file = std::string(folder) + "/kernel.so";
     FILE *file = fopen(source.c_str(), "w");
     bool columns = kernel.find("is_row") != std::string::npos;
-    std::string run = std::string("extern \"C\" int emulated_run(void **all) { blockDim.x = ") + (columns ? "32" : "1") + "; return call(&" + name + ", all); }\n";
-    fputs((BEFORE + prelude + BETWEEN + kernel + AFTER + run).c_str(), file);
+    std::string run = std::string("extern \"C\" int emulated_run(void **all) { blockDim.x = ") + (tiles ? "128" : columns ? "32" : "1") + "; return call(&" + name + ", all); }\n";
+    fputs(((tiles ? "#define TILES\n" : "") + std::string(BEFORE) + prelude + BETWEEN + kernel + AFTER + run).c_str(), file);
     fclose(file);
     std::string command = "g++ -w -std=c++17 -O1 -ffp-contract=off -shared -fPIC -o " + program->file + " " + source + " 2>" + folder + "/log";
     bool failed = system(command.c_str()) != 0;

@@ -83,6 +83,7 @@ unsafe impl Sync for Module {}
 pub struct Function {
     module: Arc<Module>,
     raw: sys::CUfunction,
+    shared_bytes: u32,
 }
 
 // SAFETY: as for streams.
@@ -182,8 +183,8 @@ impl Context {
         Ok(Event { context: self.clone(), raw })
     }
 
-    /// The kernel of this name in an image that a [`super::Compiler`] made.
-    pub fn function(self: &Arc<Context>, name: &str, image: &[u8]) -> Result<Function, CudaError> {
+    /// The kernel of this name in an image that a [`super::Compiler`] made, each block of which gets so many bytes of shared memory.
+    pub fn function(self: &Arc<Context>, name: &str, image: &[u8], shared_bytes: u32) -> Result<Function, CudaError> {
         // PTX would have to end with a zero; machine code does not mind one.
         let image = [image, &[0]].concat();
         let mut raw = null_mut();
@@ -196,7 +197,14 @@ impl Context {
         // SAFETY: the name ends with a zero; a handle is written.
         let status = unsafe { (self.functions.cuModuleGetFunction)(&mut raw, module.raw, name.as_ptr()) };
         self.done("cuModuleGetFunction", status)?;
-        Ok(Function { module, raw })
+        // What any device has need not be asked for.
+        if shared_bytes > 48 << 10 {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the kernel exists.
+            let status = unsafe { (self.functions.cuFuncSetAttribute)(raw, most, shared_bytes as i32) };
+            self.done("cuFuncSetAttribute", status)?;
+        }
+        Ok(Function { module, raw, shared_bytes })
     }
 
     fn done(&self, call: &'static str, status: u32) -> Result<(), CudaError> {
@@ -325,8 +333,8 @@ impl Stream {
         let mut places: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
         let (f, (x, y), no) = (self.functions(), threads, null_mut());
         // SAFETY: the arguments are copied before this returns; the rest is the caller's promise.
-        let status =
-            unsafe { (f.cuLaunchKernel)(function.raw, blocks, 1, 1, x, y, 1, 0, self.raw, places.as_mut_ptr(), no) };
+        let (places, shared) = (places.as_mut_ptr(), function.shared_bytes);
+        let status = unsafe { (f.cuLaunchKernel)(function.raw, blocks, 1, 1, x, y, 1, shared, self.raw, places, no) };
         drop(words);
         self.done("cuLaunchKernel", status)
     }

@@ -152,7 +152,7 @@ impl Executor {
         let is_filled = |width: usize| tape.commands.iter().any(|c| widths(&c.what) == Some(width));
         let fill_texts: Vec<Option<Text>> = (0..FILLS.len()).map(|w| is_filled(w).then(|| fill_text(w))).collect();
         let compiled = compiler.compile(texts.iter().chain(fill_texts.iter().flatten()), context.gpu.architecture)?;
-        let load = |text: &Text| loaded(context, &compiled, &text.name);
+        let load = |text: &Text| loaded(context, &compiled, text);
         // So many blocks keep every multiprocessor busy; each takes rows as long as there are some.
         let most = u64::from(context.gpu.multiprocessors.max(1)) * 32;
         let kernel = |text: &Text| {
@@ -623,9 +623,10 @@ fn expect_arguments(launch: &Launch, regions: usize, coordinates: usize) -> Resu
 }
 
 /// The kernel of this name among those that were compiled.
-fn loaded(context: &Arc<Context>, compiled: &Compiled, name: &str) -> Result<Function, CudaError> {
+fn loaded(context: &Arc<Context>, compiled: &Compiled, text: &Text) -> Result<Function, CudaError> {
+    let name = text.name.as_str();
     let missing = || CudaError::Compile { kernel: name.to_string(), log: "nothing came out".to_string() };
-    context.function(name, compiled.images.get(name).ok_or_else(missing)?)
+    context.function(name, compiled.images.get(name).ok_or_else(missing)?, text.shared_bytes)
 }
 
 /// Sets elements of `1 << width` bytes.
@@ -636,7 +637,7 @@ fn fill_text(width: usize) -> Text {
          long long next = (long long)gridDim.x * blockDim.x;\n  \
          for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < elements; i += next) to[i] = value;\n}}\n"
     );
-    Text { name, source, threads: (256, 1), blocks: u64::MAX }
+    Text { name, source, threads: (256, 1), blocks: u64::MAX, shared_bytes: 0 }
 }
 
 /// What a command moves between host and device.

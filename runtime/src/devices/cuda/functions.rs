@@ -76,6 +76,7 @@ functions! {
     fn cuModuleLoadData(*mut driver::CUmodule, *const c_void);
     fn cuModuleUnload(driver::CUmodule);
     fn cuModuleGetFunction(*mut driver::CUfunction, driver::CUmodule, *const c_char);
+    fn cuFuncSetAttribute(driver::CUfunction, driver::CUfunction_attribute, c_int);
     fn cuLaunchKernel(
         driver::CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, driver::CUstream,
         *mut *mut c_void, *mut *mut c_void,

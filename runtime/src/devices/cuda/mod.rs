@@ -20,7 +20,7 @@ mod survey;
 
 pub use blas::SinglePrecision;
 pub use compile::{Compiled, Compiler};
-pub use context::Context;
+pub use context::{Argument, Context};
 pub use driver::{Architecture, Driver, Gpu};
 pub use error::CudaError;
 pub use executor::{Executor, ExecutorError, Running};
