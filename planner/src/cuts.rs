@@ -1,11 +1,13 @@
 //! A model cut into layers, at every size of microbatch that a search asks for. Cutting and what is derived of the layers know
 //! nothing of the cluster, so that requests for several clusters share it.
 
+use crate::intra_op::stage::gradient_readers;
 use crate::model::{Layered, saved_between};
 use crate::request::Request;
 use crate::{global_batch, layers};
+use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::rebatch;
-use altiplano_ir::graph::Graph;
+use altiplano_ir::graph::{Graph, ValueId};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -14,6 +16,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub struct Cuts {
     /// Where layers start, and where blocks do.
     starts: OnceLock<[Vec<u32>; 2]>,
+    /// For each value the nodes whose gradients read it, where the model is trained.
+    readers: OnceLock<Result<Vec<Vec<ValueId>>, AutodiffError>>,
     /// Of the model as it is, whatever size is first asked for.
     saved: OnceLock<Arc<Vec<bool>>>,
     known: Mutex<BTreeMap<u64, Arc<OnceLock<Option<Arc<Layered>>>>>>,
@@ -34,6 +38,16 @@ impl<'a> Sizes<'a> {
         Sizes { request, cuts: cuts.clone() }
     }
 
+    /// [`gradient_readers`] of the model.
+    ///
+    /// # Errors
+    /// Where it has no derivative.
+    pub(crate) fn readers(&self) -> Result<&[Vec<ValueId>], AutodiffError> {
+        let Request { graph, stop_gradients, .. } = self.request;
+        let readers = self.cuts.readers.get_or_init(|| gradient_readers(graph, stop_gradients));
+        readers.as_ref().map(Vec::as_slice).map_err(Clone::clone)
+    }
+
     /// At so many microbatches; `None` where the batch does not divide.
     pub(crate) fn at(&self, count: u32) -> Option<Arc<Layered>> {
         let Request { graph, stop_gradients, .. } = self.request;
@@ -51,7 +65,10 @@ impl<'a> Sizes<'a> {
             if !self.request.trains() {
                 return Some(Arc::new(layered));
             }
-            let saved = || Arc::new(saved_between(&self.request.graph, starts, stop_gradients));
+            let saved = || {
+                let readers = self.readers().unwrap_or_default();
+                Arc::new(saved_between(&self.request.graph, starts, readers))
+            };
             Some(Arc::new(layered.with_saved(self.cuts.saved.get_or_init(saved))))
         };
         cell.get_or_init(new).clone()

@@ -78,7 +78,7 @@ fn planned(
     let sizes = Sizes::among(request, cuts);
     let layered = |count: u32| sizes.at(count);
     if request.trains() {
-        altiplano_ir::autodiff::differentiate(&request.graph, &request.stop_gradients)?;
+        sizes.readers()?;
     }
     let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
     // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
@@ -241,7 +241,7 @@ fn choose(
 /// Plans whose stages are solved again before one is chosen, at most: what that gains differs from plan to plan.
 const MOST_REFINED: usize = 2;
 /// How much slower than the fastest they may be.
-const WORTH_REFINING: f64 = 1.05;
+const WORTH_REFINING: f64 = 1.03;
 
 /// Of baselines and plans of the search, of a model of so many nodes, the one to choose as they are and those that may be the fastest
 /// once their stages are solved again; and the plans of the search that are not among them.

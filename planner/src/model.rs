@@ -195,7 +195,9 @@ impl Layered {
     fn saved(&self) -> &[bool] {
         self.saved.get_or_init(|| {
             let Layered { graph, layer_of, users, stops, trains, .. } = self;
-            Arc::new(if *trains { saved(graph, layer_of, users, stops) } else { vec![false; graph.len()] })
+            // A model without a derivative has no plan to train it.
+            let readers = if *trains { gradient_readers(graph, stops).unwrap_or_default() } else { Vec::new() };
+            Arc::new(saved(graph, layer_of, users, &readers))
         })
     }
 
@@ -260,13 +262,12 @@ fn layers_of(graph: &Graph, starts: &[u32]) -> Vec<Option<u32>> {
 }
 
 /// Which values of a model in layers a backward pass reads that nothing computes again; the same for every size of microbatch.
-pub(crate) fn saved_between(graph: &Graph, starts: &[u32], stops: &[ValueId]) -> Vec<bool> {
-    saved(graph, &layers_of(graph, starts), &graph.users(), stops)
+pub(crate) fn saved_between(graph: &Graph, starts: &[u32], readers: &[Vec<ValueId>]) -> Vec<bool> {
+    saved(graph, &layers_of(graph, starts), &graph.users(), readers)
 }
 
-fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], stops: &[ValueId]) -> Vec<bool> {
-    // A model without a derivative has no plan to train it.
-    let readers = gradient_readers(graph, stops).unwrap_or_default();
+/// `readers` are [`gradient_readers`].
+fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], readers: &[Vec<ValueId>]) -> Vec<bool> {
     let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
     read.resize(graph.len(), false);
     let repeats = Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false };

@@ -148,6 +148,8 @@ pub fn sweep(
 
 /// Configurations that are judged by [`climb`], at most.
 const MOST_TRIED: usize = 40;
+/// And where none of so many fits.
+const MOST_UNFIT: usize = 16;
 /// Below this many there is no way to go far.
 const FEWEST_TRIED: usize = 6;
 /// Nodes of all that are judged.
@@ -199,7 +201,8 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
                 fitting.push(plan);
             }
         }
-        if !better || progress.stopped() {
+        let hopeless = fitting.is_empty() && tried.len() >= MOST_UNFIT;
+        if !better || hopeless || progress.stopped() {
             return fitting;
         }
     }
@@ -265,8 +268,17 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     for count in next(&|d| d.num_microbatches, &|d| same_shape(d) && options(d) == options(at)) {
         add(&|d| same_shape(d) && options(d) == options(at) && d.num_microbatches == count);
     }
+    // The next level of recomputation, where there is one between.
+    let next_level = |d: &Degrees| {
+        let between = |other: &Degrees| {
+            let (low, high) = (at.recompute.min(d.recompute), at.recompute.max(d.recompute));
+            same_shape(other) && low < other.recompute && other.recompute < high
+        };
+        d.recompute != at.recompute && !all.iter().any(between)
+    };
     for recompute in Recompute::ALL {
-        add(&|d| same_shape(d) && options(d) == (at.virtual_stages, at.zero, recompute));
+        let level = |d: &Degrees| d.recompute == recompute && next_level(d);
+        add(&|d| same_shape(d) && level(d) && (d.virtual_stages, d.zero) == (at.virtual_stages, at.zero));
     }
     add(&|d| same_shape(d) && options(d) == (at.virtual_stages, 1 - at.zero.min(1), at.recompute));
     add(&|d| {

@@ -96,7 +96,7 @@ impl Candidates {
     }
 
     /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one.
-    fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
+    pub(super) fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
         let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
         same.or_else(|| all.iter().min_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s))).copied()

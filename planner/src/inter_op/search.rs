@@ -15,6 +15,7 @@ use crate::lower::{Insides, Prices};
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
+use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
@@ -440,6 +441,20 @@ fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64
 /// backward in turn, each microbatch waits for both.
 fn ways_across(request: &Request) -> f64 {
     if request.trains() { 2.0 } else { 1.0 }
+}
+
+impl Found<'_> {
+    /// Of the memory of any device, the largest part that its stage takes under a schedule, by the estimate.
+    pub fn share_of_memory(&self, schedule: Schedule, memory_bytes: &[u64]) -> f64 {
+        let (num_stages, num_microbatches) = (self.stages.len(), self.candidates.num_microbatches);
+        let order = Order::new(schedule, num_stages, num_microbatches);
+        let share = |(i, stage): (usize, &ChosenStage)| {
+            let block = self.candidates.blocks.iter().position(|b| *b == stage.block)?;
+            let candidate = self.candidates.run(stage.layers.clone(), block, &stage.way)?;
+            Some(candidate.peak_bytes(order.in_flight(i)) as f64 / memory_bytes[stage.block.group].max(1) as f64)
+        };
+        self.stages.iter().enumerate().filter_map(share).fold(0.0, f64::max)
+    }
 }
 
 impl Candidates {

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 
 /// Pipelines that are judged under `zb-h1` as well, at most.
 const MOST_ZERO_BUBBLE: usize = 2;
+/// Of the memory of devices, what a pipeline that is judged may take under it by the estimate.
+const MOST_OF_MEMORY: f64 = 1.1;
 
 /// What the search found of the kind that was asked for, best first: plain pipelines, unless stages are to share devices.
 /// `memory_bytes` is what a device of each group may use at each number of microbatches.
@@ -47,8 +49,10 @@ pub fn others<'a>(
         return Vec::new();
     }
     let is_plain = |f: &&Found<'_>| (f.schedule, f.virtual_stages) == (Schedule::OneFOneB, 1) && f.stages.len() > 1;
-    let pipelines =
-        found.iter().filter(|f| freedom.zero_bubble && is_plain(f)).take(searched.judged_at_most(MOST_ZERO_BUBBLE));
+    // Gradients of weights that wait keep what they are made of: full devices have no room for them.
+    let has_room = |f: &&Found<'_>| f.share_of_memory(Schedule::ZbH1, &freedom.memory_bytes) <= MOST_OF_MEMORY;
+    let pipelines = found.iter().filter(|f| freedom.zero_bubble && is_plain(f) && has_room(f));
+    let pipelines = pipelines.take(searched.judged_at_most(MOST_ZERO_BUBBLE));
     let mut others: Vec<Found<'a>> = pipelines.map(|f| Found { schedule: Schedule::ZbH1, ..f.clone() }).collect();
     if freedom.virtual_stages.is_none() {
         let shared = interleaved(searched, freedom, memory_bytes, found.first().map(|f| f.step_s));
