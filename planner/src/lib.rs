@@ -239,14 +239,15 @@ fn choose(
 }
 
 /// Plans whose stages are solved again before one is chosen, at most: what that gains differs from plan to plan.
-const MOST_REFINED: usize = 2;
+const MOST_REFINED: usize = 5;
 /// How much slower than the fastest they may be.
-const WORTH_REFINING: f64 = 1.03;
+const WORTH_REFINING: f64 = 1.05;
 
 /// Of baselines and plans of the search, of a model of so many nodes, the one to choose as they are and those that may be the fastest
 /// once their stages are solved again; and the plans of the search that are not among them.
 fn finalists(baselines: Vec<Plan>, plans: Vec<Plan>, num_nodes: usize) -> (Vec<Plan>, Vec<Plan>) {
-    const NODES_REFINED: usize = 20_000;
+    /// Nodes of all of these together.
+    const NODES_REFINED: usize = 3_600;
     let most = MOST_REFINED.min(NODES_REFINED / num_nodes.max(1)).max(1);
     let of_search = baselines.len()..;
     let mut all: Vec<(usize, Plan)> = baselines.into_iter().chain(plans).enumerate().collect();

@@ -229,14 +229,8 @@ fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, again: Agai
     }
 }
 
-/// Candidates that no other beats in time, per-step time and memory at once, fastest first. Of more than a few, those that are the
-/// fastest to fit `limit_bytes`, or about as much, at some place of a pipeline, and the leanest.
-fn frontier(mut all: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
-    const FEW: usize = 5;
-    /// Microbatches that a stage holds at once.
-    const IN_FLIGHT: [u32; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
-    /// Of the limit: the judge may say that less fits than is estimated, or more.
-    const ABOUT: [f64; 3] = [0.9, 1.0, 1.1];
+/// Candidates that no other beats in time, per-step time and memory at once, fastest first.
+fn unbeaten(mut all: Vec<Candidate>) -> Vec<Candidate> {
     all.sort_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s).then(a.step_s.total_cmp(&b.step_s)));
     let mut kept: Vec<Candidate> = Vec::new();
     for candidate in all {
@@ -251,6 +245,17 @@ fn frontier(mut all: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
             kept.push(candidate);
         }
     }
+    kept
+}
+
+/// Of more than a few candidates, fastest first, those that are the fastest to fit `limit_bytes`, or about as much, at some place of a
+/// pipeline, and the leanest.
+fn of_use(kept: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
+    const FEW: usize = 6;
+    /// Microbatches that a stage holds at once.
+    const IN_FLIGHT: [u32; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
+    /// Of the limit: the judge may say that less fits than is estimated, or more.
+    const ABOUT: [f64; 3] = [0.9, 1.0, 1.1];
     if kept.len() <= FEW {
         return kept;
     }
@@ -391,7 +396,14 @@ pub fn candidates(
     }
     let limits: Vec<u64> = blocks.iter().map(|block| freedom.memory_bytes[block.group]).collect();
     let cells = cells.into_par_iter().enumerate();
-    let mut kept: Vec<Vec<Candidate>> = cells.map(|(i, cell)| frontier(cell, limits[i % blocks.len()])).collect();
+    // Of the whole model as one stage few are judged, but which is the fastest is for the judge to say.
+    let whole = runs.of(0, num_layers);
+    let mut kept: Vec<Vec<Candidate>> = cells
+        .map(|(i, cell)| {
+            let best = unbeaten(cell);
+            if i / blocks.len() == whole { best } else { of_use(best, limits[i % blocks.len()]) }
+        })
+        .collect();
     if !freedom.all_devices && !blocks.is_empty() {
         kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
