@@ -546,7 +546,9 @@ fn a_little_too_large<'a>(
         return Ok(Vec::new());
     }
     let mut new: Vec<Found<'_>> = Vec::new();
-    for factor in OVERESTIMATED {
+    // Of very large models judging one more is a good part of the search.
+    let factors = if searched.judged_at_most(4) < 4 { &OVERESTIMATED[..1] } else { &OVERESTIMATED[..] };
+    for factor in factors {
         let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * factor) as u64).collect();
         let limits = searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
         let Ok(ranked) = variants::asked_for(searched, request, freedom, &limits) else { continue };
