@@ -60,7 +60,7 @@ impl Again {
     /// Whether a stage of so many layers is not all computed again by this part, nor as much of it by a smaller one.
     pub fn is_distinct(self, layers: usize) -> bool {
         let (part, of) = self.full;
-        let smaller = || Again { full: (part - 1, of), ..self }.full_layers(layers);
+        let smaller = || Again { full: (part.saturating_sub(1), of), ..self }.full_layers(layers);
         of == 1 || (smaller() + 1..layers).contains(&self.full_layers(layers))
     }
 

@@ -60,8 +60,8 @@ impl<'a> Sizes<'a> {
             let starts = || [layers::cluster(graph), layers::cluster_finely(graph, usize::MAX)];
             let [starts, units] = self.cuts.starts.get_or_init(starts);
             let graph = at_microbatches(self.request, count)?;
-            let layered = |graph| Layered::new(graph, starts.clone(), stop_gradients, self.request.trains());
-            let layered = layered(graph).with_units(units.clone());
+            let layered = Layered::new(graph, starts.clone(), stop_gradients, self.request.trains());
+            let layered = layered.with_units(units.clone());
             if !self.request.trains() {
                 return Some(Arc::new(layered));
             }

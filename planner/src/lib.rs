@@ -226,10 +226,7 @@ fn choose(
             }
         });
     }
-    let (mut finalists, others) = finalists(candidates, plans, request.graph.len());
-    if finalists.iter().any(fits) {
-        finalists.retain(fits);
-    }
+    let (finalists, others) = finalists(candidates, plans, request.graph.len());
     let refined: Result<Vec<Plan>, PlanFailure> = finalists.into_par_iter().map(again).collect();
     let plan = refined.and_then(|refined| match refined.is_empty() {
         true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
@@ -670,8 +667,8 @@ fn predicted(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Result<Pla
 /// about as much (benches/results/fidelity.md).
 const UNDECIDED: f64 = 0.02;
 
-/// The place of, among plans that are as fast as the fastest, as far as the judge can tell, one that needs the fewest devices, and of those the one
-/// that needs least memory; of those that need about as much, the fastest.
+/// Of plans that are as fast as the fastest, as far as the judge can tell, the place of one that needs the fewest devices, and of
+/// those the one that needs least memory; of those that need about as much, the fastest.
 fn leanest_of_the_fastest<T>(all: &[T], plan: impl Fn(&T) -> &Plan) -> usize {
     let step_s = |i: &usize| plan(&all[*i]).predicted.step_time_s;
     let mut order: Vec<usize> = (0..all.len()).collect();
