@@ -32,6 +32,10 @@ unsafe impl Send for Sending {}
 /// The tag of all messages: what they belong to is in them.
 const TAG: c_int = 0;
 
+/// The tag of what members of a new group tell each other. The standard keeps it apart from messages; Open MPI 4 takes a message of
+/// the same tag for it, and hangs.
+const GROUP_TAG: c_int = 1;
+
 /// Turns what a call returned into an error.
 fn checked(call: &'static str, code: c_int) -> Result<(), KernelError> {
     if code == ffi::MPI_SUCCESS as c_int {
@@ -108,7 +112,7 @@ impl Communicator {
             let (mut all, length) = (all.assume_init(), list.len() as c_int);
             checked("MPI_Group_incl", ffi::MPI_Group_incl(all, length, list.as_ptr(), group.as_mut_ptr()))?;
             let mut group = group.assume_init();
-            checked("MPI_Comm_create_group", ffi::MPI_Comm_create_group(self.raw, group, TAG, &mut raw))?;
+            checked("MPI_Comm_create_group", ffi::MPI_Comm_create_group(self.raw, group, GROUP_TAG, &mut raw))?;
             checked("MPI_Group_free", ffi::MPI_Group_free(&mut group))?;
             checked("MPI_Group_free", ffi::MPI_Group_free(&mut all))?;
             Communicator::of(raw)
