@@ -76,6 +76,7 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
     for dp in (1..=devices).filter(|dp| devices % dp == 0) {
         for zero in [0, 1, 3] {
             let freedom = Freedom {
+                streams: false,
                 dp: Some(dp),
                 tp: Some(devices / dp),
                 pp: Some(1),

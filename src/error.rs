@@ -6,7 +6,7 @@ use crate::fidelity::{TableError, TraceError};
 use crate::pins::PinProblem;
 use crate::scale::QueueProblem;
 use crate::training::checkpoint::CheckpointProblem;
-use crate::units::plural;
+use crate::units::{bytes, plural};
 use altiplano_cost_models::ClusterError;
 use altiplano_cost_models::profile::ProfileError;
 use altiplano_ir::batch::SettleError;
@@ -136,6 +136,12 @@ pub enum Error {
     Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
     TooManyWorkers { devices: u32, most: u32 },
+    #[error(
+        "{who} would hold {} here, and this machine has {}; a smaller batch or sequence (--seq), or a smaller twin of the model (--reduce), needs less",
+        bytes(*needed_bytes),
+        bytes(*has_bytes)
+    )]
+    TooLargeForMachine { who: &'static str, needed_bytes: u64, has_bytes: u64 },
     #[error("the loss is {loss} at step {step}: {}", diverged(.step))]
     Diverged { step: u64, loss: f64 },
     #[error("step {step}: {error}")]

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::simulate::Recorded;
 use crate::training::{Batch, Ran, Training, at_step, session, start};
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Goal, Plan};
 use altiplano_runtime::{HostData, HostTensor, Options};
 use std::collections::BTreeMap;
 
@@ -32,8 +32,18 @@ pub fn infer(
         session.load_parameter(&name, &weights)?;
     }
     let mut last = Results::new();
+    // Where batches follow each other so many are on their way at once that every stage has one.
+    let ahead = match plan.goal {
+        Goal::Latency => 1,
+        Goal::Throughput => 1 + (plan.num_lanes() as u64 - 1).div_ceil(u64::from(plan.num_microbatches)),
+    };
+    let mut begun = 0;
     for number in 1..=training.steps {
-        let (report, parts) = session.evaluate(&batches.take()?).map_err(|error| at_step(number, error))?;
+        while begun < training.steps.min(number - 1 + ahead) {
+            begun += 1;
+            session.begin_evaluation(&batches.take()?).map_err(|error| at_step(begun, error))?;
+        }
+        let (report, parts) = session.end_evaluation().map_err(|error| at_step(number, error))?;
         let seconds = report.seconds;
         on_pass(&Pass { number, seconds, samples_per_s: plan.global_batch as f64 / seconds })?;
         last = results(plan, parts);

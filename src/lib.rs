@@ -50,7 +50,7 @@ pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
 pub use error::{DataProblem, Error, Names, OptionsProblem};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
 pub use moved::moved;
-pub use plan_file::{by_cluster, expect_writable, load_plan, plan_of, write_file};
+pub use plan_file::{by_cluster, expect_writable, load_plan, open_cache, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
     Asked, frontier_json, frontier_text, held, kernels_text, one_line, page_html, plan_dot, programs as programs_text,

@@ -188,6 +188,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     differ("cluster", old.cluster.name.clone(), new.cluster.name.clone(), &mut say);
     differ("global batch", old.global_batch.to_string(), new.global_batch.to_string(), &mut say);
     differ("schedule", old.schedule.to_string(), new.schedule.to_string(), &mut say);
+    differ("goal", old.goal.name().to_string(), new.goal.name().to_string(), &mut say);
     differ("updates", old.update.name().to_string(), new.update.name().to_string(), &mut say);
     differ("stages", shape(old), shape(new), &mut say);
     let peak = |p: &Plan| bytes(p.predicted.peak_bytes.iter().copied().max().unwrap_or(0));

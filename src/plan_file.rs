@@ -4,10 +4,12 @@ use crate::error::Error;
 use crate::model::{Format, read_bytes};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
+use altiplano_planner::cache::Cache;
 use altiplano_planner::judged_again;
 use std::fs::Permissions;
 use std::io::ErrorKind;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Reads and verifies a plan file. What is predicted of the plan is computed again, since it must follow from the rest.
 pub fn load_plan(file: &Path) -> Result<Plan, Error> {
@@ -83,6 +85,16 @@ pub fn expect_writable(file: &Path) -> Result<(), Error> {
         _ => return Ok(()),
     };
     Err(Error::NoPlace { file: file.to_path_buf(), error })
+}
+
+/// What earlier searches of this very program found, in a folder that is made where there is none.
+pub fn open_cache(folder: &Path) -> Result<Arc<Cache>, Error> {
+    // Another build may price otherwise without being of another version.
+    let program = std::env::current_exe().and_then(std::fs::metadata);
+    let build = program.and_then(|program| Ok((program.len(), program.modified()?))).ok();
+    let build = format!("{} {build:?}", env!("CARGO_PKG_VERSION"));
+    let cache = Cache::open(folder, &build).map_err(|error| Error::NoPlace { file: folder.to_path_buf(), error })?;
+    Ok(Arc::new(cache))
 }
 
 /// Writes beside a file and renames over it.

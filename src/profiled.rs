@@ -19,6 +19,7 @@ use altiplano_ir::program::{Body, BufferId, Phase, Program, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::work::{Term, Work};
+use altiplano_planner::cache::{Digest, Key};
 use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
@@ -47,6 +48,8 @@ pub struct Profiled {
     busy: u32,
     /// Seconds of single ops, for the search.
     ops: Arc<Mutex<HashMap<String, f64>>>,
+    /// What the profile says, for those who keep answers that depend on it.
+    content: Option<Key>,
 }
 
 /// What a profile does not cover of a plan.
@@ -113,8 +116,9 @@ impl Profiled {
         if profile.device != device.name {
             return Err(ProfileError::OtherDevice { profile: profile.device, cluster: device.name.clone() });
         }
+        let content = Digest::new("profile").shown(&profile).key();
         let (lookup, roofline) = (Arc::new(Lookup::new(profile)), Roofline::new(device.clone()));
-        Ok(Profiled { lookup, roofline, devices, busy: devices, ops: Arc::default() })
+        Ok(Profiled { lookup, roofline, devices, busy: devices, ops: Arc::default(), content })
     }
 
     /// Prices of a plan's devices.
@@ -214,6 +218,10 @@ impl Profiled {
 impl CostModel for Profiled {
     fn device(&self) -> &Device {
         self.roofline.device()
+    }
+
+    fn identity(&self) -> Option<String> {
+        Some(format!("{:?}", (self.content?, &self.roofline, self.devices, self.busy)))
     }
 
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {

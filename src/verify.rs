@@ -4,7 +4,7 @@
 use crate::error::{DataProblem, Error};
 use crate::inference::{Results, results_of};
 use crate::model::GivenStep;
-use crate::training::{Batch, Batches, Training, scalars, session, start, weights_of};
+use crate::training::{Batch, Batches, Training, expect_memory, scalars, session, start, weights_of};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
@@ -189,11 +189,13 @@ pub fn verify(
         }
     };
     let tolerance = Tolerance::of(plan);
+    let one = single_device(plan)?;
+    expect_memory("one device, which the plan is compared with,", &programs(&one)?)?;
     if !plan.schedule.trains() {
         let values = |plan: &Plan| results_of(plan, &weights, &batch).map(as_numbers);
         let ours = values(plan)?;
         progress.step("one device", 1, 2);
-        let one_device = vec![tolerance.tensors(Quantity::Results, &ours, &values(&single_device(plan)?)?)];
+        let one_device = vec![tolerance.tensors(Quantity::Results, &ours, &values(&one)?)];
         let expected = match &recorded {
             None => Vec::new(),
             Some((file, tensors)) => {
@@ -211,7 +213,6 @@ pub fn verify(
         }
     };
     progress.step("one device", 1, 2);
-    let one = single_device(plan)?;
     let single = outcome(&one, &weights, &batch, training.learning_rate)?;
     let expected = recorded.as_ref().map(|(file, tensors)| recorded_values(plan, file, tensors)).transpose()?;
     let given = given.filter(|g| !g.parameters.is_empty() && is_traced_batch(g, &batch));

@@ -307,3 +307,18 @@ fn pins_of_what_is_not_there() {
         }
     }
 }
+
+/// On GPUs attention keeps no scores; here it would keep more of them than any machine has room for.
+#[test]
+fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
+    let scratch = Scratch::new();
+    let config = r#"{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 4194304}"#;
+    let config = scratch.file("config.json", config);
+    for command in ["run", "verify"] {
+        let said = altiplano(&[command, &config, "--seq", "524288", "--cluster", "dgx-h100:1"]);
+        assert_eq!(said.code, Some(2), "{}", said.stderr);
+        let error = said.stderr.lines().find(|line| line.starts_with("error: ")).expect("an error");
+        assert!(error.contains("would hold") && error.contains("--seq"), "{error}");
+    }
+}

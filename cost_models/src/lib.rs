@@ -70,6 +70,11 @@ pub trait CostModel: Sync {
     fn runtime(&self) -> Option<&dyn Runtime> {
         None
     }
+
+    /// All that its prices depend on, in words; nothing where that cannot be said. Models with the same words price alike.
+    fn identity(&self) -> Option<String> {
+        None
+    }
 }
 
 /// The prices of a cluster: those of each of its groups. One cost model prices a cluster all of whose devices are alike.

@@ -64,7 +64,8 @@ pub struct Order {
     pub num_microbatches: u32,
     /// All devices wait for the last gradient of any before they update, as for the norm of all gradients.
     pub meets: bool,
-    /// Steps that are run without a flush between them, of `num_microbatches` each, which are numbered on; 1 but for `pipedream`.
+    /// Steps that are run without a flush between them, of `num_microbatches` each, which are numbered on; 1 but for `pipedream` and
+    /// `forward`.
     pub steps: u32,
 }
 
@@ -132,7 +133,7 @@ impl Order {
             return Some((lane, self.flushless_call(lane, position)?));
         }
         let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
-        let microbatches = u64::from(self.num_microbatches);
+        let microbatches = self.all_microbatches() as u64;
         let total = microbatches * chunks;
         let behind = lanes.saturating_sub(lane as u64 + 1);
         let ahead = match self.schedule {

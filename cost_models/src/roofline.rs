@@ -117,6 +117,10 @@ impl CostModel for Roofline {
         &self.compute.device
     }
 
+    fn identity(&self) -> Option<String> {
+        Some(format!("{self:?}"))
+    }
+
     fn kernel(&self, kernel: &Kernel) -> Price {
         let constants = &self.compute.constants;
         let collective_s = match kernel.kind {

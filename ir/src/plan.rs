@@ -107,6 +107,30 @@ impl Update {
     }
 }
 
+/// What a model that is run, and not trained, is planned for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Goal {
+    /// A batch alone, from its arrival to its last result.
+    #[default]
+    Latency,
+    /// Batches that follow each other without waiting: how often one of them ends.
+    Throughput,
+}
+
+impl Goal {
+    pub fn name(self) -> &'static str {
+        match self {
+            Goal::Latency => "latency",
+            Goal::Throughput => "throughput",
+        }
+    }
+
+    fn is_latency(&self) -> bool {
+        *self == Goal::Latency
+    }
+}
+
 /// Bytes of one device of a stage by what they hold. `activations` is the most that is held at once beyond the
 /// rest: saved values of all microbatches in flight and temporaries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -144,7 +168,11 @@ pub struct StagePredicted {
 /// Predicted for the plan.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Predicted {
+    /// Of a step, or a batch; where batches follow each other, from the end of one to the end of the next.
     pub step_time_s: f64,
+    /// Where batches follow each other: of one alone, from its arrival to its last result.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latency_s: Option<f64>,
     /// No plan on these devices can be faster: the step's FLOPs at the devices' peak rate.
     pub lower_bound_s: f64,
     pub samples_per_s: f64,
@@ -320,6 +348,8 @@ pub struct Plan {
     pub schedule: Schedule,
     #[serde(default, skip_serializing_if = "Update::is_synchronous")]
     pub update: Update,
+    #[serde(default, skip_serializing_if = "Goal::is_latency")]
+    pub goal: Goal,
     /// Stages that share devices: of `p` *lanes* (blocks of devices), lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
@@ -560,6 +590,9 @@ impl Plan {
         }
         if shared > 1 && self.schedule == Schedule::PipeDream {
             fail("virtual_stages".into(), "must be 1 under the schedule pipedream");
+        }
+        if self.goal == Goal::Throughput && self.schedule.trains() {
+            fail("goal".into(), "is of models that are run alone, and the plan trains this one");
         }
         if self.update == Update::Stale && !self.schedule.trains() {
             fail("update".into(), "is of training, and the plan runs the model alone");

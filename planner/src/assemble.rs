@@ -60,6 +60,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         microbatch: unit,
         schedule: parts.schedule,
         update: request.update,
+        goal: request.goal,
         virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,
         clip_norm: request.clip_norm,
@@ -184,7 +185,8 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
         tables.insert(kind, table.clone());
         of_layers.push(table);
     }
-    let path = Chain::through(&of_layers).path(&of_layers);
+    let boundaries: Vec<_> = of_layers.iter().map(|table| table.boundary.clone()).collect();
+    let path = Chain::through(&boundaries).path(&boundaries);
     // Where the demands on the axes leave some layer no way there is none through all of them.
     if path.len() != of_layers.len() {
         return None;
@@ -207,7 +209,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
         }
         for &v in layer.entering.iter().filter(|v| v.0 < layered.starts[chosen.layers.start]) {
             let main = layer.entering.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
-            let sharding = match table.in_layouts.get(i) {
+            let sharding = match table.boundary.in_layouts.get(i) {
                 Some(&layout) if main == Some(v) && l == chosen.layers.start => spaces.layout(layout).clone(),
                 _ => batch_layout(graph.ty(v), graph.node(v).batch_dims, &way.mesh),
             };

@@ -142,6 +142,7 @@ pub(crate) mod tests {
             microbatch: 1,
             schedule: Schedule::OneFOneB,
             update: Default::default(),
+            goal: Default::default(),
             virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
             clip_norm: None,

@@ -1,5 +1,6 @@
 //! The forward graph seen as layers: which values each has, and which layers are alike.
 
+use crate::cache::{Digest, Key};
 use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
 use crate::intra_op::statement::Model;
@@ -36,6 +37,8 @@ pub struct Layered {
     saved: OnceLock<Arc<Vec<bool>>>,
     derived: OnceLock<Result<Derived, AutodiffError>>,
     hash: OnceLock<String>,
+    /// Of each kind of layer, and of each kind of smaller part.
+    contents: OnceLock<[Vec<Option<Key>>; 2]>,
 }
 
 /// Smaller runs of nodes that layers are made of, where a model has more blocks than layers: blocks that are alike are solved once,
@@ -94,6 +97,7 @@ impl Layered {
             saved: OnceLock::new(),
             derived: OnceLock::new(),
             hash: OnceLock::new(),
+            contents: OnceLock::new(),
         };
         (layered.kinds, layered.representatives) = layered.kinds_of(&layered.layers, &layered.starts);
         layered
@@ -165,6 +169,24 @@ impl Layered {
             kinds.push(kind);
         }
         (kinds, representatives)
+    }
+
+    /// All that the table of a kind of layer depends on in the model: of a whole layer, or of one of its parts.
+    pub fn content(&self, kind: usize, whole: bool) -> Option<Key> {
+        let of = |layers: &[Layer], starts: &[u32], representatives: &[usize]| -> Vec<Option<Key>> {
+            let content = |&l: &usize| {
+                let layer = &layers[l];
+                let values = [&layer.nodes, &layer.entering].into_iter().flatten();
+                let saved: Vec<bool> = values.map(|v| self.saved()[v.index()]).collect();
+                Digest::new("content").shown((self.fingerprint(layer, starts[l + 1]), saved)).key()
+            };
+            representatives.iter().map(content).collect()
+        };
+        let contents = self.contents.get_or_init(|| {
+            let parts = self.units.as_ref().map(|units| of(&units.layers, &units.starts, &units.representatives));
+            [of(&self.layers, &self.starts, &self.representatives), parts.unwrap_or_default()]
+        });
+        contents[usize::from(!whole)][kind]
     }
 
     /// What lowering looks at, made once for all plans.

@@ -53,7 +53,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }
         }
-        let new = predicted(new, layered.derived()?, &costs)?;
+        let new = predicted(new, &layered, &costs, None)?;
         if fits(&new) { refine::refined(request, &freedom, &layered, new, &costs) } else { Ok(new) }
     };
     // Layouts that keep less are looked at where the others do not fit, as in the search.

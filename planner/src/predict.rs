@@ -13,7 +13,7 @@ use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_betwee
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Plan, Predicted, Stage, StagePredicted, Update};
+use altiplano_ir::plan::{Goal, Plan, Predicted, Stage, StagePredicted, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
@@ -188,7 +188,7 @@ pub fn played(
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
     let alone = played_as(plan, timings, order, watch);
-    if order.late(0).is_empty() {
+    if order.late(0).is_empty() && plan.goal == Goal::Latency {
         return alone;
     }
     in_steady_state(order, |order| played_as(plan, timings, order, &mut |_, _, _, _| {}))
@@ -277,6 +277,8 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
     let memories = lane_memories(plan, sketch, &work);
     let order = Order::of(plan);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
+    let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;
+    let latency_s = (plan.goal == Goal::Throughput).then(alone);
     let batches = plan.num_microbatches as f64;
     let parts = timings.iter().map(|(times, timing)| {
         let bodies = [&timing.forward, &timing.backward, &timing.weights];
@@ -314,6 +316,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
     let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
+        latency_s,
         lower_bound_s: model_flop / peak,
         samples_per_s: plan.global_batch as f64 / timeline.step_s,
         mfu: model_flop / peak / timeline.step_s,

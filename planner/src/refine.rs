@@ -6,6 +6,7 @@
 //! near to the best its shardings are.
 
 use crate::assemble::{Shardings, with_shardings};
+use crate::cache::{self, Digest};
 use crate::inter_op::search::Freedom;
 use crate::intra_op::solve::Options;
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -20,6 +21,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Solved, Stage};
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 /// Times that a solution is looked for within less memory after the judge found that it needs too much.
 const TRIES: usize = 3;
@@ -30,6 +32,7 @@ const EQUAL: f64 = 1e-9;
 const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap: 1e-4 };
 
 /// What became of one stage.
+#[derive(Serialize, Deserialize)]
 struct Again {
     stage: Stage,
     /// Of the shardings in `stage`.
@@ -65,7 +68,13 @@ pub fn refined(
             .into_par_iter()
             .map(|i| {
                 let limit_bytes = device(&plan.stages[i]) * shares[i];
-                solved_again(request, freedom, &plan, layered, &readers, costs, i, limit_bytes)
+                let key = || {
+                    let searched = (limit_bytes, i, freedom.dp, freedom.tp, freedom.zero);
+                    let judged = plan.stages[i].predicted.peak_bytes;
+                    Digest::new("stage").shown((cache::of_plan(&plan, costs)?, judged, searched)).key()
+                };
+                let find = || solved_again(request, freedom, &plan, layered, &readers, costs, i, limit_bytes);
+                cache::remembered(request.cache.as_deref(), key, find)
             })
             .collect();
         if std::mem::take(&mut first) {
@@ -82,7 +91,7 @@ pub fn refined(
                 *stage = Stage { solved: Some(solved), ..new };
             }
         }
-        let other = predicted(other, layered.derived()?, costs)?;
+        let other = predicted(other, layered, costs, request.cache.as_deref())?;
         if fits(&other) {
             return Ok(chosen_of(vec![plan, other]));
         }

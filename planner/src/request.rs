@@ -1,14 +1,16 @@
 //! What the user asks of the planner, and why it may say no.
 
+use crate::cache::Cache;
 use altiplano_cost_models::catalogue::fuses_attention;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
+use std::sync::Arc;
 
 /// A planning problem. What is `None` is searched.
 #[derive(Clone, Debug)]
@@ -34,6 +36,8 @@ pub struct Request {
     pub schedule: Option<Schedule>,
     /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
     pub update: Update,
+    /// What counts where nothing is trained.
+    pub goal: Goal,
     /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
     pub virtual_stages: Option<u32>,
     pub zero: Option<u8>,
@@ -50,6 +54,8 @@ pub struct Request {
     pub allow_microbatch_semantics: bool,
     /// Price the plain baselines as well.
     pub baselines: bool,
+    /// What earlier searches found. It changes how long a search takes, and nothing else.
+    pub cache: Option<Arc<Cache>>,
 }
 
 impl Request {
@@ -72,6 +78,7 @@ impl Request {
             pp: None,
             schedule: None,
             update: Update::Synchronous,
+            goal: Goal::Latency,
             virtual_stages: None,
             zero: None,
             recompute: None,
@@ -82,6 +89,7 @@ impl Request {
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,
             baselines: true,
+            cache: None,
         }
     }
 
@@ -96,6 +104,7 @@ impl Request {
         let decides = !plan.schedule.trains() || plan.schedule == Schedule::PipeDream;
         request.schedule = decides.then_some(plan.schedule);
         request.update = plan.update;
+        request.goal = plan.goal;
         request.optimizer = plan.optimizer;
         request.clip_norm = plan.clip_norm;
         request.execution = plan.execution;

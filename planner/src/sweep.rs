@@ -80,7 +80,7 @@ impl<'a> Sizes<'a> {
             Some(AtSize { layered: finely_layered(&request), request })
         };
         let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
-        predicted(fixed_of(request, layered, degrees, costs)?, layered.derived()?, costs)
+        predicted(fixed_of(request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
     }
 }
 

@@ -66,7 +66,7 @@ proptest! {
         let stated = state_layer(&model, 0..end, &mut spaces, variant);
         let Some(expected) = brute_force(&stated.problem) else { return Ok(()) };
         let solved = solve_layer(&model, 0..end, &mut spaces, variant).expect("a layer that can be run");
-        let (cost, terms) = solved.entries[0][0].expect("a finite entry");
+        let (cost, terms) = solved.boundary.entries[0][0].expect("a finite entry");
         prop_assert!((cost - expected).abs() <= 1e-9 * expected, "{cost} {expected}");
         // The parts add up to the objective.
         let sum = terms.objective_s(2);
@@ -116,8 +116,11 @@ fn tables_of_blocks_make_those_of_layers() {
             let parts: Vec<Rc<LayerTable>> = units.iter().map(|unit| unit.range.clone()).map(table).collect();
             let joined = LayerTable::joined(parts).expect("blocks that follow each other");
             let whole = solve_layer(&model, starts[l]..starts[l + 1], &mut spaces, variant).expect("a table");
-            assert_eq!((&joined.in_layouts, &joined.out_layouts), (&whole.in_layouts, &whole.out_layouts));
-            for (i, (of_joined, of_whole)) in joined.entries.iter().zip(&whole.entries).enumerate() {
+            assert_eq!(
+                (&joined.boundary.in_layouts, &joined.boundary.out_layouts),
+                (&whole.boundary.in_layouts, &whole.boundary.out_layouts)
+            );
+            for (i, (of_joined, of_whole)) in joined.boundary.entries.iter().zip(&whole.boundary.entries).enumerate() {
                 for (o, (joined_entry, whole_entry)) in of_joined.iter().zip(of_whole).enumerate() {
                     let (Some((cost, terms)), Some((expected, of_whole))) = (joined_entry, whole_entry) else {
                         assert_eq!(joined_entry.is_some(), whole_entry.is_some(), "{mesh}: {i} to {o}");

@@ -154,7 +154,7 @@ proptest! {
             let optimizer = Optimizer::adamw();
             let model = layered.model(Some(&optimizer));
             let table = solve_layer(&model, 0..graph.len() as u32, spaces, variant).expect("a layer that can be run");
-            let (cost, _) = table.entries[0][0].expect("a finite entry");
+            let (cost, _) = table.boundary.entries[0][0].expect("a finite entry");
             let stage = program.solve(None, &Options::default()).expect("a stage that can be run");
             prop_assert!((cost - stage.cost_s).abs() <= 1e-9 * cost, "{cost} {}", stage.cost_s);
             // Storage that parameters choose for themselves is no worse than one way for all.

@@ -67,6 +67,9 @@ pub struct Session {
     pending: bool,
 }
 
+/// What a batch took, and the model's results by position, each of them the parts of its microbatches.
+pub type Evaluated = (StepReport, BTreeMap<u32, Vec<HostTensor>>);
+
 impl Session {
     /// Checks the programs, compiles their bodies and starts the devices, with zeros in all parameters and state.
     pub fn new(programs: &Programs, options: &Options) -> Result<Session, RuntimeError> {
@@ -200,11 +203,20 @@ impl Session {
 
     /// One pass of programs that train nothing, over a global batch as [`Session::step`] takes it: the results of the model
     /// by position, each of them the parts of its microbatches. What is an input itself or a constant is left out.
-    pub fn evaluate(
-        &mut self,
-        inputs: &BTreeMap<String, HostTensor>,
-    ) -> Result<(StepReport, BTreeMap<u32, Vec<HostTensor>>), RuntimeError> {
-        let (report, parts) = self.run(inputs, &BTreeMap::new(), true)?;
+    pub fn evaluate(&mut self, inputs: &BTreeMap<String, HostTensor>) -> Result<Evaluated, RuntimeError> {
+        self.settle()?;
+        self.begin_evaluation(inputs)?;
+        self.end_evaluation()
+    }
+
+    /// Gives all devices a batch, as [`Session::evaluate`] takes it, after those that were begun before and without waiting for them.
+    pub fn begin_evaluation(&mut self, inputs: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
+        self.begin_run(inputs, &BTreeMap::new(), true)
+    }
+
+    /// Waits for the first batch that was begun and not ended. Its seconds are those since the one before it ended.
+    pub fn end_evaluation(&mut self) -> Result<Evaluated, RuntimeError> {
+        let (report, parts) = self.end_run()?;
         let mut results: BTreeMap<u32, BTreeMap<Option<u32>, HostTensor>> = BTreeMap::new();
         for (rank, ResultPart { buffer, microbatch, part }) in parts {
             let plan = &self.roster.plans[self.roster.program_of(rank)];

@@ -37,6 +37,14 @@ use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
 
+/// Keeps what a search learned for later ones, if it was asked to. Where that fails nothing is lost but time.
+pub fn keep_searches(request: &Request) {
+    let Some(cache) = &request.cache else { return };
+    if let Err(error) = cache.save() {
+        eprintln!("warning: {}: {error}; what the search found is not kept", cache.file().display());
+    }
+}
+
 /// Writes a line to stdout; a reader that has gone away is an error like any other, which `main` takes for the end.
 fn say(text: impl Display) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();

@@ -1,11 +1,11 @@
 //! Options that several subcommands take, and what they are to the library.
 
-use crate::commands::warn;
+use crate::commands::{keep_searches, warn};
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule, Target, Update};
+use altiplano::ir::plan::{self, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
@@ -14,7 +14,8 @@ use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncover
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
 use altiplano::training::{DataOptions, Training};
 use altiplano::{
-    Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, plan_of, read_bytes,
+    Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
+    read_bytes,
 };
 use altiplano_ir::recompute::Recompute;
 use clap::builder::PossibleValuesParser;
@@ -180,6 +181,10 @@ pub struct PlanOptions {
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
+    /// Keep what the search finds in this folder, and look there first: the plan is the same, and another search of this model or of
+    /// one like it is faster
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
 }
 
 /// Settings of the optimizer that take the place of its paper's.
@@ -277,6 +282,10 @@ pub struct FixedOptions {
     /// When gradients change the weights; stale: one step late, reduced while the next step runs [default: synchronous]
     #[arg(long)]
     update: Option<UpdateName>,
+    /// What a model that is run, not trained (--loss none), is planned for: that a batch is soon done, or, where batches follow each
+    /// other, that many are [default: latency]
+    #[arg(long, value_enum)]
+    goal: Option<GoalName>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -305,6 +314,12 @@ enum UpdateName {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum GoalName {
+    Latency,
+    Throughput,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum TargetName {
     Altiplano,
     Megatron,
@@ -322,7 +337,9 @@ impl PlanOptions {
     /// The plan for a model, by the profile if there is one.
     pub fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
-        let plan = plan_by(request, profile.as_ref(), progress)?;
+        let plan = plan_by(request, profile.as_ref(), progress);
+        keep_searches(request);
+        let plan = plan?;
         say_uncovered(&plan, profile.as_ref())?;
         Ok(plan)
     }
@@ -330,7 +347,9 @@ impl PlanOptions {
     /// The plans that none beats in seconds, bytes, devices and price at once.
     pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
-        frontier_by(request, profile.as_ref(), progress)
+        let points = frontier_by(request, profile.as_ref(), progress);
+        keep_searches(request);
+        points
     }
 
     /// For plans on machines that are not this one, which no profile measured.
@@ -411,6 +430,7 @@ impl PlanOptions {
             }
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
+        request.cache = self.cache.as_deref().map(open_cache).transpose()?;
         Ok((request, model.given))
     }
 }
@@ -436,6 +456,16 @@ impl FixedOptions {
         if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !request.trains()) {
             return Err(Error::Option { option, problem: OF_TRAINING });
         }
+        if self.goal.is_some() && request.trains() {
+            return Err(Error::Option {
+                option: "--goal",
+                problem: "is of models that are run, not trained (--loss none)",
+            });
+        }
+        request.goal = match self.goal {
+            Some(GoalName::Throughput) => plan::Goal::Throughput,
+            Some(GoalName::Latency) | None => plan::Goal::Latency,
+        };
         request.microbatch = self.microbatch;
         request.num_microbatches = self.num_microbatches;
         request.dp = self.dp;
@@ -516,7 +546,7 @@ impl PlanOrModel {
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
-            let of_plan = PlanOptions { profile: None, clip_norm: None, ..self.plan.clone() };
+            let of_plan = PlanOptions { profile: None, clip_norm: None, cache: None, ..self.plan.clone() };
             let fixed = self.model != ModelOptions::default() || of_plan != PlanOptions::default();
             if fixed {
                 return Err(Error::Option {

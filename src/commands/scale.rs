@@ -1,7 +1,7 @@
 //! `altiplano scale MODEL`: how many nodes to take, how long training then takes and what it costs.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
-use crate::commands::{explain_failure, say};
+use crate::commands::{explain_failure, keep_searches, say};
 use crate::progress::Bar;
 use altiplano::planner::Request;
 use altiplano::scale::{
@@ -102,7 +102,9 @@ impl Scale {
         let question = self.question(nodes, &request)?;
         let bar = Bar::stoppable();
         let start = Instant::now();
-        let mut found = scaling(&request, &question, &bar)?;
+        let found = scaling(&request, &question, &bar);
+        keep_searches(&request);
+        let mut found = found?;
         if found.rows.iter().all(|row| row.point.is_none()) {
             let Some(first) = found.rows.pop() else {
                 return Err(Error::Option { option: "--nodes", problem: "stopped before any count had a plan" });

@@ -33,7 +33,7 @@ use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{
-    Alternative, Memory, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
+    Alternative, Goal, Memory, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
 };
 use comfy_table::{CellAlignment, Table, presets};
 use rayon::prelude::*;
@@ -113,7 +113,13 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
     };
     let trains = plan.schedule.trains();
-    let task = if trains { format!("loss            {loss}") } else { "task            run, not trained".to_string() };
+    let task = match (trains, plan.goal) {
+        (true, _) => format!("loss            {loss}"),
+        (false, Goal::Latency) => "task            run, not trained".to_string(),
+        (false, Goal::Throughput) => {
+            "task            run, not trained, batches following each other without a wait".to_string()
+        }
+    };
     writeln!(out, "  {task}")?;
     let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
     let optimizer = if trains { format!("; optimizer {}{clip}", plan.optimizer.name()) } else { String::new() };
@@ -153,6 +159,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         digits(p.samples_per_s),
         percent(p.mfu)
     )?;
+    if let Some(latency_s) = p.latency_s {
+        writeln!(out, "  a batch alone   {} from its arrival to its last result", seconds(latency_s))?;
+    }
     let step = step.trim_end();
     writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))?;
     match proven(plan) {

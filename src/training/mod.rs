@@ -21,7 +21,8 @@ use crate::error::{DataProblem, Error};
 use crate::simulate::Recorded;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::plan::Plan;
-use altiplano_ir::program::GRADIENT_SQUARES;
+use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
+use altiplano_planner::memory::cpu_peaks;
 use altiplano_planner::programs;
 use altiplano_runtime::data::{read_weights, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
@@ -404,7 +405,29 @@ pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
     if devices > MAX_WORKERS {
         return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
     }
-    Ok(Session::new(&programs(plan)?, options)?)
+    let programs = programs(plan)?;
+    expect_memory("the plan's workers", &programs)?;
+    Ok(Session::new(&programs, options)?)
+}
+
+/// Fails where workers would hold more than there is: the system would kill the process without a word.
+pub(crate) fn expect_memory(who: &'static str, programs: &Programs) -> Result<(), Error> {
+    let held = programs.programs.iter().zip(cpu_peaks(programs)).map(|(p, bytes)| p.devices.len() as u64 * bytes);
+    let needed_bytes = held.sum();
+    match memory_of_this_machine() {
+        Some(has_bytes) if needed_bytes > has_bytes => Err(Error::TooLargeForMachine { who, needed_bytes, has_bytes }),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes of memory and swap, where the system says so.
+fn memory_of_this_machine() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let of = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.split_whitespace().next()?.parse::<u64>().ok()
+    };
+    Some(1024 * (of("MemTotal")? + of("SwapTotal").unwrap_or(0)))
 }
 
 /// The scalars that a step is given; `step` counts from 1.

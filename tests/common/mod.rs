@@ -4,7 +4,7 @@
 
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Plan, Schedule, Update};
+use altiplano::ir::plan::{Goal, Plan, Schedule, Update};
 use altiplano::planner::Silent;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;
@@ -179,6 +179,10 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     if has("sgd") {
         request.optimizer = Optimizer::sgd();
     }
+    if has("throughput") {
+        request.goal = Goal::Throughput;
+    }
+    request.global_batch = number("batch").map(u64::from);
     request.clip_norm = has("clip").then_some(0.1);
     altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
 }

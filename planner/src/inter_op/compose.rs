@@ -4,7 +4,7 @@
 //! their tables. Runs of equal layers are equal, so a product is made once for each sequence of layer kinds, not for
 //! each pair of ends ([`Runs`]).
 
-use crate::intra_op::layer::LayerTable;
+use crate::intra_op::layer::Boundary;
 use crate::intra_op::statement::Terms;
 use rustc_hash::FxHashMap;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    fn first(table: &LayerTable) -> Chain {
+    fn first(table: &Boundary) -> Chain {
         let outs = table.out_layouts.len().max(1);
         let ends = (0..outs)
             .map(|o| {
@@ -33,7 +33,7 @@ impl Chain {
         Chain { ends, prefix: None, transient_bytes: table.transient_bytes }
     }
 
-    fn extend(self: &Rc<Chain>, last: &LayerTable, table: &LayerTable) -> Chain {
+    fn extend(self: &Rc<Chain>, last: &Boundary, table: &Boundary) -> Chain {
         let outs = table.out_layouts.len().max(1);
         // Where the boundary values agree, the layout left is the layout entered.
         let joined = last.out_layouts == table.in_layouts;
@@ -55,7 +55,7 @@ impl Chain {
     }
 
     /// The chain of layers with these tables, of which there is at least one.
-    pub fn through(tables: &[Rc<LayerTable>]) -> Rc<Chain> {
+    pub fn through(tables: &[Rc<Boundary>]) -> Rc<Chain> {
         let first = Rc::new(Chain::first(&tables[0]));
         tables.windows(2).fold(first, |chain, pair| Rc::new(chain.extend(&pair[0], &pair[1])))
     }
@@ -68,7 +68,7 @@ impl Chain {
 
     /// The (entering, leaving) layouts of each layer on the cheapest way, first layer first. `tables` are those of
     /// the run's layers.
-    pub fn path(&self, tables: &[Rc<LayerTable>]) -> Vec<(usize, usize)> {
+    pub fn path(&self, tables: &[Rc<Boundary>]) -> Vec<(usize, usize)> {
         let mut path = Vec::new();
         let Some((_, _, mut out)) = self.best() else { return path };
         let mut chain = self;
@@ -133,7 +133,7 @@ impl Runs {
     }
 
     /// The chains of all sequences; `tables` are those of the kinds.
-    pub fn chains(&self, tables: &[Rc<LayerTable>]) -> Vec<Rc<Chain>> {
+    pub fn chains(&self, tables: &[Rc<Boundary>]) -> Vec<Rc<Chain>> {
         let mut chains: Vec<Rc<Chain>> = Vec::with_capacity(self.count());
         for &(prefix, kind, before) in &self.sequences {
             let chain = match (prefix, before) {

@@ -7,8 +7,9 @@ use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
 use crate::again::Again;
+use crate::cache::Digest;
 use crate::fixed::evenly;
-use crate::intra_op::layer::{LayerTable, Variant, solve_layer};
+use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solve_layer};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::{Insides, Prices};
@@ -52,6 +53,8 @@ pub struct Freedom {
     pub lean: bool,
     /// [`crate::SearchKind::Alpa`].
     pub alpa: bool,
+    /// Batches follow each other without waiting, and what counts is how often one ends.
+    pub streams: bool,
 }
 
 /// One stage as the search chose it.
@@ -83,6 +86,12 @@ pub struct Found<'a> {
 }
 
 impl Freedom {
+    /// Of so many steps, run one after the other without a wait between them, one is priced.
+    fn steps_together(&self) -> u32 {
+        // With as many what fills and drains a pipeline no longer counts.
+        if self.streams { 1 << 12 } else { 1 }
+    }
+
     /// Whether stages may be in a group.
     pub fn allows(&self, group: usize) -> bool {
         self.only_group.is_none_or(|only| only == group)
@@ -118,16 +127,42 @@ fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
         .collect()
 }
 
-/// The tables of all layer kinds on one mesh.
-fn layer_tables(
+/// What all layer kinds cost on one mesh.
+fn boundaries(
     layered: &Layered,
     request: &Request,
     spaces: &mut Spaces<'_>,
     variant: Variant,
-) -> Option<Vec<Rc<LayerTable>>> {
-    let mut known = Tables::default();
-    let layers = layered.representatives.iter();
-    layers.map(|&l| layer_table(layered, request, spaces, variant, l, &mut known)).collect()
+) -> Option<Vec<Rc<Boundary>>> {
+    let model = layered.model(request.trains().then_some(&request.optimizer));
+    let cache = request.cache.as_deref();
+    let of_mesh = cache.and_then(|_| spaces.prices.identity());
+    let mut known: BTreeMap<(usize, bool), Option<Rc<Boundary>>> = BTreeMap::new();
+    let mut of_layer = |&l: &usize| {
+        let units = layered.units_of(l);
+        let whole = units.len() == 1;
+        let mut parts = Vec::with_capacity(units.len());
+        for unit in units {
+            let key = || {
+                let of_layer = Digest::new("layer").shown((of_mesh?, layered.content(unit.kind, whole)?));
+                of_layer.shown((spaces.roles, variant, model.optimizer)).key()
+            };
+            let kept = cache.zip(key());
+            let find = || {
+                if let Some(record) = kept.and_then(|(cache, key)| cache.get::<Option<BoundaryRecord>>(key)) {
+                    return record.map(|record| Rc::new(Boundary::read(record, spaces)));
+                }
+                let found = solve_layer(&model, unit.range.clone(), spaces, variant).ok().map(|table| table.boundary);
+                if let Some((cache, key)) = kept {
+                    cache.keep(key, &found.as_ref().map(|found| found.written(spaces)));
+                }
+                found
+            };
+            parts.push(known.entry((unit.kind, whole)).or_insert_with(find).clone()?);
+        }
+        if whole { parts.pop() } else { Boundary::joined(&parts).map(Rc::new) }
+    };
+    layered.representatives.iter().map(&mut of_layer).collect()
 }
 
 /// Tables of the parts of layers, by kind and whether they are whole layers.
@@ -191,7 +226,7 @@ fn candidates_of_mesh(
     let (mut ways, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
-        let Some(tables) = layer_tables(layered, request, &mut spaces, variant) else { continue };
+        let Some(tables) = boundaries(layered, request, &mut spaces, variant) else { continue };
         let chains = runs.chains(&tables);
         for &again in &agains {
             let id = ways.len() as u32;
@@ -484,12 +519,13 @@ impl Candidates {
             device_memory_bytes,
         };
         let rooms: Vec<Room> = request.cluster.groups.iter().zip(memory_bytes).enumerate().map(room).collect();
+        let steps = freedom.steps_together();
         let mut best: Option<(Stages, Schedule)> = None;
         let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
         for &schedule in &freedom.schedules {
             let query = Query {
                 rooms: rooms.clone(),
-                num_microbatches: self.num_microbatches,
+                num_microbatches: self.num_microbatches.saturating_mul(steps),
                 schedule,
                 num_stages,
                 all_devices: freedom.all_devices,
@@ -516,7 +552,8 @@ impl Candidates {
                 way: self.ways[id as usize].clone(),
             })
             .collect();
-        Ok(Found { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s: stages.step_s })
+        let step_s = stages.step_s / f64::from(steps);
+        Ok(Found { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s })
     }
 }
 
@@ -594,8 +631,9 @@ impl Candidates {
             };
             let longest = |of: fn(&Candidate) -> f64| chosen.iter().map(|c| of(c)).fold(0.0, f64::max);
             let sum_s: f64 = chosen.iter().map(|c| c.microbatch_s).sum();
-            let step_s =
-                sum_s + f64::from(self.num_microbatches - 1) * longest(|c| c.microbatch_s) + longest(|c| c.step_s);
+            let steps = f64::from(freedom.steps_together());
+            let turns = f64::from(self.num_microbatches) - 1.0 / steps;
+            let step_s = sum_s / steps + turns * longest(|c| c.microbatch_s) + longest(|c| c.step_s);
             let way = |c: &&Candidate| self.ways[c.id as usize].clone();
             let stage = |(layers, c)| ChosenStage { layers, block, way: way(c) };
             let stages = ranges.iter().cloned().zip(&chosen).map(stage).collect();

@@ -10,6 +10,8 @@ use super::space::{Choice, LayoutId, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, Variable, state};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;
+use altiplano_ir::sharding::Sharding;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -28,23 +30,37 @@ pub struct Variant {
 
 /// A solved layer.
 pub struct LayerTable {
+    pub boundary: Rc<Boundary>,
+    made: Made,
+}
+
+/// What a layer costs by the layouts in which its main value enters and leaves: all that putting layers together looks at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Boundary {
     pub in_layouts: Vec<LayoutId>,
     pub out_layouts: Vec<LayoutId>,
     /// Objective and terms by entering and leaving layout (index 0 where there is none).
     pub entries: Vec<Vec<Option<(f64, Terms)>>>,
     /// Largest temporary, in bytes: a few of the largest local values.
     pub transient_bytes: f64,
-    made: Made,
+}
+
+/// A [`Boundary`] with layouts written out.
+#[derive(Serialize, Deserialize)]
+pub struct BoundaryRecord {
+    in_layouts: Vec<Sharding>,
+    out_layouts: Vec<Sharding>,
+    entries: Vec<Vec<Option<(f64, Terms)>>>,
+    transient_bytes: f64,
 }
 
 /// Where a table is from.
 enum Made {
     Solved(Box<Solved>),
-    /// Put together from those of its parts. By part after the first, entering and leaving layout: the layout in which the part is
-    /// entered.
+    /// Put together from those of its parts.
     Joined {
         parts: Vec<Rc<LayerTable>>,
-        entered: Vec<Vec<Vec<usize>>>,
+        entered: Entered,
     },
 }
 
@@ -112,7 +128,8 @@ pub fn solve_layer(
     let row = |i: usize| (0..out_layouts.len().max(1)).map(|o| entry(i, o)).collect();
     let entries = (0..in_layouts.len().max(1)).map(row).collect();
     let transient_bytes = solved.statement.transient_bytes;
-    Ok(LayerTable { in_layouts, out_layouts, entries, transient_bytes, made: Made::Solved(Box::new(solved)) })
+    let boundary = Rc::new(Boundary { in_layouts, out_layouts, entries, transient_bytes });
+    Ok(LayerTable { boundary, made: Made::Solved(Box::new(solved)) })
 }
 
 impl Solved {
@@ -129,40 +146,73 @@ impl Solved {
     }
 }
 
-impl LayerTable {
-    /// The table of parts that follow each other, each left in the layout in which the next is entered; `None` where the layouts
-    /// between them are not the same.
-    pub fn joined(parts: Vec<Rc<LayerTable>>) -> Option<LayerTable> {
-        let meet =
-            |pair: &[Rc<LayerTable>]| !pair[1].in_layouts.is_empty() && pair[0].out_layouts == pair[1].in_layouts;
-        let (first, last) = (parts.first()?, parts.last()?);
-        if !parts.windows(2).all(meet) {
-            return None;
+/// By part after the first, entering and leaving layout: the layout in which the part is entered.
+type Entered = Vec<Vec<Vec<usize>>>;
+
+impl Boundary {
+    /// That of parts that follow each other, each left in the layout in which the next is entered; `None` where the layouts between
+    /// them are not the same.
+    pub fn joined(parts: &[Rc<Boundary>]) -> Option<Boundary> {
+        joined(parts).map(|(boundary, _)| boundary)
+    }
+
+    pub fn written(&self, spaces: &Spaces<'_>) -> BoundaryRecord {
+        let shardings = |ids: &[LayoutId]| ids.iter().map(|&id| spaces.layout(id).clone()).collect();
+        let Boundary { in_layouts, out_layouts, entries, transient_bytes } = self;
+        BoundaryRecord {
+            in_layouts: shardings(in_layouts),
+            out_layouts: shardings(out_layouts),
+            entries: entries.clone(),
+            transient_bytes: *transient_bytes,
         }
-        let (in_layouts, out_layouts) = (first.in_layouts.clone(), last.out_layouts.clone());
-        let mut entries = first.entries.clone();
-        let mut entered = Vec::with_capacity(parts.len() - 1);
-        for part in &parts[1..] {
-            let mut through = Vec::with_capacity(entries.len());
-            for row in &mut entries {
-                let (mut new, mut by) = (Vec::new(), Vec::new());
-                for o in 0..part.out_layouts.len().max(1) {
-                    let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
-                        let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
-                        // What enters the whole is what enters its first part.
-                        Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
-                    };
-                    let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
-                    new.push(best.map(|(cost, terms, _)| (cost, terms)));
-                    by.push(best.map_or(0, |b| b.2));
-                }
-                *row = new;
-                through.push(by);
+    }
+
+    pub fn read(record: BoundaryRecord, spaces: &mut Spaces<'_>) -> Boundary {
+        let BoundaryRecord { in_layouts, out_layouts, entries, transient_bytes } = record;
+        let mut ids = |shardings: Vec<Sharding>| shardings.into_iter().map(|s| spaces.intern(s)).collect();
+        Boundary { in_layouts: ids(in_layouts), out_layouts: ids(out_layouts), entries, transient_bytes }
+    }
+}
+
+/// [`Boundary::joined`], and how each part is entered.
+fn joined(parts: &[Rc<Boundary>]) -> Option<(Boundary, Entered)> {
+    let meet = |pair: &[Rc<Boundary>]| !pair[1].in_layouts.is_empty() && pair[0].out_layouts == pair[1].in_layouts;
+    let (first, last) = (parts.first()?, parts.last()?);
+    if !parts.windows(2).all(meet) {
+        return None;
+    }
+    let (in_layouts, out_layouts) = (first.in_layouts.clone(), last.out_layouts.clone());
+    let mut entries = first.entries.clone();
+    let mut entered = Vec::with_capacity(parts.len() - 1);
+    for part in &parts[1..] {
+        let mut through = Vec::with_capacity(entries.len());
+        for row in &mut entries {
+            let (mut new, mut by) = (Vec::new(), Vec::new());
+            for o in 0..part.out_layouts.len().max(1) {
+                let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
+                    let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
+                    // What enters the whole is what enters its first part.
+                    Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
+                };
+                let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
+                new.push(best.map(|(cost, terms, _)| (cost, terms)));
+                by.push(best.map_or(0, |b| b.2));
             }
-            entered.push(through);
+            *row = new;
+            through.push(by);
         }
-        let transient_bytes = parts.iter().map(|part| part.transient_bytes).fold(0.0, f64::max);
-        Some(LayerTable { in_layouts, out_layouts, entries, transient_bytes, made: Made::Joined { parts, entered } })
+        entered.push(through);
+    }
+    let transient_bytes = parts.iter().map(|part| part.transient_bytes).fold(0.0, f64::max);
+    Some((Boundary { in_layouts, out_layouts, entries, transient_bytes }, entered))
+}
+
+impl LayerTable {
+    /// The table of parts that follow each other, see [`Boundary::joined`].
+    pub fn joined(parts: Vec<Rc<LayerTable>>) -> Option<LayerTable> {
+        let boundaries: Vec<Rc<Boundary>> = parts.iter().map(|part| part.boundary.clone()).collect();
+        let (boundary, entered) = joined(&boundaries)?;
+        Some(LayerTable { boundary: Rc::new(boundary), made: Made::Joined { parts, entered } })
     }
 
     /// What to do in each part of this layer, which is itself unless it is joined, when its main value enters in layout `i` and leaves

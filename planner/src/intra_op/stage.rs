@@ -363,14 +363,15 @@ impl Lives<'_, '_, '_> {
             let own = |c: &Choice| spaces.local_bytes(ty, c.resting) as f64;
             space.choices.iter().map(|c| bytes(c, own(c)).max(0.0) as u64).collect()
         };
-        let largest = of(&|c, _| c.inside.map_or(0.0, |inside| inside.largest_bytes), self.spaces);
+        let fused = self.demand.execution.fused_attention;
+        let largest = of(&|c, _| c.inside.map_or(0.0, |inside| inside.largest(fused)), self.spaces);
         self.hold(id, at..at + 1, largest.clone());
         if !self.trains {
             return;
         }
         self.hold(id, self.back(at)..self.back(at) + 1, largest.iter().map(|b| 2 * b).collect());
         let level = self.model.layer_of[v.index()].map_or(Recompute::None, |layer| self.demand.recomputes(layer));
-        let products = self.demand.execution.fused_attention || level >= Recompute::Selective;
+        let products = fused || level >= Recompute::Selective;
         let inside_bytes = |inside: Inside| inside.kept_bytes - if products { inside.growing_bytes } else { 0.0 };
         let kept = of(
             &|c, own| c.inside.map_or(0.0, |inside| inside_bytes(inside) - if cheap { 0.0 } else { own }),

@@ -19,6 +19,7 @@ use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Execution;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ops::{Add, AddAssign, Range};
@@ -54,7 +55,8 @@ impl Model<'_> {
 }
 
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "[f64; 12]", into = "[f64; 12]")]
 pub struct Terms {
     /// Of the device, with what the next op waits for.
     pub forward_s: f64,
@@ -76,6 +78,39 @@ pub struct Terms {
     pub growing_s: f64,
     /// Of those, what enters the run: kept even if everything is recomputed.
     pub entering_bytes: f64,
+}
+
+/// By position, as caches keep thousands of them.
+impl From<[f64; 12]> for Terms {
+    fn from(all: [f64; 12]) -> Terms {
+        let [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..] = all;
+        let [.., step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes] = all;
+        Terms {
+            forward_s,
+            backward_s,
+            forward_sent_s,
+            backward_sent_s,
+            forward_issue_s,
+            backward_issue_s,
+            step_s,
+            static_bytes,
+            kept_bytes,
+            growing_bytes,
+            growing_s,
+            entering_bytes,
+        }
+    }
+}
+
+impl From<Terms> for [f64; 12] {
+    fn from(terms: Terms) -> [f64; 12] {
+        let Terms { forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, .. } =
+            terms;
+        let Terms { step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, .. } = terms;
+        let seconds = [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s];
+        let rest = [step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes];
+        std::array::from_fn(|i| if i < 6 { seconds[i] } else { rest[i - 6] })
+    }
 }
 
 impl Add for Terms {
@@ -468,7 +503,8 @@ impl Builder<'_, '_, '_> {
             .iter()
             .map(|c| {
                 let bytes = self.spaces.local_bytes(graph.ty(v), c.resting) as f64;
-                least = least.min(c.inside.map_or(bytes, |inside| inside.largest_bytes.max(bytes)));
+                let fused = self.execution.fused_attention;
+                least = least.min(c.inside.map_or(bytes, |inside| inside.largest(fused).max(bytes)));
                 let backward_s = c.inside.map_or(c.forward_s * wanted as f64, |inside| inside.backward_s);
                 let backward_s = if needs_gradient[v.index()] { backward_s } else { 0.0 };
                 let kept_bytes = c.inside.map_or(if kept { bytes } else { 0.0 }, |inside| inside.kept_bytes);

@@ -14,6 +14,7 @@ mod schedule;
 mod split;
 mod stage;
 
+use crate::cache::{Digest, Key};
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, Costs, axis_link};
@@ -199,6 +200,12 @@ impl<'a> Prices<'a> {
         Prices { insides: Some(insides), ..self }
     }
 
+    /// All that the prices depend on; nothing where that cannot be said.
+    pub fn identity(&self) -> Option<Key> {
+        let Prices { cost, mesh, links, .. } = self;
+        Digest::new("prices").shown((cost.identity()?, mesh, links)).key()
+    }
+
     pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
         &self.links[axes.iter().fold(0usize, |m, a| m | 1 << a.0)]
     }
@@ -371,6 +378,7 @@ impl<'a> Prices<'a> {
     fn inside_of(&self, graph: &Graph) -> Parts {
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
         let (mut inside, mut sent) = (Inside::default(), Vec::new());
+        let mut in_kernel = vec![false; graph.len()];
         for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
             let node = graph.node(v);
             let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
@@ -386,7 +394,12 @@ impl<'a> Prices<'a> {
                 inside.growing_s += compute_s;
                 inside.growing_bytes += node.ty.bytes() as f64;
             }
+            in_kernel[v.index()] = repeat::grows(graph, v)
+                || !node.op.is_contraction() && node.operands.iter().any(|o| in_kernel[o.index()]);
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
+            if !in_kernel[v.index()] {
+                inside.largest_fused_bytes = inside.largest_fused_bytes.max(node.ty.bytes() as f64);
+            }
             if let Op::Collective(c) = &node.op {
                 sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
             }
@@ -417,6 +430,15 @@ pub struct Inside {
     pub growing_s: f64,
     pub growing_bytes: f64,
     pub largest_bytes: f64,
+    /// The same where products larger than their factors, and what is made of them up to the next product, stay in one kernel.
+    pub largest_fused_bytes: f64,
+}
+
+impl Inside {
+    /// The largest value that is in memory while it runs.
+    pub fn largest(&self, fused_attention: bool) -> f64 {
+        if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
+    }
 }
 
 /// Whether an op's result is worth keeping for the backward pass: elementwise ops are repeated instead.
