@@ -5,11 +5,13 @@ use crate::error::Error;
 use crate::model::read_bytes;
 use crate::units::{digits, plural};
 use altiplano_cost_models::kernels::{Kernel, of_runtime};
-use altiplano_cost_models::profile::{self, Lookup, Machine, Outliers, Priced, Profile, ProfileError, Series};
+use altiplano_cost_models::profile::{
+    self, Lookup, Machine, MeasuredRanks, Outliers, Priced, Profile, ProfileError, Series,
+};
 use altiplano_cost_models::roofline::OPS_PER_FUSED_KERNEL;
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, Roofline, Rooflines, Runtime, TransferPath};
-use altiplano_ir::cluster::{Cluster, Device};
+use altiplano_ir::cluster::{Cluster, Device, Group};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -18,13 +20,13 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, BufferId, Phase, Program, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
-use altiplano_ir::work::{Term, Work};
+use altiplano_ir::work::{MESSAGE, Term, Work, across_nodes};
 use altiplano_planner::cache::{Digest, Key};
 use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
 use altiplano_planner::{Progress, Request, plan, plan_with, programs};
-use altiplano_runtime::measure::{Options, measure};
+use altiplano_runtime::measure::{Measured, Measurements, Options, measure};
 use altiplano_runtime::work::{body_work, preparation, threads_of_device};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -33,6 +35,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// Families of terms whose threads are the devices of a group.
 const COLLECTIVES: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo"];
+
+/// What the families of collectives among several nodes end with.
+const ACROSS: &str = "_across";
 
 /// Families of terms that a pass over memory has once, however many elementwise ops are fused into it.
 const OF_THE_PASS: [&str; 7] = ["dispatch", "registers", "load", "load_repeated", "load_strided", "run", "store"];
@@ -43,7 +48,9 @@ pub struct Profiled {
     lookup: Arc<Lookup>,
     /// For what the profile lacks.
     roofline: Roofline,
-    /// Devices of the plan, and those of them that compute at once.
+    /// Devices of a node of the cluster, which share its cores.
+    on_node: u32,
+    /// Devices of the plan on a node, and those of them that compute at once.
     devices: u32,
     busy: u32,
     /// Seconds of single ops, for the search.
@@ -72,9 +79,9 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
 /// Plans by a profile, if there is one, and says which in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
     let Some(profile) = profile else { return Ok(plan(request, progress)?) };
-    let device = measured_device(&request.cluster)?;
+    let group = measured_group(&request.cluster)?;
     let devices = request.cluster.num_devices();
-    let cost = Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)?;
+    let cost = Profiled::new(profile.clone(), group, devices).map_err(Error::profile_option)?;
     let mut found = plan_with(request, &cost, progress)?;
     found.profile = Some(profile.label());
     Ok(found)
@@ -83,8 +90,8 @@ pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Prog
 /// The frontier of plans, by a profile if there is one.
 pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
     let Some(profile) = profile else { return Ok(frontier(request, &Rooflines::of(&request.cluster), progress)?) };
-    let device = measured_device(&request.cluster)?;
-    let cost = Profiled::new(profile.clone(), device, request.cluster.num_devices()).map_err(Error::profile_option)?;
+    let group = measured_group(&request.cluster)?;
+    let cost = Profiled::new(profile.clone(), group, request.cluster.num_devices()).map_err(Error::profile_option)?;
     let mut points = frontier(request, &cost, progress)?;
     points.iter_mut().for_each(|p| p.plan.profile = Some(profile.label()));
     Ok(points)
@@ -99,33 +106,36 @@ pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     Ok(())
 }
 
-/// The device that a profile can price: one machine was measured, so all devices are its.
-fn measured_device(cluster: &Cluster) -> Result<&Device, Error> {
+/// The nodes that a profile can price: one machine was measured, so all are as it.
+fn measured_group(cluster: &Cluster) -> Result<&Group, Error> {
     match cluster.groups.as_slice() {
-        [group] => Ok(&group.device),
+        [group] => Ok(group),
         _ => Err(Error::Option {
             option: "--profile",
-            problem: "is of one machine, which cannot price a cluster of several groups of nodes",
+            problem: "is of one kind of machine, which cannot price a cluster of several groups of nodes",
         }),
     }
 }
 
 impl Profiled {
-    /// Prices of a plan with so many devices, all of which compute at once.
-    pub fn new(profile: Profile, device: &Device, devices: u32) -> Result<Profiled, ProfileError> {
+    /// Prices of a plan with so many devices of a cluster's nodes, all of which compute at once.
+    pub fn new(profile: Profile, group: &Group, devices: u32) -> Result<Profiled, ProfileError> {
+        let device = &group.device;
         if profile.device != device.name {
             return Err(ProfileError::OtherDevice { profile: profile.device, cluster: device.name.clone() });
         }
         let content = Digest::new("profile").shown(&profile).key();
         let (lookup, roofline) = (Arc::new(Lookup::new(profile)), Roofline::new(device.clone()));
-        Ok(Profiled { lookup, roofline, devices, busy: devices, ops: Arc::default(), content })
+        let on_node = group.devices_per_node.max(1);
+        let devices = devices.min(on_node);
+        Ok(Profiled { lookup, roofline, on_node, devices, busy: devices, ops: Arc::default(), content })
     }
 
     /// Prices of a plan's devices.
     pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
         let devices = plan.num_devices();
-        let device = measured_device(&plan.cluster)?;
-        Profiled::new(profile.clone(), device, devices).map_err(Error::profile_option)
+        let group = measured_group(&plan.cluster)?;
+        Profiled::new(profile.clone(), group, devices).map_err(Error::profile_option)
     }
 
     pub fn profile(&self) -> &Profile {
@@ -138,6 +148,10 @@ impl Profiled {
 
     /// What a term takes as part of some work.
     pub fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
+        // Between nodes all devices of each were at it together, as they are in a step.
+        if term.family.ends_with(ACROSS) {
+            return self.lookup.price(term, term.threads);
+        }
         // The threads of a collective are devices themselves; those of any other kernel belong to each device.
         let is_collective = COLLECTIVES.contains(&term.family);
         let of_each = if is_collective { 1 } else { work.parts.max(term.threads) };
@@ -221,7 +235,7 @@ impl CostModel for Profiled {
     }
 
     fn identity(&self) -> Option<String> {
-        Some(format!("{:?}", (self.content?, &self.roofline, self.devices, self.busy)))
+        Some(format!("{:?}", (self.content?, &self.roofline, self.on_node, self.devices, self.busy)))
     }
 
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
@@ -259,14 +273,13 @@ impl CostModel for Profiled {
         if link.devices < 2 {
             return 0.0;
         }
-        let term = Term::once(collective.name(), DType::F32, [operand_bytes.max(result_bytes) as f64]);
-        let priced = self.lookup.price(&Term { threads: link.devices as u32, ..term }, self.busy);
+        let work = self.collective_work(collective, operand_bytes, result_bytes, link);
         let roofline = || self.roofline.collective_s(collective, operand_bytes, result_bytes, link);
-        priced.map_or_else(roofline, |p| p.seconds)
+        self.work_s(&work).unwrap_or_else(roofline)
     }
 
-    fn transfer_s(&self, bytes: u64, _: &TransferPath) -> f64 {
-        self.send_s(bytes) + self.receive_s(bytes)
+    fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64 {
+        self.send_s(bytes) + self.message_s(bytes, path) + self.receive_s(bytes)
     }
 
     fn runtime(&self) -> Option<&dyn Runtime> {
@@ -276,6 +289,7 @@ impl CostModel for Profiled {
 
 impl Runtime for Profiled {
     fn at(&self, devices: u32, busy: u32) -> Box<dyn Runtime + '_> {
+        let (devices, busy) = (devices.min(self.on_node), busy.min(self.on_node));
         let ops = if devices == self.devices && busy == self.busy { self.ops.clone() } else { Arc::default() };
         Box::new(Profiled { devices, busy, ops, ..self.clone() })
     }
@@ -286,6 +300,25 @@ impl Runtime for Profiled {
 
     fn kernels(&self, body: &Body) -> Vec<Kernel> {
         body_work(body, self.threads()).into_iter().map(|call| of_runtime(&body.graph, call)).collect()
+    }
+
+    fn collective_work(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> Work {
+        // What is moved is moved alike whatever its type is.
+        let bytes = operand_bytes.max(result_bytes) as f64;
+        let term = match across_nodes(collective).filter(|_| link.nodes > 1) {
+            Some(family) => Term::once(family, DType::F32, [link.nodes as f64, bytes]),
+            None => Term::once(collective.name(), DType::F32, [bytes]),
+        };
+        let mut work = Work::new(1);
+        work.add(Term { threads: link.devices as u32, ..term });
+        work
+    }
+
+    /// What threads of one process send is there when it is sent. Between nodes the cluster says what was not measured.
+    fn message_s(&self, bytes: u64, path: &TransferPath) -> f64 {
+        let term = Term::once(MESSAGE[usize::from(path.across)], DType::F32, [bytes as f64]);
+        let unmeasured = || if path.across { path.transfer_s(bytes) } else { 0.0 };
+        self.lookup.price(&term, 1).map_or_else(unmeasured, |p| p.seconds)
     }
 
     fn send_s(&self, bytes: u64) -> f64 {
@@ -349,13 +382,6 @@ pub fn measured_profile(quick: bool, tell: &mut dyn FnMut(&str, usize, usize)) -
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let start = Instant::now();
     let found = measure(&Options { cores, quick }, tell);
-    let series = found.measured.into_iter().map(|m| {
-        let (threads, load) = (m.threads as u32, m.load as u32);
-        let family = m.family.to_string();
-        let mut series = Series { family, dtype: m.dtype, threads, load, axes: m.axes, seconds: m.seconds };
-        series.make_monotone();
-        series
-    });
     Profile {
         format: profile::FORMAT.into(),
         version: profile::VERSION,
@@ -363,11 +389,34 @@ pub fn measured_profile(quick: bool, tell: &mut dyn FnMut(&str, usize, usize)) -
         machine: Machine { processor: processor(), cores: cores as u32 },
         measured_at: utc(SystemTime::now()),
         altiplano: env!("CARGO_PKG_VERSION").into(),
-        series: series.collect(),
+        series: found.measured.into_iter().map(series_of).collect(),
         seconds: start.elapsed().as_secs_f64(),
         outliers: Outliers { samples: found.samples, outliers: found.outliers, largest: found.largest },
+        ranks: None,
         slower_shared: found.slower_shared,
     }
+}
+
+/// A profile with what was measured of the links between ranks, on so many nodes and of so many of each, in place of what it has of
+/// the same families; `seconds` is how long that took.
+pub fn with_links(mut profile: Profile, found: Measurements, [nodes, on_node]: [usize; 2], seconds: f64) -> Profile {
+    let is_new = |series: &Series| found.measured.iter().any(|m| m.family == series.family);
+    profile.series.retain(|series| !is_new(series));
+    profile.series.extend(found.measured.into_iter().map(series_of));
+    profile.seconds += seconds;
+    profile.outliers.samples += found.samples;
+    profile.outliers.outliers += found.outliers;
+    profile.outliers.largest = profile.outliers.largest.max(found.largest);
+    let measured_at = utc(SystemTime::now());
+    profile.ranks = Some(MeasuredRanks { nodes: nodes as u32, on_node: on_node as u32, measured_at });
+    profile
+}
+
+fn series_of(m: Measured) -> Series {
+    let (threads, load, family) = (m.threads as u32, m.load as u32, m.family.to_string());
+    let mut series = Series { family, dtype: m.dtype, threads, load, axes: m.axes, seconds: m.seconds };
+    series.make_monotone();
+    series
 }
 
 /// The processor's name, as Linux tells it.

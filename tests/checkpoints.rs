@@ -399,3 +399,29 @@ fn signals_end_a_run_with_a_checkpoint() {
         assert!(said().contains(&format!("checkpoint of step {}: ", manifest.step)), "{}", said());
     }
 }
+
+#[test]
+fn other_data_is_noticed_when_a_run_goes_on() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("run").display().to_string();
+    let ids = |step: u32| -> Vec<u8> { (0..80_000u32).flat_map(|i| ((i * step) as u16 % 512).to_le_bytes()).collect() };
+    // The one differs in its last bytes alone.
+    let mut almost = ids(7);
+    *almost.last_mut().expect("a byte") ^= 1;
+    let (data, moved) = (scratch.file("ids.u16", ids(7)), scratch.file("moved.u16", ids(7)));
+    let others = [scratch.file("almost.u16", almost), scratch.file("longer.u16", [ids(7), ids(1)].concat())];
+    let go_on = |steps: &str, data: &[&str]| {
+        run(&[&["--global-batch", "2", "--checkpoint", &folder, "--resume", "--steps", steps][..], data].concat())
+    };
+    assert_eq!(go_on("1", &["--data", &data]).code, Some(0));
+    for other in &others {
+        let output = go_on("2", &["--data", other]);
+        assert_eq!(output.code, Some(2), "{}", output.stderr);
+        let named = |file: &str| output.stderr.contains(&format!("'{file}' ("));
+        assert!(named(&data) && named(other), "{}", output.stderr);
+    }
+    let output = go_on("2", &[]);
+    assert!(output.code == Some(2) && output.stderr.contains("has batches that are made up;"), "{}", output.stderr);
+    let output = go_on("2", &["--data", &moved]);
+    assert_eq!(output.code, Some(0), "{}", output.stderr);
+}

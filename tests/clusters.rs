@@ -117,6 +117,7 @@ fn what_several_groups_cannot_be_asked_for() {
         series: Vec::new(),
         seconds: 0.0,
         outliers: Outliers { samples: 0, outliers: 0, largest: 1.0 },
+        ranks: None,
         slower_shared: Vec::new(),
     };
     let request = request(&demo(), load_cluster(TWO_KINDS).expect("the example"));

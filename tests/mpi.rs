@@ -5,6 +5,7 @@
 
 mod common;
 
+use altiplano::cost_models::profile::Profile;
 use altiplano::load_plan;
 use common::{DEMO, Scratch, shared_model, succeeds};
 use std::path::{Path, PathBuf};
@@ -341,4 +342,44 @@ fn a_signal_writes_a_checkpoint_first() {
         assert!(to_all || said.code == Some(143), "{:?}", said.code);
         assert!(files(Path::new(&folder)).len() >= 2);
     }
+}
+
+/// The first rank writes what all measured, into the profile of a node; plans are judged by it, and runs compared with it.
+#[test]
+fn links_are_measured_by_ranks_and_used() {
+    if !has_mpirun() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let file = |name: &str| scratch.path(name).display().to_string();
+    let (node, linked) = (file("node.json"), file("linked.json"));
+    succeeds(&["profile", "--quick", "-o", &node]);
+    let alone = Ranks::start(1, &["profile", "--quick", "--add-to", &node, "-o", &linked]).end();
+    assert_eq!(alone.code, Some(2), "{}", alone.stderr);
+    assert!(alone.stderr.contains("start at least two"), "{}", alone.stderr);
+    let said = Ranks::start(2, &["profile", "--quick", "--add-to", &node, "-o", &linked]).end();
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let read =
+        |name: &str| Profile::from_json(&std::fs::read_to_string(name).expect("a profile")).expect("it is whole");
+    let (before, after) = (read(&node), read(&linked));
+    let ranks = after.ranks.as_ref().expect("links were measured");
+    assert_eq!((ranks.nodes, ranks.on_node), (1, 2));
+    let of = |profile: &Profile, family: &str| -> Vec<(u32, Vec<f64>)> {
+        let series = profile.series.iter().filter(|series| series.family == family);
+        series.map(|series| (series.threads, series.seconds.clone())).collect()
+    };
+    for family in ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo"] {
+        let (threads, ranks) = (of(&before, family), of(&after, family));
+        assert_eq!(ranks.iter().map(|r| r.0).collect::<Vec<_>>(), [2], "{family}");
+        assert_ne!(threads, ranks, "{family} is of ranks");
+    }
+    assert_eq!(of(&after, "message").len(), 1);
+    assert!(of(&after, "message_across").is_empty(), "there is one node");
+    assert_eq!(of(&before, "matmul_nn"), of(&after, "matmul_nn"));
+    let plan = file("plan.json");
+    let said = succeeds(&["plan", DEMO, "--cluster", "local:2", "--dp", "2", "--profile", &linked, "-o", &plan]);
+    assert!(said.contains("with links of 1 x 2 ranks"), "{said}");
+    let ran = Ranks::start(2, &["run", &plan, "--steps", "1", "--profile", &linked]).end();
+    assert_eq!(ran.code, Some(0), "{}", ran.stderr);
+    assert!(ran.stdout.contains("/step, by the measured profile of"), "{}", ran.stdout);
 }

@@ -2,6 +2,8 @@
 
 mod common;
 
+use altiplano::ir::plan::Plan;
+use altiplano::load_plan;
 use common::{DEMO, Scratch, altiplano, succeeds};
 
 #[test]
@@ -47,6 +49,52 @@ fn a_place_that_cannot_be_written_is_refused_at_once() {
             assert!(!output.stderr.contains("measured") && !output.stderr.contains("table.csv"), "{}", output.stderr);
         }
     }
+}
+
+/// Collectives of two and four ranks and messages, at so many bytes per second within a host and between two.
+fn links(inside: f64, collectives: f64, messages: f64) -> String {
+    let series = |family: &str, threads: u32, nodes: &str, points: usize, bytes_per_s: f64| {
+        let sizes = [1e3, 1e8];
+        let seconds: Vec<String> = sizes.iter().map(|n| format!("{:e}", 1e-5 + n / bytes_per_s)).collect();
+        let seconds = vec![seconds.join(","); points].join(",");
+        format!(
+            r#"{{"family":"{family}","dtype":"f32","threads":{threads},"load":{threads},"axes":[{nodes}[1e3,1e8]],"seconds":[{seconds}]}}"#
+        )
+    };
+    let mut all = vec![series("message", 1, "", 1, inside), series("message_across", 1, "", 1, messages)];
+    for family in ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"] {
+        all.extend([2, 4].map(|threads| series(family, threads, "", 1, inside)));
+        let across = format!("{family}_across");
+        all.extend([2, 4].map(|threads| series(&across, threads, "[2.0],", 1, collectives)));
+    }
+    format!(
+        r#"{{"format":"altiplano.profile","version":1,"device":"cpu-worker","machine":{{"processor":"p","cores":2}},"measured_at":"2026-11-22T01:30:00Z","altiplano":"0.1.0","seconds":1.0,"outliers":{{"samples":1,"outliers":0,"largest":0.0}},"ranks":{{"nodes":2,"on_node":2,"measured_at":"2026-11-22T01:30:00Z"}},"slower_shared":[],"series":[{}]}}"#,
+        all.join(",")
+    )
+}
+
+/// Where hosts are joined by a link that collectives are slow on, none goes over it; where messages are slow too, one host is left out.
+#[test]
+fn links_between_hosts_choose_the_plan() {
+    let scratch = Scratch::new();
+    let planned = |name: &str, profile: &str| {
+        let (profile, plan) = (scratch.file(name, profile), scratch.path(&format!("{name}.plan")));
+        let file = plan.display().to_string();
+        let cluster = "docs/cluster/two-hosts.toml";
+        let said =
+            succeeds(&["plan", DEMO, "--cluster", cluster, "--global-batch", "64", "--profile", &profile, "-o", &file]);
+        assert!(said.contains("with links of 2 x 2 ranks"), "{said}");
+        load_plan(&plan).expect("the plan")
+    };
+    let stages = |plan: &Plan| plan.stages.iter().map(|stage| stage.devices.clone()).collect::<Vec<_>>();
+    let fast = planned("fast", &links(1e10, 1e10, 1e10));
+    assert_eq!(stages(&fast), [vec![0, 1, 2, 3]]);
+    let slow_collectives = planned("slow-collectives", &links(1e10, 1e6, 1e10));
+    assert_eq!(stages(&slow_collectives), [vec![0, 1], vec![2, 3]]);
+    let slow = planned("slow", &links(1e10, 1e4, 1e4));
+    assert_eq!(stages(&slow), [vec![0, 1]]);
+    let seconds: Vec<f64> = [&fast, &slow_collectives, &slow].map(|plan| plan.predicted.step_time_s).to_vec();
+    assert!(seconds.is_sorted(), "{seconds:?}");
 }
 
 #[test]

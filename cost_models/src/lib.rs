@@ -35,6 +35,7 @@ use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
+use altiplano_ir::work::Work;
 
 /// Prices of the parts of a training step on one kind of device. All answers are seconds, finite and at least 0;
 /// more bytes or elements never cost less, and more bandwidth never costs more.
@@ -109,8 +110,8 @@ impl Costs for Rooflines {
     }
 }
 
-/// What the devices of one machine do themselves, priced by what was measured of it. They run a body's kernels one after the
-/// other, wait for each other in collectives, and share the machine's cores.
+/// What the devices of one machine, or of nodes that are alike, do themselves, priced by what was measured of it. They run a body's
+/// kernels one after the other, wait for each other in collectives, and share the cores of their machine.
 pub trait Runtime: CostModel {
     /// The same where a plan has so many devices, `busy` of which compute at once.
     fn at(&self, devices: u32, busy: u32) -> Box<dyn Runtime + '_>;
@@ -119,6 +120,12 @@ pub trait Runtime: CostModel {
 
     /// The kernels of a body, as the runtime fuses them, collectives among them. [`CostModel::kernel`] prices each in full.
     fn kernels(&self, body: &Body) -> Vec<Kernel>;
+
+    /// What is done for a collective over a link, where bytes are those of one device.
+    fn collective_work(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> Work;
+
+    /// Seconds for which so many bytes are on their way between two submeshes, after they were sent and before they are received.
+    fn message_s(&self, bytes: u64, path: &TransferPath) -> f64;
 
     /// Seconds that a device takes to send, or to receive, so many bytes.
     fn send_s(&self, bytes: u64) -> f64;

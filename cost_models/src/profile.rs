@@ -34,6 +34,9 @@ pub struct Profile {
     /// Seconds that measuring took.
     pub seconds: f64,
     pub outliers: Outliers,
+    /// The ranks whose collectives and messages were measured; those are of threads of one process where this is absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<MeasuredRanks>,
     /// By how many threads compute at once, beyond the cores of the machine: how much longer each takes than where there are as
     /// many threads as cores.
     pub slower_shared: Vec<(u32, f64)>,
@@ -46,6 +49,17 @@ pub struct Profile {
 pub struct Machine {
     pub processor: String,
     pub cores: u32,
+}
+
+/// Ranks of MPI whose links were measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredRanks {
+    pub nodes: u32,
+    /// Of those that took part.
+    pub on_node: u32,
+    /// As [`Profile::measured_at`].
+    pub measured_at: String,
 }
 
 /// Samples that took more than twice the median of their point.
@@ -163,7 +177,11 @@ impl Profile {
     /// The profile in words, as plans name it.
     pub fn label(&self) -> String {
         let day = self.measured_at.split('T').next().unwrap_or_default();
-        format!("measured profile of {}, {} cores, {day}", self.machine.processor, self.machine.cores)
+        let label = format!("measured profile of {}, {} cores, {day}", self.machine.processor, self.machine.cores);
+        match &self.ranks {
+            None => label,
+            Some(ranks) => format!("{label}, with links of {} x {} ranks", ranks.nodes, ranks.on_node),
+        }
     }
 }
 

@@ -11,6 +11,7 @@ fn profile(series: Vec<Series>) -> Profile {
         altiplano: "0.1.0".into(),
         seconds: 1.5,
         outliers: Outliers { samples: 70, outliers: 1, largest: 2.5 },
+        ranks: Some(MeasuredRanks { nodes: 2, on_node: 4, measured_at: "2026-11-23T05:50:00Z".into() }),
         slower_shared: vec![(4, 2.1), (8, 4.5)],
         series,
     }

@@ -51,31 +51,42 @@ impl SharedStage {
     }
 }
 
-/// Plays one step. As in [`crate::pipeline::simulate_order`] a call starts when its lane is free and its operand has arrived, here
-/// at once, since what is sent is copied by those who send and receive. With times that do not depend on the number of busy
-/// devices, and without transfers, both give the same.
+/// Plays one step. As in [`crate::pipeline::simulate_order`] a call starts when its lane is free and its operand has arrived: one
+/// transfer of a stage after the other, which take no core and the same time whoever is busy. With times that do not depend on the
+/// number of busy devices both give the same.
 pub fn simulate_shared(
     stages: &[SharedStage],
     order: &Order,
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
     let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.all_microbatches());
-    let mut forward_ready = vec![false; num_stages * width];
-    let mut backward_ready = vec![false; num_stages * width];
-    forward_ready[..width.min(num_stages * width)].fill(true);
+    // When the operands of each stage's calls are there; never, as long as they are not sent.
+    let mut forward_at = vec![f64::INFINITY; num_stages * width];
+    let mut backward_at = vec![f64::INFINITY; num_stages * width];
+    forward_at[..width.min(num_stages * width)].fill(0.0);
+    // When the link of each stage to the next, and to the one before, is free again.
+    let mut forward_sent_s = vec![0.0f64; num_stages];
+    let mut backward_sent_s = vec![0.0f64; num_stages];
+    let transfer_s =
+        |s: usize| stages[s].times.last().map_or((0.0, 0.0), |(_, t)| (t.transfer_forward_s, t.transfer_backward_s));
     let lane = |_| Lane { position: 0, doing: None, left: 0.0, started_s: 0.0, busy_s: 0.0, finished: Vec::new() };
     let mut lanes: Vec<Lane> = (0..num_lanes).map(lane).collect();
     let mut now_s = 0.0f64;
     loop {
+        // The first operand that is still on its way to a lane that waits for it.
+        let mut arrives_s = f64::INFINITY;
         for (l, lane) in lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
             let next = match order.call(l, lane.position) {
                 Some((s, call)) => {
-                    let ready = match call {
-                        PipelineCall::Forward { microbatch } => forward_ready[s * width + microbatch as usize],
-                        PipelineCall::Backward { microbatch } => backward_ready[s * width + microbatch as usize],
-                        PipelineCall::Weights { .. } | PipelineCall::Update { .. } => true,
+                    let at_s = match call {
+                        PipelineCall::Forward { microbatch } => forward_at[s * width + microbatch as usize],
+                        PipelineCall::Backward { microbatch } => backward_at[s * width + microbatch as usize],
+                        PipelineCall::Weights { .. } | PipelineCall::Update { .. } => now_s,
                     };
-                    ready.then_some(Doing::Call(s, call))
+                    if at_s > now_s {
+                        arrives_s = arrives_s.min(at_s);
+                    }
+                    (at_s <= now_s).then_some(Doing::Call(s, call))
                 }
                 None => (l..num_stages).step_by(num_lanes).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
             };
@@ -91,19 +102,23 @@ pub fn simulate_shared(
             Some(doing @ (Doing::Call(s, _) | Doing::Finish(s))) => lane.left * stages[s].seconds(doing, busy),
             None => f64::INFINITY,
         };
-        // The first to end, of equals the first lane; where nobody works, all is done.
+        // The first to end, of equals the first lane, unless an operand arrives before; where nobody works and nothing is on its way,
+        // all is done.
         let rests: Vec<f64> = lanes.iter().map(rest_s).collect();
-        let Some(first) =
-            (0..num_lanes).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]))
-        else {
-            break;
+        let first = (0..num_lanes).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]));
+        let first = first.filter(|&l| now_s + rests[l] <= arrives_s);
+        let step_s = match first {
+            Some(l) => rests[l],
+            None if arrives_s.is_finite() => arrives_s - now_s,
+            None => break,
         };
-        let step_s = rests[first];
-        now_s += step_s;
+        now_s = if first.is_some() { now_s + step_s } else { arrives_s };
         for (l, lane) in lanes.iter_mut().enumerate().filter(|(l, _)| rests[*l].is_finite()) {
             lane.busy_s += step_s;
-            lane.left = if l == first || rests[l] <= 0.0 { 0.0 } else { lane.left * (1.0 - step_s / rests[l]) };
+            let is_done = first == Some(l) || rests[l] <= 0.0;
+            lane.left = if is_done { 0.0 } else { lane.left * (1.0 - step_s / rests[l]) };
         }
+        let Some(first) = first else { continue };
         let lane = &mut lanes[first];
         match lane.doing.take() {
             Some(Doing::Call(s, call)) => {
@@ -111,11 +126,13 @@ pub fn simulate_shared(
                 watch(s, call, lane.started_s, now_s);
                 match call {
                     PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
-                        forward_ready[(s + 1) * width + microbatch as usize] = true;
+                        forward_sent_s[s] = forward_sent_s[s].max(now_s) + transfer_s(s).0;
+                        forward_at[(s + 1) * width + microbatch as usize] = forward_sent_s[s];
                     }
-                    PipelineCall::Forward { microbatch } => backward_ready[s * width + microbatch as usize] = true,
+                    PipelineCall::Forward { microbatch } => backward_at[s * width + microbatch as usize] = now_s,
                     PipelineCall::Backward { microbatch } if s > 0 => {
-                        backward_ready[(s - 1) * width + microbatch as usize] = true;
+                        backward_sent_s[s] = backward_sent_s[s].max(now_s) + transfer_s(s).1;
+                        backward_at[(s - 1) * width + microbatch as usize] = backward_sent_s[s];
                     }
                     PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
                 }

@@ -14,12 +14,19 @@ proptest! {
     #[test]
     fn without_slowing_it_is_the_plain_pipeline(
         stages in proptest::collection::vec((0.1f64..3.0, 0.1f64..3.0, 0.0f64..1.0), 1..5),
+        transfers in proptest::collection::vec((0.0f64..4.0, 0.0f64..4.0), 5),
+        at_once: bool,
         microbatches in 1u32..7,
         gpipe: bool,
     ) {
         let schedule = if gpipe { Schedule::GPipe } else { Schedule::OneFOneB };
         let order = Order::new(schedule, stages.len(), microbatches);
-        let plain: Vec<StageTimes> = stages.iter().map(|&(f, b, s)| times(f, b, s)).collect();
+        let sent = |(times, (f, b)): (StageTimes, (f64, f64))| match at_once {
+            true => times,
+            false => StageTimes { transfer_forward_s: f, transfer_backward_s: b, ..times },
+        };
+        let plain = stages.iter().map(|&(f, b, s)| times(f, b, s)).zip(transfers);
+        let plain: Vec<StageTimes> = plain.map(sent).collect();
         let all = stages.len() as u32;
         let shared: Vec<SharedStage> =
             plain.iter().map(|&t| SharedStage { devices: 1, times: vec![(1, t), (all.max(2), t)] }).collect();

@@ -3,6 +3,7 @@
 
 use crate::dtype::DType;
 use crate::graph::ValueId;
+use crate::reshard::Collective;
 
 /// Some work of one family: `times` runs of `size`.
 ///
@@ -23,6 +24,21 @@ impl Term {
     pub fn once(family: &'static str, dtype: DType, size: impl Into<Vec<f64>>) -> Term {
         Term { family, dtype, size: size.into(), times: 1.0, threads: 1 }
     }
+}
+
+/// The family of a message between two devices of a node, whose size is its bytes; and between nodes.
+pub const MESSAGE: [&str; 2] = ["message", "message_across"];
+
+/// The family of a collective among devices of several nodes, whose size is the nodes and the bytes; one that sends nothing has none.
+pub fn across_nodes(collective: &Collective) -> Option<&'static str> {
+    Some(match collective {
+        Collective::AllReduce { .. } => "all_reduce_across",
+        Collective::ReduceScatter { .. } => "reduce_scatter_across",
+        Collective::AllGather { .. } => "all_gather_across",
+        Collective::AllToAll { .. } => "all_to_all_across",
+        Collective::Halo { .. } => "halo_across",
+        Collective::LocalSlice { .. } | Collective::KeepFirst { .. } => return None,
+    })
 }
 
 /// What one kernel call does.

@@ -9,7 +9,7 @@ use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
-use altiplano_cost_models::{CostModel, Costs, Runtime, TransferPath, path_between_groups, transfer_path};
+use altiplano_cost_models::{Costs, Runtime, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
@@ -28,8 +28,14 @@ pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<B
         if like(plan, sketch, i) != i {
             return Vec::new();
         }
-        let cost = at.as_ref().map_or(costs.of_group(plan.stages[i].group), |r| r.as_cost());
-        work(sketch.written(plan.lane_of(i)), i as u32, &plan.execution, cost)
+        let stage = &plan.stages[i];
+        let cost = at.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
+        let mut bodies = work(sketch.written(plan.lane_of(i)), i as u32, &plan.execution, cost);
+        if let Some(runtime) = &at {
+            let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
+            bodies.iter_mut().for_each(|body| body.sent_between_nodes(runtime.as_ref(), &prices));
+        }
+        bodies
     };
     (0..plan.stages.len()).into_par_iter().map(of_stage).collect()
 }
@@ -66,7 +72,7 @@ pub fn timings_of(
     costs: &dyn Costs,
 ) -> Vec<(StageTimes, StageTiming)> {
     if let Some(runtime) = costs.runtime() {
-        return shared_timings(plan, &sketch.programs, work, runtime);
+        return shared_timings(plan, sketch, work, runtime);
     }
     let timing = |i: usize| {
         if like(plan, sketch, i) != i {
@@ -79,7 +85,8 @@ pub fn timings_of(
     let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
     let with_sends = |i: usize| {
         let timing = timings[like(plan, sketch, i)].clone();
-        let sends = sends(plan, sketch, i, costs.of_group(plan.stages[i].group));
+        let cost = costs.of_group(plan.stages[i].group);
+        let sends = sends(plan, sketch, i, |bytes, path| cost.transfer_s(bytes, path));
         let times = StageTimes {
             forward_s: timing.forward.seconds,
             backward_s: timing.backward.seconds,
@@ -102,14 +109,14 @@ fn late_by(plan: &Plan) -> Option<u32> {
 const MAX_LOADS: usize = 8;
 
 /// Timings on a machine that all devices share; the times of a stage are those with all devices at work. What is sent is copied by
-/// those who send and receive it.
+/// those who send and receive it, and between them takes what a message takes.
 fn shared_timings(
     plan: &Plan,
-    programs: &Programs,
+    sketch: &Sketch<'_>,
     work: &[Vec<BodyWork>],
     runtime: &dyn Runtime,
 ) -> Vec<(StageTimes, StageTiming)> {
-    let devices = plan.num_devices();
+    let (devices, programs) = (plan.num_devices(), &sketch.programs);
     let mut sums: BTreeSet<u32> = BTreeSet::from([0]);
     for stage in plan.lanes() {
         sums = sums.iter().flat_map(|&n| [n, n + stage.devices.len() as u32]).collect();
@@ -123,6 +130,7 @@ fn shared_timings(
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
         let program = &programs.programs[plan.lane_of(i)];
+        let sent_s = sends(plan, sketch, i, |bytes, path| runtime.message_s(bytes, path));
         let at = |busy: u32| {
             let cost = runtime.at(devices, busy);
             let prices = Prices::new(cost.as_cost(), plan.group_of(stage), stage.submesh, &stage.mesh);
@@ -133,8 +141,9 @@ fn shared_timings(
                 forward_s: timing.forward.seconds + copies(f, rf) + cost.preparation_s(program, i as u32, true),
                 backward_s: timing.backward.seconds + copies(b, rb),
                 weights_s: timing.weights.seconds,
-                step_s: timing.finish_s + copies(s, rs) + cost.preparation_s(program, i as u32, false),
-                ..StageTimes::default()
+                transfer_forward_s: sent_s[0],
+                transfer_backward_s: sent_s[1],
+                step_s: timing.finish_s + copies(s, rs) + sent_s[2] + cost.preparation_s(program, i as u32, false),
             };
             (times, timing)
         };
@@ -213,7 +222,7 @@ fn played_as(
 }
 
 /// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
-fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, cost: &dyn CostModel) -> [f64; 3] {
+fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, transfer_s: impl Fn(u64, &TransferPath) -> f64) -> [f64; 3] {
     let lane = plan.lane_of(i);
     let (stage, program) = (&plan.stages[i], sketch.written(lane));
     let mut sends = [0.0; 3];
@@ -227,7 +236,7 @@ fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, cost: &dyn CostModel) -> [f
         }
         let t = &sketch.programs.transfers[transfer.0 as usize];
         let target = &plan.stages[to as usize];
-        let seconds = cost.transfer_s(program.buffer(t.source.1).ty.bytes(), &path(plan, stage, target));
+        let seconds = transfer_s(program.buffer(t.source.1).ty.bytes(), &path(plan, stage, target));
         let slot = match microbatch {
             None => 2,
             Some(_) if to > from => 0,

@@ -6,10 +6,10 @@
 //! every framework. A runtime that says itself what its kernels are runs them one after the other ([`CostModel::runtime`]).
 
 use crate::lower::Prices;
-use altiplano_cost_models::CostModel;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Played, Price, Stream, Task, play, tasks};
+use altiplano_cost_models::{CostModel, Runtime};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Execution;
@@ -74,6 +74,18 @@ impl BodyWork {
         BodyWork { stage: 0, phase, kernels, sent, reads: FxHashMap::default(), writes: Vec::new() }
     }
 
+    /// Says of collectives between nodes what a runtime does for these.
+    pub(crate) fn sent_between_nodes(&mut self, runtime: &dyn Runtime, prices: &Prices<'_>) {
+        for (kernel, sent) in self.kernels.iter_mut().zip(&self.sent) {
+            if let Some((collective, operand, result)) = sent
+                && let link = prices.link(collective.axes())
+                && link.nodes > 1
+            {
+                kernel.work = Some(runtime.collective_work(collective, *operand, *result, link));
+            }
+        }
+    }
+
     fn is_once(&self) -> bool {
         matches!(self.phase, Phase::Reduce | Phase::Norm | Phase::Update)
     }
@@ -82,6 +94,14 @@ impl BodyWork {
     pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
         let mut costs: Vec<Price> = self.kernels.iter().map(|kernel| prices.cost.kernel(kernel)).collect();
         if prices.cost.runtime().is_some() {
+            // What a kernel does says nothing of the link that it goes over.
+            for (cost, sent) in costs.iter_mut().zip(&self.sent) {
+                if let Some((collective, operand, result)) = sent
+                    && prices.link(collective.axes()).nodes > 1
+                {
+                    cost.seconds = prices.collective_s(collective, *operand, *result);
+                }
+            }
             return costs;
         }
         if self.is_once() {

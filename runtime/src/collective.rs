@@ -16,6 +16,7 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A device's place in the group of a collective.
 pub struct Member<'a> {
@@ -212,7 +213,8 @@ impl Member<'_> {
         }
     }
 
-    /// Each member reduces a range of all operands, and puts it into the results of all.
+    /// Whichever member runs takes the next block of all operands, reduces it, and puts it into the results of all. So members that
+    /// share cores, of which some wait for a core while others run, keep none waiting for a part of the work that is theirs.
     fn all_reduce(
         &mut self,
         reducer: Reducer,
@@ -225,14 +227,13 @@ impl Member<'_> {
             return self.all_reduce_copies(reducer, dtype, elements, operand, in_place);
         }
         let class = Class::of(dtype);
-        let range = range_of(elements, self.ranks.len(), self.me);
-        let terms = if in_place {
-            Terms { operand: None, result: Lent::new(own(operand, class, true)?) }
+        let (operand, result) = if in_place {
+            (None, own(operand, class, true)?)
         } else {
             let result = operand.arena().allocate(class, elements)?;
-            Terms { operand: Some(operand), result: Lent::new(result) }
+            (Some(operand), result)
         };
-        let mine = Arc::new(terms);
+        let mine = Arc::new(Terms { operand, result: Lent::new(result), taken: AtomicUsize::new(0) });
         for (i, &rank) in self.ranks.iter().enumerate() {
             if i != self.me {
                 self.mailbox.send(rank, Tag::Collective, Payload::Lent(mine.clone()));
@@ -249,10 +250,17 @@ impl Member<'_> {
                 _ => return Err(KernelError::Disconnected),
             }
         }
-        with_class!(class, T => {
+        let size = taken_at_once(elements, self.ranks.len());
+        let next = || {
+            let block = all.first()?.taken.fetch_add(1, Ordering::Relaxed);
+            let start = block.checked_mul(size).filter(|&start| start < elements)?;
+            Some(start..(start + size).min(elements))
+        };
+        with_class!(class, T => while let Some(range) = next() {
             let operands: Vec<Option<&[T]>> =
                 all.iter().map(|t| t.operand.as_ref().map(|o| &o.slice::<T>()[range.clone()])).collect();
-            // SAFETY: of all members only this one touches this range of any of the results, until it says that it is done.
+            // SAFETY: no other member takes this block of the results, as the count that all take from gives each number once; and
+            // none reads the results until all have said that they are done.
             let mut results: Vec<&mut [T]> =
                 all.iter().map(|t| unsafe { t.result.part::<T>(range.clone()) }).collect();
             reduce_to_all(&operands, &mut results, reducer, dtype);
@@ -328,6 +336,14 @@ pub struct Terms {
     /// What it adds; absent where that lies where its result will.
     operand: Option<Arc<Storage>>,
     result: Lent,
+    /// Blocks that members have taken so far; that of the group's first member counts.
+    taken: AtomicUsize,
+}
+
+/// Elements of one block of an all-reduce of so many among `n`: few enough that members that begin later find some left and none waits
+/// long for the last, and enough that taking a block costs nothing beside it.
+fn taken_at_once(elements: usize, n: usize) -> usize {
+    elements.div_ceil(4 * n).next_multiple_of(LANES).clamp(1 << 12, 1 << 15)
 }
 
 /// The elements that member `i` of `n` reduces. Ranges begin at multiples of sixteen elements, so that they are whole words in every

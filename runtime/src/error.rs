@@ -180,6 +180,8 @@ pub enum RanksError {
     Threads,
     #[error("the plan's programs do not have one device each per rank")]
     Devices,
+    #[error("one rank has no links to measure; start at least two: mpirun -n 2")]
+    NoLinks,
 }
 
 /// `4, 4`, or `64 times 8`.

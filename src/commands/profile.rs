@@ -1,13 +1,18 @@
-//! `altiplano profile`: what the kernels of the CPU runtime take on this machine.
+//! `altiplano profile`: what the kernels of the CPU runtime take on this machine, and what ranks take to send to each other.
 
+use crate::commands::ranks::EngineArguments;
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::cost_models::profile::Profile as Measured;
 use altiplano::planner::Progress;
 use altiplano::profiled::measured_profile;
+#[cfg(feature = "mpi")]
+use altiplano::profiled::{load_profile, with_links};
+use altiplano::training::engine::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Measure what kernels, collectives and transfers take on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
@@ -18,9 +23,14 @@ pub struct Profile {
     /// Few and small sizes in a few seconds, to try it out
     #[arg(long)]
     quick: bool,
+    /// With --engine mpi: the profile of a node, as this command writes it without, whose collectives are replaced by those of ranks
+    #[arg(long, value_name = "FILE")]
+    add_to: Option<PathBuf>,
     /// Write the profile to this file instead of stdout
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+    #[command(flatten)]
+    engine: EngineArguments,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -31,22 +41,70 @@ enum Device {
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
         let Device::Cpu = self.device;
+        match (&self.add_to, self.engine.is_mpi()) {
+            (None, false) => self.measure_kernels(),
+            (Some(profile), true) => self.engine.clone().on_team(|team| self.measure_links(profile, team)),
+            (None, true) => {
+                let problem = "measures links between ranks, and needs --add-to FILE: the profile of a node, as `altiplano profile -o FILE` writes it there";
+                Err(Error::Option { option: "--engine mpi", problem })
+            }
+            (Some(_), false) => {
+                let problem = "is for links between ranks, which --engine mpi measures";
+                Err(Error::Option { option: "--add-to", problem })
+            }
+        }
+    }
+
+    fn measure_kernels(&self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let bar = Bar::new();
         let profile = measured_profile(self.quick, &mut |what, done, total| bar.step(what, done, total));
         drop(bar);
-        let found = profile.outliers;
-        eprintln!(
-            "measured {} series in {}; of {} samples {} took more than twice the median of their point, the worst {:.1} times",
-            profile.series.len(),
-            seconds(profile.seconds),
-            found.samples,
-            found.outliers,
-            found.largest
-        );
+        eprintln!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));
+        self.write(&profile)
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    fn measure_links(&self, _: &Path, _: Team) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Of all ranks the first reads and writes.
+    #[cfg(feature = "mpi")]
+    fn measure_links(&self, profile: &Path, team: Team) -> Result<(), Error> {
+        use altiplano::runtime::mpi::measure::measure_links;
+        let leads = team.leads();
+        let Team::Ranks { world, .. } = team else { return Ok(()) };
+        let profile = leads.then(|| load_profile(profile)).transpose()?;
+        self.output.as_deref().filter(|_| leads).map_or(Ok(()), expect_writable)?;
+        world.expect_same("other options", if self.quick { "quick" } else { "" })?;
+        let start = std::time::Instant::now();
+        let bar = leads.then(Bar::new);
+        let mut tell = |what: &str, done, total| bar.iter().for_each(|bar| bar.step(what, done, total));
+        let (links, world) = measure_links(world, self.quick, &mut tell)?;
+        drop(bar);
+        if let (Some(profile), Some(found)) = (profile, links.found) {
+            let (count, taken_s) = (found.measured.len(), start.elapsed().as_secs_f64());
+            let [nodes, ranks] = [links.nodes, links.ranks_on_node];
+            let profile = with_links(profile, found, [nodes, ranks], taken_s);
+            eprintln!("measured {count} series of links in {} on {nodes} x {ranks} ranks", seconds(taken_s));
+            self.write(&profile)?;
+        }
+        Ok(world.finish()?)
+    }
+
+    fn write(&self, profile: &Measured) -> Result<(), Error> {
         match &self.output {
             Some(file) => write_file(file, &profile.to_json()),
             None => say(profile.to_json().trim_end()),
         }
     }
+}
+
+fn outliers(profile: &Measured) -> String {
+    let found = profile.outliers;
+    format!(
+        "of {} samples {} took more than twice the median of their point, the worst {:.1} times",
+        found.samples, found.outliers, found.largest
+    )
 }

@@ -5,9 +5,9 @@
 
 use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, Floats, bound};
-use crate::training::checkpoint::Position;
+use crate::training::checkpoint::{DataContent, Position};
 use crate::training::shuffle::Permutation;
-use crate::training::source::{Source, open};
+use crate::training::source::{Source, content, open};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
@@ -37,6 +37,7 @@ pub struct DataOptions {
 pub struct Batches {
     inputs: Vec<InputType>,
     source: Option<Source>,
+    content: Option<DataContent>,
     options: DataOptions,
     /// Of what is made up.
     made_up_seed: u64,
@@ -72,6 +73,7 @@ impl Batches {
         Batches {
             inputs,
             source: None,
+            content: None,
             options: DataOptions::default(),
             made_up_seed: seed,
             state: BTreeMap::new(),
@@ -105,6 +107,7 @@ impl Batches {
                 return Err(Error::Data { file: file.clone(), problem: Box::new(problem) });
             }
             batches.source = Some(source);
+            batches.content = Some(content(file)?);
         }
         batches.options = options.clone();
         Ok(batches)
@@ -136,6 +139,11 @@ impl Batches {
             None => "as they come".to_string(),
         };
         Some(format!("data: {samples} samples of {file}, {order}{}", source.assumed))
+    }
+
+    /// What tells the file's data from others.
+    pub fn content(&self) -> Option<&DataContent> {
+        self.content.as_ref()
     }
 
     /// How much was taken.

@@ -216,6 +216,8 @@ fn train_in(
     let mut done = 0;
     match &from {
         Some((manifest, place)) => {
+            let same = manifest.data.expect_same(&data_state(training, &batches));
+            same.map_err(|problem| problem.at(place))?;
             engine.note(|| format!("loading {}", place.display()));
             load(plan, engine, manifest, place)?;
             batches.seek(manifest.data.position);
@@ -245,6 +247,7 @@ fn train_in(
     }
     let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
     let mut noise = NoiseScale::new(plan.global_batch);
+    let data_state = data_state(training, &batches);
     let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
     let mut last = Recorded::default();
     let mut failed: Option<(u64, Error)> = None;
@@ -311,8 +314,7 @@ fn train_in(
             tell(writer.poll(), &mut failed, &mut *on_event)?;
             if signal.is_some() || writes(number) {
                 tell(writer.finish(), &mut failed, &mut *on_event)?;
-                let file = training.data.file.as_ref().map(|file| file.display().to_string());
-                let data = DataState { file, seed: training.seed, shuffle: training.data.shuffle, position };
+                let data = DataState { position, ..data_state.clone() };
                 engine.note(|| format!("gathering the checkpoint of step {number}"));
                 writer.start(plan, engine, Manifest::new(plan, number, data))?;
             }
@@ -337,6 +339,17 @@ fn train_in(
             Err(CheckpointProblem::NotWritten { step, error: Box::new(error) }.at(&options.folder))
         }
         _ => Ok(Ran { peak_bytes: engine.peak_bytes()?, last: engine.recorded(last)?, noise: noise.estimate() }),
+    }
+}
+
+/// What batches are cut from, and where they begin.
+fn data_state(training: &Training, batches: &Batches) -> DataState {
+    DataState {
+        file: training.data.file.as_ref().map(|file| file.display().to_string()),
+        content: batches.content().cloned(),
+        seed: training.seed,
+        shuffle: training.data.shuffle,
+        position: batches.position(),
     }
 }
 

@@ -1,12 +1,15 @@
 //! Files of data: which part of which file each input takes, and reading the units of a batch from there.
 
 use crate::error::{DataProblem, Error};
+use crate::training::checkpoint::DataContent;
 use crate::training::data::InputType;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::array_file::ArrayFile;
 use altiplano_runtime::{HostData, HostTensor, RuntimeError};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// The data of a run.
@@ -70,8 +73,38 @@ pub(super) fn open(
 
 type Arrays = BTreeMap<String, ArrayFile>;
 
-/// The files of a folder.
+/// Bytes at either end of a file by which it is told from others of its length.
+const ENDS: u64 = 64 << 10;
+
+/// What tells data from other data: reading all of it would take too long.
+pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
+    let files = if place.is_dir() { files_of(place)? } else { vec![place.to_path_buf()] };
+    let (mut bytes, mut crc) = (0, crc32fast::Hasher::new());
+    for name in files {
+        let ends = || -> std::io::Result<(u64, Vec<u8>)> {
+            let mut file = File::open(&name)?;
+            let length = file.metadata()?.len();
+            let mut ends = Vec::new();
+            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
+            file.seek(SeekFrom::Start(length.saturating_sub(ENDS).max(ENDS.min(length))))?;
+            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
+            Ok((length, ends))
+        };
+        let (length, ends) = ends().map_err(|error| Error::Read { file: name.clone(), error })?;
+        bytes += length;
+        crc.update(&length.to_le_bytes());
+        crc.update(&ends);
+    }
+    Ok(DataContent { bytes, crc32: format!("{:08x}", crc.finalize()) })
+}
+
+/// The files of a folder, opened.
 fn shards(folder: &Path) -> Result<Vec<(PathBuf, Arrays)>, Error> {
+    let open = |file: PathBuf| Ok((file.clone(), ArrayFile::safetensors(&file)?));
+    files_of(folder)?.into_iter().map(open).collect()
+}
+
+fn files_of(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     let io = |error| Error::Read { file: folder.to_path_buf(), error };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(io)? {
@@ -84,7 +117,7 @@ fn shards(folder: &Path) -> Result<Vec<(PathBuf, Arrays)>, Error> {
     if files.is_empty() {
         return Err(problem(folder, DataProblem::EmptyFolder));
     }
-    files.into_iter().map(|file| Ok((file.clone(), ArrayFile::safetensors(&file)?))).collect()
+    Ok(files)
 }
 
 /// Tensors by the names of inputs. A file has as many units as each of its inputs has.

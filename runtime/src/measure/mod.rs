@@ -7,7 +7,7 @@
 
 mod chains;
 mod kernels;
-mod network;
+pub(crate) mod network;
 
 use altiplano_ir::dtype::DType;
 use std::sync::Barrier;
@@ -59,7 +59,7 @@ pub fn measure(options: &Options, tell: &mut dyn FnMut(&str, usize, usize)) -> M
     let cores = options.cores.max(1);
     let mut loads = vec![1, cores];
     loads.dedup();
-    let mut harness = Harness { quick: options.quick, load: 1, found: Measurements::default() };
+    let mut harness = Harness::new(options.quick);
     let total = 4 * loads.len() + 2;
     let mut done = 0;
     let mut next = |what: &str| {
@@ -86,19 +86,23 @@ pub fn measure(options: &Options, tell: &mut dyn FnMut(&str, usize, usize)) -> M
     harness.found
 }
 
-struct Harness {
-    quick: bool,
+pub(crate) struct Harness {
+    pub quick: bool,
     /// Threads that run each point at once.
-    load: usize,
-    found: Measurements,
+    pub load: usize,
+    pub found: Measurements,
 }
 
 impl Harness {
+    pub fn new(quick: bool) -> Harness {
+        Harness { quick, load: 1, found: Measurements::default() }
+    }
+
     fn add(&mut self, family: &'static str, dtype: DType, sizes: &[f64], seconds: Vec<f64>) {
         self.grid(family, dtype, 1, vec![sizes.to_vec()], seconds);
     }
 
-    fn grid(&mut self, family: &'static str, dtype: DType, threads: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
+    pub fn grid(&mut self, family: &'static str, dtype: DType, threads: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
         let load = self.load.max(threads);
         let seconds = seconds.into_iter().map(|s| s.max(LEAST_S)).collect();
         self.found.measured.push(Measured { family, dtype, threads, load, axes, seconds });
@@ -154,7 +158,7 @@ impl Harness {
     }
 
     /// The median of a point's samples, of which the outliers are counted.
-    fn median(&mut self, mut taken: Vec<f64>) -> f64 {
+    pub fn median(&mut self, mut taken: Vec<f64>) -> f64 {
         taken.sort_by(f64::total_cmp);
         let median = taken[(taken.len() - 1) / 2];
         self.found.samples += taken.len() as u64;

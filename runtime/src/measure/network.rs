@@ -14,7 +14,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
 /// Collectives of a tensor `[devices, width]` on each device, with the bytes by which each is priced, in bytes of the tensor.
-fn collectives(devices: usize) -> [(Collective, f64); 5] {
+pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 5] {
     let (axes, reducer) = (vec![AxisId(0)], Reducer::Sum);
     [
         (Collective::AllReduce { axes: axes.clone(), reducer }, 1.0),

@@ -4,6 +4,7 @@
 //! that is lost is the [`watch`]'s. MPI is found when the crate is built, so all of this is behind the feature `mpi`.
 
 pub mod collective;
+pub mod measure;
 pub mod place;
 pub mod session;
 mod sys;

@@ -144,13 +144,21 @@ impl World {
         self.all.barrier().map_err(RuntimeError::Mpi)
     }
 
-    /// Orders the ranks as the programs' devices are.
-    fn place(&mut self, programs: &Programs, layout: &Layout) -> Result<(), RuntimeError> {
+    /// The first rank of the machine of each rank.
+    pub(crate) fn node_of(&self) -> Result<Vec<usize>, RuntimeError> {
         let node = self.all.node().map_err(RuntimeError::Mpi)?;
         let first = node.tell(&[self.all.rank as u64]).map_err(RuntimeError::Mpi)?[0][0];
         let nodes = self.all.tell(&[first]).map_err(RuntimeError::Mpi)?;
-        let node_of: Vec<usize> = nodes.iter().map(|words| words[0] as usize).collect();
-        let device = layout.devices(&node_of).map_err(ranks)?[self.all.rank];
+        Ok(nodes.iter().map(|words| words[0] as usize).collect())
+    }
+
+    pub(crate) fn all(&self) -> Arc<Communicator> {
+        self.all.clone()
+    }
+
+    /// Orders the ranks as the programs' devices are.
+    fn place(&mut self, programs: &Programs, layout: &Layout) -> Result<(), RuntimeError> {
+        let device = layout.devices(&self.node_of()?).map_err(ranks)?[self.all.rank];
         let mut devices = programs.programs.iter().flat_map(|program| &program.devices);
         let place = devices.position(|&id| id == device);
         let count = programs.programs.iter().map(|program| program.devices.len()).sum::<usize>();

@@ -200,6 +200,25 @@ impl Communicator {
         checked("MPI_Barrier", unsafe { ffi::MPI_Barrier(self.raw) })
     }
 
+    /// Waits for all ranks without taking a core from those that are still at work.
+    pub fn barrier_asleep(&self) -> Result<(), KernelError> {
+        let mut request = MaybeUninit::uninit();
+        // SAFETY: the communicator is valid, and the request is written before it is read.
+        let mut request = unsafe {
+            checked("MPI_Ibarrier", ffi::MPI_Ibarrier(self.raw, request.as_mut_ptr()))?;
+            request.assume_init()
+        };
+        loop {
+            let mut done: c_int = 0;
+            // SAFETY: the request is valid until it is done, and is not asked for after that.
+            checked("MPI_Test", unsafe { ffi::MPI_Test(&mut request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+            if done != 0 {
+                return Ok(());
+            }
+            std::thread::sleep(std::time::Duration::from_micros(200));
+        }
+    }
+
     /// What each rank has to say, by rank.
     pub fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError> {
         let mut lengths = vec![0u64; self.size];

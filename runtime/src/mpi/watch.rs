@@ -10,6 +10,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What is said of a rank in messages.
@@ -41,6 +42,7 @@ pub struct Watch {
     /// How this rank is called in messages: `rank 3 on node-b`.
     pub name: String,
     shared: Arc<Mutex<Shared>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Ends the process at once. What MPI does when a process exits may wait for ranks that are no more.
@@ -66,6 +68,8 @@ struct Shared {
     /// This rank failed; the flag says that it may be since another one was lost.
     failed: Option<(u8, String, bool)>,
     finished: bool,
+    /// Connections of a rank that needs no others any more, which are open as long as its process is there.
+    kept: Vec<Link>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -272,8 +276,8 @@ impl Watch {
         let name = name(&peers, me);
         let watcher = Watcher { me, peers, links, lost_after, ends, shared: shared.clone(), parent, slept: false };
         let thread = std::thread::Builder::new().name("watch".to_string());
-        thread.spawn(move || watcher.run()).map_err(WatchError::Listen)?;
-        Ok(Watch { name, shared })
+        let thread = thread.spawn(move || watcher.run()).map_err(WatchError::Listen)?;
+        Ok(Watch { name, shared, thread: Mutex::new(Some(thread)) })
     }
 
     fn shared<T>(&self, with: impl FnOnce(&mut Shared) -> T) -> T {
@@ -296,11 +300,12 @@ impl Watch {
         }
     }
 
-    /// This rank needs no others any more.
+    /// This rank needs no others any more. The hub waits until the processes of all others have ended, or one has not for too long.
     pub fn finish(&self) {
         self.shared(|shared| shared.finished = true);
-        // The connection should be told before the process ends.
-        std::thread::sleep(4 * TURN);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Where the thread has failed there is nobody left to wait for.
+        let _ = thread.map(JoinHandle::join);
     }
 }
 
@@ -364,7 +369,35 @@ impl Watcher {
             }
             if finished {
                 self.links.iter_mut().for_each(|link| link.send(&Frame::Bye));
+                if self.me == 0 {
+                    return self.see_off();
+                }
+                let links = std::mem::take(&mut self.links);
+                self.shared.lock().unwrap_or_else(PoisonError::into_inner).kept = links;
                 return;
+            }
+        }
+    }
+
+    /// Waits at the hub until all others have closed their connections, as they do when their processes end: one that is stopped after
+    /// it said that it was done would keep the launcher waiting for ever.
+    fn see_off(mut self) {
+        let start = Instant::now();
+        loop {
+            self.wait();
+            if let Some(ending) = self.look() {
+                return self.end(ending);
+            }
+            let open: Vec<String> =
+                self.links.iter().filter(|link| !link.closed).map(|link| name(&self.peers, link.peer)).collect();
+            if open.is_empty() {
+                return;
+            }
+            if start.elapsed() > self.lost_after {
+                let seconds = self.lost_after.as_secs_f64();
+                let message =
+                    format!("the run is done, but after {seconds} s these have not ended: {}", open.join(", "));
+                return self.end(Ending { code: 1, message: Some(message) });
             }
         }
     }
@@ -564,11 +597,27 @@ mod tests {
     #[test]
     fn ranks_that_are_done_are_not_missed() {
         let (watches, did) = ranks(3);
-        for watch in watches.iter().flatten().rev() {
+        for watch in watches.into_iter().flatten().rev() {
             watch.finish();
         }
-        drop(watches);
         assert_eq!(all(&did, Duration::from_secs(3)), []);
+    }
+
+    #[test]
+    fn the_hub_waits_for_those_who_are_done_and_no_longer_than_it_should() {
+        let (watches, did) = ranks(3);
+        let mut watches: Vec<Watch> = watches.into_iter().flatten().collect();
+        let hub = watches.remove(0);
+        watches.iter().for_each(Watch::finish);
+        // The first of the others ends; the second stays for ever.
+        let stays = watches.pop();
+        drop(watches);
+        let start = Instant::now();
+        hub.finish();
+        assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
+        let text = "the run is done, but after 2 s these have not ended: rank 2 on here".to_string();
+        assert_eq!(all(&did, Duration::from_millis(100)), [Did::Said(0, text), Did::Exited(0, 1)]);
+        drop(stays);
     }
 
     #[test]

@@ -74,12 +74,24 @@ pub struct Manifest {
 pub struct DataState {
     /// None where batches are made up.
     pub file: Option<String>,
+    /// What was in it; none of checkpoints that did not say so yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<DataContent>,
     /// Of weights, made-up batches and random bits.
     pub seed: u64,
     /// Of the order of samples; none where they come as they are in the file.
     pub shuffle: Option<u64>,
     #[serde(flatten)]
     pub position: Position,
+}
+
+/// What tells a file of data, or the files of a folder, from others wherever it lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataContent {
+    pub bytes: u64,
+    /// CRC-32, in hex, of how long each file is and how it begins and ends, in the order of their names.
+    pub crc32: String,
 }
 
 /// How much of the data was taken.
@@ -161,6 +173,10 @@ pub enum CheckpointProblem {
     OtherOptimizer { found: String, expected: String },
     #[error("the checkpoint was made with {}, and this run has {}; say the same --clip-norm", clip(*found), clip(*expected))]
     OtherClip { found: Option<f64>, expected: Option<f64> },
+    #[error(
+        "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a run of its own from the checkpoint's weights"
+    )]
+    OtherData { found: String, expected: String },
     #[error("there is no checkpoint")]
     None,
     #[error("of {} none is whole; the newest: {newest}", plural(*count, "checkpoint"))]
@@ -169,6 +185,25 @@ pub enum CheckpointProblem {
     NotWritten { step: u64, error: Box<Error> },
     #[error("writing ended early; nothing was kept of it")]
     Abandoned,
+}
+
+impl DataState {
+    /// Fails where a run that goes on has other data. Files may have moved, and checkpoints that did not say what was in theirs fit any.
+    pub fn expect_same(&self, other: &DataState) -> Result<(), CheckpointProblem> {
+        let is_unknown = self.file.is_some() && self.content.is_none();
+        if is_unknown || self.content == other.content {
+            return Ok(());
+        }
+        Err(CheckpointProblem::OtherData { found: self.words(), expected: other.words() })
+    }
+
+    fn words(&self) -> String {
+        match (&self.file, &self.content) {
+            (Some(file), Some(content)) => format!("'{file}' ({} bytes, CRC-32 {})", content.bytes, content.crc32),
+            (Some(file), None) => format!("'{file}'"),
+            (None, _) => "batches that are made up".to_string(),
+        }
+    }
 }
 
 fn clip(norm: Option<f64>) -> String {

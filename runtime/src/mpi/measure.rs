@@ -1,0 +1,243 @@
+//! Measures what ranks take to send to each other, as they do it when they run a plan: collectives and messages within a node and
+//! between nodes, over sizes. The first rank keeps the time of groups that it is in; all others take part, or sleep until they do.
+
+use crate::arena::Arena;
+use crate::collective::Member;
+use crate::element::Class;
+use crate::error::{KernelError, RanksError, RuntimeError};
+use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::measure::network::collectives;
+use crate::measure::{Harness, Measurements};
+use crate::mpi::session::World;
+use crate::mpi::wire::RankWire;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::work::{MESSAGE, across_nodes};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What was measured of the links between ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Links {
+    pub nodes: usize,
+    pub ranks_on_node: usize,
+    /// On the first rank; none on the others.
+    pub found: Option<Measurements>,
+}
+
+/// Devices of a node, by number in its order, of so many nodes from the first on.
+type Group = Vec<usize>;
+
+struct Linked {
+    world: World,
+    mailbox: Mailbox,
+    /// The ranks of each node, in order, of as many as the smallest has.
+    nodes: Vec<Vec<usize>>,
+    harness: Harness,
+}
+
+/// Seconds for which a point is measured, about.
+const POINT_S: f64 = 0.2;
+
+/// Measures all links; all ranks must take part. `tell` hears what is being measured and how far it is.
+pub fn measure_links(
+    world: World,
+    quick: bool,
+    tell: &mut dyn FnMut(&str, usize, usize),
+) -> Result<(Links, World), RuntimeError> {
+    let node_of = world.node_of()?;
+    let mut nodes: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    node_of.iter().enumerate().for_each(|(rank, &node)| nodes.entry(node).or_default().push(rank));
+    let least = nodes.values().map(Vec::len).min().unwrap_or(0);
+    let nodes: Vec<Vec<usize>> = nodes.into_values().map(|ranks| ranks[..least].to_vec()).collect();
+    if node_of.len() < 2 {
+        return Err(RuntimeError::Ranks(Box::new(RanksError::NoLinks)));
+    }
+    let mailbox = Mailbox::of_rank(RankWire::new(world.all(), false, world.watch()));
+    let mut linked = Linked { world, mailbox, nodes, harness: Harness::new(quick) };
+    let measured = linked.measure(tell);
+    let Linked { world, mailbox, nodes, harness } = linked;
+    drop(mailbox);
+    measured.map_err(RuntimeError::Mpi)?;
+    let found = world.leads().then_some(harness.found);
+    Ok((Links { nodes: nodes.len(), ranks_on_node: least, found }, world))
+}
+
+/// 2, 4, 8 and so on, and `most` itself.
+fn doublings(first: usize, most: usize) -> Vec<usize> {
+    let mut all: Vec<usize> = std::iter::successors(Some(first), |n| Some(2 * n)).take_while(|&n| n < most).collect();
+    all.extend((most >= first).then_some(most));
+    all
+}
+
+impl Linked {
+    fn measure(&mut self, tell: &mut dyn FnMut(&str, usize, usize)) -> Result<(), KernelError> {
+        let (on_node, num_nodes) = (self.nodes[0].len(), self.nodes.len());
+        let widths: &[usize] = match self.harness.quick {
+            true => &[16, 1 << 12],
+            false => &[16, 1 << 10, 1 << 14, 1 << 17, 1 << 20],
+        };
+        let inside = doublings(2, on_node);
+        // By devices of a group: by how many nodes it is on, and how many of each it has. All devices of a node are in a group.
+        let mut between: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        for nodes in doublings(2, num_nodes) {
+            for of_each in doublings(1, on_node).into_iter().filter(|&m| on_node.is_multiple_of(m)) {
+                between.entry(nodes * of_each).or_default().push((nodes, of_each));
+            }
+        }
+        let total = inside.len() + between.len() + 1;
+        for (done, &devices) in inside.iter().enumerate() {
+            tell("collectives within a node", done, total);
+            for (collective, priced) in collectives(devices) {
+                let first = &self.nodes[0][..devices];
+                let groups = vec![first.to_vec()];
+                let seconds = self.collective_of(&groups, &collective, devices, widths)?;
+                self.add(collective.name(), devices, vec![bytes_of(widths, devices, priced)], seconds);
+            }
+        }
+        for (done, (&devices, ways)) in between.iter().enumerate() {
+            tell("collectives between nodes", inside.len() + done, total);
+            for (collective, priced) in collectives(devices) {
+                let Some(family) = across_nodes(&collective) else { continue };
+                let mut seconds = Vec::new();
+                for &(nodes, of_each) in ways {
+                    let group = |first: usize| -> Group {
+                        let of_node = |ranks: &Vec<usize>| ranks[first..first + of_each].to_vec();
+                        self.nodes[..nodes].iter().flat_map(of_node).collect()
+                    };
+                    let groups: Vec<Group> = (0..on_node).step_by(of_each).map(group).collect();
+                    seconds.extend(self.collective_of(&groups, &collective, devices, widths)?);
+                }
+                let nodes = ways.iter().map(|way| way.0 as f64).collect();
+                self.add(family, devices, vec![nodes, bytes_of(widths, devices, priced)], seconds);
+            }
+        }
+        tell("messages", total - 1, total);
+        let first = self.nodes[0][0];
+        let neighbour = self.nodes[0].get(1).copied();
+        let afar = self.nodes.get(1).map(|ranks| ranks[0]);
+        for (family, to) in MESSAGE.into_iter().zip([neighbour, afar]) {
+            let Some(to) = to else { continue };
+            let sizes: &[usize] = match self.harness.quick {
+                true => &[64, 1 << 14],
+                false => &[64, 1 << 12, 1 << 16, 1 << 20, 1 << 23],
+            };
+            let mut seconds = Vec::new();
+            for &bytes in sizes {
+                seconds.push(self.message(first, to, bytes)?);
+            }
+            self.add(family, 1, vec![sizes.iter().map(|&n| n as f64).collect()], seconds);
+        }
+        Ok(())
+    }
+
+    /// Keeps what the first rank measured.
+    fn add(&mut self, family: &'static str, devices: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
+        self.harness.load = devices;
+        self.harness.grid(family, DType::F32, devices, axes, seconds);
+    }
+
+    /// Seconds of a collective by width, run by all groups at once.
+    fn collective_of(
+        &mut self,
+        groups: &[Group],
+        collective: &Collective,
+        devices: usize,
+        widths: &[usize],
+    ) -> Result<Vec<f64>, KernelError> {
+        let me = self.mailbox.rank;
+        let group = groups.iter().find(|group| group.contains(&me)).cloned().unwrap_or_default();
+        let place = group.iter().position(|&rank| rank == me).unwrap_or(0);
+        let arena = Arena::new(None);
+        let mut seconds = Vec::with_capacity(widths.len());
+        for &width in widths {
+            let takes_part = !group.is_empty();
+            let tensor = Arc::new(arena.zeros(Class::F32, if takes_part { devices * width } else { 0 })?);
+            let shape = [devices, width];
+            let once = |mailbox: &mut Mailbox| {
+                let mut member = Member { mailbox, ranks: group.clone(), me: place };
+                member.run(collective, DType::F32, &shape, tensor.clone(), false).map(drop)
+            };
+            seconds.push(self.timed(takes_part, once)?);
+        }
+        Ok(seconds)
+    }
+
+    /// Seconds in which so many bytes get from one rank to another: half of there and back.
+    fn message(&mut self, from: usize, to: usize, bytes: usize) -> Result<f64, KernelError> {
+        let me = self.mailbox.rank;
+        let words = vec![0u64; bytes / 8];
+        let once = |mailbox: &mut Mailbox| {
+            if me == from {
+                mailbox.send(to, Tag::Channel, Payload::Words(words.clone()));
+            }
+            let other = if me == from { to } else { from };
+            let received = mailbox.receive(other, Tag::Channel)?;
+            if me == to {
+                mailbox.send(from, Tag::Channel, received);
+            }
+            mailbox.check()
+        };
+        Ok(self.timed(me == from || me == to, once)? / 2.0)
+    }
+
+    /// Seconds of something that some ranks do together, as the first of all has them; the others wait without taking a core. The
+    /// fastest of several counts: when another program has the core of one rank, all others wait, which their clocks do not tell from
+    /// waiting for each other.
+    fn timed(
+        &mut self,
+        takes_part: bool,
+        once: impl Fn(&mut Mailbox) -> Result<(), KernelError>,
+    ) -> Result<f64, KernelError> {
+        let all = self.world.all();
+        all.barrier_asleep()?;
+        let run = |mailbox: &mut Mailbox, times: u64| {
+            let start = Instant::now();
+            for _ in 0..if takes_part { times } else { 0 } {
+                once(mailbox)?;
+            }
+            Ok(start.elapsed().as_secs_f64() / times as f64)
+        };
+        // The first run makes the group and its connections.
+        run(&mut self.mailbox, 1)?;
+        let first_s = run(&mut self.mailbox, 2)?;
+        all.barrier_asleep()?;
+        // All do as many as the slowest of the first suggests.
+        let told = all.tell(&[first_s.to_bits()])?;
+        let slowest_s = told.iter().filter_map(|words| words.first()).map(|&w| f64::from_bits(w)).fold(1e-7, f64::max);
+        let (point_s, most) = if self.harness.quick { (POINT_S / 10.0, 3) } else { (POINT_S, 15) };
+        let samples = ((point_s / slowest_s) as usize).clamp(1, most);
+        let times = ((point_s / slowest_s / samples as f64) as u64).clamp(1, 64);
+        let mut taken = Vec::with_capacity(samples);
+        for _ in 0..samples {
+            taken.push(run(&mut self.mailbox, times)?);
+        }
+        if let Some(wire) = self.mailbox.ranks() {
+            wire.flush()?;
+        }
+        all.barrier_asleep()?;
+        let least_s = taken.iter().copied().fold(f64::INFINITY, f64::min);
+        if self.world.leads() && takes_part {
+            self.harness.median(taken);
+        }
+        Ok(least_s)
+    }
+}
+
+/// The sizes by which a collective of so wide tensors is priced.
+fn bytes_of(widths: &[usize], devices: usize, priced: f64) -> Vec<f64> {
+    widths.iter().map(|&width| 4.0 * (width * devices) as f64 * priced).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_devices_double_up_to_all() {
+        assert_eq!(doublings(2, 1), [0; 0]);
+        assert_eq!(doublings(2, 2), [2]);
+        assert_eq!(doublings(1, 6), [1, 2, 4, 6]);
+    }
+}
