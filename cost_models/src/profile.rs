@@ -46,6 +46,13 @@ pub struct Profile {
 pub struct Machine {
     pub processor: String,
     pub cores: u32,
+    /// Whether it is GPUs that were measured and are counted, rather than the cores of a processor.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub gpus: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// Samples that took more than twice the median of their point.
@@ -163,7 +170,8 @@ impl Profile {
     /// The profile in words, as plans name it.
     pub fn label(&self) -> String {
         let day = self.measured_at.split('T').next().unwrap_or_default();
-        format!("measured profile of {}, {} cores, {day}", self.machine.processor, self.machine.cores)
+        let each = if self.machine.gpus { "GPUs" } else { "cores" };
+        format!("measured profile of {}, {} {each}, {day}", self.machine.processor, self.machine.cores)
     }
 }
 

@@ -1,9 +1,10 @@
-//! `altiplano profile`: what the kernels of the CPU runtime take on this machine.
+//! `altiplano profile`: what the kernels of plans take on this machine, on its processor or its GPUs.
 
+use crate::commands::options::gpus;
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::planner::Progress;
-use altiplano::profiled::measured_profile;
+use altiplano::profiled::{measured_gpu_profile, measured_profile};
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};
@@ -12,7 +13,7 @@ use std::path::PathBuf;
 /// Measure what kernels, collectives and transfers take on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
 pub struct Profile {
-    /// What is measured: cpu, the workers of `local:N`
+    /// What is measured: cpu, the workers of `local:N`, or cuda, GPUs
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
     /// Few and small sizes in a few seconds, to try it out
@@ -26,14 +27,19 @@ pub struct Profile {
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum Device {
     Cpu,
+    Cuda,
 }
 
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
-        let Device::Cpu = self.device;
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
+        let gpus = (self.device == Device::Cuda).then(gpus).transpose()?;
         let bar = Bar::new();
-        let profile = measured_profile(self.quick, &mut |what, done, total| bar.step(what, done, total));
+        let mut tell = |what: &str, done, total| bar.step(what, done, total);
+        let profile = match &gpus {
+            Some(options) => measured_gpu_profile(options, self.quick, &mut tell)?,
+            None => measured_profile(self.quick, &mut tell),
+        };
         drop(bar);
         let found = profile.outliers;
         eprintln!(

@@ -172,7 +172,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     let has = |word: &str| words.contains(&word);
     let number = |prefix: &str| words.iter().find_map(|w| w.strip_prefix(prefix)?.parse::<u32>().ok());
     let import = ImportOptions {
-        precision: has("bf16").then_some(DType::BF16),
+        precision: has("bf16").then_some(DType::BF16).or(has("f16").then_some(DType::F16)),
         loss: if has("inference") { Some("none".into()) } else { import.loss.clone() },
         ..import.clone()
     };
