@@ -326,7 +326,7 @@ fn what_cannot_be_scaled_is_said() {
     assert!(scaled.contains("loss scale dynamic from 65536"), "{scaled}");
 }
 
-/// Over ranks and threads the state is the same on all devices, which is what a damaged plan would not be.
+/// A plan file says by what the loss is scaled; what cannot be a scale is refused.
 #[test]
 fn plans_say_what_scales_them() -> Result<(), Error> {
     let scratch = Scratch::new();

@@ -70,21 +70,11 @@ fn a_scale_stays_a_number_of_the_losss_type() {
     // 65536 is infinity in f16, so that it would be the seed that overflows.
     let half =
         run(LossScale::Dynamic { initial: INITIAL, interval: 1 }, DType::F16, &[false, true, false, false, false]);
-    assert_eq!(half.map_scales(), [32768.0, 16384.0, 32768.0, 32768.0, 32768.0]);
+    assert_eq!(half.iter().map(|state| state[0]).collect::<Vec<_>>(), [32768.0, 16384.0, 32768.0, 32768.0, 32768.0]);
     let down = run(LossScale::default(), DType::F32, &[true; 200]);
     assert_eq!(down.last().expect("steps")[0], f64::from(f32::MIN_POSITIVE));
     let up = run(LossScale::Dynamic { initial: INITIAL, interval: 1 }, DType::F32, &[false; 200]);
     assert_eq!(up.last().expect("steps")[0], 1.0 / f64::from(f32::MIN_POSITIVE));
-}
-
-trait Scales {
-    fn map_scales(&self) -> Vec<f64>;
-}
-
-impl Scales for Vec<[f64; 3]> {
-    fn map_scales(&self) -> Vec<f64> {
-        self.iter().map(|state| state[0]).collect()
-    }
 }
 
 #[test]
@@ -109,7 +99,7 @@ fn only_what_is_not_finite_overflows() {
 
 #[test]
 fn what_scales_there_are() {
-    assert_eq!(LossScale::Fixed(65536.0).problem(DType::F16).is_some(), true);
+    assert!(LossScale::Fixed(65536.0).problem(DType::F16).is_some());
     assert_eq!(LossScale::Fixed(65536.0).problem(DType::F32), None);
     assert!(LossScale::Fixed(0.0).problem(DType::F32).is_some());
     assert!(LossScale::Fixed(f64::NAN).problem(DType::F32).is_some());
