@@ -2,7 +2,8 @@
 # What a machine with a GPU says of CUDA devices, in one go of less than twenty minutes: whether models compute there what is recorded of
 # them and what one CPU device computes, alone and under plans of several devices (which share one GPU and exchange through the host where
 # there are fewer GPUs than devices); how long steps of GPT-2 take, beside PyTorch where that is installed; and how both compare with
-# the matrix products that the GPU reaches, and with what the plan predicts. Writes benches/results/NAME.md.
+# the matrix products that the GPU reaches, and with what the plan predicts by its cluster's figures and by a profile that is measured
+# first. Writes benches/results/NAME.md.
 #
 #   benches/gpu.sh [--emulate] [NAME]     default: gpu
 #
@@ -103,10 +104,51 @@ median() { tail -n +$(($(wc -l < "$1") / 2 + 1)) "$1" | sort -g | awk '{ a[NR] =
 python="${ALTIPLANO_PYTHON:-python3}"
 torch() { "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2> /dev/null; }
 
+# Milliseconds that a plan says its step takes.
+step_ms() { sed -n 's/.*"step_time_s": *\([0-9.eE+-]*\).*/\1/p' "$1" | head -1 | awk '{ printf "%.2f", 1000 * $1 }'; }
+
+# What kernels take here, measured once.
+profiled() {
+    local options=()
+    [ "$emulate" = 0 ] || options=(--quick)
+    if within "$altiplano" profile --device cuda "${options[@]}" -o "$scratch/profile.json" > /dev/null 2> "$scratch/stderr"; then
+        echo "What kernels take here: $(grep -o 'measured [0-9]* series in .*' "$scratch/stderr" | tail -1)."
+    else
+        touch "$scratch/failed"
+        echo "What kernels take here could not be measured: $(tail -1 "$scratch/stderr")."
+    fi
+}
+
+# A plan for the emulated GPU, predicted by what was measured of it.
+emulated_plan() {
+    local said
+    printf 'name = "emulated"\n[[group]]\nnodes = 1\ndevices_per_node = 1\ndevice = "Emulated"\nintra_node = { kind = "pcie", bytes_per_s = 2.5e10, latency_s = 1e-5 }\n' > "$scratch/emulated.toml"
+    printf '[device."Emulated"]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 9e11\npeak_flops = { f32 = 4e13, f16 = 1.6e14, bf16 = 1.6e14 }\n' >> "$scratch/emulated.toml"
+    if "$altiplano" plan "$scratch/gpt2.json" --seq 16 --global-batch 8 --cluster "$scratch/emulated.toml" -o "$scratch/emulated.plan.json" > /dev/null 2> "$scratch/stderr"; then
+        said="$(by_profile "$scratch/emulated.plan.json" 0)"
+        echo "By it a step of gpt2.json is predicted to take $said ms."
+        [ -n "$said" ] || touch "$scratch/failed"
+    else
+        touch "$scratch/failed"
+        tail -1 "$scratch/stderr"
+    fi
+}
+
+# What the profile predicts of the step of a plan, and how far from so many milliseconds that is.
+by_profile() {
+    local plan="$1" ms="$2" said
+    [ -f "$scratch/profile.json" ] || { echo '-'; return; }
+    said="$(within "$altiplano" simulate "$plan" --profile "$scratch/profile.json" 2> "$scratch/stderr")" || { echo "failed: $(tail -1 "$scratch/stderr" | tr '|' '/')"; return; }
+    # The first line ends with `: 112 ms a step of ...`.
+    printf '%s\n' "$said" | sed -n '1s/.*: \([0-9.]*\) \(s\|ms\|us\) a step of.*/\1 \2/p' | awk -v ms="$ms" '{
+        at = $1 * ($2 == "s" ? 1000 : $2 == "us" ? 0.001 : 1)
+        if (ms + 0 > 0) printf "%.2f (%+.1f %%)", at, 100 * (at / ms - 1); else printf "%.2f", at }'
+}
+
 # A step of GPT-2's architecture here and in PyTorch: name, layers, width, heads, batch, sequence, precision.
 step() {
     local title="$1" layers="$2" width="$3" heads="$4" batch="$5" length="$6" precision="$7"
-    local config="$scratch/step.json" plan="$scratch/step.plan.json" metrics="$scratch/metrics" ms held predicted predicted_ms flop rate
+    local config="$scratch/step.json" plan="$scratch/step.plan.json" metrics="$scratch/metrics" ms held predicted predicted_ms measured_ms flop rate
     echo "{\"model_type\": \"gpt2\", \"vocab_size\": 50257, \"n_positions\": $length, \"n_embd\": $width, \"n_layer\": $layers, \"n_head\": $heads}" > "$config"
     within "$altiplano" plan "$config" --seq "$length" --cluster dgx-h200:1/1 --global-batch "$batch" --precision "$precision" -o "$plan" \
         > /dev/null 2> "$scratch/stderr" || { echo "| $title | no plan: $(tail -1 "$scratch/stderr") |"; return; }
@@ -116,7 +158,8 @@ step() {
     ms="$(median "$scratch/ms")"
     held="$(awk '$2 == "stage0" { print $3, $4 }' "$scratch/said" | head -1)"
     predicted="$(awk '$2 == "stage0" { print $5, $6 }' "$scratch/said" | head -1)"
-    predicted_ms="$(sed -n 's/.*"step_time_s": *\([0-9.eE+-]*\).*/\1/p' "$plan" | head -1 | awk '{ printf "%.2f", 1000 * $1 }')"
+    predicted_ms="$(step_ms "$plan")"
+    measured_ms="$(by_profile "$plan" "$ms")"
     flop="$(sed -n 's/.*"model_flop": *\([0-9.eE+-]*\).*/\1/p' "$plan" | head -1)"
     rate="$(awk -v flop="${flop:-0}" -v ms="$ms" -v peak="$peak" 'BEGIN { if (ms + 0 > 0) printf "%.1f TFLOP/s", flop / ms / 1e9; if (ms + 0 > 0 && peak + 0 > 0) printf ", %.1f %% of the peak", flop / ms / 1e7 / peak }')"
     [ "$ms" != failed ] || { touch "$scratch/failed"; ms="failed: $(tail -1 "$scratch/stderr" | tr '|' '/')"; }
@@ -125,7 +168,7 @@ step() {
         eager="$(within "$python" benches/gpu_torch.py step "$layers" "$width" "$heads" "$batch" "$length" "$precision" eager 2> /dev/null || echo failed)"
         compiled="$(within "$python" benches/gpu_torch.py step "$layers" "$width" "$heads" "$batch" "$length" "$precision" compile 2> /dev/null || echo failed)"
     fi
-    echo "| $title | $ms | $predicted_ms | $rate | ${held:-?} | ${predicted:-?} | $eager | $compiled |"
+    echo "| $title | $ms | $predicted_ms | $measured_ms | $rate | ${held:-?} | ${predicted:-?} | $eager | $compiled |"
 }
 
 # What of a step is spent in kernels, where Nsight Systems is there.
@@ -147,6 +190,12 @@ peak=""
     printf '\n`benches/gpu.sh %s` on\n\n```\n%s\n```\n' "$name" "$(cat "$scratch/devices")"
     printf '\n## What models compute\n\n'
     models
+    printf '\n'
+    profiled
+    if [ "$emulate" = 1 ]; then
+        # Times of an emulation say nothing; that a plan is predicted by them does.
+        emulated_plan
+    fi
     if [ "$emulate" = 0 ]; then
         if torch; then
             printf '\n'
@@ -157,8 +206,8 @@ peak=""
             printf '\nPyTorch is not installed with CUDA, so that there is no peak and nothing to compare steps with.\n'
         fi
         printf '\n## Steps\n\nMedian of the later half of 12 steps in milliseconds, sequences of 1024 tokens, AdamW. PyTorch says milliseconds and GB of memory.\n\n'
-        echo '| model | ms | predicted | rate | memory | predicted | PyTorch eager | torch.compile |'
-        echo '| --- | --- | --- | --- | --- | --- | --- | --- |'
+        echo '| model | ms | predicted | by the profile | rate | memory | predicted | PyTorch eager | torch.compile |'
+        echo '| --- | --- | --- | --- | --- | --- | --- | --- | --- |'
         step 'GPT-2 124M, f32, batch 4' 12 768 12 4 1024 f32
         step 'GPT-2 124M, bf16, batch 8' 12 768 12 8 1024 bf16
         step 'GPT 1.3B, bf16, batch 4' 24 2048 32 4 1024 bf16

@@ -4,7 +4,8 @@
 use crate::error::Error;
 use crate::model::read_bytes;
 use crate::units::{digits, plural};
-use altiplano_cost_models::kernels::{Kernel, of_runtime};
+use altiplano_cost_models::kernels::{Kernel, KernelKind, Matmul, kernels, of_runtime};
+use altiplano_cost_models::probe;
 use altiplano_cost_models::profile::{
     self, Lookup, Machine, MeasuredRanks, Outliers, Priced, Profile, ProfileError, Series,
 };
@@ -26,6 +27,8 @@ use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
 use altiplano_planner::{Progress, Request, plan, plan_with, programs};
+use altiplano_runtime::devices::cuda::{CudaOptions, Survey};
+use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, PASS, measure_gpus};
 use altiplano_runtime::measure::{Measured, Measurements, Options, measure};
 use altiplano_runtime::work::{body_work, preparation, threads_of_device};
 use std::collections::{BTreeMap, HashMap};
@@ -57,6 +60,28 @@ pub struct Profiled {
     ops: Arc<Mutex<HashMap<String, f64>>>,
     /// What the profile says, for those who keep answers that depend on it.
     content: Option<Key>,
+}
+
+/// What a GPU does for a kernel, in the terms that are measured of GPUs: one, or none where nothing is.
+fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
+    let bytes = (kernel.read_bytes + kernel.written_bytes) as f64;
+    let term = match kernel.kind {
+        KernelKind::Matmul(Matmul { batch, m, n, k, dtype, .. }) => {
+            let [batch, m, n, k] = [batch, m, n, k].map(|size| size as f64);
+            if batch > 1.0 {
+                Term::once(BATCHED, dtype, [batch, m, n, k])
+            } else {
+                Term::once(MATMUL, dtype, [m, n, k])
+            }
+        }
+        KernelKind::Attention { flop, share, dtype } => Term::once(ATTENTION, dtype, [flop * share]),
+        KernelKind::Fused { .. } => Term::once(PASS, DType::F32, [bytes]),
+        KernelKind::Indexed => Term::once(INDEXED, DType::F32, [bytes]),
+        _ => return None,
+    };
+    let mut work = Work::new(1);
+    work.add(term);
+    Some(work)
 }
 
 /// What a profile does not cover of a plan.
@@ -142,14 +167,24 @@ impl Profiled {
         self.lookup.profile()
     }
 
+    /// Whether it prices GPUs, which launch kernels one by one, rather than workers that share a machine.
+    fn is_of_gpus(&self) -> bool {
+        self.roofline.device().kind.is_gpu()
+    }
+
+    /// What a kernel does, in terms that may have been measured.
+    pub fn work(&self, kernel: &Kernel) -> Option<Work> {
+        if self.is_of_gpus() { work_of_gpu(kernel) } else { kernel.work.clone() }
+    }
+
     fn threads(&self) -> usize {
         threads_of_device(self.profile().machine.cores as usize, self.devices as usize)
     }
 
     /// What a term takes as part of some work.
     pub fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
-        // Between nodes all devices of each were at it together, as they are in a step.
-        if term.family.ends_with(ACROSS) {
+        // Of GPUs, and between nodes, all devices of each were at it together, as they are in a step.
+        if self.is_of_gpus() || term.family.ends_with(ACROSS) {
             return self.lookup.price(term, term.threads);
         }
         // The threads of a collective are devices themselves; those of any other kernel belong to each device.
@@ -181,10 +216,10 @@ impl Profiled {
         let mut found = Uncovered::default();
         for kernel in work_of(plan, &Sketch::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels) {
             found.kernels += 1;
-            let Some(work) = &kernel.work else { continue };
+            let Some(work) = self.work(kernel) else { continue };
             let mut worst: Option<(&Term, f64)> = None;
             for term in &work.terms {
-                match self.term(term, work) {
+                match self.term(term, &work) {
                     None => *found.missing.entry((term.family.to_string(), term.dtype)).or_default() += 1,
                     Some(p) if p.outside > worst.map_or(1.0, |w| w.1) => worst = Some((term, p.outside)),
                     Some(_) => {}
@@ -212,6 +247,12 @@ impl Profiled {
         let v = graph.push(op.clone(), &leaves).ok()?;
         if graph.ty(v) != result {
             return None;
+        }
+        if self.is_of_gpus() {
+            let of_op = kernels(&graph, &[v].into(), false);
+            let seconds = of_op.iter().map(|kernel| self.kernel(kernel).seconds).sum();
+            self.ops.lock().unwrap_or_else(PoisonError::into_inner).insert(key, seconds);
+            return Some(seconds);
         }
         let writes = vec![(BufferId(u32::MAX), v)];
         let body =
@@ -249,6 +290,10 @@ impl CostModel for Profiled {
                 let inside = graph.values().filter(|&v| !body.is_constant(v));
                 inside.map(|v| self.compute_s(&graph.node(v).op, &graph.operand_types(v), graph.ty(v))).sum()
             }),
+            // What an op that is fused with its neighbours takes of their pass is an estimate, measured or not.
+            op if self.is_of_gpus() && !matches!(op, Op::DotGeneral(_)) => {
+                self.roofline.compute_s(op, operands, result)
+            }
             _ => {
                 let seconds = self.op_s(op, operands, result);
                 seconds.unwrap_or_else(|| self.roofline.compute_s(op, operands, result))
@@ -257,16 +302,28 @@ impl CostModel for Profiled {
     }
 
     fn kernel(&self, kernel: &Kernel) -> Price {
-        let measured = kernel.work.as_ref().and_then(|work| self.work_s(work));
-        Price { seconds: measured.unwrap_or_else(|| self.roofline.kernel(kernel).seconds), issue_s: 0.0 }
+        let measured = self.work(kernel).and_then(|work| self.work_s(&work));
+        let by_roofline = self.roofline.kernel(kernel);
+        let issue_s = if self.is_of_gpus() { by_roofline.issue_s } else { 0.0 };
+        Price { seconds: measured.unwrap_or(by_roofline.seconds), issue_s }
+    }
+
+    fn issue_s(&self, op: &Op, operands: &[&TensorType]) -> f64 {
+        if self.is_of_gpus() { self.roofline.issue_s(op, operands) } else { 0.0 }
     }
 
     /// Measured with the collective itself.
-    fn waiting_s(&self, _: u64) -> f64 {
-        0.0
+    fn waiting_s(&self, devices: u64) -> f64 {
+        if self.is_of_gpus() { self.roofline.waiting_s(devices) } else { 0.0 }
     }
 
     fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64 {
+        let roofline = || self.roofline.collective_s(collective, operand_bytes, result_bytes, link);
+        // One machine was measured, with the GPUs that it has.
+        let was_measured = link.nodes <= 1 && link.devices <= u64::from(self.profile().machine.cores);
+        if self.is_of_gpus() && !(was_measured && collective.communicates()) {
+            return roofline();
+        }
         if !collective.communicates() {
             return self.once_s("copy", result_bytes);
         }
@@ -274,16 +331,18 @@ impl CostModel for Profiled {
             return 0.0;
         }
         let work = self.collective_work(collective, operand_bytes, result_bytes, link);
-        let roofline = || self.roofline.collective_s(collective, operand_bytes, result_bytes, link);
         self.work_s(&work).unwrap_or_else(roofline)
     }
 
     fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64 {
+        if self.is_of_gpus() {
+            return self.roofline.transfer_s(bytes, path);
+        }
         self.send_s(bytes) + self.message_s(bytes, path) + self.receive_s(bytes)
     }
 
     fn runtime(&self) -> Option<&dyn Runtime> {
-        Some(self)
+        (!self.is_of_gpus()).then_some(self as &dyn Runtime)
     }
 }
 
@@ -382,11 +441,37 @@ pub fn measured_profile(quick: bool, tell: &mut dyn FnMut(&str, usize, usize)) -
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let start = Instant::now();
     let found = measure(&Options { cores, quick }, tell);
+    let machine = Machine { processor: processor(), cores: cores as u32, gpus: false };
+    profile_of("cpu-worker".to_string(), machine, found, start)
+}
+
+/// Measures the GPUs of this machine, all of which are taken to be as the first, with the kernels and libraries that plans run on them.
+///
+/// # Errors
+/// What is in the way of running anything on a GPU, and what stops it.
+pub fn measured_gpu_profile(
+    options: &CudaOptions,
+    quick: bool,
+    tell: &mut dyn FnMut(&str, usize, usize),
+) -> Result<Profile, Error> {
+    let survey = Survey::of(&options.search);
+    let gpus = survey.usable()?;
+    let start = Instant::now();
+    let found = measure_gpus(options, quick, tell)?;
+    let (name, memory_bytes) = gpus.first().map_or((String::new(), 0), |gpu| (gpu.name.clone(), gpu.memory_bytes));
+    let known = probe::catalogue_device(&probe::Gpu { name: name.clone(), memory_bytes });
+    // A cluster file may describe a device that the catalogue does not have, under the name that its driver gives it.
+    let device = known.map_or(name.clone(), |device| device.name);
+    let machine = Machine { processor: name, cores: gpus.len() as u32, gpus: true };
+    Ok(profile_of(device, machine, found, start))
+}
+
+fn profile_of(device: String, machine: Machine, found: Measurements, start: Instant) -> Profile {
     Profile {
         format: profile::FORMAT.into(),
         version: profile::VERSION,
-        device: "cpu-worker".into(),
-        machine: Machine { processor: processor(), cores: cores as u32 },
+        device,
+        machine,
         measured_at: utc(SystemTime::now()),
         altiplano: env!("CARGO_PKG_VERSION").into(),
         series: found.measured.into_iter().map(series_of).collect(),

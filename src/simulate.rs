@@ -342,9 +342,9 @@ fn why(device: &Device, kernel: &Kernel) -> String {
 
 /// A kernel by the terms of a profile: `source profile: 3 x multiply f32 [4096]: 1.2 us`. `None` where the profile lacks one.
 fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
-    let work = kernel.work.as_ref()?;
+    let work = profiled.work(kernel)?;
     let term = |term: &Term| {
-        let priced = profiled.term(term, work)?;
+        let priced = profiled.term(term, &work)?;
         let size: Vec<String> = term.size.iter().map(|&n| digits(n)).collect();
         let threads = if term.threads > 1 { format!(" on {} threads", term.threads) } else { String::new() };
         let outside = if priced.outside > 1.0 {

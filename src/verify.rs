@@ -205,6 +205,8 @@ pub fn verify(
         };
         return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
     }
+    // A scale of the loss is a power of two at best, and a step that it makes overflow says nothing of gradients.
+    let plan = &Plan { loss_scale: None, ..plan.clone() };
     let ours = match &training.cuda {
         None => outcome(plan, &weights, &batch, training.learning_rate)?,
         Some(options) => {
@@ -260,6 +262,7 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     request.num_microbatches = Some(if whole { 1 } else { plan.num_microbatches });
     request.optimizer = plan.optimizer;
     request.clip_norm = plan.clip_norm;
+    request.loss_scale = plan.loss_scale;
     request.allow_microbatch_semantics = true;
     (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(1));
     request.zero = Some(0);

@@ -111,7 +111,7 @@ fn what_several_groups_cannot_be_asked_for() {
         format: profile::FORMAT.into(),
         version: profile::VERSION,
         device: "A100-SXM-40GB".into(),
-        machine: Machine { processor: "any".into(), cores: 1 },
+        machine: Machine { processor: "any".into(), cores: 1, gpus: false },
         measured_at: String::new(),
         altiplano: String::new(),
         series: Vec::new(),

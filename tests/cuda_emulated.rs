@@ -5,37 +5,15 @@ mod common;
 
 use altiplano::ImportOptions;
 use altiplano::planner::programs;
-use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession, Running, Search};
+use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession, Running};
 use altiplano::runtime::{Options, RuntimeError, Session};
 use altiplano::training::{Training, scalars, start};
-use common::{Scratch, planned};
-use std::path::{Path, PathBuf};
+use common::{Scratch, emulator, planned};
+use std::path::PathBuf;
 use std::process::Command;
 
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
-
-/// The emulator of so many GPUs under the names of all libraries; none, visibly, without g++.
-fn emulator(scratch: &Scratch, gpus: u32) -> Option<Search> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("runtime/tests/cuda/emulated.cpp");
-    let library = scratch.path("libcuda.so.1");
-    let compiled = Command::new("g++")
-        .args(["-w", "-std=c++17", "-O1", "-shared", "-fPIC", &format!("-DGPUS={gpus}"), "-o"])
-        .arg(&library)
-        .arg(&source)
-        .status();
-    match compiled {
-        Ok(status) => assert!(status.success(), "{} compiles", source.display()),
-        Err(error) => {
-            eprintln!("SKIPPED: there is no g++: {error}");
-            return None;
-        }
-    }
-    for name in ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
-        std::os::unix::fs::symlink(&library, scratch.path(name)).expect("a link");
-    }
-    Some(Search { folders: vec![scratch.path("")] })
-}
 
 /// Devices that share a GPU exchange through the host.
 #[test]

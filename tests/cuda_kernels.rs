@@ -43,6 +43,7 @@ fn kernels_of_plans_compile_and_are_found_again() {
     for (model, options) in [
         (DEMO, &["--cluster", "local:4"][..]),
         (DEMO, &["--tp", "2", "--pp", "2", "--precision", "bf16"]),
+        (DEMO, &["--cluster", "local:2", "--dp", "2", "--precision", "f16"]),
         (&resnet, &["--cluster", "local:1"]),
         (&resnet, &["--cluster", "local:1", "--precision", "bf16"]),
         (&sorted, &["--cluster", "local:1"]),

@@ -124,7 +124,8 @@ fn update_of(plan: &Plan) -> Graph {
             slots.iter().map(|slot| leaf(&mut graph, format!("{slot} {name}"), ty.with_dtype(DType::F32))).collect();
         let whole = |_: &mut Graph, x| x;
         let (states, whole) = (&states[..], &whole);
-        let given = Given { parameter, gradient, gradient_scale: scale, clip, states, learning_rate, step, whole };
+        let given =
+            Given { parameter, gradient, gradient_scale: scale, factor: clip, states, learning_rate, step, whole };
         let new = optimizer::update(&mut graph, &plan.optimizer, &given);
         outputs.push(new.parameter);
         outputs.extend(new.states);

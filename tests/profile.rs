@@ -4,7 +4,7 @@ mod common;
 
 use altiplano::ir::plan::Plan;
 use altiplano::load_plan;
-use common::{DEMO, Scratch, altiplano, succeeds};
+use common::{DEMO, Scratch, altiplano, altiplano_with, emulator, succeeds};
 
 #[test]
 fn a_measured_profile_judges_plans() {
@@ -35,6 +35,78 @@ fn a_measured_profile_judges_plans() {
 
     let ran = succeeds(&["run", &plan, "--steps", "1", "--profile", &profile]);
     assert!(ran.contains("/step, by the measured profile of"), "{ran}");
+}
+
+/// A cluster of the GPUs that g++ emulates, which the catalogue does not have.
+const EMULATED: &str = r#"
+name = "emulated"
+[[group]]
+nodes = 1
+devices_per_node = 2
+device = "Emulated"
+intra_node = { kind = "pcie", bytes_per_s = 2.5e10, latency_s = 1e-5 }
+[device."Emulated"]
+memory_bytes = 1e9
+memory_bytes_per_s = 9e11
+peak_flops = { f32 = 4e13, f16 = 1.6e14, bf16 = 1.6e14 }
+"#;
+
+#[test]
+fn a_measured_profile_of_gpus_judges_plans() {
+    let scratch = Scratch::new();
+    let Some(_) = emulator(&scratch, 2) else { return };
+    let folder = scratch.path("").display().to_string();
+    let profile = scratch.path("profile.json").display().to_string();
+    let gpus = [("ALTIPLANO_CUDA", folder.as_str()), ("XDG_CACHE_HOME", folder.as_str())];
+    let measured = altiplano_with(&gpus, &["profile", "--device", "cuda", "--quick", "-o", &profile]);
+    assert_eq!(measured.code, Some(0), "{}", measured.stderr);
+    let text = std::fs::read_to_string(&profile).expect("a profile");
+    let families = ["gpu_matmul", "gpu_matmul_batched", "gpu_attention", "gpu_pass", "gpu_indexed", "all_reduce"];
+    for family in families.into_iter().chain(["reduce_scatter", "all_gather"]) {
+        assert!(text.contains(&format!("\"{family}\"")), "{family}: {text}");
+    }
+
+    let cluster = scratch.file("emulated.toml", EMULATED);
+    let plan = scratch.path("plan.json").display().to_string();
+    let fixed = ["--cluster", &cluster, "--dp", "2", "-o", &plan];
+    let planned = altiplano(&[&["plan", DEMO, "--profile", &profile][..], &fixed].concat());
+    assert_eq!(planned.code, Some(0), "{}", planned.stderr);
+    assert!(planned.stdout.contains("judged by       measured profile of Emulated, 2 GPUs"), "{}", planned.stdout);
+    let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
+    assert!(explained.contains("source profile") && explained.contains("gpu_matmul f32 ["), "{explained}");
+    // A profile is what kernels are priced by: one that is ten times slower predicts a step that is longer.
+    let slower = text.lines().map(|line| match line.rsplit_once("\"seconds\":[") {
+        Some((series, times)) if line.starts_with("{\"family\"") => {
+            let (times, rest) = times.split_once(']').expect("a list");
+            let times: Vec<String> =
+                times.split(',').map(|t| format!("{:e}", 10.0 * t.parse::<f64>().expect("a time"))).collect();
+            format!("{series}\"seconds\":[{}]{rest}", times.join(","))
+        }
+        _ => line.to_string(),
+    });
+    let slower = scratch.file("slower.json", slower.collect::<Vec<_>>().join("\n"));
+    let step = |profile: &str, plan: &str| -> f64 {
+        let planned = altiplano(&["plan", DEMO, "--profile", profile, "--cluster", &cluster, "--dp", "2", "-o", plan]);
+        assert_eq!(planned.code, Some(0), "{}", planned.stderr);
+        let plan: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(plan).expect("a plan")).expect("JSON");
+        plan["predicted"]["step_time_s"].as_f64().expect("seconds")
+    };
+    let (measured, slower) = (step(&profile, &plan), step(&slower, &scratch.path("slow.json").display().to_string()));
+    assert!(slower > 5.0 * measured, "{measured} {slower}");
+}
+
+#[test]
+fn gpus_that_are_not_there_are_not_measured() {
+    let scratch = Scratch::new();
+    let output = altiplano(&["profile", "--device", "cuda", "--quick"]);
+    let run = altiplano(&["run", DEMO, "--cluster", "local:1", "--steps", "1", "--device", "cuda"]);
+    // On a machine with a GPU both work.
+    assert_eq!(output.code, run.code, "{}", output.stderr);
+    if run.code != Some(0) {
+        assert_eq!(output.stderr, run.stderr);
+    }
+    drop(scratch);
 }
 
 /// Before anything is measured or fitted.

@@ -139,6 +139,22 @@ fn fused_attention_trains_as_on_the_cpu_runtime() {
     }
 }
 
+/// Experts of which each device has some take their part of what all devices hold, inside of the kernels over tiles that they are.
+#[test]
+#[ignore = "slow: the host interprets each product of 512 tokens"]
+fn experts_that_are_split_train_as_on_the_cpu_runtime() {
+    let Some(file) = shared_model("moe-tiny.mlir") else { return };
+    let model = Model { file: file.into(), import: ImportOptions::default() };
+    let words = "dgx-h100/2 dp1 tp2 pp1 sgd";
+    trains_alike(&model, words, 0..1);
+    let plan = planned(&model.file, &model.import, words).expect("a plan");
+    for tape in tapes(&plan) {
+        let takes_part =
+            tape.launches.iter().any(|l| matches!(l.spread, Spread::Tiles(_)) && !l.coordinates.is_empty());
+        assert!(takes_part, "no launch over tiles takes a part");
+    }
+}
+
 #[test]
 fn experts_train_as_on_the_cpu_runtime() {
     let scratch = Scratch::new();
@@ -328,6 +344,9 @@ fn arenas_are_as_large_as_predicted() {
             "dgx-a100/2 dp1 tp1 pp2 micro4",
             "dgx-a100/4 dp2 tp2 pp1 zero1 recompute",
             "dgx-h100/1",
+            "dgx-h100/2 dp1 tp2 pp1",
+            "dgx-h100/2 dp1 tp1 pp2 micro4 f16",
+            "dgx-h100/4 dp2 tp2 pp1 zero1 recompute",
         ] {
             let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let plan = match planned(&file, &ImportOptions::default(), words) {

@@ -83,7 +83,8 @@ impl Order {
             virtual_stages: plan.virtual_stages as usize,
             num_microbatches: plan.num_microbatches,
             // Late gradients have long been summed when they are needed.
-            meets: (plan.clip_norm.is_some() || plan.measure_noise) && plan.staleness() == 0,
+            meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
+                && plan.staleness() == 0,
             steps: 1,
         }
     }

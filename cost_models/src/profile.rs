@@ -49,6 +49,13 @@ pub struct Profile {
 pub struct Machine {
     pub processor: String,
     pub cores: u32,
+    /// Whether it is GPUs that were measured and are counted, rather than the cores of a processor.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub gpus: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// Ranks of MPI whose links were measured.
@@ -177,7 +184,8 @@ impl Profile {
     /// The profile in words, as plans name it.
     pub fn label(&self) -> String {
         let day = self.measured_at.split('T').next().unwrap_or_default();
-        let label = format!("measured profile of {}, {} cores, {day}", self.machine.processor, self.machine.cores);
+        let each = if self.machine.gpus { "GPUs" } else { "cores" };
+        let label = format!("measured profile of {}, {} {each}, {day}", self.machine.processor, self.machine.cores);
         match &self.ranks {
             None => label,
             Some(ranks) => format!("{label}, with links of {} x {} ranks", ranks.nodes, ranks.on_node),

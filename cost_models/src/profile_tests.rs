@@ -6,7 +6,7 @@ fn profile(series: Vec<Series>) -> Profile {
         format: FORMAT.into(),
         version: VERSION,
         device: "cpu-worker".into(),
-        machine: Machine { processor: "a processor".into(), cores: 2 },
+        machine: Machine { processor: "a processor".into(), cores: 2, gpus: false },
         measured_at: "2026-11-22T01:30:00Z".into(),
         altiplano: "0.1.0".into(),
         seconds: 1.5,

@@ -40,6 +40,13 @@ pub enum AutodiffError {
     UnknownStop { name: String },
 }
 
+impl Differentiated {
+    /// The cotangent of the loss, which is 1; none where nothing is differentiated.
+    pub fn seed(&self) -> Option<ValueId> {
+        self.contributions[self.loss.index()].iter().find(|(user, _)| *user == self.loss).map(|(_, seed)| *seed)
+    }
+}
+
 /// The graph of a model that is run and not trained: no value has a cotangent.
 pub fn undifferentiated(forward: &Graph) -> Differentiated {
     let num_forward = forward.len();

@@ -18,7 +18,7 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    fn is_gpu(&self) -> bool {
+    pub fn is_gpu(&self) -> bool {
         *self == DeviceKind::Gpu
     }
 }

@@ -197,7 +197,7 @@ pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
 }
 
 /// Joins kernels that are connected by products that grow ([`crate::op::DotGeneral::grows`]), or by values of their
-/// size that are made of them element by element. What takes large values before and after something else was made of them, as
+/// size that are made of them element by element, where a product sums these up again. What takes large values before and after something else was made of them, as
 /// a backward pass does whose forward pass is computed again in the same body, are kernels of their own: each makes the large values
 /// anew.
 fn with_products_fused(
@@ -244,9 +244,20 @@ fn with_products_fused(
             }
         }
     }
+    let mut component: Vec<usize> = (0..kernels.len()).map(|i| find(&mut joined, i)).collect();
+    // Only where a product sums large values up again is there a kernel that never writes them; what merely maps them, as gates of
+    // experts do with few terms, is no one launch.
+    let sums_up = |kernel: &&Kernel| {
+        let is_small = |v: &ValueId| matches!(graph.node(*v).op, Op::DotGeneral(_)) && !large.contains(v);
+        kernel.nodes.iter().any(is_small) && kernel.reads.iter().any(|(read, _)| large.contains(read))
+    };
+    let summed: BTreeSet<usize> =
+        kernels.iter().zip(&component).filter(|(kernel, _)| sums_up(kernel)).map(|(_, &c)| c).collect();
+    for (i, c) in component.iter_mut().enumerate().filter(|(_, c)| !summed.contains(c)) {
+        *c = i;
+    }
     // How often what a kernel reads was made of what some connected kernels made before: one more on each way out of these.
     let mut members = vec![0u32; kernels.len()];
-    let component: Vec<usize> = (0..kernels.len()).map(|i| find(&mut joined, i)).collect();
     component.iter().for_each(|&c| members[c] += 1);
     let mut depth = vec![0u32; kernels.len()];
     for (i, kernel) in kernels.iter().enumerate() {

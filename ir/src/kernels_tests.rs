@@ -112,8 +112,9 @@ fn fused_attention_never_writes_scores() {
     };
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
-    // The other product that grows is a kernel with what is done to its elements, apart from the first.
-    assert_eq!(found.len(), 2, "{found:?}");
+    // No product sums the other one that grows up again, so that it is written as any product is.
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert!(found.iter().any(|kernel| kernel.writes == [wide]), "{found:?}");
 }
 
 #[test]

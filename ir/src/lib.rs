@@ -19,6 +19,7 @@ pub mod import;
 pub mod interpret;
 pub mod kernels;
 pub mod literal;
+pub mod loss_scale;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;

@@ -191,8 +191,8 @@ pub struct Given<'a> {
     /// The sum over microbatches, and what turns it into the mean.
     pub gradient: ValueId,
     pub gradient_scale: f64,
-    /// A scalar that the gradient is multiplied by as well, where it is clipped.
-    pub clip: Option<ValueId>,
+    /// A scalar that the gradient is multiplied by as well, where it is clipped or the loss was scaled.
+    pub factor: Option<ValueId>,
     /// In the order of [`Optimizer::slots`].
     pub states: &'a [ValueId],
     /// f32 scalars.
@@ -247,7 +247,7 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
     if given.gradient_scale != 1.0 {
         grad = scale(graph, grad, given.gradient_scale);
     }
-    if let Some(factor) = given.clip {
+    if let Some(factor) = given.factor {
         let factor = graph.convert(factor, compute);
         let factor = graph.broadcast_scalar(factor, &shape);
         grad = graph.mul(grad, factor);

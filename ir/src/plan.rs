@@ -8,6 +8,7 @@ use crate::cluster::{BetweenGroups, Cluster, Group};
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::import::json;
+use crate::loss_scale::LossScale;
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
@@ -357,6 +358,9 @@ pub struct Plan {
     /// The largest norm that all gradients together may have; larger ones are scaled down before the update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
+    /// What keeps small gradients of f16; absent where gradients are as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<LossScale>,
     /// Whether steps measure the gradient's norm and variance.
     #[serde(default, skip_serializing_if = "is_false")]
     pub measure_noise: bool,
@@ -524,6 +528,13 @@ impl Plan {
         let mut fail = |path: String, problem: &'static str| errors.push(PlanError::Invalid { path, problem });
         if self.clip_norm.is_some_and(|most| !(most.is_finite() && most > 0.0)) {
             fail("clip_norm".to_string(), "must be a finite number above 0");
+        }
+        let loss = self.graph.outputs.first().map(|&loss| self.graph.ty(loss).dtype);
+        if let Some(problem) = self.loss_scale.zip(loss).and_then(|(scale, loss)| scale.problem(loss)) {
+            fail("loss_scale".to_string(), problem);
+        }
+        if self.loss_scale.is_some_and(|scale| !scale.is_of_staleness(self.staleness())) {
+            fail("loss_scale".to_string(), "is found from gradients of the step before, which here are late");
         }
         for (i, group) in self.cluster.groups.iter().enumerate() {
             let rate = |x: f64| x.is_finite() && x > 0.0;

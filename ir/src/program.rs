@@ -26,6 +26,9 @@ pub const GRADIENT_VARIANCE: &str = "gradient variance";
 /// and the square of the norm of the gradients of which that is, those seen in parts.
 pub const MEASURED_SQUARES: &str = "measured squares";
 
+/// How many elements of the step's gradient were not finite, where the plan scales the loss; then the step was skipped.
+pub const OVERFLOWS: &str = "gradients not finite";
+
 /// A transfer of [`Programs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TransferId(pub u32);

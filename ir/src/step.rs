@@ -516,7 +516,7 @@ fn step_of(fitted: &Fitted, step: f64, weight: f64, states: &[f64], gradient: f6
         parameter: leaves[0],
         gradient: leaves[1],
         gradient_scale: 1.0,
-        clip: None,
+        factor: None,
         states: &leaves[4..],
         learning_rate: leaves[2],
         step: leaves[3],

@@ -41,7 +41,7 @@ fn step_under(optimizer: &Optimizer, learning_rate: f64, states_first: bool) -> 
             parameter,
             gradient,
             gradient_scale: 1.0,
-            clip: None,
+            factor: None,
             states: &own,
             learning_rate: rate,
             step,

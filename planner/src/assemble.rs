@@ -11,6 +11,7 @@ use crate::model::{Layered, Unit};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding};
@@ -49,7 +50,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
     }
     let graph = parts.layered.graph.clone();
     let unit = if graph.batch == 0 { 1 } else { graph.batch };
-    Ok(Plan {
+    let mut plan = Plan {
         format: FORMAT.into(),
         version: VERSION,
         model: request.model.clone(),
@@ -64,6 +65,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,
         clip_norm: request.clip_norm,
+        loss_scale: None,
         measure_noise: false,
         execution: request.execution,
         target: request.target,
@@ -76,7 +78,10 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         layers: parts.layered.starts.clone(),
         stages,
         graph,
-    })
+    };
+    let is_possible = |scale: &LossScale| plan.schedule.trains() && scale.is_of_staleness(plan.staleness());
+    plan.loss_scale = request.loss_scale.filter(is_possible);
+    Ok(plan)
 }
 
 /// The shardings of one stage.

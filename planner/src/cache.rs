@@ -111,18 +111,57 @@ pub fn remembered<T: Serialize + DeserializeOwned>(
 pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
     let prices: Option<Vec<String>> =
         (0..plan.cluster.groups.len()).map(|group| costs.of_group(group as u32).identity()).collect();
-    let Plan { graph_hash, cluster, global_batch, num_microbatches, microbatch, schedule, update, goal, .. } = plan;
-    let Plan { virtual_stages, optimizer, clip_norm, measure_noise, execution, loss, stop_gradients, .. } = plan;
-    // What is left of a plan is how it is called, what was predicted of it before, and the graph that the hash is of.
-    let Plan { layers, stages, format: _, version: _, model: _, target, reduction: _, profile: _, .. } = plan;
-    let Plan { predicted: _, alternatives: _, graph, .. } = plan;
+    // Named one by one, so that whoever adds a field says here what becomes of it.
+    let Plan {
+        graph_hash,
+        cluster,
+        global_batch,
+        num_microbatches,
+        microbatch,
+        schedule,
+        update,
+        goal,
+        virtual_stages,
+        optimizer,
+        clip_norm,
+        loss_scale,
+        measure_noise,
+        execution,
+        target,
+        loss,
+        stop_gradients,
+        layers,
+        stages,
+        // Of the graph the hash says all but what is asked of layouts.
+        graph,
+        // How it is called, and what was predicted of it before.
+        format: _,
+        version: _,
+        model: _,
+        reduction: _,
+        profile: _,
+        predicted: _,
+        alternatives: _,
+    } = plan;
     let size = (global_batch, num_microbatches, microbatch, schedule, update, goal, virtual_stages);
-    let training = (optimizer, clip_norm, measure_noise, execution, loss, stop_gradients, target);
+    let training = (optimizer, clip_norm, loss_scale, measure_noise, execution, loss, stop_gradients, target);
     let mut digest =
         Digest::new("plan").shown((prices?, graph_hash, &graph.pins, size, training, layers)).stored(cluster);
     for stage in stages {
-        let Stage { layers, group, submesh, devices, mesh, recompute, zero, parameters, receives, .. } = stage;
-        let Stage { shardings, solved: _, predicted: _, .. } = stage;
+        let Stage {
+            layers,
+            group,
+            submesh,
+            devices,
+            mesh,
+            recompute,
+            zero,
+            shardings,
+            parameters,
+            receives,
+            solved: _,
+            predicted: _,
+        } = stage;
         digest = digest.shown((layers, group, submesh, devices, mesh, zero)).stored(recompute).stored(parameters);
         digest = digest.stored(receives).stored(shardings);
     }

@@ -146,6 +146,7 @@ pub(crate) mod tests {
             virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
             clip_norm: None,
+            loss_scale: None,
             measure_noise: false,
             execution: Default::default(),
             target: Default::default(),

@@ -6,6 +6,7 @@ use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Goal, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
@@ -45,6 +46,8 @@ pub struct Request {
     pub optimizer: Optimizer,
     /// The largest norm that all gradients together may have.
     pub clip_norm: Option<f64>,
+    /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
+    pub loss_scale: Option<LossScale>,
     pub execution: Execution,
     /// What is to run the plan; see [`crate::target::aimed`].
     pub target: Target,
@@ -63,6 +66,7 @@ impl Request {
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
         // One kernel on every device or on none, since lowering is the same for all stages.
         let fused_attention = cluster.groups.iter().all(|group| fuses_attention(&group.device.name));
+        let loss_scale = LossScale::of_model(&graph);
         Request {
             model: model.into(),
             graph,
@@ -84,6 +88,7 @@ impl Request {
             recompute: None,
             optimizer: Optimizer::adamw(),
             clip_norm: None,
+            loss_scale,
             execution: Execution { fused_attention, ..Execution::default() },
             target: Target::Altiplano,
             search: SearchKind::Whole,
@@ -107,6 +112,7 @@ impl Request {
         request.goal = plan.goal;
         request.optimizer = plan.optimizer;
         request.clip_norm = plan.clip_norm;
+        request.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;

@@ -160,7 +160,7 @@ fn adamw(n: u64) -> Graph {
         parameter: p,
         gradient: g,
         gradient_scale: 0.5,
-        clip: None,
+        factor: None,
         states: &[m, v],
         learning_rate: lr,
         step,

@@ -4,6 +4,7 @@ use crate::commands::{keep_searches, warn};
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
+use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{self, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
@@ -106,6 +107,44 @@ fn positive(text: &str) -> Result<f64, &'static str> {
     if number.is_finite() && number > 0.0 { Ok(number) } else { Err("expected a finite number above 0") }
 }
 
+/// Of a loss; none where it is off.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Scaling(Option<LossScale>);
+
+fn scaling(text: &str) -> Result<Scaling, &'static str> {
+    let mut parts = text.split(':');
+    let scale = match (parts.next(), parts.next(), parts.next(), parts.next()) {
+        (Some("off"), None, ..) => return Ok(Scaling(None)),
+        (Some("dynamic"), initial, interval, None) => {
+            let initial = initial.map_or(Ok(loss_scale::INITIAL), positive)?;
+            let interval = interval.map_or(Ok(loss_scale::INTERVAL), str::parse);
+            LossScale::Dynamic { initial, interval: interval.map_err(|_| "STEPS must be a whole number")? }
+        }
+        (Some(fixed), None, ..) => {
+            let expected = "expected dynamic, dynamic:INITIAL:STEPS, a number above 0, or off";
+            LossScale::Fixed(positive(fixed).map_err(|_| expected)?)
+        }
+        _ => return Err("expected dynamic, dynamic:INITIAL:STEPS, a number above 0, or off"),
+    };
+    // Every loss is of a type that has single precision's numbers or fewer.
+    scale.problem(DType::F32).map_or(Ok(Scaling(Some(scale))), Err)
+}
+
+impl Scaling {
+    /// What a plan of such a loss is given, where it can be.
+    fn of(self, loss: DType, is_late: bool) -> Result<Option<LossScale>, Error> {
+        let option = "--loss-scale";
+        if let Some(problem) = self.0.and_then(|scale| scale.problem(loss)) {
+            return Err(Error::Option { option, problem });
+        }
+        if self.0.is_some_and(|scale| !scale.is_of_staleness(is_late.into())) {
+            let problem = "is found from the gradients of the step before, which late gradients (--schedule pipedream, --update stale) do not tell in time; give it a number";
+            return Err(Error::Option { option, problem });
+        }
+        Ok(self.0)
+    }
+}
+
 fn size(text: &str) -> Result<(String, u64), &'static str> {
     let (name, value) = text.rsplit_once('=').ok_or("expected NAME=N")?;
     let value = value.parse().map_err(|_| "N must be a whole number")?;
@@ -169,6 +208,10 @@ pub struct PlanOptions {
     /// Scale gradients down to this norm, of all parameters together, where theirs is larger
     #[arg(long, value_name = "NORM", value_parser = positive)]
     clip_norm: Option<f64>,
+    /// Scale the loss for gradients too small for f16: dynamic, dynamic:INITIAL, dynamic:INITIAL:STEPS (grown after so many steps
+    /// without overflow), a fixed number, or off [default: dynamic:65536:2000 for f16, else off]
+    #[arg(long, value_name = "SCALE", value_parser = scaling)]
+    loss_scale: Option<Scaling>,
     /// Judge plans by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -409,6 +452,13 @@ impl PlanOptions {
         if model.inference && self.clip_norm.is_some() {
             return Err(Error::Option { option: "--clip-norm", problem: OF_TRAINING });
         }
+        if model.inference && self.loss_scale.is_some() {
+            return Err(Error::Option { option: "--loss-scale", problem: OF_TRAINING });
+        }
+        if let Some(scaling) = self.loss_scale {
+            let is_late = request.update == Update::Stale || request.schedule == Some(Schedule::PipeDream);
+            request.loss_scale = scaling.of(ty.dtype, is_late)?;
+        }
         request.optimizer = self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.optimizer);
         self.settings.set(&mut request.optimizer)?;
         request.clip_norm = self.clip_norm;
@@ -546,7 +596,8 @@ impl PlanOrModel {
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
-            let of_plan = PlanOptions { profile: None, clip_norm: None, cache: None, ..self.plan.clone() };
+            let of_plan =
+                PlanOptions { profile: None, clip_norm: None, loss_scale: None, cache: None, ..self.plan.clone() };
             let fixed = self.model != ModelOptions::default() || of_plan != PlanOptions::default();
             if fixed {
                 return Err(Error::Option {
@@ -559,6 +610,13 @@ impl PlanOrModel {
                 return Err(Error::Option { option: "--clip-norm", problem: OF_TRAINING });
             }
             plan.clip_norm = self.plan.clip_norm.or(plan.clip_norm);
+            if self.plan.loss_scale.is_some() && !plan.schedule.trains() {
+                return Err(Error::Option { option: "--loss-scale", problem: OF_TRAINING });
+            }
+            if let Some(scaling) = self.plan.loss_scale {
+                let loss = plan.graph.ty(plan.graph.outputs[0]).dtype;
+                plan.loss_scale = scaling.of(loss, plan.staleness() > 0)?;
+            }
             if let Some(file) = &self.plan.profile {
                 judge_by(&mut plan, file)?;
             }
@@ -612,12 +670,7 @@ enum DeviceKind {
 impl Start {
     /// How GPUs are used, where they are asked for; that they can be is found out before anything is planned.
     pub fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
-        if self.device == DeviceKind::Cpu {
-            return Ok(None);
-        }
-        let search = cuda_search();
-        Survey::of(&search).usable()?;
-        Ok(Some(CudaOptions { search, cache: kernel_cache(), ..CudaOptions::default() }))
+        if self.device == DeviceKind::Cpu { Ok(None) } else { gpus().map(Some) }
     }
 
     pub fn is_cuda(&self) -> bool {
@@ -654,6 +707,16 @@ impl Start {
             ..Training::default()
         }
     }
+}
+
+/// The GPUs of this machine.
+///
+/// # Errors
+/// What is in the way of running programs on them.
+pub fn gpus() -> Result<CudaOptions, Error> {
+    let search = cuda_search();
+    Survey::of(&search).usable()?;
+    Ok(CudaOptions { search, cache: kernel_cache(), ..CudaOptions::default() })
 }
 
 /// Where compiled kernels are kept: in the user's folder of caches, where there is one.

@@ -1,13 +1,15 @@
-//! `altiplano profile`: what the kernels of the CPU runtime take on this machine, and what ranks take to send to each other.
+//! `altiplano profile`: what the kernels of plans take on this machine, on its processor or its GPUs, and what ranks take to send to
+//! each other.
 
+use crate::commands::options::gpus;
 use crate::commands::ranks::EngineArguments;
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile as Measured;
 use altiplano::planner::Progress;
-use altiplano::profiled::measured_profile;
 #[cfg(feature = "mpi")]
 use altiplano::profiled::{load_profile, with_links};
+use altiplano::profiled::{measured_gpu_profile, measured_profile};
 use altiplano::training::engine::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
@@ -17,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// Measure what kernels, collectives and transfers take on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
 pub struct Profile {
-    /// What is measured: cpu, the workers of `local:N`
+    /// What is measured: cpu, the workers of `local:N`, or cuda, GPUs
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
     /// Few and small sizes in a few seconds, to try it out
@@ -36,11 +38,15 @@ pub struct Profile {
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum Device {
     Cpu,
+    Cuda,
 }
 
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
-        let Device::Cpu = self.device;
+        if self.engine.is_mpi() && self.device == Device::Cuda {
+            let problem = "measures links between ranks of MPI, which are workers, and not GPUs";
+            return Err(Error::Option { option: "--engine mpi", problem });
+        }
         match (&self.add_to, self.engine.is_mpi()) {
             (None, false) => self.measure_kernels(),
             (Some(profile), true) => self.engine.clone().on_team(|team| self.measure_links(profile, team)),
@@ -57,8 +63,13 @@ impl Profile {
 
     fn measure_kernels(&self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
+        let gpus = (self.device == Device::Cuda).then(gpus).transpose()?;
         let bar = Bar::new();
-        let profile = measured_profile(self.quick, &mut |what, done, total| bar.step(what, done, total));
+        let mut tell = |what: &str, done, total| bar.step(what, done, total);
+        let profile = match &gpus {
+            Some(options) => measured_gpu_profile(options, self.quick, &mut tell)?,
+            None => measured_profile(self.quick, &mut tell),
+        };
         drop(bar);
         eprintln!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));
         self.write(&profile)

@@ -17,7 +17,7 @@ use altiplano::training::engine::{Engine, Team};
 use altiplano::training::evaluation::EvaluationOptions;
 #[cfg(feature = "mpi")]
 use altiplano::training::train_on;
-use altiplano::training::{DataOptions, Event, Ran, Step, Training, train_until};
+use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, train_until};
 use altiplano::units::{digits, percent, seconds};
 use altiplano::{Error, expect_writable, held, one_line, write_file};
 use clap::Args;
@@ -56,8 +56,8 @@ pub struct Run {
     /// Go on from the newest checkpoint that is whole, up to --steps steps in all; under any plan of the model
     #[arg(long, requires = "checkpoint")]
     resume: bool,
-    /// Write a line of JSON for each step: step, loss, learning_rate, seconds, samples_per_s, data_wait_s; gradient_norm and
-    /// noise_scale where they are known; and step and eval_loss for each look at held-out data
+    /// Write a line of JSON for each step: step, loss, learning_rate, seconds, samples_per_s, data_wait_s; gradient_norm,
+    /// noise_scale, loss_scale (of the next step) and skipped_steps where they are known; and step and eval_loss for each look at held-out data
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
     /// Look at the loss on this data, which nothing is trained on, in files as --data takes them
@@ -108,6 +108,10 @@ impl Run {
             let problem =
                 "measures the gradient of a step when it ends, which the plan's late gradients are not known by";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
+        }
+        if self.check_nan && plan.loss_scale.is_some() {
+            let problem = "stops at numbers that a scaled loss makes on purpose, to find how large its scale may be; with it, --loss-scale off";
+            return Err(Error::Option { option: "--check-nan", problem });
         }
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
@@ -277,7 +281,15 @@ fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
 /// `step 3  loss 6.2146  0.123 s/step  65.0 samples/s`
 pub fn line(step: &Step) -> String {
     let Step { number, loss, seconds: time_s, samples_per_s, .. } = step;
-    format!("step {number:>4}  loss {loss:<9.6}  {}/step  {} samples/s", seconds(*time_s), digits(*samples_per_s))
+    let skipped = match step.scaling {
+        Some(Scaling { scale, skipped: true, .. }) => format!("  skipped: gradients overflow, loss scale now {scale}"),
+        _ => String::new(),
+    };
+    format!(
+        "step {number:>4}  loss {loss:<9.6}  {}/step  {} samples/s{skipped}",
+        seconds(*time_s),
+        digits(*samples_per_s)
+    )
 }
 
 /// `batch 3  0.123 s/batch  65.0 samples/s`

@@ -122,7 +122,8 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     };
     writeln!(out, "  {task}")?;
     let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
-    let optimizer = if trains { format!("; optimizer {}{clip}", plan.optimizer.name()) } else { String::new() };
+    let scale = plan.loss_scale.map(|scale| format!(", loss scale {scale}")).unwrap_or_default();
+    let optimizer = if trains { format!("; optimizer {}{clip}{scale}", plan.optimizer.name()) } else { String::new() };
     match (plan.stages.len(), plan.virtual_stages) {
         (1, _) => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
         (n, 1) => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,

@@ -239,11 +239,11 @@ impl Engine {
         }
     }
 
-    /// A sum over the gradients of the last step, where the plan has steps leave it; not a number but where [`Engine::leads`]. All
-    /// ranks must ask for it.
-    pub fn sum_of_gradients(&mut self, slot: &str) -> Result<f64, RuntimeError> {
-        let sum = self.gather(TensorOf::State { parameter: ALL_PARAMETERS, slot })?;
-        Ok(sum.and_then(|sum| sum.to_f64().first().copied()).unwrap_or(f64::NAN))
+    /// What the last step left of all parameters together, where the plan has steps leave it, as a sum over gradients: not a number
+    /// but where [`Engine::leads`]. All ranks must ask for it.
+    pub fn state_of_step(&mut self, slot: &str) -> Result<f64, RuntimeError> {
+        let state = self.gather(TensorOf::State { parameter: ALL_PARAMETERS, slot })?;
+        Ok(state.and_then(|state| state.to_f64().first().copied()).unwrap_or(f64::NAN))
     }
 
     /// One step on a global batch that nothing else is to overlap: its loss, and what was seen of it.

@@ -34,7 +34,8 @@ impl Evaluation {
     pub fn new(plan: &Plan, training: &Training, options: &EvaluationOptions) -> Result<Evaluation, Error> {
         let (_, batches) = start(plan, &Training { data: options.data.clone(), ..training.clone() })?;
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
-        let mut plan = Plan { schedule, update, measure_noise: false, clip_norm: None, ..plan.clone() };
+        let mut plan =
+            Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..plan.clone() };
         // Results beside the loss are not asked for.
         plan.graph.outputs.truncate(1);
         let session = session(&plan, &Options { check_nan: training.check_nan, ..Options::default() })?;

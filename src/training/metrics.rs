@@ -25,6 +25,10 @@ struct Line {
     gradient_norm: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     noise_scale: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    skipped_steps: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -54,9 +58,19 @@ impl Metrics {
 
     /// Writes the line of a step at once.
     pub fn write(&mut self, step: &Step) -> Result<(), Error> {
-        let Step { number, loss, learning_rate, seconds, samples_per_s, data_wait_s, gradient_norm, noise_scale } =
-            *step;
+        let Step {
+            number,
+            loss,
+            learning_rate,
+            seconds,
+            samples_per_s,
+            data_wait_s,
+            gradient_norm,
+            noise_scale,
+            scaling,
+        } = *step;
         let step = number;
+        let (loss_scale, skipped_steps) = (scaling.map(|s| s.scale), scaling.map(|s| s.skipped_steps));
         self.append(&Line {
             step,
             loss,
@@ -66,6 +80,8 @@ impl Metrics {
             data_wait_s,
             gradient_norm,
             noise_scale,
+            loss_scale,
+            skipped_steps,
         })
     }
 

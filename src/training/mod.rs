@@ -20,6 +20,7 @@ pub use loader::{InputSpeed, input_speed};
 use crate::error::{DataProblem, Error};
 use crate::simulate::Recorded;
 use altiplano_ir::expand::without_composites;
+use altiplano_ir::loss_scale::{self, LossScale};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
 use altiplano_planner::memory::cpu_peaks;
@@ -81,6 +82,19 @@ pub struct Step {
     pub gradient_norm: Option<f64>,
     /// In samples, over the later half of the steps so far; where the plan measures it and it is told from 0.
     pub noise_scale: Option<f64>,
+    /// Where the plan scales the loss and no gradient is late.
+    pub scaling: Option<Scaling>,
+}
+
+/// What became of a step whose loss was scaled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scaling {
+    /// Of the next step.
+    pub scale: f64,
+    /// Whether gradients were not finite, so that nothing but the scale changed.
+    pub skipped: bool,
+    /// Steps of the run that were skipped so far.
+    pub skipped_steps: u64,
 }
 
 /// What a run tells while it goes on.
@@ -248,6 +262,10 @@ fn train_in(
     let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
     let mut noise = NoiseScale::new(plan.global_batch);
     let data_state = data_state(training, &batches);
+    let mut scales = plan.loss_scale.filter(|_| plan.staleness() == 0).map(Scales::new);
+    if let Some(scales) = scales.as_mut().filter(|_| from.is_some()) {
+        scales.read(plan, engine)?;
+    }
     let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
     let mut last = Recorded::default();
     let mut failed: Option<(u64, Error)> = None;
@@ -285,8 +303,19 @@ fn train_in(
         let samples_per_s = plan.global_batch as f64 / seconds;
         let gradient_norm = measured(plan, training, engine, &mut noise)?;
         let noise_scale = noise.now();
-        let step =
-            Step { number, loss, learning_rate, seconds, samples_per_s, data_wait_s, gradient_norm, noise_scale };
+        let scaling = scales.as_mut().map(|scales| scales.read(plan, engine)).transpose()?;
+        let step = Step {
+            number,
+            loss,
+            learning_rate,
+            seconds,
+            samples_per_s,
+            data_wait_s,
+            // Of a step that was skipped there is none.
+            gradient_norm: gradient_norm.filter(|norm| norm.is_finite() || scaling.is_none()),
+            noise_scale,
+            scaling,
+        };
         if let Some(metrics) = &mut metrics {
             metrics.write(&step)?;
         }
@@ -363,6 +392,30 @@ struct Ahead {
     running: Begun,
 }
 
+/// How the scale of the loss was changed by steps.
+struct Scales {
+    of_plan: LossScale,
+    skipped_steps: u64,
+}
+
+impl Scales {
+    fn new(of_plan: LossScale) -> Scales {
+        Scales { of_plan, skipped_steps: 0 }
+    }
+
+    /// What the last step left. All ranks must ask.
+    fn read(&mut self, plan: &Plan, engine: &mut Engine) -> Result<Scaling, Error> {
+        let skipped_steps = engine.state_of_step(loss_scale::SKIPPED_STEPS)? as u64;
+        let is_kept = self.of_plan.slots().contains(&loss_scale::SCALE);
+        let kept = if is_kept { engine.state_of_step(loss_scale::SCALE)? } else { 0.0 };
+        let first = || self.of_plan.first(plan.graph.ty(plan.graph.outputs[0]).dtype);
+        let scale = if kept == 0.0 { first() } else { kept };
+        let skipped = skipped_steps > self.skipped_steps;
+        self.skipped_steps = skipped_steps;
+        Ok(Scaling { scale, skipped, skipped_steps })
+    }
+}
+
 /// What a step measured of its gradient: the norm, and what is added to `noise`.
 fn measured(
     plan: &Plan,
@@ -376,7 +429,7 @@ fn measured(
     // Who writes no metrics does not wait for a number that nobody sees.
     // Of late gradients the norm is not known when their step ends.
     let wanted = plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some();
-    Ok(if wanted { Some(engine.sum_of_gradients(GRADIENT_SQUARES)?.sqrt()) } else { None })
+    Ok(if wanted { Some(engine.state_of_step(GRADIENT_SQUARES)?.sqrt()) } else { None })
 }
 
 /// Tells what became of a checkpoint. The error of the last that was not written stays, until one is.

@@ -41,12 +41,16 @@ impl NoiseScale {
     /// # Errors
     /// Where all of the batch's gradient was one part.
     pub fn measure(&mut self, engine: &mut Engine) -> Result<(), Error> {
-        let squares = engine.sum_of_gradients(MEASURED_SQUARES)?;
+        let squares = engine.state_of_step(MEASURED_SQUARES)?;
         if squares == 0.0 {
             let problem = "needs several microbatches, or data parallelism in which gradients are added up once a step";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
-        self.add(squares, engine.sum_of_gradients(GRADIENT_VARIANCE)?);
+        let variance = engine.state_of_step(GRADIENT_VARIANCE)?;
+        // A step whose gradients overflowed measured nothing.
+        if squares.is_finite() && variance.is_finite() {
+            self.add(squares, variance);
+        }
         Ok(())
     }
 

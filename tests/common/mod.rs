@@ -6,6 +6,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Goal, Plan, Schedule, Update};
 use altiplano::planner::Silent;
+use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,27 @@ use std::time::{Duration, Instant};
 
 /// The small GPT that ships with the project.
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir");
+
+/// A network in mixed precision, as frameworks trace it: weights and loss in f32, products in f16.
+pub const MIXED: &str = r#"module @mixed {
+  func.func public @main(%arg0: tensor<4x8xf32> loc("params['w1']"), %arg1: tensor<8x4xf32> loc("params['w2']"), %arg2: tensor<8x4xf32> loc("x"), %arg3: tensor<8x4xf32> loc("t")) -> tensor<f32> {
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %two = stablehlo.constant dense<2.0> : tensor<f32>
+    %0 = stablehlo.convert %arg0 : (tensor<4x8xf32>) -> tensor<4x8xf16>
+    %1 = stablehlo.convert %arg1 : (tensor<8x4xf32>) -> tensor<8x4xf16>
+    %2 = stablehlo.convert %arg2 : (tensor<8x4xf32>) -> tensor<8x4xf16>
+    %3 = stablehlo.dot_general %2, %0, contracting_dims = [1] x [0] : (tensor<8x4xf16>, tensor<4x8xf16>) -> tensor<8x8xf16>
+    %4 = stablehlo.tanh %3 : tensor<8x8xf16>
+    %5 = stablehlo.dot_general %4, %1, contracting_dims = [1] x [0] : (tensor<8x8xf16>, tensor<8x4xf16>) -> tensor<8x4xf16>
+    %6 = stablehlo.convert %5 : (tensor<8x4xf16>) -> tensor<8x4xf32>
+    %7 = stablehlo.subtract %6, %arg3 : tensor<8x4xf32>
+    %8 = stablehlo.multiply %7, %7 : tensor<8x4xf32>
+    %9 = stablehlo.reduce(%8 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<8x4xf32>, tensor<f32>) -> tensor<f32>
+    %10 = stablehlo.multiply %9, %two : tensor<f32>
+    return %10 : tensor<f32>
+  }
+}
+"#;
 
 /// Nothing in these tests takes this long, unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -27,12 +49,18 @@ pub struct Output {
 
 /// Runs `altiplano` with these arguments, in a process that is killed if it hangs.
 pub fn altiplano<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> Output {
+    altiplano_with(&[], arguments)
+}
+
+/// [`altiplano`] with these variables set.
+pub fn altiplano_with<S: AsRef<std::ffi::OsStr>>(variables: &[(&str, &str)], arguments: &[S]) -> Output {
     let scratch = Scratch::new();
     // Output goes to files, since a full pipe would stop the process while nobody reads.
     let (out, err) = (scratch.path("stdout"), scratch.path("stderr"));
     let file = |path: &Path| std::fs::File::create(path).expect("a file in the scratch directory");
     let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
         .args(arguments)
+        .envs(variables.iter().copied())
         .stdin(Stdio::null())
         .stdout(file(&out))
         .stderr(file(&err))
@@ -144,7 +172,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     let has = |word: &str| words.contains(&word);
     let number = |prefix: &str| words.iter().find_map(|w| w.strip_prefix(prefix)?.parse::<u32>().ok());
     let import = ImportOptions {
-        precision: has("bf16").then_some(DType::BF16),
+        precision: has("bf16").then_some(DType::BF16).or(has("f16").then_some(DType::F16)),
         loss: if has("inference") { Some("none".into()) } else { import.loss.clone() },
         ..import.clone()
     };
@@ -185,4 +213,26 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     request.global_batch = number("batch").map(u64::from);
     request.clip_norm = has("clip").then_some(0.1);
     altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
+}
+
+/// The emulator of so many GPUs under the names of all libraries; none, visibly, without g++.
+pub fn emulator(scratch: &Scratch, gpus: u32) -> Option<Search> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("runtime/tests/cuda/emulated.cpp");
+    let library = scratch.path("libcuda.so.1");
+    let compiled = Command::new("g++")
+        .args(["-w", "-std=c++17", "-O1", "-shared", "-fPIC", &format!("-DGPUS={gpus}"), "-o"])
+        .arg(&library)
+        .arg(&source)
+        .status();
+    match compiled {
+        Ok(status) => assert!(status.success(), "{} compiles", source.display()),
+        Err(error) => {
+            eprintln!("SKIPPED: there is no g++: {error}");
+            return None;
+        }
+    }
+    for name in ["libnvrtc.so.13", "libcublasLt.so.13", "libnccl.so.2"] {
+        std::os::unix::fs::symlink(&library, scratch.path(name)).expect("a link");
+    }
+    Some(Search { folders: vec![scratch.path("")] })
 }

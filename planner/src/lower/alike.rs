@@ -144,7 +144,8 @@ impl<'a> Pairing<'a> {
 
     /// Whether two nodes do the same with operands that are in each other's place.
     fn nodes_alike(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
-        let Derived { training, constant, .. } = self.of.cut.derived;
+        let Cut { plan, derived, .. } = self.of.cut;
+        let (Derived { training, .. }, constant) = (derived, derived.constant(plan));
         let (p, q) = (training.graph.node(x), training.graph.node(y));
         p.op == q.op
             && p.ty == q.ty
@@ -158,7 +159,8 @@ impl<'a> Pairing<'a> {
         if !self.bind(v, w) {
             return false;
         }
-        let Cut { plan, derived: Derived { training, constant, .. }, .. } = self.of.cut;
+        let Cut { plan, derived, .. } = self.of.cut;
+        let (Derived { training, .. }, constant) = (derived, derived.constant(plan));
         let (p, q) = (training.graph.node(v), training.graph.node(w));
         let received = (self.of.receives[a].get(&v), self.of.receives[b].get(&w));
         match (&p.op, &q.op) {

@@ -42,8 +42,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct Derived {
     expanded: Expanded,
     training: Differentiated,
-    /// Values that depend on no leaf.
+    /// Values that depend on no leaf, and those of them that do not depend on the cotangent of the loss either, which is none where
+    /// the loss is scaled.
     constant: Vec<bool>,
+    constant_if_scaled: Vec<bool>,
     users: Vec<Vec<ValueId>>,
     /// For each forward node the backward nodes that belong to it, sums left out.
     owned: Vec<Vec<ValueId>>,
@@ -58,12 +60,21 @@ impl Derived {
             true => differentiate(&expanded.graph, &stops)?,
             false => undifferentiated(&expanded.graph),
         };
-        let constant = training.graph.depends_on(|v| training.graph.node(v).op.is_leaf()).into_iter().map(|d| !d);
+        let seed = training.seed();
+        let leaf = |v: ValueId| training.graph.node(v).op.is_leaf();
+        let constant = training.graph.depends_on(leaf).into_iter().map(|d| !d).collect();
+        let of_seed = training.graph.depends_on(|v| leaf(v) || Some(v) == seed);
+        let constant_if_scaled = of_seed.into_iter().map(|d| !d).collect();
         let mut owned = vec![Vec::new(); training.num_forward];
         for n in training.graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
             owned[training.owner[n.index()].index()].push(n);
         }
-        Ok(Derived { constant: constant.collect(), users: expanded.graph.users(), owned, training, expanded })
+        Ok(Derived { constant, constant_if_scaled, users: expanded.graph.users(), owned, training, expanded })
+    }
+
+    /// Values that are the same in every step of a plan.
+    fn constant(&self, plan: &Plan) -> &[bool] {
+        if plan.loss_scale.is_some() { &self.constant_if_scaled } else { &self.constant }
     }
 }
 
@@ -114,7 +125,7 @@ impl<'a> Cut<'a> {
             // Stages that share devices are one program, whose axes have one name each.
             mesh: plan.lanes()[plan.lane_of(index)].mesh.clone(),
             training: &derived.training,
-            constant: &derived.constant,
+            constant: derived.constant(plan),
             nodes: &self.nodes[index],
             stage_of: &self.stage_of,
             layer_of: &self.layer_of,

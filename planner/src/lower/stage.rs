@@ -122,6 +122,8 @@ struct StageLowering<'a> {
     saved: BTreeMap<(ValueId, Sharding), BufferId>,
     /// Forward values that the backward body computes again.
     again: BTreeSet<ValueId>,
+    /// The state of loss scaling, by slot.
+    scaling: BTreeMap<&'static str, BufferId>,
 }
 
 /// Lowers one stage on its own.
@@ -134,6 +136,7 @@ pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
         received: BTreeMap::new(),
         saved: BTreeMap::new(),
         again: computed_again(cx),
+        scaling: BTreeMap::new(),
     };
     lowering.declare_leaves();
     let forward = lowering.forward();
@@ -383,6 +386,11 @@ impl<'a> StageLowering<'a> {
                 first_used.entry(user).or_default().push(p);
             }
         }
+        let seed = training.seed().filter(|_| cx.plan.loss_scale.is_some());
+        if let Some(seed) = seed.filter(|_| here(training.loss)) {
+            let scaled = self.scaled_seed(&mut b);
+            b.define(seed, Sharding::replicated(&[]), scaled);
+        }
         for v in cx.nodes.iter().rev().copied() {
             'contributions: {
                 let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
@@ -396,7 +404,7 @@ impl<'a> StageLowering<'a> {
                 }
                 let Some(total) = self.cotangent(&mut b, v, &to, &received) else { break 'contributions };
                 b.define(cotangent, to, total);
-                for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n)) {
+                for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n) && seed != Some(**n)) {
                     let operands = &graph.node(n).operands;
                     let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
                     let wanted = parts.get(&n).map(|&of| cx.resting(of));
@@ -525,7 +533,7 @@ impl<'a> StageLowering<'a> {
         let update = self.update(&accumulators, &gradients, shares.as_ref());
         let receives_forward = self.received.clone();
         let (norm, sends_shares, receives_shares) = match shares {
-            Some(Shares { body, own, others }) => (Some(body), own, others),
+            Some(Shares { body, own, others, .. }) => (Some(body), own, others),
             None => Default::default(),
         };
         let boundary = Boundary {

@@ -615,7 +615,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The position of this device along axes of which there are `parts` positions, or fewer.
-    fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
+    pub fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
         let wanted = Coordinate::Along(axes.to_vec());
         let known = self.coordinates.iter().position(|known| *known == wanted);
         let at = known.unwrap_or_else(|| {

@@ -129,7 +129,7 @@ impl Printer<'_> {
             let alone = if launch.params.iter().any(takes_place) { "" } else { " __restrict__" };
             params.push(format!("{constant}{}*{alone} p{i}", stored(p.dtype)?));
         }
-        params.extend((0..launch.coordinates.len()).map(|i| format!("int c{i}")));
+        params.extend((0..launch.coordinates.len()).map(|i| format!("int own{i}")));
         self.line(0, format!("({}) {{", params.join(", ")));
         self.line(1, format!("typedef {} I;", index_type(launch)));
         Ok(())
@@ -263,7 +263,7 @@ impl Printer<'_> {
             let text = match scalar {
                 Scalar::Row => "row".to_string(),
                 Scalar::Step => "step".to_string(),
-                Scalar::Coordinate(at) => format!("c{at}"),
+                Scalar::Coordinate(at) => format!("own{at}"),
                 Scalar::Index(value) => value.to_string(),
                 Scalar::Add(a, b) => format!("{} + {}", v(a), v(b)),
                 Scalar::Times(a, by) => format!("{} * {by}", v(a)),

@@ -14,7 +14,9 @@ use super::{Launch, Outer, Phase, Running, Source, Spread, Store, Strip};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::kernels::Kernel;
+use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Binary, DotGeneral, Op, Reducer, Unary};
+use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::view::View;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,6 +37,21 @@ struct Summed<'a> {
     dot: &'a DotGeneral,
     /// Which operand is large.
     large: usize,
+}
+
+/// Where the elements of an operand lie.
+struct Laid {
+    view: View,
+    source: Source,
+    /// What of the source is this device's, on top of the view.
+    parts: Vec<Parted>,
+}
+
+/// One of `count` parts, the one at a device's position along axes; each begins `apart` elements after the one before.
+struct Parted {
+    axes: Vec<AxisId>,
+    count: u64,
+    apart: u64,
 }
 
 /// Dimensions of an operand that are of its matrices' pairs, and of one matrix those that are kept, each in ascending order.
@@ -140,17 +157,36 @@ impl Made<'_> {
     }
 
     /// Where the elements of an operand lie, if strides say that.
-    fn strided(&self, v: ValueId) -> Option<(View, Source)> {
+    fn strided(&self, v: ValueId) -> Option<Laid> {
         let node = self.graph.node(v);
-        let whole = || View::whole(v, node.ty.shape.iter().map(|&d| d as usize).collect());
+        let whole = |source: Source| {
+            let view = View::whole(v, node.ty.shape.iter().map(|&d| d as usize).collect());
+            Some(Laid { view, source, parts: Vec::new() })
+        };
         if self.memory.contains(&v) || node.op.is_leaf() {
-            return Some((whole(), Source::Value(v)));
+            return whole(Source::Value(v));
         }
         if !self.varies[v.index()] {
-            return Some((whole(), Source::Constant(v)));
+            return whole(Source::Constant(v));
         }
-        let (under, source) = self.strided(*node.operands.first()?)?;
-        Some((under.through(&node.op, &node.ty.shape)?, source))
+        let operand = *node.operands.first()?;
+        let mut laid = self.strided(operand)?;
+        match &node.op {
+            Op::Collective(op) => {
+                // Of several blocks a device has a part of each, which no stride and start describe.
+                let Collective::LocalSlice { axes, dim, outer: 1 } = &op.collective else { return None };
+                let (dim, shape) = (usize::from(*dim), &node.ty.shape);
+                let count = self.graph.shape(operand)[dim] / shape[dim].max(1);
+                laid.parts.push(Parted {
+                    axes: axes.clone(),
+                    count,
+                    apart: shape[dim] * laid.view.strides[dim] as u64,
+                });
+                laid.view = laid.view.slice(&vec![0; shape.len()], &vec![1; shape.len()], shape);
+            }
+            op => laid.view = laid.view.through(op, &node.ty.shape)?,
+        }
+        Some(laid)
     }
 
     /// Whether a product sums along the rows of large values, or else along their columns; none where it is neither.
@@ -212,7 +248,7 @@ impl Made<'_> {
         along: &[usize],
     ) -> Result<Strip, Unsupported> {
         let refused = Unsupported { value: v, op: self.graph.node(v).op.name() };
-        let (view, source) = self.strided(v).ok_or(refused.clone())?;
+        let Laid { view, source, parts } = self.strided(v).ok_or(refused.clone())?;
         let (length, stride) = match view.transpose(along).runs()[..] {
             [] => (1, 1),
             [(length, stride)] => (length as u64, stride as u64),
@@ -223,6 +259,11 @@ impl Made<'_> {
             return Err(refused);
         }
         let mut base = b.scalars.index(view.offset as i64);
+        for Parted { axes, count, apart } in &parts {
+            let me = b.coordinate(axes, *count);
+            let start = b.scalars.times(me, *apart as i64);
+            base = b.scalars.add(base, start);
+        }
         for (&d, &at) in index {
             let moved = b.scalars.times(at, view.strides[d] as i64);
             base = b.scalars.add(base, moved);

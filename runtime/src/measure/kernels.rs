@@ -1,6 +1,6 @@
 //! Kernels that are no chains: matrix products, copies, reductions, lookups, windows and what convolutions gather.
 
-use super::{Harness, Ring, Run};
+use super::{Harness, Ring, Run, floats};
 use crate::arena::{Arena, Storage};
 use crate::element::Class;
 use crate::execute::run_kernel;
@@ -55,10 +55,6 @@ fn run(kernel: Kernel, inputs: &[(Class, usize)], (class, elements): (Class, usi
         // Operands are as the kernel wants them, so that nothing can fail but memory, which was had before.
         let _ = run_kernel(&step, &inputs, outputs, (&mesh, &[]), threads);
     })
-}
-
-fn floats(axis: &[usize], each: f64) -> Vec<f64> {
-    axis.iter().map(|&n| n as f64 * each).collect()
 }
 
 /// Matrix products of all layouts of the operands, each shared by `threads`.

@@ -6,6 +6,7 @@
 //! cache, as they are not in a step. What a family adds to a larger loop (an instruction to a chain) is a difference of two.
 
 mod chains;
+pub mod gpu;
 mod kernels;
 pub(crate) mod network;
 
@@ -195,6 +196,10 @@ fn of_this_thread() -> Option<(f64, f64)> {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     let mut fields = text.split_whitespace().map(|f| f.parse::<u64>().ok());
     Some((fields.next()?? as f64 * 1e-9, fields.next()?? as f64 * 1e-9))
+}
+
+fn floats(axis: &[usize], each: f64) -> Vec<f64> {
+    axis.iter().map(|&n| n as f64 * each).collect()
 }
 
 /// Copies of something that are taken in turn.

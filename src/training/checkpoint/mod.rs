@@ -16,9 +16,11 @@ use crate::units::plural;
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::literal::{Real, Values};
+use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, graph_hash};
+use altiplano_ir::program::ALL_PARAMETERS;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -62,6 +64,9 @@ pub struct Manifest {
     /// The norm down to which gradients were scaled, where they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
+    /// What the loss was scaled by, where it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<LossScale>,
     pub data: DataState,
     pub files: Vec<Shard>,
     /// CRC-32 of the manifest as it is without this, in hex.
@@ -116,6 +121,18 @@ pub struct Shard {
 pub enum TensorOf<'a> {
     Parameter { name: &'a str },
     State { parameter: &'a str, slot: &'a str },
+}
+
+/// All tensors of a run of a plan: its parameters, each with its state, and the state that the whole step has.
+pub fn tensors_of(plan: &Plan) -> impl Iterator<Item = TensorOf<'_>> {
+    let of_parameter = |(v, name): (_, _)| {
+        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
+        let states = slots.into_iter().map(move |slot| TensorOf::State { parameter: name, slot });
+        std::iter::once(TensorOf::Parameter { name }).chain(states)
+    };
+    let slots = plan.loss_scale.iter().flat_map(LossScale::slots);
+    let of_step = slots.map(|slot| TensorOf::State { parameter: ALL_PARAMETERS, slot });
+    plan.graph.parameters().flat_map(of_parameter).chain(of_step)
 }
 
 impl TensorOf<'_> {
@@ -177,6 +194,8 @@ pub enum CheckpointProblem {
         "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a run of its own from the checkpoint's weights"
     )]
     OtherData { found: String, expected: String },
+    #[error("the checkpoint was made with {}, and this run has {}; say the same --loss-scale", scale(*found), scale(*expected))]
+    OtherScale { found: Option<LossScale>, expected: Option<LossScale> },
     #[error("there is no checkpoint")]
     None,
     #[error("of {} none is whole; the newest: {newest}", plural(*count, "checkpoint"))]
@@ -208,6 +227,10 @@ impl DataState {
 
 fn clip(norm: Option<f64>) -> String {
     norm.map_or("gradients as they are".to_string(), |most| format!("gradients clipped at norm {most}"))
+}
+
+fn scale(scale: Option<LossScale>) -> String {
+    scale.map_or("the loss as it is".to_string(), |scale| format!("the loss scaled: {scale}"))
 }
 
 fn same_name(found: &str, expected: &str) -> &'static str {
@@ -245,6 +268,7 @@ impl Manifest {
             step,
             optimizer: plan.optimizer,
             clip_norm: plan.clip_norm,
+            loss_scale: plan.loss_scale,
             data,
             files: Vec::new(),
             checksum: String::new(),
@@ -293,6 +317,9 @@ impl Manifest {
         }
         if self.clip_norm != plan.clip_norm {
             return Err(CheckpointProblem::OtherClip { found: self.clip_norm, expected: plan.clip_norm });
+        }
+        if self.loss_scale != plan.loss_scale {
+            return Err(CheckpointProblem::OtherScale { found: self.loss_scale, expected: plan.loss_scale });
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Reading checkpoints: the newest that is whole, its tensors one file at a time, or its weights alone.
 
 use crate::error::Error;
-use crate::training::checkpoint::{CheckpointProblem, MANIFEST, Manifest, TensorOf, list, verify};
+use crate::training::checkpoint::{CheckpointProblem, MANIFEST, Manifest, TensorOf, list, tensors_of, verify};
 use crate::training::engine::Engine;
 use altiplano_ir::plan::Plan;
 use altiplano_runtime::HostTensor;
@@ -54,12 +54,11 @@ pub fn for_each_tensor(
 
 /// Loads all parameters and state of a checkpoint, which must have each of them.
 pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path) -> Result<(), Error> {
-    let mut missing: BTreeSet<(String, Option<String>)> = BTreeSet::new();
-    for (v, name) in plan.graph.parameters() {
-        missing.insert((name.to_string(), None));
-        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
-        missing.extend(slots.into_iter().map(|slot| (name.to_string(), Some(slot.to_string()))));
-    }
+    let name = |of: TensorOf<'_>| match of {
+        TensorOf::Parameter { name } => (name.to_string(), None),
+        TensorOf::State { parameter, slot } => (parameter.to_string(), Some(slot.to_string())),
+    };
+    let mut missing: BTreeSet<(String, Option<String>)> = tensors_of(plan).map(name).collect();
     // Loading a parameter rounds it into its master copy, which is why state follows all parameters.
     for of_state in [false, true] {
         for_each_tensor(manifest, place, |of, tensor| {

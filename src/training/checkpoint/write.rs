@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use crate::training::checkpoint::folder::sync_folder;
-use crate::training::checkpoint::{CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, TensorOf, hex};
+use crate::training::checkpoint::{CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, hex, tensors_of};
 use crate::training::engine::Engine;
 use altiplano_ir::plan::Plan;
 use altiplano_runtime::HostTensor;
@@ -99,21 +99,17 @@ fn hand_over(
     let give = |tensors| sender.map_or(Ok(()), |sender| sender.send(Part::Tensors(tensors)).map_err(drop));
     let mut gone = false;
     let (mut tensors, mut bytes) = (Vec::new(), 0);
-    for (v, name) in plan.graph.parameters() {
-        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
-        let states = slots.iter().map(|slot| TensorOf::State { parameter: name, slot });
-        for of in std::iter::once(TensorOf::Parameter { name }).chain(states) {
-            let Some(tensor) = engine.gather(of)? else { continue };
-            if gone {
-                continue;
-            }
-            if bytes > 0 && bytes + tensor.ty.bytes() > shard_bytes {
-                gone = give(std::mem::take(&mut tensors)).is_err();
-                bytes = 0;
-            }
-            bytes += tensor.ty.bytes();
-            tensors.push((of.key(), tensor));
+    for of in tensors_of(plan) {
+        let Some(tensor) = engine.gather(of)? else { continue };
+        if gone {
+            continue;
         }
+        if bytes > 0 && bytes + tensor.ty.bytes() > shard_bytes {
+            gone = give(std::mem::take(&mut tensors)).is_err();
+            bytes = 0;
+        }
+        bytes += tensor.ty.bytes();
+        tensors.push((of.key(), tensor));
     }
     let _ = give(tensors);
     Ok(())

@@ -8,19 +8,21 @@ use super::{BodyBuilder, StageContext, StageLowering, holders, parameter_name};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Literal;
+use altiplano_ir::loss_scale::{self, ScaleState};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Op, Reducer};
+use altiplano_ir::op::{Direction, Op, Reducer};
 use altiplano_ir::optimizer::{self, Given, clip_factor, squares};
 use altiplano_ir::program::{
-    ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES, Phase,
+    ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES,
+    OVERFLOWS, Phase,
 };
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The sums over all gradients; without a measurement the first alone.
-const SUMS: [&str; 3] = [GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES];
+/// The sums over all gradients that there may be.
+const SUMS: [&str; 4] = [GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES, OVERFLOWS];
 
 /// Where the gradients of a stage's parameters are found once they are accumulated: for each one or more buffers whose sum it is,
 /// and of which those of several stages are freed when they were read.
@@ -29,6 +31,8 @@ pub struct Gradients(BTreeMap<ValueId, (Vec<BufferId>, bool)>);
 /// What a stage contributes to sums over all gradients.
 pub struct Shares {
     pub body: Body,
+    /// The sums that the plan wants.
+    sums: Vec<&'static str>,
     /// Of this stage, and by sum and stage of the others.
     pub own: Vec<BufferId>,
     pub others: BTreeMap<(u32, u32), BufferId>,
@@ -121,6 +125,35 @@ fn all_reduced(graph: &mut Graph, x: ValueId, axes: Vec<AxisId>, mesh: &Mesh) ->
     graph.emit(Op::collective(collective, mesh), &[x])
 }
 
+/// That a step whose gradients are not finite changes nothing.
+struct Skip {
+    /// A boolean scalar.
+    when: ValueId,
+    /// The steps before this one that were skipped.
+    skipped: ValueId,
+}
+
+impl Skip {
+    fn unless(&self, graph: &mut Graph, old: ValueId, new: ValueId) -> ValueId {
+        let shape = graph.shape(new).to_vec();
+        let when = graph.broadcast_scalar(self.when, &shape);
+        graph.select(when, old, new)
+    }
+}
+
+/// One by a scalar.
+fn inverse(graph: &mut Graph, x: ValueId) -> ValueId {
+    let one = graph.splat_like(x, 1.0);
+    graph.div(one, x)
+}
+
+/// A tensor times an f32 scalar, in single precision.
+fn scaled(graph: &mut Graph, x: ValueId, factor: ValueId) -> ValueId {
+    let (x, shape) = (graph.convert(x, DType::F32), graph.shape(x).to_vec());
+    let factor = graph.broadcast_scalar(factor, &shape);
+    graph.mul(x, factor)
+}
+
 impl<'a> StageLowering<'a> {
     /// What turns the sum of a gradient over microbatches into the step's.
     fn gradient_scale(&self) -> f64 {
@@ -208,10 +241,14 @@ impl<'a> StageLowering<'a> {
     /// This stage's shares of the sums over all gradients that the plan wants; afterwards `gradients` are found reduced.
     pub(super) fn norm(&mut self, gradients: &mut Gradients, variance: Option<&Variance>) -> Option<Shares> {
         let cx = self.cx;
-        if !cx.plan.schedule.trains() || cx.plan.clip_norm.is_none() && variance.is_none() {
+        let measures = variance.is_some();
+        // In the order of `SUMS`.
+        let wanted = [cx.plan.clip_norm.is_some() || measures, measures, measures, cx.plan.loss_scale.is_some()];
+        if !cx.plan.schedule.trains() || !wanted.contains(&true) {
             return None;
         }
         let mut b = BodyBuilder::new(cx, format!("stage{} norm", cx.index), 8 * gradients.0.len());
+        let unscale = self.scale(&mut b).map(|scale| inverse(&mut b.graph, scale));
         let scale = self.gradient_scale();
         let (mut writes, mut frees) = (Vec::new(), Vec::new());
         let mut sums = [None; SUMS.len()];
@@ -237,6 +274,15 @@ impl<'a> StageLowering<'a> {
             }
             let holding = cx.mesh.product(&storage.state.split_axes().collect::<Vec<_>>()) as f64;
             let replicas = f64::from(cx.mesh.num_devices()) / holding;
+            if wanted[3] {
+                let overflows = loss_scale::overflows(&mut b.graph, gradient);
+                add(&mut b, 3, overflows);
+            }
+            if !wanted[0] {
+                continue;
+            }
+            // Before it is squared, which a scaled gradient may be too large for.
+            let gradient = unscale.map_or(gradient, |unscale| scaled(&mut b.graph, gradient, unscale));
             let square = squares(&mut b.graph, gradient, scale / replicas.sqrt());
             add(&mut b, 0, square);
             if let Some((n, _)) = variance.and_then(|v| v.parts(cx, p, &storage.gradient)) {
@@ -250,13 +296,17 @@ impl<'a> StageLowering<'a> {
             let Buffer { ty, sharding, .. } = self.buffers[variance.buffer.0 as usize].clone();
             let local = b.read(variance.buffer, &sharding, &ty);
             let factor = b.graph.splat_like(local, scale * scale);
-            let local = b.graph.mul(local, factor);
+            let mut local = b.graph.mul(local, factor);
+            for unscale in [unscale, unscale].into_iter().flatten() {
+                local = b.graph.mul(local, unscale);
+            }
             add(&mut b, 1, local);
         }
         let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
         let (mut own, mut others) = (Vec::new(), BTreeMap::new());
-        let num_sums = if variance.is_some() { SUMS.len() } else { 1 };
-        for ((sum, name), share) in (0..).zip(SUMS).zip(sums).take(num_sums) {
+        let of_plan = SUMS.into_iter().zip(sums).zip(wanted).filter(|(_, wanted)| *wanted).map(|(sum, _)| sum);
+        let of_plan: Vec<(&'static str, Option<ValueId>)> = of_plan.collect();
+        for (sum, &(name, share)) in (0..).zip(&of_plan) {
             // A stage without parameters of its own has a share of nothing.
             let nothing = || Literal::splat(scalar.clone(), 0.0);
             let share = share.unwrap_or_else(|| b.graph.constant(nothing()));
@@ -273,7 +323,7 @@ impl<'a> StageLowering<'a> {
         let (graph, reads, writes) = b.finish(writes);
         let name = format!("stage{} norm", cx.index);
         let body = Body { name, stage: cx.index, phase: Phase::Norm, graph, reads, writes, frees };
-        Some(Shares { body, own, others })
+        Some(Shares { body, sums: of_plan.into_iter().map(|(name, _)| name).collect(), own, others })
     }
 
     /// The sums over all gradients, which are left for the host as well.
@@ -283,10 +333,10 @@ impl<'a> StageLowering<'a> {
         shares: &Shares,
         writes: &mut Vec<(BufferId, ValueId)>,
         frees: &mut Vec<BufferId>,
-    ) -> Vec<ValueId> {
+    ) -> BTreeMap<&'static str, ValueId> {
         let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
-        let mut sums = Vec::new();
-        for ((i, name), &own) in (0u32..).zip(SUMS).zip(&shares.own) {
+        let mut sums = BTreeMap::new();
+        for ((i, &name), &own) in (0u32..).zip(&shares.sums).zip(&shares.own) {
             let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(self.cx.index, own)]);
             parts.extend(shares.others.iter().filter(|((sum, _), _)| *sum == i).map(|((_, stage), &b)| (*stage, b)));
             let mut total: Option<ValueId> = None;
@@ -302,9 +352,64 @@ impl<'a> StageLowering<'a> {
             let one = b.graph.splat_like(total, 1.0);
             let copy = b.graph.mul(total, one);
             writes.push((kept, copy));
-            sums.push(total);
+            sums.insert(name, total);
         }
         sums
+    }
+
+    /// The state of loss scaling of this name, read in a body.
+    fn scaling(&mut self, b: &mut BodyBuilder<'a>, slot: &'static str) -> (BufferId, ValueId) {
+        let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
+        let buffer = match self.scaling.get(slot) {
+            Some(&buffer) => buffer,
+            None => {
+                let kind = BufferKind::State { parameter: ALL_PARAMETERS.to_string(), slot: slot.to_string() };
+                let buffer = self.buffer(slot.to_string(), kind, scalar.clone(), whole.clone());
+                self.scaling.insert(slot, buffer);
+                buffer
+            }
+        };
+        (buffer, b.read(buffer, &whole, &scalar))
+    }
+
+    /// What the loss of this step is scaled by, an f32 scalar; none where it is not.
+    fn scale(&mut self, b: &mut BodyBuilder<'a>) -> Option<ValueId> {
+        let of_plan = self.cx.plan.loss_scale.filter(|_| self.cx.plan.schedule.trains())?;
+        let is_kept = of_plan.slots().contains(&loss_scale::SCALE);
+        let kept = is_kept.then(|| self.scaling(b, loss_scale::SCALE).1);
+        Some(of_plan.now(&mut b.graph, kept, self.loss_type()))
+    }
+
+    fn loss_type(&self) -> DType {
+        let training = self.cx.training;
+        training.graph.ty(training.loss).dtype
+    }
+
+    /// The cotangent of the loss, in the loss's type.
+    pub(super) fn scaled_seed(&mut self, b: &mut BodyBuilder<'a>) -> ValueId {
+        let one = || Literal::splat(TensorType::scalar(DType::F32), 1.0);
+        let scale = self.scale(b).unwrap_or_else(|| b.graph.constant(one()));
+        b.graph.convert(scale, self.loss_type())
+    }
+
+    /// Whether this step changes nothing, as `overflows` says of its gradients, and the state of loss scaling after it.
+    fn skip(
+        &mut self,
+        b: &mut BodyBuilder<'a>,
+        overflows: ValueId,
+        writes: &mut Vec<(BufferId, ValueId)>,
+    ) -> Option<Skip> {
+        let (of_plan, now) = (self.cx.plan.loss_scale?, self.scale(b)?);
+        let none = b.graph.splat_like(overflows, 0.0);
+        let when = b.graph.compare(Direction::Gt, overflows, none);
+        let slots = of_plan.slots();
+        let kept: Vec<(BufferId, ValueId)> = slots.iter().map(|slot| self.scaling(b, slot)).collect();
+        let read = |name: &str| slots.iter().position(|slot| *slot == name).map(|i| kept[i].1);
+        let skipped = read(loss_scale::SKIPPED_STEPS)?;
+        let state = ScaleState { skipped, unchanged: read(loss_scale::UNCHANGED_STEPS) };
+        let after = of_plan.after(&mut b.graph, state, now, when, self.loss_type());
+        writes.extend(kept.iter().map(|kept| kept.0).zip(after));
+        Some(Skip { when, skipped })
     }
 
     /// The optimizer's step on this stage's shards.
@@ -328,12 +433,19 @@ impl<'a> StageLowering<'a> {
                 b.read(buffer, &whole, &scalar)
             })
         });
-        let clip = shares.and_then(|shares| {
-            let sums = self.sums(&mut b, shares, &mut writes, &mut frees);
-            Some(clip_factor(&mut b.graph, *sums.first()?, cx.plan.clip_norm?))
-        });
+        let sums = shares.map(|shares| self.sums(&mut b, shares, &mut writes, &mut frees)).unwrap_or_default();
+        let most = cx.plan.clip_norm.zip(sums.get(GRADIENT_SQUARES));
+        let clip = most.map(|(most, squares)| clip_factor(&mut b.graph, *squares, most));
+        let skip = sums.get(OVERFLOWS).and_then(|&overflows| self.skip(&mut b, overflows, &mut writes));
+        let unscale = self.scale(&mut b).map(|scale| inverse(&mut b.graph, scale));
+        let factor = match (clip, unscale) {
+            (Some(clip), Some(unscale)) => Some(b.graph.mul(clip, unscale)),
+            (clip, unscale) => clip.or(unscale),
+        };
         for p in parameters {
             let Some([learning_rate, step]) = leaves else { break };
+            // Averages over steps count those that were made.
+            let step = skip.as_ref().map_or(step, |skip| b.graph.sub(step, skip.skipped));
             let name = parameter_name(cx, p).to_string();
             let storage = &cx.stage.parameters[&name];
             let gradient = self.gradient(&mut b, gradients, p, &mut frees);
@@ -356,13 +468,19 @@ impl<'a> StageLowering<'a> {
                 parameter,
                 gradient,
                 gradient_scale: self.gradient_scale(),
-                clip,
+                factor,
                 states: &states,
                 learning_rate,
                 step,
                 whole: &whole,
             };
-            let new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
+            let mut new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
+            if let Some(skip) = &skip {
+                new.parameter = skip.unless(&mut b.graph, parameter, new.parameter);
+                for (new, &old) in new.states.iter_mut().zip(&states) {
+                    *new = skip.unless(&mut b.graph, old, *new);
+                }
+            }
             let whole = b.reshard(new.parameter, &storage.state, &storage.parameter);
             writes.push((parameter_buffer, whole));
             writes.extend(state_buffers.into_iter().zip(new.states));

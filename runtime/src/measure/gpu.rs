@@ -1,0 +1,319 @@
+//! Measures what the kernels of tapes take on GPUs: matrix products, attention, passes over memory, lookups and collectives.
+//!
+//! Each is the body of a program that a session runs as it runs a plan's, so that what is measured is what runs: kernels compiled
+//! alike, calls of the same libraries, launched in the same way. A step runs the body often; what a run takes is the difference to a
+//! step that runs it once, in which everything that a step takes besides is gone.
+
+use super::{Harness, Measurements, floats};
+use crate::devices::cuda::{CudaOptions, CudaSession, Survey};
+use crate::error::RuntimeError;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::{Binary, DotGeneral, Gather, GatherDims, Iota, Op, OutOfBounds, Reducer, Unary};
+use altiplano_ir::optimizer::leaf;
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Call, Phase, Program, Programs};
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::sharding::Sharding;
+use altiplano_ir::types::TensorType;
+use std::collections::BTreeMap;
+
+/// Times of matrix products by `[rows, columns, terms]`, and of many at once by `[products, rows, columns, terms]`.
+pub const MATMUL: &str = "gpu_matmul";
+pub const BATCHED: &str = "gpu_matmul_batched";
+/// Of fused attention by floating-point operations.
+pub const ATTENTION: &str = "gpu_attention";
+/// Of passes over memory, and of lookups, by the bytes that are read and written.
+pub const PASS: &str = "gpu_pass";
+pub const INDEXED: &str = "gpu_indexed";
+
+/// Seconds that the runs of a step should take together, for the clock and what disturbs it to be small beside.
+const WORTH_S: f64 = 5e-3;
+/// Runs in a step, at most.
+const MOST_RUNS: u32 = 400;
+
+/// What is measured: a graph whose leaves are its operands, on the devices of a mesh.
+struct Subject {
+    graph: Graph,
+    mesh: Mesh,
+    fused_attention: bool,
+}
+
+/// Measures all GPUs of this machine that programs can run on, of which one stands for all and collectives take several.
+///
+/// # Errors
+/// What keeps sessions from being set up, as a missing library, and what stops them.
+pub fn measure_gpus(
+    options: &CudaOptions,
+    quick: bool,
+    tell: &mut dyn FnMut(&str, usize, usize),
+) -> Result<Measurements, RuntimeError> {
+    let gpus = Survey::of(&options.search).usable()?.len() as u32;
+    let mut gauge = Gauge { harness: Harness { quick, load: 1, found: Measurements::default() }, options };
+    let half: &[DType] = if quick { &[DType::BF16] } else { &[DType::BF16, DType::F16] };
+    tell("matrix products", 0, 5);
+    for &dtype in [DType::F32].iter().chain(half) {
+        gauge.products(dtype)?;
+    }
+    tell("attention", 1, 5);
+    for &dtype in half {
+        gauge.attention(dtype)?;
+    }
+    tell("passes over memory", 2, 5);
+    gauge.passes()?;
+    tell("lookups", 3, 5);
+    gauge.lookups()?;
+    tell("collectives", 4, 5);
+    // NCCL takes a GPU for each member.
+    let counts = (1..=gpus.ilog2()).map(|power| 1 << power).chain([gpus]);
+    let mut counts: Vec<u32> = counts.filter(|&n| n > 1).collect();
+    counts.dedup();
+    for devices in counts {
+        gauge.collectives(devices)?;
+    }
+    Ok(gauge.harness.found)
+}
+
+struct Gauge<'a> {
+    harness: Harness,
+    options: &'a CudaOptions,
+}
+
+impl Gauge<'_> {
+    /// Seconds of one run.
+    fn seconds(&mut self, subject: &Subject) -> Result<f64, RuntimeError> {
+        let once = self.step_s(subject, 1)?;
+        if self.harness.quick {
+            return Ok((self.step_s(subject, 3)? - once) / 2.0);
+        }
+        const FEW: u32 = 8;
+        let some = (self.step_s(subject, 1 + FEW)? - once) / f64::from(FEW);
+        let runs = (WORTH_S / some.max(1e-9)).min(f64::from(MOST_RUNS)) as u32;
+        match runs > FEW {
+            true => Ok((self.step_s(subject, 1 + runs)? - once) / f64::from(runs)),
+            false => Ok(some),
+        }
+    }
+
+    /// Seconds of a step with so many runs.
+    fn step_s(&mut self, subject: &Subject, runs: u32) -> Result<f64, RuntimeError> {
+        let (warm, samples) = if self.harness.quick { (1, 3) } else { (2, 7) };
+        let mut session = CudaSession::new(&subject.programs(runs), self.options)?;
+        let mut step = || Ok::<f64, RuntimeError>(session.step(&BTreeMap::new(), &BTreeMap::new())?.seconds);
+        for _ in 0..warm {
+            step()?;
+        }
+        let taken = (0..samples).map(|_| step()).collect::<Result<Vec<f64>, RuntimeError>>()?;
+        Ok(self.harness.median(taken))
+    }
+
+    fn products(&mut self, dtype: DType) -> Result<(), RuntimeError> {
+        let axis: &[usize] = if self.harness.quick { &[8, 32] } else { &[64, 512, 2048, 8192] };
+        let mut seconds = Vec::new();
+        for (&m, &n, &k) in grid(axis) {
+            seconds.push(self.seconds(&product(1, m, n, k, dtype))?);
+        }
+        self.harness.grid(MATMUL, dtype, 1, vec![floats(axis, 1.0); 3], seconds);
+        let (counts, axis): (&[usize], &[usize]) =
+            if self.harness.quick { (&[2], &[4, 8]) } else { (&[8, 96], &[64, 256, 1024]) };
+        let mut seconds = Vec::new();
+        for &count in counts {
+            for (&m, &n, &k) in grid(axis) {
+                seconds.push(self.seconds(&product(count, m, n, k, dtype))?);
+            }
+        }
+        let axes = [counts, axis, axis, axis].map(|axis| floats(axis, 1.0));
+        self.harness.grid(BATCHED, dtype, 1, axes.to_vec(), seconds);
+        Ok(())
+    }
+
+    fn attention(&mut self, dtype: DType) -> Result<(), RuntimeError> {
+        let lengths: &[usize] = if self.harness.quick { &[16, 32] } else { &[256, 1024, 4096, 8192] };
+        let (heads, width) = if self.harness.quick { (2, 4) } else { (32, 64) };
+        let flop = |length: &usize| 4.0 * heads as f64 * (length * length * width) as f64;
+        let seconds = lengths.iter().map(|&length| self.seconds(&attention(heads, length, width, dtype)));
+        let seconds = seconds.collect::<Result<Vec<f64>, RuntimeError>>()?;
+        self.harness.add(ATTENTION, dtype, &lengths.iter().map(flop).collect::<Vec<f64>>(), seconds);
+        Ok(())
+    }
+
+    fn passes(&mut self) -> Result<(), RuntimeError> {
+        let sizes: &[usize] =
+            if self.harness.quick { &[64, 1024] } else { &[1 << 8, 1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27] };
+        let seconds = sizes.iter().map(|&n| self.seconds(&pass(n))).collect::<Result<Vec<f64>, RuntimeError>>()?;
+        self.harness.add(PASS, DType::F32, &floats(sizes, 8.0), seconds);
+        Ok(())
+    }
+
+    fn lookups(&mut self) -> Result<(), RuntimeError> {
+        const WIDTH: usize = 256;
+        let rows: &[usize] = if self.harness.quick { &[4, 16] } else { &[16, 1 << 8, 1 << 12, 1 << 16] };
+        let seconds =
+            rows.iter().map(|&n| self.seconds(&lookup(n, WIDTH))).collect::<Result<Vec<f64>, RuntimeError>>()?;
+        // A row read and written, and its index.
+        self.harness.add(INDEXED, DType::F32, &floats(rows, 8.0 * WIDTH as f64 + 4.0), seconds);
+        Ok(())
+    }
+
+    fn collectives(&mut self, devices: u32) -> Result<(), RuntimeError> {
+        let sizes: &[usize] =
+            if self.harness.quick { &[1 << 8, 1 << 12] } else { &[1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28] };
+        let mesh = Mesh::new(&[("all", devices)]);
+        let axes = || vec![AxisId(0)];
+        let reducer = Reducer::Sum;
+        for (kind, grows) in [
+            (Collective::AllReduce { axes: axes(), reducer }, 1),
+            (Collective::ReduceScatter { axes: axes(), reducer, dim: 0, outer: 1 }, 1),
+            (Collective::AllGather { axes: axes(), dim: 0, outer: 1 }, u64::from(devices)),
+        ] {
+            let mut seconds = Vec::new();
+            for &bytes in sizes {
+                // What is larger of operand and result has as many bytes, of elements that all devices have as many of.
+                let elements = (bytes as u64 / 4).next_multiple_of(u64::from(devices)) / grows;
+                let mut graph = Graph::new(kind.name());
+                let x = leaf(&mut graph, "x", TensorType::new(DType::F32, [elements]));
+                graph.outputs = vec![graph.emit(Op::collective(kind.clone(), &mesh), &[x])];
+                seconds.push(self.seconds(&Subject { graph, mesh: mesh.clone(), fused_attention: false })?);
+            }
+            self.harness.grid(kind.name(), DType::F32, devices as usize, vec![floats(sizes, 1.0)], seconds);
+        }
+        Ok(())
+    }
+}
+
+/// All points of a grid of three equal axes, row major.
+fn grid(axis: &[usize]) -> impl Iterator<Item = (&usize, &usize, &usize)> {
+    axis.iter().flat_map(move |x| axis.iter().flat_map(move |y| axis.iter().map(move |z| (x, y, z))))
+}
+
+fn alone(graph: Graph) -> Subject {
+    Subject { graph, mesh: Mesh::new(&[("only", 1)]), fused_attention: false }
+}
+
+fn tensor(graph: &mut Graph, name: &str, dtype: DType, shape: &[usize]) -> ValueId {
+    leaf(graph, name, TensorType::new(dtype, shape.iter().map(|&n| n as u64).collect::<Vec<u64>>()))
+}
+
+fn product(count: usize, m: usize, n: usize, k: usize, dtype: DType) -> Subject {
+    let mut graph = Graph::new("product");
+    let many = if count > 1 { vec![count] } else { Vec::new() };
+    let a = tensor(&mut graph, "a", dtype, &[many.as_slice(), &[m, k]].concat());
+    let b = tensor(&mut graph, "b", dtype, &[many.as_slice(), &[k, n]].concat());
+    let batch: Vec<usize> = (0..many.len()).collect();
+    let (lhs_contract, rhs_contract) = (vec![many.len() + 1], vec![many.len()]);
+    let dot = DotGeneral { lhs_batch: batch.clone(), rhs_batch: batch, lhs_contract, rhs_contract };
+    graph.outputs = vec![graph.emit(Op::DotGeneral(dot), &[a, b])];
+    alone(graph)
+}
+
+fn attention(heads: usize, length: usize, width: usize, dtype: DType) -> Subject {
+    let mut graph = Graph::new("attention");
+    let [q, k, v] = ["q", "k", "v"].map(|name| tensor(&mut graph, name, dtype, &[heads, length, width]));
+    let dot = |graph: &mut Graph, a: ValueId, b: ValueId, rhs: usize| {
+        let (lhs_contract, rhs_contract) = (vec![2], vec![rhs]);
+        let dot = DotGeneral { lhs_batch: vec![0], rhs_batch: vec![0], lhs_contract, rhs_contract };
+        graph.emit(Op::DotGeneral(dot), &[a, b])
+    };
+    let scores = dot(&mut graph, q, k, 2);
+    let shape = graph.shape(scores).to_vec();
+    let row = |graph: &mut Graph, x: ValueId, reducer: Reducer| {
+        let reduced = graph.reduce(x, reducer, &[2]);
+        graph.broadcast(reduced, &shape, &[0, 1])
+    };
+    let most = row(&mut graph, scores, Reducer::Max);
+    let shifted = graph.sub(scores, most);
+    let weights = graph.unary(Unary::Exponential, shifted);
+    let sum = row(&mut graph, weights, Reducer::Sum);
+    let weights = graph.div(weights, sum);
+    graph.outputs = vec![dot(&mut graph, weights, v, 1)];
+    Subject { fused_attention: true, ..alone(graph) }
+}
+
+fn pass(elements: usize) -> Subject {
+    let mut graph = Graph::new("pass");
+    let x = tensor(&mut graph, "x", DType::F32, &[elements]);
+    let half = graph.splat_like(x, 0.5);
+    let scaled = graph.mul(x, half);
+    graph.outputs = vec![graph.add(scaled, half)];
+    alone(graph)
+}
+
+fn lookup(rows: usize, width: usize) -> Subject {
+    let mut graph = Graph::new("lookup");
+    let table = tensor(&mut graph, "table", DType::F32, &[rows, width]);
+    let indices = tensor(&mut graph, "indices", DType::I32, &[rows, 1]);
+    let dims = GatherDims {
+        offset_dims: vec![1],
+        collapsed_slice_dims: vec![0],
+        operand_batching_dims: Vec::new(),
+        indices_batching_dims: Vec::new(),
+        start_index_map: vec![0],
+        index_vector_dim: 1,
+        slice_sizes: vec![1, width as u64],
+    };
+    graph.outputs = vec![graph.emit(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[table, indices])];
+    alone(graph)
+}
+
+/// Ordinary numbers, no two neighbours alike: products of zeros take less power than others, and so less time. Of integers, numbers
+/// below the first dimension's size in an order that jumps. `zero` is a scalar that is read, without which all would be constants,
+/// which the host makes.
+fn filled(graph: &mut Graph, ty: &TensorType, zero: ValueId) -> ValueId {
+    let dtype = if ty.dtype.is_float() { DType::F32 } else { ty.dtype };
+    let zero = graph.convert(zero, dtype);
+    let mut sum = graph.broadcast_scalar(zero, &ty.shape);
+    for dim in (0..ty.rank()).take(if ty.dtype.is_float() { usize::MAX } else { 1 }) {
+        let position = graph.emit(Op::Iota(Iota { ty: ty.with_dtype(dtype), dim }), &[]);
+        let step = if ty.dtype.is_float() { 0.7 + 0.37 * dim as f64 } else { 7.0 };
+        let step = graph.splat_like(position, step);
+        let turned = graph.mul(position, step);
+        sum = graph.add(sum, turned);
+    }
+    if !ty.dtype.is_float() {
+        let count = graph.splat_like(sum, ty.shape[0] as f64);
+        return graph.emit(Op::Binary(Binary::Remainder), &[sum, count]);
+    }
+    let wave = graph.unary(Unary::Sine, sum);
+    graph.convert(wave, ty.dtype)
+}
+
+impl Subject {
+    /// A step that makes the operands and runs the graph so many times. All tensors are each device's own, and are state, which
+    /// stays where it is.
+    fn programs(&self, runs: u32) -> Programs {
+        let mut buffers: Vec<Buffer> = Vec::new();
+        let mut buffer = |ty: &TensorType| {
+            let name = format!("tensor {}", buffers.len());
+            let kind = BufferKind::State { parameter: name.clone(), slot: "value".to_string() };
+            buffers.push(Buffer { name, stage: 0, kind, ty: ty.clone(), sharding: Sharding::replicated(&ty.shape) });
+            BufferId(buffers.len() as u32 - 1)
+        };
+        let graph = self.graph.clone();
+        let leaves: Vec<ValueId> = graph.values().filter(|&v| graph.node(v).op.is_leaf()).collect();
+        let reads: Vec<(ValueId, BufferId)> = leaves.iter().map(|&v| (v, buffer(graph.ty(v)))).collect();
+        let writes = graph.outputs.iter().map(|&v| (buffer(graph.ty(v)), v)).collect();
+        let mut operands = Graph::new("operands");
+        let scalar = TensorType::scalar(DType::F32);
+        let zero = (leaf(&mut operands, "zero", scalar.clone()), buffer(&scalar));
+        let made: Vec<ValueId> = leaves.iter().map(|&v| filled(&mut operands, graph.ty(v), zero.0)).collect();
+        operands.outputs = made.clone();
+        let body = |name: &str, graph, reads, writes| {
+            let (name, phase, frees) = (name.to_string(), Phase::Forward, Vec::new());
+            Body { name, stage: 0, phase, graph, reads, writes, frees }
+        };
+        let given = reads.iter().zip(made).map(|(read, made)| (read.1, made)).collect();
+        let bodies = vec![body("operands", operands, vec![zero], given), body(&self.graph.name, graph, reads, writes)];
+        let calls = std::iter::once(0).chain((0..runs).map(|_| 1));
+        let program = Program {
+            devices: (0..self.mesh.num_devices()).collect(),
+            mesh: self.mesh.clone(),
+            buffers,
+            bodies,
+            schedule: calls.map(|body| Call::Run { body, microbatch: None }).collect(),
+            late: Vec::new(),
+            fused_attention: self.fused_attention,
+        };
+        let (programs, transfers) = (vec![program], Vec::new());
+        Programs { programs, transfers, num_microbatches: 1, microbatch: 0, loss_is_mean: true }
+    }
+}
