@@ -1,8 +1,9 @@
 //! From what the search chose to a plan: strategies and storage of every stage, written out.
 
 use crate::inter_op::compose::Chain;
-use crate::inter_op::search::{ChosenStage, Tables, layer_table};
+use crate::inter_op::search::ChosenStage;
 use crate::inter_op::submesh::{Block, place_blocks};
+use crate::inter_op::tables::{Tables, layer_table};
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
