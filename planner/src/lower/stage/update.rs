@@ -442,10 +442,11 @@ impl<'a> StageLowering<'a> {
             (Some(clip), Some(unscale)) => Some(b.graph.mul(clip, unscale)),
             (clip, unscale) => clip.or(unscale),
         };
+        // Averages over steps count those that were made.
+        let made = |skip: &Skip| leaves.map(|[rate, step]| [rate, b.graph.sub(step, skip.skipped)]);
+        let leaves = skip.as_ref().map_or(leaves, made);
         for p in parameters {
             let Some([learning_rate, step]) = leaves else { break };
-            // Averages over steps count those that were made.
-            let step = skip.as_ref().map_or(step, |skip| b.graph.sub(step, skip.skipped));
             let name = parameter_name(cx, p).to_string();
             let storage = &cx.stage.parameters[&name];
             let gradient = self.gradient(&mut b, gradients, p, &mut frees);
