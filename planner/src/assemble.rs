@@ -3,7 +3,7 @@
 use crate::inter_op::compose::Chain;
 use crate::inter_op::search::ChosenStage;
 use crate::inter_op::submesh::{Block, place_blocks};
-use crate::inter_op::tables::{Tables, layer_table};
+use crate::inter_op::tables::{Known, layer_table};
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
@@ -177,7 +177,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     let way = &chosen.way;
     // Solved again: the search keeps only what it cost. The same input gives the same answer.
     let mut tables: BTreeMap<usize, Rc<LayerTable>> = BTreeMap::new();
-    let mut known = Tables::default();
+    let mut known = Known::default();
     let mut of_layers = Vec::with_capacity(chosen.layers.len());
     for l in chosen.layers.clone() {
         let kind = layered.kinds[l];
