@@ -466,7 +466,7 @@ fn plans_that_fit(
 /// that keep less may be faster.
 fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool {
     const CRAMPED: f64 = 2.0;
-    if freedom.all_devices {
+    if freedom.all_devices && !freedom.alpa {
         return false;
     }
     let limits = searched.candidates.iter().map(|c| (c.num_microbatches, freedom.memory_bytes.clone())).collect();

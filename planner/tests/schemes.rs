@@ -422,6 +422,16 @@ fn expert_parallelism() {
 /// them.
 #[test]
 fn vocabulary_parallelism() {
+    vocabulary_is_split(false);
+}
+
+/// The same where words are looked up in the table that logits are computed with.
+#[test]
+fn vocabulary_parallelism_of_a_tied_table() {
+    vocabulary_is_split(true);
+}
+
+fn vocabulary_is_split(tied: bool) {
     let (batch, width, vocabulary) = (512, 1024, 1 << 18);
     let mut g = Graph::new("vocabulary");
     let ids = labels(&mut g, "ids", &[batch]);
@@ -431,13 +441,13 @@ fn vocabulary_parallelism() {
     let mix = weight(&mut g, "mix", &[width, width]);
     let x = project(&mut g, x, mix);
     let x = g.unary(Unary::Tanh, x);
-    let head = weight(&mut g, "head", &[vocabulary, width]);
+    let head = if tied { table } else { weight(&mut g, "head", &[vocabulary, width]) };
     let logits = dot(&mut g, x, head, [&[], &[]], [&[1], &[1]]);
     let loss = array::cross_entropy(&mut g, logits, next, 1).expect("a loss");
     let request = request(&batched(g, loss), cluster());
     let (plan, programs) = chosen(&request);
     assert_eq!(parts_of(&plan, logits), [1, DEVICES]);
-    assert_eq!(parts(&storage(&plan, "head").parameter, &plan), [DEVICES, 1]);
+    assert_eq!(parts(&storage(&plan, if tied { "table" } else { "head" }).parameter, &plan), [DEVICES, 1]);
     assert_eq!(parts(&storage(&plan, "table").parameter, &plan).iter().product::<u64>(), DEVICES);
     for phase in [Phase::Forward, Phase::Backward] {
         let sent = sent(&programs, phase);

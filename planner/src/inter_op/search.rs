@@ -768,7 +768,7 @@ impl Searched {
             rank += 1;
             rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
         });
-        if !freedom.all_devices && freedom.dp.is_none() && freedom.tp.is_none() {
+        if (!freedom.all_devices || freedom.alpa) && freedom.dp.is_none() && freedom.tp.is_none() {
             let mut uniform: Vec<Found<'_>> = Vec::new();
             for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
