@@ -187,12 +187,20 @@ const LATE: [&[&str]; 3] = [
     &["--dp", "4", "--update", "stale"],
 ];
 
+/// Over parameter servers, which workers wait for or do not.
+const SERVERS: [&[&str]; 3] = [
+    &["--parameter-servers", "1", "--global-batch", "6"],
+    &["--parameter-servers", "2", "--num-microbatches", "4", "--clip-norm", "0.5"],
+    &["--parameter-servers", "1", "--asynchronous", "--global-batch", "6"],
+];
+
 #[test]
 fn ranks_train_the_demo_as_threads_do() {
     if has_mpirun() {
         TWO.iter().for_each(|degrees| check(DEMO, 2, degrees, &[]));
         FOUR.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
         LATE.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
+        SERVERS.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
     }
 }
 
@@ -237,10 +245,16 @@ fn checkpoints_of_ranks_are_those_of_threads_and_any_plan_goes_on_from_them() {
         return;
     }
     let scratch = Scratch::new();
-    let late: [&[&str]; 2] = [&["--schedule", "pipedream"], &["--update", "stale"]];
-    for (name, [first, then]) in [("prompt", [&[][..]; 2]), ("late", late)] {
-        let four = plan(&scratch, DEMO, 4, &[&["--dp", "2", "--pp", "2"], first].concat());
-        let two = plan(&scratch, DEMO, 2, &[&["--dp", "2", "--zero", "2"], then].concat());
+    let (four, two): (&[&str], &[&str]) = (&["--dp", "2", "--pp", "2"], &["--dp", "2", "--zero", "2"]);
+    let late = [[four, &["--schedule", "pipedream"]].concat(), [two, &["--update", "stale"]].concat()];
+    let servers = ["--parameter-servers", "2"];
+    let over = [servers.to_vec(), two.to_vec()];
+    let asynchronous =
+        [[&servers[..], &["--asynchronous"]].concat(), vec!["--parameter-servers", "1", "--asynchronous"]];
+    let prompt = [four.to_vec(), two.to_vec()];
+    for (name, [first, then]) in [("prompt", prompt), ("late", late), ("over", over), ("asynchronous", asynchronous)] {
+        let four = plan(&scratch, DEMO, 4, &first);
+        let two = plan(&scratch, DEMO, 2, &then);
         let folder = |of: &str| scratch.path(&format!("{name}-{of}")).display().to_string();
         let (threads, ranks) = (folder("threads"), folder("ranks"));
         let run = |plan: &str, steps: &str, to: &str, ranks: u32, more: &[&str]| {

@@ -46,7 +46,7 @@ pub enum Command {
         /// Since when what is done is recorded, where it is.
         origin: Option<Instant>,
     },
-    /// Runs the calls that are left of the last step.
+    /// Runs the calls that are left of the last step, and those that bring copies of the weights up to date.
     Flush,
 }
 
@@ -209,6 +209,15 @@ impl Device {
                         self.call(position)?;
                     }
                     self.end();
+                }
+                let plan = self.plan.clone();
+                for call in &plan.program.flush {
+                    match *call {
+                        Call::Send { transfer, microbatch, free } => self.send(transfer, microbatch, free)?,
+                        Call::Receive { transfer, microbatch } => self.receive(transfer, microbatch)?,
+                        // Checked before: there are none.
+                        Call::Run { .. } => {}
+                    }
                 }
                 Ok(Reply::Flushed)
             }
@@ -611,6 +620,10 @@ impl Device {
         let (transfer, messages) = &plan.transfers[id.0 as usize];
         let buffer = transfer.target.1;
         let (class, shape) = self.local(buffer);
+        // What lasts is renewed, and nobody reads it meanwhile.
+        if !plan.program.buffer(buffer).kind.is_of_step() {
+            self.lasting.remove(&self.lasting_key(buffer));
+        }
         let mut storage = self.arena.allocate(class, shape.iter().product())?;
         for (number, message) in messages.iter().enumerate().filter(|(_, m)| m.target == self.position) {
             let from = plan.first_rank[transfer.source.0 as usize] + message.source as usize;

@@ -36,6 +36,8 @@ impl Evaluation {
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
         let mut plan =
             Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..plan.clone() };
+        // The stage of parameter servers' workers is run by one of them.
+        plan.servers = None;
         // Results beside the loss are not asked for.
         plan.graph.outputs.truncate(1);
         let session = session(&plan, &Options { check_nan: training.check_nan, ..Options::default() })?;

@@ -301,7 +301,7 @@ impl RankSession {
 
     /// Whether a step begins before the one before it has ended, so that [`RankSession::begin_step`] is to be called ahead.
     pub fn overlaps(&self) -> bool {
-        self.roster.plans.iter().any(|plan| !plan.program.late.is_empty())
+        self.roster.plans.iter().any(|plan| plan.program.runs_ahead())
     }
 
     /// Runs this rank's part of one step on a global batch, without waiting for the others to come to its end. All ranks hear of
