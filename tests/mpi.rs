@@ -204,6 +204,40 @@ fn ranks_train_the_demo_as_threads_do() {
     }
 }
 
+/// Held-out losses are those that threads find, whatever the plan and whatever is under way between its steps.
+#[test]
+fn ranks_look_at_held_out_data_as_threads_do() {
+    if !has_mpirun() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let ids: Vec<u8> = (0..3000u32).flat_map(|i| ((i * i * 31 + 7 * i) % 1000).to_le_bytes()[..2].to_vec()).collect();
+    let data = scratch.file("ids.u16", &ids);
+    for degrees in [&["--dp", "2", "--pp", "2"][..], &["--tp", "4"], &["--dp", "4", "--zero", "3"], LATE[0], LATE[1]] {
+        let plan = plan(&scratch, DEMO, 4, degrees);
+        let run = |file: &str| -> Vec<String> {
+            let words = ["run", &plan, "--steps", "6", "--data", &data, "--eval-data", &data, "--eval-every", "2"];
+            words.iter().chain(&["--eval-steps", "2", "--metrics", file]).map(|s| s.to_string()).collect()
+        };
+        let metrics = |name: &str| scratch.path(name).display().to_string();
+        let (threads, ranks) = (metrics("threads"), metrics("ranks"));
+        succeeds(&run(&threads));
+        let mut arguments = run(&ranks);
+        arguments.push("--reduce-in-order".to_string());
+        let said = Ranks::start(4, &arguments.iter().map(String::as_str).collect::<Vec<_>>()).end();
+        assert_eq!(said.code, Some(0), "{degrees:?}: {}{}", said.stdout, said.stderr);
+        let found = |file: &str, key: &str| -> Vec<f64> {
+            let text = std::fs::read_to_string(file).expect("metrics");
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            lines.filter_map(|line| line[key].as_f64()).collect()
+        };
+        assert_eq!(found(&ranks, "eval_loss").len(), 3, "{degrees:?}");
+        for key in ["eval_loss", "loss"] {
+            assert_eq!(found(&ranks, key), found(&threads, key), "{degrees:?}");
+        }
+    }
+}
+
 #[test]
 fn ranks_train_other_architectures_as_threads_do() {
     if !has_mpirun() {

@@ -328,6 +328,31 @@ fn what_does_not_go_with_servers_is_refused() {
     assert!(output.code == Some(2) && output.stderr.contains("--measure-noise-scale"), "{}", output.stderr);
 }
 
+/// A plan file is data from outside: what is wrong with its servers is said with its place.
+#[test]
+fn damaged_plans_are_refused() {
+    let plan = Case::new(2, 2, 1, "sgd").asynchronous().plan();
+    let refused = |damage: &dyn Fn(&mut Plan), place: &str| {
+        let mut damaged = plan.clone();
+        damage(&mut damaged);
+        let said = Plan::from_json(&damaged.to_json()).expect_err("it is refused").to_string();
+        assert!(said.contains(place), "{said}");
+    };
+    fn over(plan: &mut Plan) -> &mut altiplano::ir::servers::ParameterServers {
+        plan.servers.as_mut().expect("servers")
+    }
+    refused(&|p| over(p).workers.clear(), "servers: must have a worker");
+    refused(&|p| over(p).servers[1] = 0, "servers: must be different devices");
+    refused(&|p| over(p).servers[1] = 99, "servers: must be different devices");
+    refused(&|p| over(p).workers.swap(0, 1), "servers.workers: must begin");
+    refused(&|p| drop(over(p).holds.pop_first()), "servers.holds");
+    refused(&|p| over(p).holds.values_mut().for_each(|server| *server = 2), "servers.holds");
+    refused(&|p| over(p).predicted.truncate(1), "servers.predicted");
+    refused(&|p| p.clip_norm = Some(1.0), "servers.asynchronous");
+    refused(&|p| (p.num_microbatches, p.global_batch) = (3, 6), "servers.workers: must divide");
+    refused(&|p| p.update = altiplano::ir::plan::Update::Stale, "servers: go with");
+}
+
 /// What all workers send to one server waits in line; more servers, and not waiting for each other, make it shorter.
 #[test]
 fn what_servers_take_is_predicted() {

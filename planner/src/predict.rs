@@ -344,7 +344,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
     for (lane, (played, memory)) in timeline.stages.iter().zip(&memories).enumerate() {
         let mut whole_s = plan.stages_of(lane).map(|i| parts[i].0 + parts[i].1).sum::<f64>();
         // On a shared machine the stages were faster whenever others waited.
-        let is_shared = plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
+        let is_shared = plan.servers.is_none() && plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
         let part = if is_shared { played.busy_s / whole_s.max(f64::MIN_POSITIVE) } else { 1.0 };
         whole_s *= part;
         for i in plan.stages_of(lane) {

@@ -93,6 +93,8 @@ pub struct Device {
     pub arena: Arc<Arena>,
     pub mailbox: Mailbox,
     pub threads: usize,
+    /// The number that messages of transfers are numbered from, which tells those of several sets of programs apart.
+    pub first_message: u32,
     /// What outlives steps. Accumulators have two instances where those of two steps are held at once, all else has one.
     lasting: HashMap<(BufferId, u32), Arc<Storage>>,
     overlap: Overlap,
@@ -137,6 +139,7 @@ impl Device {
             arena,
             mailbox,
             threads,
+            first_message: 0,
             lasting: HashMap::new(),
             overlap,
             last_of_microbatch,
@@ -222,6 +225,24 @@ impl Device {
                 Ok(Reply::Flushed)
             }
         }
+    }
+
+    /// Weights that another device of this process may read until this one runs again.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn lend(&self, buffer: BufferId) -> Result<Arc<Storage>, KernelError> {
+        self.persistent(buffer).cloned()
+    }
+
+    /// Reads a buffer where another device holds it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn hold(&mut self, buffer: BufferId, storage: Arc<Storage>) {
+        self.lasting.insert((buffer, 0), storage);
+    }
+
+    /// Lets go of all that outlives steps.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn give_back(&mut self) {
+        self.lasting.clear();
     }
 
     /// This device's part of a buffer, for the host.
@@ -606,7 +627,7 @@ impl Device {
                 selection.read(storage.slice::<T>(), target);
             });
             let to = plan.first_rank[transfer.target.0 as usize] + message.target as usize;
-            let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
+            let tag = Tag::Transfer { transfer: id, microbatch, message: self.first_message + number as u32 };
             self.mailbox.send(to, tag, Payload::Words(words));
         }
         if free {
@@ -627,7 +648,7 @@ impl Device {
         let mut storage = self.arena.allocate(class, shape.iter().product())?;
         for (number, message) in messages.iter().enumerate().filter(|(_, m)| m.target == self.position) {
             let from = plan.first_rank[transfer.source.0 as usize] + message.source as usize;
-            let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
+            let tag = Tag::Transfer { transfer: id, microbatch, message: self.first_message + number as u32 };
             let Payload::Words(words) = self.mailbox.receive(from, tag)? else {
                 return Err(KernelError::Disconnected);
             };

@@ -73,9 +73,10 @@ pub fn exchanged(
         true => (stage.play(2 * STEPS).end_s - stage.play(STEPS).end_s) / STEPS as f64,
         false => alone.end_s,
     };
-    // Of a device's links in one direction, the one that is taken longest.
+    // Of a device's links in one direction, the one that is taken longest, with what the device copies.
     let link_s = |p: usize, sends: bool| {
         let mut taken_s: FxHashMap<Port, f64> = FxHashMap::default();
+        let mut copied_s = 0.0;
         for call in &sketch.programs.programs[p].schedule {
             let (transfer, end) = match *call {
                 Call::Send { transfer, .. } if sends => (transfer, 0),
@@ -84,8 +85,9 @@ pub fn exchanged(
             };
             let message = &messages[transfer.0 as usize];
             *taken_s.entry(message.ports[end]).or_default() += message.link_s;
+            copied_s += if sends { message.send_s } else { message.receive_s };
         }
-        taken_s.into_values().fold(0.0, f64::max)
+        taken_s.into_values().fold(0.0, f64::max) + copied_s
     };
     let computes_s = |p: usize| -> f64 {
         let of_call = |call: &Call| if let Call::Run { body, .. } = *call { bodies[p][body as usize] } else { 0.0 };
