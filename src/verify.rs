@@ -256,9 +256,11 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
         group.device.memory_bytes = 1 << 60;
     }
     // What is asked of layouts is asked of several devices.
-    let graph = Graph { pins: Vec::new(), ..plan.graph.clone() };
+    let (graph, stop_gradients) = plan.own();
+    let graph = Graph { pins: Vec::new(), ..graph.clone() };
     let mut request = Request::new(plan.model.clone(), graph, plan.loss, cluster);
-    request.stop_gradients = plan.stop_gradients.clone();
+    request.stop_gradients = stop_gradients.to_vec();
+    request.pad = false;
     request.global_batch = Some(plan.global_batch);
     let whole = plan.loss != LossKind::Other && plan.graph.batch != 0;
     request.num_microbatches = Some(if whole { 1 } else { plan.num_microbatches });
@@ -454,9 +456,9 @@ fn recorded_values(
     };
     let loss = find("loss".to_string())?.to_f64().first().copied().unwrap_or(f64::NAN);
     let mut gradients = BTreeMap::new();
-    for (v, name) in plan.graph.parameters() {
+    for (v, name) in plan.own().0.parameters() {
         let tensor = find(format!("grad/{name}"))?;
-        let expected = plan.graph.ty(v);
+        let expected = plan.own().0.ty(v);
         if tensor.ty.shape != expected.shape {
             let (name, found) = (format!("grad/{name}"), tensor.ty.clone());
             let problem = DataProblem::Type { name, found, expected: expected.clone() };

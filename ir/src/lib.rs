@@ -23,6 +23,7 @@ pub mod loss_scale;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;
+pub mod padding;
 pub mod plan;
 pub mod program;
 pub mod recompute;

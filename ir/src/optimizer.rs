@@ -109,6 +109,12 @@ impl Optimizer {
         }
     }
 
+    /// Whether an element that is zero stays zero where no gradient reaches it: not where it is divided by a root of its state alone.
+    pub fn keeps_zeros(&self) -> bool {
+        let mut settings = *self;
+        settings.setting("epsilon").is_none_or(|epsilon| *epsilon > 1e-30)
+    }
+
     /// The names of all settings that are numbers.
     pub const SETTINGS: [&str; 8] = ["momentum", "beta1", "beta2", "epsilon", "weight_decay", "decay", "rho", "trust"];
 

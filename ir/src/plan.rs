@@ -12,6 +12,7 @@ use crate::loss_scale::LossScale;
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
+use crate::padding::{Extents, Padding};
 use crate::recompute::{Recomputation, Recompute};
 use crate::reduce::Reduction;
 use crate::rule::Strategy;
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The `format` of a plan file.
 pub const FORMAT: &str = "altiplano.plan";
@@ -391,6 +393,9 @@ pub struct Plan {
     pub stages: Vec<Stage>,
     /// The forward graph at microbatch size.
     pub graph: Graph,
+    /// What the graph was before its sizes were made larger; absent where they are the model's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padding: Option<Arc<Padding>>,
 }
 
 fn one() -> u32 {
@@ -440,6 +445,19 @@ impl Plan {
             (varies[v.index()] && !self.graph.node(v).op.is_leaf() && after > 0).then(|| (after - 1) as u32)
         };
         self.graph.values().map(layer).collect()
+    }
+
+    /// The model as it is, of one microbatch, and the values of it through which no gradient flows.
+    pub fn own(&self) -> (&Graph, &[ValueId]) {
+        match &self.padding {
+            Some(padding) => (&padding.graph, &padding.stop_gradients),
+            None => (&self.graph, &self.stop_gradients),
+        }
+    }
+
+    /// Where a parameter's own elements are among those that the plan's graph has of it, if there are more.
+    pub fn extents(&self, parameter: &str) -> Option<&Extents> {
+        self.padding.as_ref()?.parameters.get(parameter)
     }
 
     /// The group of the cluster that a stage runs on.
@@ -587,6 +605,9 @@ impl Plan {
         }
         if self.stop_gradients.iter().any(|v| v.index() >= self.graph.len()) {
             fail("stop_gradients".into(), "names no value of the graph");
+        }
+        if let Some(problem) = self.padding.as_ref().and_then(|padding| padding.problem(&self.graph)) {
+            fail("padding".into(), problem);
         }
         if self.num_microbatches == 0 {
             fail("num_microbatches".into(), "must be at least 1");

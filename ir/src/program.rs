@@ -6,6 +6,7 @@
 
 use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;
+use crate::padding::Extents;
 use crate::sharding::Sharding;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -77,6 +78,16 @@ pub struct Buffer {
     pub kind: BufferKind,
     pub ty: TensorType,
     pub sharding: Sharding,
+    /// Where the model's own elements are among zeros, if there are more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub extents: Option<Extents>,
+}
+
+impl Buffer {
+    /// The type of what the model has of it.
+    pub fn own_type(&self) -> TensorType {
+        self.extents.as_ref().map_or_else(|| self.ty.clone(), |extents| self.ty.with_shape(extents.shape()))
+    }
 }
 
 /// Which part of a training step a body is.

@@ -80,6 +80,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         layers: parts.layered.starts.clone(),
         stages,
         graph,
+        padding: None,
     };
     let is_possible = |scale: &LossScale| plan.schedule.trains() && scale.is_of_staleness(plan.staleness());
     plan.loss_scale = request.loss_scale.filter(is_possible);

@@ -135,6 +135,8 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         stages,
         // Of the graph the hash says all but what is asked of layouts.
         graph,
+        // What the graph was made of changes nothing that is predicted of it.
+        padding: _,
         // How it is called, and what was predicted of it before.
         format: _,
         version: _,

@@ -42,7 +42,10 @@ pub use request::SearchKind;
 pub use request::{OverServers, PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
-use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::batch::rebatch;
+use altiplano_ir::cluster::{DeviceKind, Group};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::padding::{self, Padded, Padding};
 use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
 use altiplano_ir::recompute::Recompute;
@@ -80,7 +83,11 @@ fn planned(
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
-        return best_of_sweep(request, costs, progress);
+        // It makes vocabularies divisible as a matter of course.
+        return match padded(request).into_iter().next() {
+            Some((larger, padding)) => best_of_sweep(&larger, costs, progress).map(|plan| with_padding(plan, padding)),
+            None => best_of_sweep(request, costs, progress),
+        };
     }
     let sizes = Sizes::among(request, cuts);
     let layered = |count: u32| sizes.at(count);
@@ -88,6 +95,15 @@ fn planned(
         sizes.readers()?;
     }
     let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
+    for (larger, padding) in padded(request) {
+        if progress.stopped() {
+            break;
+        }
+        let sizes = Sizes::new(&larger);
+        let layered = |count: u32| sizes.at(count);
+        let choice = choose(&larger, &freedom, costs, &layered, progress);
+        found.push(Choice { plan: choice.plan.map(|plan| with_padding(plan, padding)), ..choice });
+    }
     // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
     let several = request.cluster.groups.len() > 1;
     for group in (0..request.cluster.groups.len()).filter(|_| several) {
@@ -112,6 +128,43 @@ fn planned(
     });
     plan.alternatives = baselines;
     Ok(plan)
+}
+
+/// The requests for the model in sizes that more devices divide, with what it was before. Alpa pads nothing, and a step that divides by what may be zero must
+/// not meet what padding is made of.
+fn padded(request: &Request) -> Vec<(Request, Padding)> {
+    if !request.pad || request.search == SearchKind::Alpa || !request.optimizer.keeps_zeros() {
+        return Vec::new();
+    }
+    let groups = &request.cluster.groups;
+    let multiple =
+        |of: &dyn Fn(&Group) -> u32| groups.iter().map(|g| u64::from(of(g))).fold(1, padding::common_multiple);
+    let near = multiple(&|g| if g.devices_per_node > 1 { g.devices_per_node } else { g.nodes });
+    let all = multiple(&|g| g.nodes.saturating_mul(g.devices_per_node));
+    // Tensor cores multiply by 16 bytes of half precision.
+    let unit = if groups.iter().any(|g| g.device.kind == DeviceKind::Gpu) { 8 } else { 1 };
+    let variant = |padded: Padded| {
+        let of = |v: &ValueId| padded.map[v.index()];
+        let padding = Padding {
+            graph: request.graph.clone(),
+            stop_gradients: request.stop_gradients.clone(),
+            parameters: padded.parameters,
+        };
+        let larger = Request {
+            stop_gradients: request.stop_gradients.iter().map(of).collect(),
+            graph: padded.graph,
+            baselines: false,
+            ..request.clone()
+        };
+        (larger, padding)
+    };
+    padding::variants(&request.graph, [unit, near, all]).into_iter().map(variant).collect()
+}
+
+/// A plan with what its graph was, which like it is of one microbatch.
+fn with_padding(plan: Plan, padding: Padding) -> Plan {
+    let graph = rebatch(&padding.graph, plan.microbatch).unwrap_or(padding.graph);
+    Plan { padding: Some(Arc::new(Padding { graph, ..padding })), ..plan }
 }
 
 /// A plan and what it was chosen over.

@@ -24,6 +24,8 @@ pub struct Request {
     pub stop_gradients: Vec<ValueId>,
     /// What the graph is smaller by than the model that the user has, for the reader.
     pub reduction: Option<Reduction>,
+    /// Whether sizes that devices do not divide may be made larger (see [`altiplano_ir::padding`]).
+    pub pad: bool,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
     pub global_batch: Option<u64>,
@@ -75,6 +77,7 @@ impl Request {
             loss,
             stop_gradients: Vec::new(),
             reduction: None,
+            pad: true,
             cluster,
             global_batch: None,
             microbatch: None,
@@ -104,8 +107,9 @@ impl Request {
     /// The request that a plan answers, with nothing fixed: its model, batch, optimizer, cluster and target. Which choices were free
     /// when it was made no plan says.
     pub fn of_plan(plan: &Plan) -> Self {
-        let mut request = Request::new(plan.model.clone(), plan.graph.clone(), plan.loss, plan.cluster.clone());
-        request.stop_gradients = plan.stop_gradients.clone();
+        let (graph, stop_gradients) = plan.own();
+        let mut request = Request::new(plan.model.clone(), graph.clone(), plan.loss, plan.cluster.clone());
+        request.stop_gradients = stop_gradients.to_vec();
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);
         // Those that say what is computed, which no other may take the place of.

@@ -443,6 +443,9 @@ fn vocabulary_parallelism() {
         let sent = sent(&programs, phase);
         assert!(sent.iter().all(|(_, elements)| *elements <= batch * width), "{phase:?} {sent:?}");
     }
+    let values = programs.programs.iter().flat_map(|p| &p.bodies).flat_map(|b| &b.graph.nodes);
+    let whole: Vec<_> = values.filter(|node| node.ty.shape == [batch, vocabulary]).collect();
+    assert!(whole.is_empty(), "{whole:?}");
     assert_priced_alike(&request, &plan, &[(logits, &[1, DEVICES]), (head, &[DEVICES, 1])]);
 }
 

@@ -101,6 +101,9 @@ fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
     }
     for (b, buffer) in program.buffers.iter().enumerate() {
         let fail = |problem| Err(RuntimeError::Buffer { program: index, buffer: BufferId(b as u32), problem });
+        if buffer.extents.as_ref().is_some_and(|extents| extents.padded_shape() != buffer.ty.shape) {
+            return fail("is not of the size that its padding makes");
+        }
         let in_mesh = |a: altiplano_ir::mesh::AxisId| (a.0 as usize) < program.mesh.axes.len();
         let axes = buffer.sharding.split_axes().chain(buffer.sharding.partial.iter().map(|p| p.0));
         if !buffer.ty.check() {

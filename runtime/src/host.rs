@@ -3,9 +3,12 @@
 use crate::element::{Class, Element, integer_from_f64, integer_to_f64, is_narrower_than_stored};
 use crate::error::RuntimeError;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::padding::Extents;
+use altiplano_ir::program::Buffer;
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
 use half::{bf16, f16};
+use std::borrow::Cow;
 
 /// Elements in row-major order, in the storage format of their type (see [`Class`]).
 #[derive(Clone, Debug, PartialEq)]
@@ -154,6 +157,26 @@ impl HostTensor {
         HostTensor::from_f64(self.ty.with_dtype(dtype), &self.to_f64())
     }
 
+    /// The tensor as a buffer holds it, where that has more elements among zeros.
+    pub fn as_in<'a>(&'a self, buffer: &Buffer) -> Cow<'a, HostTensor> {
+        match &buffer.extents {
+            Some(extents) if extents.shape() == self.ty.shape => {
+                let mut larger = HostTensor::zeros(self.ty.with_shape(extents.padded_shape()));
+                move_runs(extents, &self.data, &mut larger.data, false);
+                Cow::Owned(larger)
+            }
+            _ => Cow::Borrowed(self),
+        }
+    }
+
+    /// What a buffer holds of the model: all of it, or what is among zeros.
+    pub fn out_of(self, buffer: &Buffer) -> HostTensor {
+        let Some(extents) = &buffer.extents else { return self };
+        let mut own = HostTensor::zeros(self.ty.with_shape(extents.shape()));
+        move_runs(extents, &self.data, &mut own.data, true);
+        own
+    }
+
     /// All zeros.
     pub fn zeros(ty: TensorType) -> HostTensor {
         let n = ty.elements() as usize;
@@ -166,5 +189,27 @@ impl HostTensor {
             Class::Bool => HostData::Bool(vec![0; n]),
         };
         HostTensor { ty, data }
+    }
+}
+
+/// Moves elements between a tensor and a larger one that it is within: out of that, or into it.
+fn move_runs(extents: &Extents, from: &HostData, to: &mut HostData, out: bool) {
+    fn typed<T: Copy>(extents: &Extents, from: &[T], to: &mut [T], out: bool) {
+        let mut own = 0;
+        for (at, count) in extents.runs() {
+            let (at, count) = (at as usize, count as usize);
+            let (source, target) = if out { (at, own) } else { (own, at) };
+            to[target..target + count].copy_from_slice(&from[source..source + count]);
+            own += count;
+        }
+    }
+    match (from, to) {
+        (HostData::F32(from), HostData::F32(to)) => typed(extents, from, to, out),
+        (HostData::F16(from), HostData::F16(to)) => typed(extents, from, to, out),
+        (HostData::BF16(from), HostData::BF16(to)) => typed(extents, from, to, out),
+        (HostData::I32(from), HostData::I32(to)) => typed(extents, from, to, out),
+        (HostData::I64(from), HostData::I64(to)) => typed(extents, from, to, out),
+        (HostData::Bool(from), HostData::Bool(to)) => typed(extents, from, to, out),
+        _ => {}
     }
 }

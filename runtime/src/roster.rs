@@ -114,17 +114,17 @@ impl Roster {
         let mut casts: BTreeMap<DType, Arc<HostTensor>> = BTreeMap::new();
         let mut all = Vec::new();
         for &(p, b) in holders {
-            let expected = &self.plans[p].program.buffer(b).ty;
+            let buffer = self.plans[p].program.buffer(b);
+            let expected = buffer.own_type();
             let floats = expected.dtype.is_float() && tensor.ty.dtype.is_float();
             if expected.shape != tensor.ty.shape || !(floats || expected.dtype == tensor.ty.dtype) {
-                return Err(RuntimeError::TensorType {
-                    name: name.to_string(),
-                    expected: expected.clone(),
-                    found: tensor.ty.clone(),
-                });
+                return Err(RuntimeError::TensorType { name: name.to_string(), expected, found: tensor.ty.clone() });
             }
             if wanted(p) {
-                let cast = casts.entry(expected.dtype).or_insert_with(|| Arc::new(tensor.cast(expected.dtype)));
+                let cast = casts.entry(expected.dtype).or_insert_with(|| {
+                    let cast = tensor.cast(expected.dtype);
+                    Arc::new(cast.as_in(buffer).into_owned())
+                });
                 all.push(((p, b), cast.clone()));
             }
         }

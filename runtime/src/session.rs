@@ -330,13 +330,14 @@ impl Session {
     /// Puts a buffer together from its parts, reducing what is partial.
     fn gather(&mut self, (p, buffer): Holder) -> Result<HostTensor, RuntimeError> {
         let plan = self.roster.plans[p].clone();
-        let mut whole = HostTensor::zeros(plan.program.buffer(buffer).ty.clone());
+        let description = plan.program.buffer(buffer);
+        let mut whole = HostTensor::zeros(description.ty.clone());
         for (rank, reply) in self.ask(p, |_| Command::Fetch { buffer })? {
             if let Reply::Fetched(part) = reply {
                 plan.place_part(buffer, rank, &part.data, &mut whole);
             }
         }
-        Ok(whole)
+        Ok(whole.out_of(description))
     }
 
     /// Gives a command to all devices of a program.

@@ -24,7 +24,7 @@ const LEARNING_RATE: f64 = 0.1;
 
 fn buffer(name: &str, kind: BufferKind, shape: &[u64], sharding: &str, mesh: &Mesh) -> Buffer {
     let sharding = Sharding::parse(sharding, shape, mesh).unwrap();
-    Buffer { name: name.to_string(), stage: 0, kind, ty: TensorType::new(DType::F32, shape), sharding }
+    Buffer { name: name.to_string(), stage: 0, kind, ty: TensorType::new(DType::F32, shape), sharding, extents: None }
 }
 
 fn dot(graph: &mut Graph, a: ValueId, b: ValueId, lhs: usize, rhs: usize) -> ValueId {

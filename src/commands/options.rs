@@ -228,6 +228,9 @@ pub struct PlanOptions {
     /// Search only what Alpa does, for comparison
     #[arg(long)]
     search: Option<SearchName>,
+    /// Make sizes larger that devices do not divide, a vocabulary of 50257 one of 50304, where the plan is faster for it [default: auto]
+    #[arg(long)]
+    pad: Option<PadName>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -378,6 +381,12 @@ enum TargetName {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum PadName {
+    Auto,
+    None,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum SearchName {
     Whole,
     Alpa,
@@ -475,6 +484,7 @@ impl PlanOptions {
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
         };
+        request.pad = self.pad != Some(PadName::None);
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }

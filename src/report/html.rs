@@ -235,9 +235,9 @@ fn prices<'a>(plan: &Plan, stage: &Stage, costs: &'a Rooflines) -> Prices<'a> {
 
 fn headline(plan: &Plan) -> Headline {
     let (mut elements, mut parameter_bytes) = (0u64, 0u64);
-    for (v, _) in plan.graph.parameters() {
-        elements = elements.saturating_add(plan.graph.ty(v).elements());
-        parameter_bytes = parameter_bytes.saturating_add(plan.graph.ty(v).bytes());
+    for (v, _) in plan.own().0.parameters() {
+        elements = elements.saturating_add(plan.own().0.ty(v).elements());
+        parameter_bytes = parameter_bytes.saturating_add(plan.own().0.ty(v).bytes());
     }
     let gaps: Option<Vec<f64>> = plan.stages.iter().map(|s| s.solved.map(|s| s.gap())).collect();
     let p = &plan.predicted;

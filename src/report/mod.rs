@@ -32,6 +32,7 @@ use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
+use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
     Alternative, Goal, Memory, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
 };
@@ -71,6 +72,24 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     writeln!(out, "\nAlternatives under the same judge\n{}", alternatives(plan))
 }
 
+/// The sizes that became larger, with the parameters that have them: `50257 -> 50264 (wte.weight)`.
+fn padded(padding: &Padding) -> String {
+    let mut sizes: BTreeMap<(u64, u64), Vec<&str>> = BTreeMap::new();
+    for (name, extents) in &padding.parameters {
+        for (&size, &padded) in
+            extents.shape().iter().zip(&extents.padded_shape()).filter(|(size, padded)| size != padded)
+        {
+            sizes.entry((size, padded)).or_default().push(name);
+        }
+    }
+    let words = |((size, padded), names): (&(u64, u64), &Vec<&str>)| match names[..] {
+        [only] => format!("{size} -> {padded} ({only})"),
+        [first, ..] => format!("{size} -> {padded} ({first} and {} more)", names.len() - 1),
+        [] => String::new(),
+    };
+    sizes.iter().map(words).collect::<Vec<_>>().join(", ")
+}
+
 fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let devices = plan.cluster.num_devices();
     let of_group = |group: &Group| {
@@ -87,9 +106,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         writeln!(out, "  reduced         {}", smaller(reduction))?;
     }
     let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64);
-    for (v, _) in plan.graph.parameters() {
-        elements = elements.saturating_add(plan.graph.ty(v).elements());
-        parameter_bytes = parameter_bytes.saturating_add(plan.graph.ty(v).bytes());
+    for (v, _) in plan.own().0.parameters() {
+        elements = elements.saturating_add(plan.own().0.ty(v).elements());
+        parameter_bytes = parameter_bytes.saturating_add(plan.own().0.ty(v).bytes());
         tensors += 1;
     }
     writeln!(
@@ -99,6 +118,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         plural(tensors, "tensor"),
         bytes(parameter_bytes)
     )?;
+    if let Some(padding) = &plan.padding {
+        writeln!(out, "  padding         {}", padded(padding))?;
+    }
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),
         (0, n) => format!("as traced, in {n} microbatches"),

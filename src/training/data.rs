@@ -213,21 +213,21 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
 
 /// The seed of random bits, where a plan's graph draws any with a key that is made here.
 fn random_seed(plan: &Plan, seed: u64) -> Option<u64> {
-    plan.graph.inputs().any(|(_, name)| name == RANDOM_KEY).then_some(seed)
+    plan.own().0.inputs().any(|(_, name)| name == RANDOM_KEY).then_some(seed)
 }
 
 /// The numbers of the samples of a global batch, where a plan's graph asks for them.
 fn sample_index(plan: &Plan) -> Option<(String, HostTensor)> {
-    let (v, name) = plan.graph.inputs().find(|(_, name)| *name == SAMPLE_INDEX)?;
-    let samples = plan.graph.shape(v)[0] * plan.num_microbatches as u64;
+    let (v, name) = plan.own().0.inputs().find(|(_, name)| *name == SAMPLE_INDEX)?;
+    let samples = plan.own().0.shape(v)[0] * plan.num_microbatches as u64;
     let numbers: Vec<f64> = (0..samples).map(|i| i as f64).collect();
-    let ty = TensorType::new(plan.graph.ty(v).dtype, [samples]);
+    let ty = TensorType::new(plan.own().0.ty(v).dtype, [samples]);
     Some((name.to_string(), HostTensor::from_f64(ty, &numbers)))
 }
 
 /// The inputs of a plan's graph at the global batch.
 fn inputs(plan: &Plan) -> Vec<InputType> {
-    let graph = without_composites(&plan.graph);
+    let graph = without_composites(plan.own().0);
     let input = |(v, name): (ValueId, &str)| {
         let mut ty = graph.ty(v).clone();
         let marked = graph.node(v).batch_dims;

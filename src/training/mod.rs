@@ -515,7 +515,7 @@ fn start_of(
             Ok((weights, Batches::with_state(plan, data, seed, &tensors)?))
         }
         None => {
-            let graph = without_composites(&plan.graph);
+            let graph = without_composites(plan.own().0);
             let users = graph.users();
             let value = |(v, name)| {
                 let role = role(&graph, &users, v);
@@ -540,13 +540,13 @@ pub fn weights_of(
     tensors: &BTreeMap<String, HostTensor>,
 ) -> Result<BTreeMap<String, HostTensor>, Error> {
     let mut weights = BTreeMap::new();
-    for (v, name) in plan.graph.parameters() {
+    for (v, name) in plan.own().0.parameters() {
         let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
         // The checkpoint of a model without a head, of which this one has one, leaves out the first part of names.
         let headless = || tensor_named(tensors, name.split_once('.')?.1);
         let tensor = tensor_named(tensors, name).or_else(headless);
         let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;
-        let expected = plan.graph.ty(v);
+        let expected = plan.own().0.ty(v);
         if tensor.ty.shape != expected.shape || !tensor.ty.dtype.is_float() {
             let (found, expected) = (tensor.ty.clone(), expected.clone());
             return Err(problem(DataProblem::Type { name: name.to_string(), found, expected }));

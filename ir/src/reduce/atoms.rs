@@ -253,21 +253,43 @@ impl Atoms {
         }
     }
 
-    /// All sizes where no free atom, with its weight, is larger than `most`; of two or more elements two are left at least.
-    pub fn capped(&self, most: u64) -> Capped<'_> {
-        Capped { atoms: self, most, sums: BTreeMap::new() }
+    /// The atoms that sums are made of: what becomes of the others' elements where these change, no index says.
+    pub fn in_sums(&self) -> BTreeSet<Atom> {
+        let terms = |state: &State| match state {
+            State::Sum { terms, .. } => terms.concat(),
+            _ => Vec::new(),
+        };
+        self.states.iter().flat_map(|state| self.leaves(&terms(state))).collect()
+    }
+
+    /// Whether an atom may have another size.
+    pub fn is_free(&self, atom: Atom) -> bool {
+        matches!(self.state(atom), State::Free { .. })
+    }
+
+    /// All sizes where free atoms are as `goal` says.
+    pub fn resized<'a>(&'a self, goal: &'a Sizing) -> Resized<'a> {
+        Resized { atoms: self, goal, sums: BTreeMap::new() }
     }
 }
 
-/// The sizes that atoms have under a bound.
-pub struct Capped<'a> {
+/// The sizes that free atoms get.
+pub enum Sizing {
+    /// None, with its weight, is larger; of two or more elements two are left at least.
+    AtMost(u64),
+    /// These, and the others stay.
+    Exactly(BTreeMap<Atom, u64>),
+}
+
+/// The sizes that atoms have once free ones have others.
+pub struct Resized<'a> {
     atoms: &'a Atoms,
-    most: u64,
+    goal: &'a Sizing,
     /// Sums that were asked for, each computed once.
     sums: BTreeMap<Atom, Option<u64>>,
 }
 
-impl Capped<'_> {
+impl Resized<'_> {
     /// The size of a dimension; `None` where a sum is left with nothing.
     pub fn size(&mut self, dimension: &[Atom]) -> Option<u64> {
         self.size_at(dimension, 0)
@@ -278,8 +300,11 @@ impl Capped<'_> {
         let mut product = 1u64;
         for atom in atoms.leaves(dimension) {
             let size = atoms.size(atom);
-            let capped = match atoms.state(atom) {
-                State::Free { least, weight } => size.min((self.most / weight).max(*least).max(2)),
+            let resized = match atoms.state(atom) {
+                State::Free { least, weight } => match self.goal {
+                    Sizing::AtMost(most) => size.min((most / weight).max(*least).max(2)),
+                    Sizing::Exactly(sizes) => sizes.get(&atom).copied().unwrap_or(size),
+                },
                 State::Sum { terms, rest } => match self.sums.get(&atom) {
                     Some(&known) => known?,
                     None => {
@@ -290,7 +315,7 @@ impl Capped<'_> {
                 },
                 _ => size,
             };
-            product = product.checked_mul(capped)?;
+            product = product.checked_mul(resized)?;
         }
         Some(product)
     }
@@ -309,6 +334,10 @@ impl Capped<'_> {
 mod tests {
     use super::*;
 
+    fn capped(atoms: &Atoms, most: u64, dimension: &[Atom]) -> Option<u64> {
+        atoms.resized(&Sizing::AtMost(most)).size(dimension)
+    }
+
     #[test]
     fn dimensions_share_their_finest_parts() {
         let mut atoms = Atoms::default();
@@ -317,14 +346,14 @@ mod tests {
         atoms.fix(&three);
         atoms.equate(&fused, &[three, whole.clone()].concat());
         atoms.equate(&whole, &[heads.clone(), head].concat());
-        assert_eq!([&fused, &whole, &heads].map(|d| atoms.capped(8).size(d)), [Some(3 * 64), Some(64), Some(8)]);
+        assert_eq!([&fused, &whole, &heads].map(|d| capped(&atoms, 8, d)), [Some(3 * 64), Some(64), Some(8)]);
         // As a part of 2304 each counts three times.
         atoms.weigh(&fused);
-        assert_eq!([&fused, &whole, &heads].map(|d| atoms.capped(24).size(d)), [Some(3 * 64), Some(64), Some(8)]);
-        assert_eq!(atoms.capped(1000).size(&fused), Some(2304));
+        assert_eq!([&fused, &whole, &heads].map(|d| capped(&atoms, 24, d)), [Some(3 * 64), Some(64), Some(8)]);
+        assert_eq!(capped(&atoms, 1000, &fused), Some(2304));
         // What is fixed in one place is fixed in all.
         atoms.fix(&heads);
-        assert_eq!(atoms.capped(2).size(&fused), Some(3 * 12 * 2));
+        assert_eq!(capped(&atoms, 2, &fused), Some(3 * 12 * 2));
     }
 
     #[test]
@@ -332,7 +361,7 @@ mod tests {
         let mut atoms = Atoms::default();
         let [a, b, c, d, e] = [4, 6, 6, 4, 5].map(|n| atoms.dimension(n));
         atoms.equate(&[a.clone(), b, e.clone()].concat(), &[c, d, e.clone()].concat());
-        assert_eq!([a, e].map(|d| atoms.capped(2).size(&d)), [Some(4), Some(2)]);
+        assert_eq!([a, e].map(|d| capped(&atoms, 2, &d)), [Some(4), Some(2)]);
     }
 
     #[test]
@@ -340,17 +369,17 @@ mod tests {
         let mut atoms = Atoms::default();
         let [tokens, shifted, patches, all] = [1024, 1023, 196, 197].map(|n| atoms.dimension(n));
         atoms.sum(&shifted, std::slice::from_ref(&tokens));
-        assert_eq!([&tokens, &shifted].map(|d| atoms.capped(8).size(d)), [Some(8), Some(7)]);
-        assert_eq!([&tokens, &shifted].map(|d| atoms.capped(1).size(d)), [Some(2), Some(1)]);
+        assert_eq!([&tokens, &shifted].map(|d| capped(&atoms, 8, d)), [Some(8), Some(7)]);
+        assert_eq!([&tokens, &shifted].map(|d| capped(&atoms, 1, d)), [Some(2), Some(1)]);
         let [rows, columns] = [14, 14].map(|n| atoms.dimension(n));
         atoms.sum(&all, std::slice::from_ref(&patches));
         atoms.equate(&patches, &[rows, columns].concat());
-        assert_eq!(atoms.capped(4).size(&all), Some(17));
+        assert_eq!(capped(&atoms, 4, &all), Some(17));
         // A size that would follow from itself stays.
         let [a, b, c] = [8, 6, 8].map(|n| atoms.dimension(n));
         atoms.sum(&b, std::slice::from_ref(&a));
         atoms.sum(&c, std::slice::from_ref(&b));
         atoms.equate(&a, &c);
-        assert_eq!([a, b, c].map(|d| atoms.capped(2).size(&d)), [Some(8), Some(6), Some(8)]);
+        assert_eq!([a, b, c].map(|d| capped(&atoms, 2, &d)), [Some(8), Some(6), Some(8)]);
     }
 }

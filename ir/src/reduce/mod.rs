@@ -5,10 +5,10 @@
 //! class of them is made smaller at once, and every op is rewritten with [`Operator::resized`](crate::op::Operator::resized),
 //! as for another batch.
 
-mod atoms;
+pub(crate) mod atoms;
 mod layers;
 mod means;
-mod sizes;
+pub(crate) mod sizes;
 
 #[cfg(test)]
 mod tests;

@@ -4,13 +4,13 @@
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
 use crate::op::{Concatenate, GatherDims, Op, Operator, Pad, Slice, WindowDim};
-use crate::reduce::atoms::{Atom, Atoms, Capped};
+use crate::reduce::atoms::{Atom, Atoms, Resized, Sizing};
 use crate::rule::{FactorKind, ShardingRule};
 use std::collections::BTreeSet;
 
 /// The sizes of all values, as far as they may change.
 pub struct Sizes {
-    atoms: Atoms,
+    pub atoms: Atoms,
     /// For each value and dimension its atoms, major first.
     dims: Vec<Vec<Vec<Atom>>>,
 }
@@ -121,7 +121,13 @@ impl Sizes {
         self.atoms.equate(&self.dim(a), &self.dim(b));
     }
 
-    fn fix(&mut self, dim: (ValueId, usize)) -> bool {
+    /// The atoms that a dimension is made of in the end, major first.
+    pub fn leaves(&self, (value, dim): (ValueId, usize)) -> Vec<Atom> {
+        self.atoms.leaves(&self.dims[value.index()][dim])
+    }
+
+    /// Makes a dimension keep its size.
+    pub fn fix(&mut self, dim: (ValueId, usize)) -> bool {
         self.atoms.fix(&self.dim(dim))
     }
 
@@ -221,8 +227,9 @@ impl Sizes {
 
     /// The graph in which no free size is larger than `most`. Where an op cannot be rewritten so, its sizes stay.
     pub fn capped(&mut self, graph: &Graph, most: u64) -> Graph {
+        let goal = Sizing::AtMost(most);
         loop {
-            match self.rebuilt(graph, most) {
+            match self.rebuilt(graph, &goal) {
                 Ok(reduced) => return reduced,
                 Err(failed) => {
                     let mut changed = false;
@@ -242,7 +249,7 @@ impl Sizes {
     }
 
     /// The graph with other sizes, node by node, or the nodes whose ops do not give these sizes.
-    fn rebuilt(&self, graph: &Graph, most: u64) -> Result<Graph, Vec<ValueId>> {
+    pub fn rebuilt(&self, graph: &Graph, goal: &Sizing) -> Result<Graph, Vec<ValueId>> {
         let mut to = Graph {
             name: graph.name.clone(),
             batch: graph.batch,
@@ -251,10 +258,10 @@ impl Sizes {
             ..Default::default()
         };
         let mut failed = Vec::new();
-        let mut capped = self.atoms.capped(most);
+        let mut resized = self.atoms.resized(goal);
         for v in graph.values() {
             let node = graph.node(v);
-            let shape: Option<Vec<u64>> = self.dims[v.index()].iter().map(|d| capped.size(d)).collect();
+            let shape: Option<Vec<u64>> = self.dims[v.index()].iter().map(|d| resized.size(d)).collect();
             let Some(shape) = shape else {
                 failed.push(v);
                 to.append(node.clone());
@@ -265,7 +272,7 @@ impl Sizes {
             let op = match &node.op {
                 _ if ty == node.ty && node.operands.iter().all(|&o| to.shape(o) == graph.shape(o)) => node.op.clone(),
                 Op::Constant(Literal { values: Values::Dense(values), batch_power, .. }) => {
-                    let kept = self.kept(v, &mut capped);
+                    let kept = self.kept(v, &mut resized);
                     let values: Vec<f64> = kept.iter().map(|&i| values[i].0).collect();
                     Op::Constant(Literal { batch_power: *batch_power, ..Literal::dense(ty.clone(), values) })
                 }
@@ -281,11 +288,11 @@ impl Sizes {
     }
 
     /// Row-major positions of a value's elements that are left: the first ones of every atom.
-    fn kept(&self, v: ValueId, capped: &mut Capped<'_>) -> Vec<usize> {
+    fn kept(&self, v: ValueId, resized: &mut Resized<'_>) -> Vec<usize> {
         let mut kept = vec![0];
         for atom in self.dims[v.index()].iter().flat_map(|dim| self.atoms.leaves(dim)) {
             let size = self.atoms.size(atom) as usize;
-            let left = capped.size(&[atom]).unwrap_or(0) as usize;
+            let left = resized.size(&[atom]).unwrap_or(0) as usize;
             kept = kept.iter().flat_map(|&i| (0..left).map(move |j| i * size + j)).collect();
         }
         kept

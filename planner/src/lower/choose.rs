@@ -1,7 +1,7 @@
 //! Strategies of backward ops, which follow from the forward ones.
 //!
 //! A backward op runs where its operands are: each mesh axis may split a factor only where some operand is
-//! already split so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
+//! already split so, or where no operand has it and the result is wanted so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
 //! least communication and compute is taken, that to the cotangent which the result is a part of included. Given the
 //! forward strategies this reproduces what is known to be good (a column-parallel matmul's input gradient is a partial sum,
 //! its weight gradient stays put), and equal situations get equal choices, so a layer is decided once.
@@ -45,6 +45,15 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
                         offer(axis.0 as usize, AxisUse::Partial { set: set as u8 });
                     }
                 }
+            }
+        }
+    }
+    // What no operand has, as the classes that a label's gradient is scattered to, is made in parts where parts are wanted.
+    let has = |f: &u8| rule.operands.iter().flatten().any(|dim| dim.contains(f));
+    for (d, dim) in wanted.iter().flat_map(|to| to.dims.iter().enumerate()) {
+        for (axis, factor, outer) in splits(&rule, &rule.result[d], dim, stage) {
+            if !has(&factor) {
+                offer(axis, AxisUse::Factor { factor, outer });
             }
         }
     }

@@ -160,7 +160,14 @@ pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
 
 impl<'a> StageLowering<'a> {
     fn buffer(&mut self, name: String, kind: BufferKind, ty: TensorType, sharding: Sharding) -> BufferId {
-        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding });
+        let extents = match &kind {
+            BufferKind::Parameter { name: of }
+            | BufferKind::State { parameter: of, .. }
+            | BufferKind::Accumulator { parameter: of } => self.cx.plan.extents(of),
+            _ => None,
+        };
+        let extents = extents.filter(|extents| extents.padded_shape() == ty.shape).cloned();
+        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding, extents });
         BufferId((self.buffers.len() - 1) as u32)
     }
 

@@ -308,7 +308,7 @@ impl RankSession {
             let part = HostData::from_bytes(Class::of(part_ty.dtype), &bytemuck::cast_slice(&words)[..bytes]);
             plan.place_part(buffer, rank, &part, &mut whole);
         }
-        Ok(Some(whole))
+        Ok(Some(whole.out_of(description)))
     }
 
     /// Whether a step begins before the one before it has ended, so that [`RankSession::begin_step`] is to be called ahead.

@@ -73,7 +73,6 @@ impl<'a> Host<'a> {
 
     /// Loads a parameter into every device that holds a part of it, and into its `master` state.
     pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), HostError> {
-        let data = tensor.to_f64();
         let mut found = false;
         for (rank, tape) in self.tapes.iter().enumerate() {
             let program = &self.programs.programs[tape.program as usize];
@@ -84,12 +83,14 @@ impl<'a> Host<'a> {
                     _ => false,
                 };
                 let Some(region) = tape.lasting(b).filter(|_| is_it) else { continue };
-                if buffer.ty.shape != tensor.ty.shape {
-                    let (expected, found) = (buffer.ty.clone(), tensor.ty.clone());
+                let expected = buffer.own_type();
+                if expected.shape != tensor.ty.shape {
+                    let found = tensor.ty.clone();
                     return Err(HostError::TensorType { name: name.to_string(), expected, found });
                 }
                 found = true;
-                let part = self.cut(rank, buffer, &tensor.ty.shape, &data, 0);
+                let held = tensor.as_in(buffer);
+                let part = self.cut(rank, buffer, &held.ty.shape, &held.to_f64(), 0);
                 self.write(rank, region, &part);
             }
         }
@@ -118,7 +119,7 @@ impl<'a> Host<'a> {
                 at += 1;
             });
         }
-        Ok(whole)
+        Ok(HostTensor::from_reference(&whole).out_of(buffer).to_reference())
     }
 
     /// This device's part of a tensor, or of the rows that begin at `shift` times its size where it has more of them.

@@ -264,7 +264,7 @@ impl Manifest {
             format: FORMAT.to_string(),
             version: VERSION,
             model: plan.model.clone(),
-            graph_hash: model_hash(&plan.graph),
+            graph_hash: model_hash(plan.own().0),
             step,
             optimizer: plan.optimizer,
             clip_norm: plan.clip_norm,
@@ -307,7 +307,7 @@ impl Manifest {
 
     /// Whether a plan can go on from here.
     pub fn expect_fits(&self, plan: &Plan) -> Result<(), CheckpointProblem> {
-        if self.graph_hash != model_hash(&plan.graph) {
+        if self.graph_hash != model_hash(plan.own().0) {
             return Err(CheckpointProblem::OtherModel { found: self.model.clone(), expected: plan.model.clone() });
         }
         if self.optimizer != plan.optimizer {

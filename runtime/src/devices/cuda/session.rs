@@ -203,7 +203,6 @@ impl CudaSession {
     ) -> Result<usize, RuntimeError> {
         self.expect_running()?;
         tensor.check()?;
-        let data = tensor.to_f64();
         let mut asked = 0;
         for (rank, tape) in self.tapes.iter().enumerate() {
             let program = &self.programs.programs[tape.program as usize];
@@ -211,11 +210,13 @@ impl CudaSession {
                 if !is_it(&buffer.kind) || tape.lasting(id).is_none() {
                     continue;
                 }
-                if buffer.ty.shape != tensor.ty.shape {
-                    let (expected, found) = (buffer.ty.clone(), tensor.ty.clone());
+                let expected = buffer.own_type();
+                if expected.shape != tensor.ty.shape {
+                    let found = tensor.ty.clone();
                     return Err(RuntimeError::TensorType { name: name.to_string(), expected, found });
                 }
-                let part = cut(&self.programs, tape, buffer, &tensor.ty.shape, &data, 0);
+                let held = tensor.as_in(buffer);
+                let part = cut(&self.programs, tape, buffer, &held.ty.shape, &held.to_f64(), 0);
                 let bytes = encode(buffer.ty.dtype, part);
                 asked += usize::from(self.orders[rank].send(Order::Load { buffer: id, bytes }).is_ok());
             }
@@ -286,7 +287,7 @@ impl CudaSession {
             let indices = held_indices(&buffer.sharding, &program.mesh, &coordinates);
             each_held(&indices, &buffer.ty.shape, |i| whole[i] += part.next().unwrap_or(f64::NAN));
         }
-        Ok(HostTensor::from_f64(buffer.ty.clone(), &whole))
+        Ok(HostTensor::from_f64(buffer.ty.clone(), &whole).out_of(buffer))
     }
 
     /// Runs one step on a global batch, as [`crate::Session::step`] takes it.

@@ -1,0 +1,713 @@
+//! Sizes that devices do not divide, made a little larger: a vocabulary of 50257 is one of 50264 to eight devices.
+//!
+//! A size that any number of elements would do for (see [`crate::reduce`]) is rounded up everywhere at once, and where an op would
+//! notice what is beyond the model's own elements, it is masked by what changes nothing: zero in a sum, the least number in a
+//! softmax. What comes out is an ordinary graph that computes what the model computes. Parameters are zero beyond their own elements
+//! and stay so: no gradient reaches them there.
+
+use crate::dtype::DType;
+use crate::graph::{Graph, Node, ValueId};
+use crate::literal::{Literal, Values};
+use crate::op::{Binary, Composite, Direction, Function, Iota, Op, OutOfBounds, Reducer, Slice, Unary};
+use crate::reduce::atoms::{Atom, Sizing};
+use crate::reduce::sizes::Sizes;
+use crate::rule::FactorKind;
+use crate::tensor::Tensor;
+use crate::types::{MAX_ELEMENTS, TensorType};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A factor of a dimension: its size in the model, and that which it is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Extent {
+    pub size: u64,
+    pub padded: u64,
+}
+
+/// Where the elements of a tensor are within a larger one: for each dimension its factors, major first.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Extents(pub Vec<Vec<Extent>>);
+
+impl Extents {
+    /// The shape without padding.
+    pub fn shape(&self) -> Vec<u64> {
+        self.0.iter().map(|dim| dim.iter().fold(1, |n: u64, e| n.saturating_mul(e.size))).collect()
+    }
+
+    pub fn padded_shape(&self) -> Vec<u64> {
+        self.0.iter().map(|dim| dim.iter().fold(1, |n: u64, e| n.saturating_mul(e.padded))).collect()
+    }
+
+    /// Of each element along a dimension its position in the larger tensor.
+    pub fn positions(&self, dim: usize) -> Vec<u64> {
+        let within = |all: Vec<u64>, e: &Extent| {
+            all.iter().flat_map(|&at| (0..e.size).map(move |i| at * e.padded + i)).collect()
+        };
+        self.0[dim].iter().fold(vec![0], within)
+    }
+
+    /// Positions in the larger tensor, row major, of all elements in order, each with its number of elements that follow each other.
+    pub fn runs(&self) -> impl Iterator<Item = (u64, u64)> {
+        let dims: Vec<Vec<u64>> = (0..self.0.len()).map(|d| self.positions(d)).collect();
+        let shape = self.padded_shape();
+        let along = dims.last().map_or(1, |last| {
+            let together = last.iter().zip(0..).take_while(|(at, i)| **at == *i).count();
+            if together == last.len() { together as u64 } else { 1 }
+        });
+        let mut index = vec![0usize; dims.len()];
+        let mut left = dims.iter().map(|d| d.len() as u64).product::<u64>() / along.max(1);
+        std::iter::from_fn(move || {
+            left = left.checked_sub(1)?;
+            let at = index.iter().zip(&dims).zip(&shape).fold(0, |at, ((&i, dim), &size)| at * size + dim[i]);
+            let mut step = along as usize;
+            for (i, dim) in index.iter_mut().zip(&dims).rev() {
+                *i += step;
+                step = 1;
+                if *i < dim.len() {
+                    break;
+                }
+                *i = 0;
+            }
+            Some((at, along))
+        })
+    }
+
+    fn is_padded(&self) -> bool {
+        self.0.iter().any(|dim| is_padded(dim))
+    }
+}
+
+fn is_padded(dim: &[Extent]) -> bool {
+    dim.iter().any(|e| e.size != e.padded)
+}
+
+/// What a plan's graph was before its sizes were made larger.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Padding {
+    /// The model as it is.
+    pub graph: Graph,
+    /// Values of it through which no gradient flows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stop_gradients: Vec<ValueId>,
+    /// The parameters that became larger.
+    pub parameters: BTreeMap<String, Extents>,
+}
+
+impl Padding {
+    /// What keeps this from being what a graph was, if anything does.
+    pub fn problem(&self, graph: &Graph) -> Option<&'static str> {
+        let own = &self.graph;
+        if !own.verify().is_empty() {
+            return Some("the model's graph is not valid");
+        }
+        if self.stop_gradients.iter().any(|v| v.index() >= own.len()) {
+            return Some("stop_gradients names no value of the model's graph");
+        }
+        let inputs = |g: &Graph| g.inputs().map(|(v, name)| (String::from(name), g.ty(v).clone())).collect::<Vec<_>>();
+        let outputs = |g: &Graph| g.outputs.iter().map(|&v| g.ty(v).clone()).collect::<Vec<_>>();
+        if own.batch != graph.batch || inputs(own) != inputs(graph) || outputs(own) != outputs(graph) {
+            return Some("the model's batch, inputs and outputs are not those of the plan's graph");
+        }
+        let types = |g: &Graph| g.parameters().map(|(v, name)| (String::from(name), g.ty(v).clone())).collect();
+        let (here, there): (BTreeMap<_, _>, BTreeMap<_, _>) = (types(own), types(graph));
+        let fits = |(name, ty): (&String, &TensorType)| {
+            let larger = there.get(name);
+            match self.parameters.get(name) {
+                None => larger == Some(ty),
+                Some(extents) => {
+                    let grows = |e: &Extent| 0 < e.size && e.size <= e.padded && e.padded <= MAX_ELEMENTS;
+                    extents.0.iter().flatten().all(grows)
+                        && extents.shape() == ty.shape
+                        && larger.is_some_and(|l| *l == ty.with_shape(extents.padded_shape()))
+                }
+            }
+        };
+        let known = |name: &String| here.contains_key(name);
+        if here.len() != there.len() || !here.iter().all(fits) || !self.parameters.keys().all(known) {
+            return Some("the model's parameters are not those of the plan's graph without padding");
+        }
+        None
+    }
+}
+
+/// A graph of larger sizes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Padded {
+    pub graph: Graph,
+    /// The value here of each value of the model.
+    pub map: Vec<ValueId>,
+    /// The parameters that became larger.
+    pub parameters: BTreeMap<String, Extents>,
+}
+
+/// A size that hardly changes is made one that all devices divide.
+const NEGLIGIBLE: f64 = 0.005;
+/// By what part a size may grow that no two devices of a node divide.
+const MOST: f64 = 0.2;
+
+/// The model in sizes that `near` devices divide, the devices of a node say, into multiples of `unit`, and `all` of them where that is
+/// next to nothing more: first where only sizes change that hardly do, then with those as well that no two devices divide. Nothing where
+/// there are none.
+pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
+    let good = near.saturating_mul(unit);
+    if good <= 1 {
+        return Vec::new();
+    }
+    let mut sizes = Sizes::of(graph);
+    fix_what_cannot_grow(&mut sizes, graph);
+    let free = major_atoms_of_parameters(&sizes, graph);
+    let grown = |size: u64, by: u64| size.checked_next_multiple_of(by).unwrap_or(u64::MAX);
+    let growth = |size: u64, by: u64| grown(size, by) as f64 / size as f64 - 1.0;
+    let mut little = BTreeMap::new();
+    let mut more = BTreeMap::new();
+    let multiples = [common_multiple(all, good), good, near, unit];
+    for &atom in &free {
+        let size = sizes.atoms.size(atom);
+        if size.is_multiple_of(good) {
+            continue;
+        }
+        match multiples.into_iter().find(|&by| by > 1 && growth(size, by) <= NEGLIGIBLE) {
+            Some(by) if !size.is_multiple_of(by) => {
+                little.insert(atom, grown(size, by));
+            }
+            None if near > 1 && common(size, near) == 1 && growth(size, near) <= MOST => {
+                more.insert(atom, grown(size, near));
+            }
+            _ => {}
+        }
+    }
+    let both: BTreeMap<Atom, u64> = little.iter().chain(&more).map(|(&a, &size)| (a, size)).collect();
+    let mut goals = vec![little, both];
+    goals.retain(|goal| !goal.is_empty());
+    goals.dedup();
+    goals.into_iter().filter_map(|goal| padded(graph, &sizes, goal)).collect()
+}
+
+/// The greatest number that divides both.
+fn common(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { common(b, a % b) }
+}
+
+/// The least number that both divide, as far as there is one.
+pub fn common_multiple(a: u64, b: u64) -> u64 {
+    a.saturating_mul(b / common(a, b).max(1)).max(1)
+}
+
+/// The atoms by whose sizes parameters' dimensions are split: the major one that is free, of parameters that ops share work by.
+fn major_atoms_of_parameters(sizes: &Sizes, graph: &Graph) -> BTreeSet<Atom> {
+    let in_sums = sizes.atoms.in_sums();
+    let dims = graph.parameters().filter(|(v, _)| graph.shape(*v).len() > 1);
+    let dims = dims.flat_map(|(v, _)| (0..graph.shape(v).len()).map(move |d| (v, d)));
+    let major = dims.filter_map(|dim| sizes.leaves(dim).into_iter().find(|&atom| sizes.atoms.is_free(atom)));
+    major.filter(|atom| !in_sums.contains(atom)).collect()
+}
+
+/// Keeps sizes as they are where an op makes of more elements something else than of fewer and some beside, and where the outside sees
+/// them.
+fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
+    let all = |sizes: &mut Sizes, v: ValueId| {
+        (0..graph.shape(v).len()).for_each(|d| {
+            sizes.fix((v, d));
+        });
+    };
+    graph.outputs.iter().for_each(|&v| all(sizes, v));
+    for v in graph.values() {
+        let node = graph.node(v);
+        match &node.op {
+            Op::Input(_) => all(sizes, v),
+            Op::Constant(literal) if literal.as_splat().is_none() => all(sizes, v),
+            // Where elements of a minor factor come between, others have other positions.
+            Op::Iota(op) => fix_minor(sizes, (v, op.dim)),
+            Op::Parameter(_)
+            | Op::Constant(_)
+            | Op::Unary(_)
+            | Op::Binary(_)
+            | Op::Compare(_)
+            | Op::Select(_)
+            | Op::Convert(_)
+            | Op::ReducePrecision(_)
+            | Op::Threefry(_)
+            | Op::BroadcastInDim(_)
+            | Op::Reshape(_)
+            | Op::Transpose(_)
+            | Op::Reduce(_)
+            | Op::DotGeneral(_) => {}
+            Op::Convolution(op) if op.feature_groups.max(op.batch_groups) <= 1 => {
+                op.lhs.spatial.iter().for_each(|&d| _ = sizes.fix((node.operands[0], d)));
+                op.rhs.spatial.iter().for_each(|&d| _ = sizes.fix((node.operands[1], d)));
+                op.result.spatial.iter().for_each(|&d| _ = sizes.fix((v, d)));
+            }
+            Op::Gather(op) => {
+                let table = node.operands[0];
+                for (d, &size) in graph.shape(table).iter().enumerate() {
+                    if op.dims.start_index_map == [d] && op.dims.collapsed_slice_dims.contains(&d) {
+                        fix_minor(sizes, (table, d));
+                    } else if op.dims.start_index_map.contains(&d) || op.dims.slice_sizes[d] != size {
+                        sizes.fix((table, d));
+                    }
+                }
+            }
+            Op::Composite(op) => match &op.function {
+                Function::GeluErf | Function::GeluTanh | Function::Silu => {}
+                Function::Softmax { .. } | Function::LogSoftmax { .. } | Function::Gates { .. } => {}
+                Function::CrossEntropy { dim } => fix_minor(sizes, (node.operands[0], *dim)),
+                _ => {
+                    for (k, dims) in mixed_dims(op, &graph.operand_types(v)).into_iter().enumerate() {
+                        dims.into_iter().for_each(|d| _ = sizes.fix((node.operands[k], d)));
+                    }
+                }
+            },
+            Op::Slice(op) => {
+                let from = node.operands[0];
+                for d in (0..graph.shape(v).len()).filter(|&d| !keeps_blocks(op, d, graph.shape(from)[d])) {
+                    sizes.fix((from, d));
+                    sizes.fix((v, d));
+                }
+            }
+            Op::Concatenate(op) => {
+                let size = |o: &ValueId| graph.shape(*o)[op.dim];
+                if node.operands.iter().any(|o| size(o) != size(&node.operands[0])) {
+                    node.operands.iter().chain([&v]).for_each(|&o| _ = sizes.fix((o, op.dim)));
+                }
+            }
+            // Of any other op, what it does not look into.
+            _ => {
+                for (k, &o) in node.operands.iter().enumerate() {
+                    mixed(graph, v, k).into_iter().for_each(|d| _ = sizes.fix((o, d)));
+                }
+                new_dims(graph, v).into_iter().for_each(|d| _ = sizes.fix((v, d)));
+            }
+        }
+    }
+}
+
+/// Whether a slice takes all of a dimension of this size, or one of a few long blocks, which may be longer.
+fn keeps_blocks(op: &Slice, dim: usize, size: u64) -> bool {
+    let kept = op.limit[dim] - op.start[dim];
+    let aligned = |n: u64| kept > 0 && n.is_multiple_of(kept);
+    kept == size || op.stride[dim] == 1 && aligned(size) && aligned(op.start[dim]) && kept >= size / kept
+}
+
+/// Keeps all factors of a dimension as they are but the major one.
+fn fix_minor(sizes: &mut Sizes, dim: (ValueId, usize)) {
+    sizes.leaves(dim).into_iter().skip(1).for_each(|atom| {
+        sizes.atoms.fix(&[atom]);
+    });
+}
+
+/// The dimensions of an operand along which an op does more than the same to all elements.
+fn mixed(graph: &Graph, v: ValueId, operand: usize) -> Vec<usize> {
+    let rule = graph.rule(v);
+    let passes = |f: &u8| {
+        rule.factors[usize::from(*f)].kind == FactorKind::Parallel && rule.result.iter().any(|dim| dim.contains(f))
+    };
+    let window = |f: &u8| rule.windows.iter().any(|w| w.factor == *f || w.followers.contains(f));
+    let is_mixed = |dim: &[u8]| dim.iter().any(|f| !passes(f) || window(f) || rule.contiguous.contains(f));
+    (0..rule.operands[operand].len()).filter(|&d| is_mixed(&rule.operands[operand][d])).collect()
+}
+
+/// The dimensions of the result that are not those of an operand.
+fn new_dims(graph: &Graph, v: ValueId) -> Vec<usize> {
+    let rule = graph.rule(v);
+    let known = |f: &u8| rule.operands.iter().flatten().any(|dim| dim.contains(f));
+    (0..rule.result.len()).filter(|&d| !rule.result[d].iter().all(known)).collect()
+}
+
+/// Of each operand of a composite the dimensions along which its decomposition does more than the same to all elements.
+fn mixed_dims(op: &Composite, operands: &[&TensorType]) -> Vec<Vec<usize>> {
+    let Ok(body) = op.body(operands) else {
+        return operands.iter().map(|ty| (0..ty.rank()).collect()).collect();
+    };
+    let graph = &body.graph;
+    let sizes = Sizes::of(graph);
+    let mut found: BTreeSet<Atom> = BTreeSet::new();
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    for v in graph.values() {
+        for (k, &o) in graph.node(v).operands.iter().enumerate().filter(|(_, o)| varies[o.index()]) {
+            found.extend(mixed(graph, v, k).into_iter().flat_map(|d| sizes.leaves((o, d))));
+        }
+        if let Op::Iota(iota) = &graph.node(v).op {
+            found.extend(sizes.leaves((v, iota.dim)));
+        }
+    }
+    let of = |leaf: ValueId| {
+        let is_mixed = |d: &usize| sizes.leaves((leaf, *d)).iter().any(|atom| found.contains(atom));
+        (0..graph.shape(leaf).len()).filter(is_mixed).collect()
+    };
+    graph.values().filter(|&v| matches!(graph.node(v).op, Op::Input(_))).map(of).collect()
+}
+
+/// What is known of a value's elements beyond the model's own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Beyond {
+    /// All are this; so is a constant everywhere.
+    All(f64),
+    /// They are finite.
+    Some,
+}
+
+const ZERO: Beyond = Beyond::All(0.0);
+
+/// The graph in which these atoms have these sizes; `None` where an op cannot be of them.
+fn padded(graph: &Graph, sizes: &Sizes, goal: BTreeMap<Atom, u64>) -> Option<Padded> {
+    let larger = sizes.rebuilt(graph, &Sizing::Exactly(goal.clone())).ok()?;
+    if larger.nodes.iter().any(|node| node.ty.elements() > MAX_ELEMENTS) {
+        return None;
+    }
+    let extents = |v: ValueId| {
+        let dim = |d: usize| {
+            let mut dim: Vec<Extent> = Vec::new();
+            for atom in sizes.leaves((v, d)) {
+                let size = sizes.atoms.size(atom);
+                let padded = goal.get(&atom).copied().unwrap_or(size);
+                match dim.last_mut() {
+                    // A block whose own elements come first is one factor with what it repeats.
+                    Some(last) if padded == size => {
+                        last.size *= size;
+                        last.padded *= size;
+                    }
+                    _ => dim.push(Extent { size, padded }),
+                }
+            }
+            if dim.is_empty() {
+                dim.push(Extent { size: graph.shape(v)[d], padded: graph.shape(v)[d] });
+            }
+            dim
+        };
+        Extents((0..graph.shape(v).len()).map(dim).collect())
+    };
+    let extents: Vec<Extents> = graph.values().map(extents).collect();
+    // Sizes that are sums of others were not followed.
+    if graph.values().any(|v| extents[v.index()].padded_shape() != larger.shape(v)) {
+        return None;
+    }
+    let to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
+    let mut masking = Masking { extents, larger, to, map: Vec::new(), beyond: Vec::new(), masks: BTreeMap::new() };
+    for v in graph.values() {
+        masking.take(v);
+    }
+    let Masking { extents, mut to, map, .. } = masking;
+    to.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
+    to.take_pins(graph, |v| Some(map[v.index()]));
+    let parameters = graph.parameters().map(|(v, name)| (String::from(name), extents[v.index()].clone()));
+    let parameters = parameters.filter(|(_, extents)| extents.is_padded()).collect();
+    Some(Padded { graph: to, map, parameters })
+}
+
+/// A number that is nothing beside any other where exponentials are compared, whatever is taken from it.
+fn negligible(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => -30_000.0,
+        _ => -1e30,
+    }
+}
+
+/// The pass over a graph of larger sizes that masks what is beyond the model's own elements where an op would notice.
+struct Masking {
+    extents: Vec<Extents>,
+    larger: Graph,
+    to: Graph,
+    map: Vec<ValueId>,
+    beyond: Vec<Beyond>,
+    /// For a dimension whether each element is the model's own.
+    masks: BTreeMap<Vec<Extent>, ValueId>,
+}
+
+impl Masking {
+    fn take(&mut self, v: ValueId) {
+        let mut node = self.larger.node(v).clone();
+        let was = std::mem::take(&mut node.operands);
+        node.operands = was.iter().map(|o| self.map[o.index()]).collect();
+        let beyond = self.adapted(v, &was, &mut node);
+        self.map.push(self.to.append(node));
+        self.beyond.push(beyond);
+    }
+
+    /// Masks the operands of a node where it needs that. Gives what is known of its result.
+    fn adapted(&mut self, v: ValueId, was: &[ValueId], node: &mut Node) -> Beyond {
+        let op = node.op.clone();
+        let of = |masking: &Masking, k: usize| masking.beyond[was[k].index()];
+        match &op {
+            Op::Parameter(_) => ZERO,
+            Op::Constant(Literal { values: Values::Splat(value), .. }) => Beyond::All(value.0),
+            Op::Unary(unary) => {
+                let dtype = self.larger.ty(was[0]).dtype;
+                let known = self.made_safe(was, node, 0, dtype, safe_for(*unary), |x| is_smooth(*unary, x));
+                known.map_or(Beyond::Some, |x| all(unary.apply(x, dtype)))
+            }
+            Op::Binary(binary) => self.binary(*binary, was, node),
+            Op::Compare(compare) => match (of(self, 0), of(self, 1)) {
+                (Beyond::All(a), Beyond::All(b)) => all(f64::from(u8::from(compare.direction.holds(a, b)))),
+                _ => Beyond::Some,
+            },
+            Op::Select(_) if of(self, 1) == of(self, 2) => of(self, 1),
+            Op::Convert(_) | Op::ReducePrecision(_) => match of(self, 0) {
+                ZERO => ZERO,
+                Beyond::All(x) if node.ty.dtype.is_float() => Beyond::All(x),
+                _ => Beyond::Some,
+            },
+            Op::BroadcastInDim(op) => {
+                let constant = matches!(self.to.node(self.map[was[0].index()]).op, Op::Constant(_));
+                let repeats = |d: usize| {
+                    let from = op.dims.iter().position(|&to| to == d);
+                    from.is_none_or(|k| self.larger.shape(was[0])[k] != self.larger.shape(v)[d])
+                };
+                let dims = &self.extents[v.index()].0;
+                let own = (0..dims.len()).all(|d| !is_padded(&dims[d]) || !repeats(d));
+                if own || constant { of(self, 0) } else { Beyond::Some }
+            }
+            Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Reverse(_) => of(self, 0),
+            Op::Concatenate(_) => {
+                let first = of(self, 0);
+                if (0..was.len()).all(|k| of(self, k) == first) { first } else { Beyond::Some }
+            }
+            Op::Reduce(op) => {
+                let dtype = self.larger.ty(was[0]).dtype;
+                self.mask(was, node, 0, &op.dims, op.reducer.neutral(dtype));
+                match (of(self, 0), op.reducer) {
+                    (ZERO, Reducer::Sum) => ZERO,
+                    _ => Beyond::Some,
+                }
+            }
+            Op::DotGeneral(op) => {
+                for (k, dims) in [&op.lhs_contract, &op.rhs_contract].into_iter().enumerate() {
+                    if of(self, k) != ZERO {
+                        self.mask(was, node, k, dims, 0.0);
+                    }
+                }
+                let free = [op.lhs_free(self.larger.shape(was[0]).len()), op.rhs_free(self.larger.shape(was[1]).len())];
+                self.product(was, [&op.lhs_batch, &op.rhs_batch], [&free[0], &free[1]])
+            }
+            Op::Convolution(op) => {
+                for (k, dim) in [op.lhs.feature, op.rhs.input].into_iter().enumerate() {
+                    if of(self, k) != ZERO {
+                        self.mask(was, node, k, &[dim], 0.0);
+                    }
+                }
+                self.product(was, [&[], &[]], [&[op.lhs.batch], &[op.rhs.output]])
+            }
+            Op::Gather(op) => {
+                if let [row] = op.dims.start_index_map[..] {
+                    self.lookup(was, node, row, op.out_of_bounds);
+                }
+                if self.extents[was[1].index()].is_padded() { Beyond::Some } else { of(self, 0) }
+            }
+            Op::Composite(op) => match &op.function {
+                Function::Softmax { dim } => self.softmax(was, node, *dim, ZERO),
+                Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
+                    self.softmax(was, node, *dim, Beyond::Some)
+                }
+                Function::Gates { .. } => {
+                    let last = self.larger.shape(was[0]).len() - 1;
+                    self.softmax(was, node, last, ZERO)
+                }
+                // Heads that have neither keys nor values of their own share those of others.
+                Function::Attention { .. } if of(self, 2) == ZERO && self.grown(was[0]) == self.grown(was[2]) => ZERO,
+                Function::Rotary { .. } | Function::GeluErf | Function::GeluTanh | Function::Silu
+                    if of(self, 0) == ZERO =>
+                {
+                    ZERO
+                }
+                Function::BatchNorm { .. } if of(self, 1) == ZERO && of(self, 2) == ZERO => ZERO,
+                _ => Beyond::Some,
+            },
+            _ => Beyond::Some,
+        }
+    }
+
+    /// How many factors of a value became larger.
+    fn grown(&self, v: ValueId) -> usize {
+        self.extents[v.index()].0.iter().flatten().filter(|e| e.size != e.padded).count()
+    }
+
+    fn binary(&mut self, op: Binary, was: &[ValueId], node: &mut Node) -> Beyond {
+        let dtype = self.larger.ty(was[0]).dtype;
+        let known = |masking: &Masking, k: usize| match masking.beyond[was[k].index()] {
+            Beyond::All(x) => Some(x),
+            Beyond::Some => None,
+        };
+        let (a, b) = match op {
+            Binary::Divide | Binary::Remainder if dtype.is_float() => {
+                let b = self.made_safe(was, node, 1, dtype, Some(1.0), |x| x != 0.0);
+                (known(self, 0), b)
+            }
+            Binary::Power | Binary::Atan2 if dtype.is_float() => {
+                let a = self.made_safe(was, node, 0, dtype, Some(1.0), |x| x > 0.0);
+                (a, self.made_safe(was, node, 1, dtype, Some(1.0), |_| true))
+            }
+            _ => (known(self, 0), known(self, 1)),
+        };
+        match (a, b) {
+            (Some(a), Some(b)) => all(op.apply(a, b, dtype)),
+            (Some(0.0), None) | (None, Some(0.0)) if op == Binary::Multiply => ZERO,
+            _ => Beyond::Some,
+        }
+    }
+
+    /// Masks an operand by a value of which a function and its derivative are finite, unless that holds for what is known of it.
+    /// Gives what its elements are then.
+    fn made_safe(
+        &mut self,
+        was: &[ValueId],
+        node: &mut Node,
+        operand: usize,
+        dtype: DType,
+        safe: Option<f64>,
+        is_safe: impl Fn(f64) -> bool,
+    ) -> Option<f64> {
+        let known = match self.beyond[was[operand].index()] {
+            Beyond::All(x) => Some(x),
+            Beyond::Some => None,
+        };
+        if !dtype.is_float() || !self.extents[was[operand].index()].is_padded() {
+            return known;
+        }
+        match (known, safe) {
+            (Some(x), _) if is_safe(x) => Some(x),
+            (_, None) => known,
+            (_, Some(safe)) => {
+                let safe = if safe == f64::NEG_INFINITY { negligible(dtype) } else { safe };
+                let dims: Vec<usize> = (0..self.larger.shape(was[operand]).len()).collect();
+                self.mask(was, node, operand, &dims, safe);
+                Some(safe)
+            }
+        }
+    }
+
+    /// What is known of a product: where an element is beyond in what one side alone has, that side must be zero there.
+    fn product(&self, was: &[ValueId], both: [&[usize]; 2], alone: [&[usize]; 2]) -> Beyond {
+        let zero = |k: usize| self.beyond[was[k].index()] == ZERO;
+        let padded = |k: usize, dims: &[usize]| dims.iter().any(|&d| is_padded(&self.extents[was[k].index()].0[d]));
+        let together = !padded(0, both[0]) || zero(0) || zero(1);
+        let apart = (0..2).all(|k| !padded(k, alone[k]) || zero(k));
+        if together && apart { ZERO } else { Beyond::Some }
+    }
+
+    /// Where classes are compared by their exponentials, those beyond have none.
+    fn softmax(&mut self, was: &[ValueId], node: &mut Node, dim: usize, result: Beyond) -> Beyond {
+        let dtype = self.larger.ty(was[0]).dtype;
+        let grows = is_padded(&self.extents[was[0].index()].0[dim]);
+        self.mask(was, node, 0, &[dim], negligible(dtype));
+        if grows { result } else { Beyond::Some }
+    }
+
+    /// Indices that were beyond the table still are.
+    fn lookup(&mut self, was: &[ValueId], node: &mut Node, row: usize, beyond: OutOfBounds) {
+        let [extent] = self.extents[was[0].index()].0[row][..] else { return };
+        let indices = node.operands[1];
+        let ty = self.to.ty(indices).clone();
+        let greatest = Reducer::Min.neutral(ty.dtype);
+        if extent.size == extent.padded || greatest < extent.size as f64 {
+            return;
+        }
+        let batch_dims = self.to.node(indices).batch_dims;
+        let first = self.to.len();
+        node.operands[1] = match beyond {
+            OutOfBounds::Clamp => {
+                let last = self.to.splat_like(indices, (extent.size - 1) as f64);
+                self.to.emit(Op::Binary(Binary::Minimum), &[indices, last])
+            }
+            OutOfBounds::Zero => {
+                let end = self.to.splat_like(indices, extent.size as f64);
+                let inside = self.to.compare(Direction::Lt, indices, end);
+                let outside = self.to.splat_like(indices, greatest);
+                self.to.select(inside, indices, outside)
+            }
+        };
+        self.to.nodes[first..].iter_mut().for_each(|node| node.batch_dims = batch_dims);
+    }
+
+    /// Puts `fill` where an element is beyond the model's own in one of these dimensions of an operand.
+    fn mask(&mut self, was: &[ValueId], node: &mut Node, operand: usize, dims: &[usize], fill: f64) {
+        let extents = &self.extents[was[operand].index()].0;
+        let padded: Vec<(usize, Vec<Extent>)> =
+            dims.iter().filter(|&&d| is_padded(&extents[d])).map(|&d| (d, extents[d].clone())).collect();
+        let value = node.operands[operand];
+        let (ty, batch_dims) = (self.to.ty(value).clone(), self.to.node(value).batch_dims);
+        for (d, extents) in padded {
+            let own = self.own_elements(&extents);
+            let first = self.to.len();
+            let masked = node.operands[operand];
+            let own = self.to.broadcast(own, &ty.shape, &[d]);
+            let fill = self.to.splat_like(masked, fill);
+            node.operands[operand] = self.to.select(own, masked, fill);
+            self.to.nodes[first..].iter_mut().for_each(|node| node.batch_dims = batch_dims);
+        }
+    }
+
+    /// For each element along a dimension whether it is the model's own.
+    fn own_elements(&mut self, extents: &[Extent]) -> ValueId {
+        if let Some(&known) = self.masks.get(extents) {
+            return known;
+        }
+        let size: u64 = extents.iter().map(|e| e.padded).product();
+        let dtype = if size <= i32::MAX as u64 { DType::I32 } else { DType::I64 };
+        let ty = TensorType::new(dtype, [size]);
+        let place = self.to.emit(Op::Iota(Iota { ty, dim: 0 }), &[]);
+        let mut own: Option<ValueId> = None;
+        let mut minor = 1;
+        for (i, extent) in extents.iter().enumerate().rev() {
+            if extent.size != extent.padded {
+                // The elements of a major factor come before all that are beyond, those of others do so within each block.
+                let mut at = place;
+                if i > 0 {
+                    let block = self.to.splat_like(place, (extent.padded * minor) as f64);
+                    at = self.to.emit(Op::Binary(Binary::Remainder), &[place, block]);
+                }
+                let end = self.to.splat_like(at, (extent.size * minor) as f64);
+                let inside = self.to.compare(Direction::Lt, at, end);
+                own = Some(own.map_or(inside, |own| self.to.emit(Op::Binary(Binary::And), &[own, inside])));
+            }
+            minor *= extent.padded;
+        }
+        let own = own.unwrap_or(place);
+        self.masks.insert(extents.to_vec(), own);
+        own
+    }
+}
+
+/// What is known of elements that are all `x`.
+fn all(x: f64) -> Beyond {
+    if x.is_finite() { Beyond::All(x) } else { Beyond::Some }
+}
+
+/// An operand for which a function that is not smooth everywhere is; `-inf` stands for the least that there is.
+fn safe_for(op: Unary) -> Option<f64> {
+    match op {
+        Unary::Exponential | Unary::ExponentialMinusOne => Some(f64::NEG_INFINITY),
+        Unary::Log | Unary::LogPlusOne | Unary::Sqrt | Unary::Rsqrt | Unary::Cbrt | Unary::Tan => Some(1.0),
+        _ => None,
+    }
+}
+
+/// Whether a function and its derivative are finite at `x`.
+fn is_smooth(op: Unary, x: f64) -> bool {
+    match op {
+        Unary::Exponential | Unary::ExponentialMinusOne => x <= 1.0,
+        Unary::Log | Unary::Sqrt | Unary::Rsqrt => x > 0.0,
+        Unary::LogPlusOne => x > -1.0,
+        Unary::Cbrt => x != 0.0,
+        Unary::Tan => x.abs() < 1.0,
+        _ => true,
+    }
+}
+
+/// A tensor among zeros, as the larger graph has it.
+pub fn embedded(tensor: &Tensor, extents: &Extents) -> Tensor {
+    let ty = tensor.ty.with_shape(extents.padded_shape());
+    let mut larger = Tensor::splat(ty, 0.0);
+    let mut from = 0;
+    for (at, count) in extents.runs() {
+        let (at, count) = (at as usize, count as usize);
+        larger.data[at..at + count].copy_from_slice(&tensor.data[from..from + count]);
+        from += count;
+    }
+    larger
+}
+
+#[cfg(test)]
+#[path = "padding_tests.rs"]
+mod tests;
