@@ -127,7 +127,7 @@ fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result
         ..Training::default()
     };
     let mut engine = Engine::new(&plan, &training)?;
-    let mut evaluations = Evaluation::new(&plan, &training, &evaluation)?;
+    let mut evaluations = Evaluation::new(&plan, &training, &evaluation, &engine)?;
     let (weights, mut batches) = start(&plan, &training)?;
     for (name, tensor) in &weights {
         engine.load_parameter(name, tensor)?;

@@ -125,6 +125,7 @@ impl Limits {
         });
         let over = |work: &Work| match work {
             Work::Collective { axes, .. } => simulation.link_of(at, axes),
+            Work::Servers => Some("the links to parameter servers".to_string()),
             Work::Transfers => Some("the links between stages".to_string()),
             _ => None,
         };
@@ -137,7 +138,14 @@ impl Limits {
             MemoryLimit { lane: plan.lane_name(lane), peak_bytes: stage.predicted.peak_bytes, memory_bytes }
         };
         let fuller = |a: &MemoryLimit, b: &MemoryLimit| a.part().total_cmp(&b.part());
-        let memory = (1..plan.num_lanes()).map(limit).fold(limit(0), |a, b| if fuller(&a, &b).is_le() { b } else { a });
+        let of_servers = plan.servers.iter().flat_map(|over| over.predicted.iter().enumerate());
+        let of_servers = of_servers.map(|(s, server)| MemoryLimit {
+            lane: plan.program_name(plan.num_workers() as usize + s),
+            peak_bytes: server.peak_bytes,
+            memory_bytes: plan.cluster.groups[0].device.memory_bytes,
+        });
+        let others = (1..plan.num_lanes()).map(limit).chain(of_servers);
+        let memory = others.fold(limit(0), |a, b| if fuller(&a, &b).is_le() { b } else { a });
         Limits { time, bubble, link, memory }
     }
 

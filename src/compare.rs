@@ -124,6 +124,7 @@ impl Baseline {
         let is_late = like.schedule == Schedule::PipeDream;
         request.schedule = Some(if is_late { Schedule::OneFOneB } else { like.schedule });
         request.update = Update::Synchronous;
+        request.servers = None;
         request.allow_microbatch_semantics = true;
         request.target = self.target;
         request.execution = execution(self.target, &device.name, &like.graph, Some(self.zero));

@@ -27,6 +27,22 @@ fn layout((stage, storage): &(&Stage, &Storage)) -> String {
     format!("{} {} {} on {}", of(&storage.parameter), of(&storage.gradient), of(&storage.state), stage.mesh)
 }
 
+/// How late the gradients of a plan are.
+fn late(plan: &Plan) -> String {
+    match plan.updates_of_step() {
+        1 => format!("{} steps late", plan.staleness()),
+        updates => format!("{} updates late", updates - 1),
+    }
+}
+
+/// The parameter servers of a plan: `none`, `2 for 6 workers`, `2 asynchronous for 6 workers`.
+fn servers(plan: &Plan) -> String {
+    plan.servers.as_ref().map_or("none".to_string(), |over| {
+        let how = if over.asynchronous { " asynchronous" } else { "" };
+        format!("{}{how} for {}", over.servers.len(), plural(over.workers.len() as u64, "worker"))
+    })
+}
+
 /// What two plans are for, where it is not the same: seconds of one then say little of the other.
 pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String; 2])> {
     let optimizer = |p: &Plan| match p.schedule.trains() {
@@ -45,7 +61,7 @@ pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String
             ("devices", p.cluster.num_devices().to_string()),
             ("global batch", p.global_batch.to_string()),
             ("optimizer", optimizer(p)),
-            ("gradients", format!("{} steps late", p.staleness())),
+            ("gradients", late(p)),
             ("target", p.target.name().to_string()),
         ]
     };
@@ -190,6 +206,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     differ("schedule", old.schedule.to_string(), new.schedule.to_string(), &mut say);
     differ("goal", old.goal.name().to_string(), new.goal.name().to_string(), &mut say);
     differ("updates", old.update.name().to_string(), new.update.name().to_string(), &mut say);
+    differ("servers", servers(old), servers(new), &mut say);
     differ("stages", shape(old), shape(new), &mut say);
     let peak = |p: &Plan| bytes(p.predicted.peak_bytes.iter().copied().max().unwrap_or(0));
     differ("fullest device", peak(old), peak(new), &mut say);

@@ -9,7 +9,7 @@ pub use trace::{Recorded, trace_name};
 
 use crate::Error;
 use crate::profiled::Profiled;
-use crate::units::{bytes, digits, plural, seconds};
+use crate::units::{bytes, digits, percent, plural, seconds};
 use altiplano_cost_models::collective::{self, Operation};
 use altiplano_cost_models::compute::Bound;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
@@ -26,7 +26,7 @@ use altiplano_planner::PlanFailure;
 use altiplano_planner::account::{Account, Part, accounts_of, of_lanes};
 use altiplano_planner::lower::{Derived, Prices, lowered, sketch};
 use altiplano_planner::memory::LaneMemory;
-use altiplano_planner::predict::{lane_memories, played, timings_of, whole_work_of};
+use altiplano_planner::predict::{Exchanged, exchange_of, lane_memories, played, timings_of, whole_work_of};
 use altiplano_planner::timing::{BodyWork, StageTiming};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -53,8 +53,10 @@ pub struct Simulation {
     profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
-    /// By lane.
+    /// By program: of a lane, or of a worker or server.
     memories: Vec<LaneMemory>,
+    /// What workers and parameter servers exchange, where there are any.
+    exchanged: Option<Exchanged>,
 }
 
 impl Simulation {
@@ -72,8 +74,9 @@ impl Simulation {
         let sketch = sketch(&plan, &derived, &Rooflines::of(&plan.cluster), alone);
         let work = whole_work_of(&plan, &sketch, &*costs);
         let timings = timings_of(&plan, &sketch, &work, &*costs);
+        let exchanged = exchange_of(&plan, &sketch, &work, &*costs).map(|(_, exchanged)| exchanged);
         let memories = lane_memories(&plan, &sketch, &work);
-        Ok(Simulation { plan, derived, programs: OnceLock::new(), costs, profiled, work, timings, memories })
+        Ok(Simulation { plan, derived, programs: OnceLock::new(), costs, profiled, work, timings, memories, exchanged })
     }
 
     /// What every lane runs.
@@ -202,12 +205,36 @@ impl Simulation {
             let _ = writeln!(out, "  {name:11}  {}", lines[first]);
             first += same;
         }
+        if let Some(exchanged) = &self.exchanged {
+            let _ = write!(out, "{}", self.servers_text(exchanged, timeline.step_s));
+        }
         let _ = write!(
             out,
             "\n  issuing: the host's part, while the device may be busy; sending alone: nothing is computed meanwhile"
         );
         for cost in self.used() {
             let _ = write!(out, "\n  figures of {}: {}", cost.device().name, self.source(cost));
+        }
+        out
+    }
+
+    /// What parameter servers do in a step, and how late they get gradients.
+    fn servers_text(&self, exchanged: &Exchanged, step_s: f64) -> String {
+        let mut out = format!(
+            "\n  a worker's messages are on their way for {}; {} workers, each as stage0\n",
+            seconds(exchanged.sent_s),
+            self.plan.num_workers()
+        );
+        for (s, &(compute_s, link_s)) in exchanged.servers.iter().enumerate() {
+            let (compute, link) = (seconds(compute_s), seconds(link_s));
+            let part = percent((compute_s + link_s) / step_s.max(f64::MIN_POSITIVE));
+            let _ = writeln!(
+                out,
+                "  server{s}: {compute} of adding up and updating, its link taken for {link} ({part} of a step)"
+            );
+        }
+        if let Some(over) = self.plan.servers.as_ref().filter(|over| over.asynchronous) {
+            let _ = writeln!(out, "  gradients are {} late", plural(over.staleness().into(), "update"));
         }
         out
     }

@@ -4,23 +4,16 @@
 
 mod common;
 
-use altiplano::ir::dtype::DType;
-use altiplano::ir::graph::Graph;
-use altiplano::ir::op::{Input, Op};
-use altiplano::ir::optimizer::{self, Given, Optimizer, clip_factor, squares};
+use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule, Update};
-use altiplano::ir::types::TensorType;
 use altiplano::planner::Silent;
-use altiplano::runtime::data::synthetic;
-use altiplano::runtime::{HostTensor, Options, Session, evaluate};
+use altiplano::runtime::{Options, Session};
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
+use common::steps::{OneByOne, Tensors, batch_of, difference};
 use common::{DEMO, Scratch, altiplano, succeeds};
-use std::collections::BTreeMap;
-
-type Tensors = BTreeMap<String, HostTensor>;
 
 /// No parameter of it is on two stages, so that a pipeline adds up its gradients in the order of one device.
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -88,88 +81,22 @@ impl Case {
     }
 }
 
-fn batch_of(plan: &Plan, step: u64) -> Tensors {
-    let whole = |ty: &TensorType| {
-        let mut shape = ty.shape.clone();
-        shape[0] *= u64::from(plan.num_microbatches);
-        TensorType::new(ty.dtype, shape)
-    };
-    let of = |(v, name): (_, &str)| (name.to_string(), synthetic(name, &whole(plan.graph.ty(v)), 64, step));
-    plan.graph.inputs().map(of).collect()
-}
-
-/// The optimizer's update of all parameters of a plan at once, as a function of weights, sums of gradients and states.
-fn update_of(plan: &Plan) -> Graph {
-    let mut graph = Graph::new("update");
-    let leaf = |graph: &mut Graph, name: String, ty: TensorType| graph.emit(Op::Input(Input { name, ty }), &[]);
-    let scale = 1.0 / f64::from(plan.num_microbatches);
-    let scalar = TensorType::scalar(DType::F32);
-    let learning_rate = leaf(&mut graph, "learning_rate".into(), scalar.clone());
-    let step = leaf(&mut graph, "step".into(), scalar);
-    let parameters: Vec<_> = plan.graph.parameters().map(|(v, n)| (n.to_string(), plan.graph.ty(v).clone())).collect();
-    let gradient = |graph: &mut Graph, (name, ty): &(String, TensorType)| {
-        graph.emit(Op::Input(Input { name: format!("gradient {name}"), ty: ty.clone() }), &[])
-    };
-    let gradients: Vec<_> = parameters.iter().map(|p| gradient(&mut graph, p)).collect();
-    let clip = plan.clip_norm.map(|most| {
-        let all: Vec<_> = gradients.iter().map(|&g| squares(&mut graph, g, scale)).collect();
-        let sum = all.into_iter().reduce(|a, b| graph.add(a, b)).expect("a parameter");
-        clip_factor(&mut graph, sum, most)
-    });
-    let mut outputs = Vec::new();
-    for ((name, ty), gradient) in parameters.iter().zip(gradients) {
-        let parameter = leaf(&mut graph, name.clone(), ty.clone());
-        let slots = plan.optimizer.slots(ty.dtype);
-        let states: Vec<_> =
-            slots.iter().map(|slot| leaf(&mut graph, format!("{slot} {name}"), ty.with_dtype(DType::F32))).collect();
-        let whole = |_: &mut Graph, x| x;
-        let (states, whole) = (&states[..], &whole);
-        let given =
-            Given { parameter, gradient, gradient_scale: scale, factor: clip, states, learning_rate, step, whole };
-        let new = optimizer::update(&mut graph, &plan.optimizer, &given);
-        outputs.push(new.parameter);
-        outputs.extend(new.states);
-    }
-    graph.outputs = outputs;
-    graph
-}
-
 /// Losses and weights of `w[t+1] = w[t] - f(g(w[t - 1]))` on one device: the gradients of a step are those of the weights that the
 /// step before it began to change. Steps in `flushed` are over before the next begins, which then is not late.
 fn delayed(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensors) {
     let mut device = session(plan, &Options::default()).expect("a session");
-    let update = update_of(plan);
-    let (mut older, mut newest) = (weights.clone(), weights.clone());
-    let mut states: Tensors = BTreeMap::new();
-    for (v, name) in plan.graph.parameters() {
-        for slot in plan.optimizer.slots(DType::F32) {
-            states.insert(format!("{slot} {name}"), HostTensor::zeros(plan.graph.ty(v).with_dtype(DType::F32)));
-        }
-    }
+    let (mut older, mut one) = (weights.clone(), OneByOne::new(plan, weights));
     let mut losses = Vec::new();
     for step in 1..=STEPS {
         for (name, tensor) in &older {
             device.load_parameter(name, tensor).expect("loaded");
         }
         losses.push(device.step(&batch_of(plan, step), &scalars(RATE, step)).expect("a step").loss);
-        let mut leaves: Tensors = [newest.clone(), states.clone()].into_iter().flatten().collect();
-        for (name, value) in scalars(RATE, step) {
-            leaves.insert(name, HostTensor::from_f64(TensorType::scalar(DType::F32), &[value]));
-        }
-        for name in newest.keys() {
-            leaves.insert(format!("gradient {name}"), device.accumulator(name).expect("a gradient"));
-        }
-        let before = newest.clone();
-        let mut results = evaluate(&update, &leaves).expect("an update").into_iter();
-        for (_, name) in plan.graph.parameters() {
-            newest.insert(name.to_string(), results.next().expect("a parameter"));
-            for slot in plan.optimizer.slots(DType::F32) {
-                states.insert(format!("{slot} {name}"), results.next().expect("a state"));
-            }
-        }
-        older = if flushed.contains(&step) { newest.clone() } else { before };
+        let before = one.weights.clone();
+        one.update(plan, &mut device, &scalars(RATE, step));
+        older = if flushed.contains(&step) { one.weights.clone() } else { before };
     }
-    (losses, newest)
+    (losses, one.weights)
 }
 
 /// The same by the workers of a plan, with a step begun ahead wherever none is flushed.
@@ -192,16 +119,6 @@ fn trained(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensor
     let names = workers.parameters();
     let updated = names.iter().map(|name| (name.clone(), workers.parameter(name).expect("a parameter"))).collect();
     (losses, updated, workers)
-}
-
-/// The largest difference of weights, relative to the norm of a parameter.
-fn difference(ours: &Tensors, expected: &Tensors) -> f64 {
-    let of = |(name, expected): (&String, &HostTensor)| {
-        let (ours, expected) = (ours[name].to_f64(), expected.to_f64());
-        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-        norm(&mut ours.iter().zip(&expected).map(|(a, b)| a - b)) / norm(&mut expected.iter().copied()).max(1e-30)
-    };
-    expected.iter().map(of).fold(0.0, f64::max)
 }
 
 /// Trains by workers and by the delayed rule on one device; what they may differ by is 0 for the same bits.

@@ -187,12 +187,54 @@ const LATE: [&[&str]; 3] = [
     &["--dp", "4", "--update", "stale"],
 ];
 
+/// Over parameter servers, which workers wait for or do not.
+const SERVERS: [&[&str]; 3] = [
+    &["--parameter-servers", "1", "--global-batch", "6"],
+    &["--parameter-servers", "2", "--num-microbatches", "4", "--clip-norm", "0.5"],
+    &["--parameter-servers", "1", "--asynchronous", "--global-batch", "6"],
+];
+
 #[test]
 fn ranks_train_the_demo_as_threads_do() {
     if has_mpirun() {
         TWO.iter().for_each(|degrees| check(DEMO, 2, degrees, &[]));
         FOUR.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
         LATE.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
+        SERVERS.iter().for_each(|degrees| check(DEMO, 4, degrees, &[]));
+    }
+}
+
+/// Held-out losses are those that threads find, whatever the plan and whatever is under way between its steps.
+#[test]
+fn ranks_look_at_held_out_data_as_threads_do() {
+    if !has_mpirun() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let ids: Vec<u8> = (0..3000u32).flat_map(|i| ((i * i * 31 + 7 * i) % 1000).to_le_bytes()[..2].to_vec()).collect();
+    let data = scratch.file("ids.u16", &ids);
+    for degrees in [&["--dp", "2", "--pp", "2"][..], &["--tp", "4"], &["--dp", "4", "--zero", "3"], LATE[0], LATE[1]] {
+        let plan = plan(&scratch, DEMO, 4, degrees);
+        let run = |file: &str| -> Vec<String> {
+            let words = ["run", &plan, "--steps", "6", "--data", &data, "--eval-data", &data, "--eval-every", "2"];
+            words.iter().chain(&["--eval-steps", "2", "--metrics", file]).map(|s| s.to_string()).collect()
+        };
+        let metrics = |name: &str| scratch.path(name).display().to_string();
+        let (threads, ranks) = (metrics("threads"), metrics("ranks"));
+        succeeds(&run(&threads));
+        let mut arguments = run(&ranks);
+        arguments.push("--reduce-in-order".to_string());
+        let said = Ranks::start(4, &arguments.iter().map(String::as_str).collect::<Vec<_>>()).end();
+        assert_eq!(said.code, Some(0), "{degrees:?}: {}{}", said.stdout, said.stderr);
+        let found = |file: &str, key: &str| -> Vec<f64> {
+            let text = std::fs::read_to_string(file).expect("metrics");
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            lines.filter_map(|line| line[key].as_f64()).collect()
+        };
+        assert_eq!(found(&ranks, "eval_loss").len(), 3, "{degrees:?}");
+        for key in ["eval_loss", "loss"] {
+            assert_eq!(found(&ranks, key), found(&threads, key), "{degrees:?}");
+        }
     }
 }
 
@@ -237,10 +279,16 @@ fn checkpoints_of_ranks_are_those_of_threads_and_any_plan_goes_on_from_them() {
         return;
     }
     let scratch = Scratch::new();
-    let late: [&[&str]; 2] = [&["--schedule", "pipedream"], &["--update", "stale"]];
-    for (name, [first, then]) in [("prompt", [&[][..]; 2]), ("late", late)] {
-        let four = plan(&scratch, DEMO, 4, &[&["--dp", "2", "--pp", "2"], first].concat());
-        let two = plan(&scratch, DEMO, 2, &[&["--dp", "2", "--zero", "2"], then].concat());
+    let (four, two): (&[&str], &[&str]) = (&["--dp", "2", "--pp", "2"], &["--dp", "2", "--zero", "2"]);
+    let late = [[four, &["--schedule", "pipedream"]].concat(), [two, &["--update", "stale"]].concat()];
+    let servers = ["--parameter-servers", "2"];
+    let over = [servers.to_vec(), two.to_vec()];
+    let asynchronous =
+        [[&servers[..], &["--asynchronous"]].concat(), vec!["--parameter-servers", "1", "--asynchronous"]];
+    let prompt = [four.to_vec(), two.to_vec()];
+    for (name, [first, then]) in [("prompt", prompt), ("late", late), ("over", over), ("asynchronous", asynchronous)] {
+        let four = plan(&scratch, DEMO, 4, &first);
+        let two = plan(&scratch, DEMO, 2, &then);
         let folder = |of: &str| scratch.path(&format!("{name}-{of}")).display().to_string();
         let (threads, ranks) = (folder("threads"), folder("ranks"));
         let run = |plan: &str, steps: &str, to: &str, ranks: u32, more: &[&str]| {

@@ -28,7 +28,7 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
     let scratch = Scratch::new();
     let path = |name: &str| scratch.path(name).display().to_string();
     let (plan, simulation, trace) = (schema_of("plan"), schema_of("simulation"), schema_of("trace"));
-    let cases: [&[&str]; 10] = [
+    let cases: [&[&str]; 12] = [
         &["--dp", "2", "--pp", "2"],
         &["--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
         &["--pp", "2", "--schedule", "zb-h1", "--optimizer", "sgd"],
@@ -38,6 +38,8 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
         &["--dp", "2", "--tp", "2", "--pin", "params['wte']=[{tensor}, {}]", "--reduce=200k"],
         &["--optimizer", "lamb", "--clip-norm", "1", "--pp", "2"],
         &["--loss", "none"],
+        &["--cluster", "local:6", "--parameter-servers", "2", "--clip-norm", "1"],
+        &["--cluster", "dgx-a100:1", "--parameter-servers", "4", "--asynchronous"],
         &["--cluster", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml")],
     ];
     for options in cases {

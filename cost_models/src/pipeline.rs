@@ -81,7 +81,7 @@ impl Order {
             schedule: plan.schedule,
             num_stages: plan.stages.len(),
             virtual_stages: plan.virtual_stages as usize,
-            num_microbatches: plan.num_microbatches,
+            num_microbatches: plan.microbatches_of_worker(),
             // Late gradients have long been summed when they are needed.
             meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
                 && plan.staleness() == 0,

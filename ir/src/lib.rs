@@ -33,6 +33,7 @@ pub mod reshard;
 pub mod rewrite;
 pub mod rule;
 pub mod sample;
+pub mod servers;
 pub mod sharding;
 pub mod shift;
 pub mod simplify;

@@ -16,6 +16,7 @@ use crate::padding::{Extents, Padding};
 use crate::recompute::{Recomputation, Recompute};
 use crate::reduce::Reduction;
 use crate::rule::Strategy;
+use crate::servers::ParameterServers;
 use crate::sharding::Sharding;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -181,7 +182,7 @@ pub struct Predicted {
     pub samples_per_s: f64,
     /// Model FLOPs of a step over what all devices' peaks could do in the step time.
     pub mfu: f64,
-    /// Peak of the devices of each stage.
+    /// Peak of the devices of each stage, and of each parameter server.
     pub peak_bytes: Vec<u64>,
     /// Floating-point operations of a step of the model (forward and backward, without recomputation).
     pub model_flop: f64,
@@ -351,6 +352,9 @@ pub struct Plan {
     pub schedule: Schedule,
     #[serde(default, skip_serializing_if = "Update::is_synchronous")]
     pub update: Update,
+    /// Servers that hold what workers, each with all of the model, train together; absent where every device updates what it holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub servers: Option<ParameterServers>,
     #[serde(default, skip_serializing_if = "Goal::is_latency")]
     pub goal: Goal,
     /// Stages that share devices: of `p` *lanes* (blocks of devices), lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
@@ -497,9 +501,27 @@ impl Plan {
         self.stages_of(lane).map(|s| format!("stage{s}")).collect::<Vec<_>>().join(", ")
     }
 
-    /// Devices of all stages.
+    /// Global ids of all devices that run something, in the order of their programs.
+    pub fn devices(&self) -> Vec<u32> {
+        match &self.servers {
+            Some(servers) => servers.workers.iter().chain(&servers.servers).copied().collect(),
+            None => self.lanes().iter().flat_map(|s| s.devices.iter().copied()).collect(),
+        }
+    }
+
+    /// How many of them there are.
     pub fn num_devices(&self) -> u32 {
-        self.lanes().iter().map(|s| s.devices.len() as u32).sum()
+        self.devices().len() as u32
+    }
+
+    /// What the program of this number is called: that of a lane by its stages, others by what runs them (`worker2`, `server0`).
+    pub fn program_name(&self, program: usize) -> String {
+        let workers = self.num_workers() as usize;
+        match &self.servers {
+            Some(_) if program < workers => format!("worker{program}"),
+            Some(_) => format!("server{}", program - workers),
+            None => self.lane_name(program),
+        }
     }
 
     pub fn to_json(&self) -> String {
@@ -634,6 +656,10 @@ impl Plan {
         }
         if matches!(self.target, Target::Fsdp | Target::Xla) && self.stages.len() > 1 {
             fail("target".into(), "runs no pipelines, and the plan has several stages");
+        }
+        for (path, problem) in self.problems_of_servers() {
+            let path = if path.is_empty() { "servers".to_string() } else { format!("servers.{path}") };
+            fail(path, problem);
         }
         let mut used = std::collections::BTreeSet::new();
         let layer_of = self.layer_of();

@@ -38,7 +38,8 @@ pub struct TransferId(pub u32);
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferKind {
-    /// The trained weights that bodies compute with. Lives for the whole run; loaded from outside.
+    /// The trained weights that bodies compute with. Lives for the whole run; loaded from outside, and where another program
+    /// updates them received from there.
     Parameter { name: String },
     /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision
     /// parameter, which starts as the parameter's value; all others start at zero). Lives for the whole run.
@@ -157,6 +158,11 @@ pub struct Program {
     /// never falls. Empty where a step ends before the next begins. See [`Program::turns`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub late: Vec<u32>,
+    /// Calls that are made once no step is left to run, before the weights are looked at: they bring this program's copy of the weights
+    /// up to date with those that others have updated since. Where any program has such calls, devices begin a step without waiting
+    /// for others to end the one before.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub flush: Vec<Call>,
     /// Whether GPUs run products around large values as one kernel ([`crate::plan::Execution::fused_attention`]).
     pub fused_attention: bool,
 }
@@ -180,6 +186,16 @@ impl Phase {
 }
 
 impl Program {
+    /// Whether a device may begin a step before all others have ended the one before it, which then are not done with until a flush.
+    pub fn runs_ahead(&self) -> bool {
+        !self.late.is_empty() || !self.flush.is_empty()
+    }
+
+    /// Whether some body writes a buffer.
+    pub fn writes(&self, buffer: BufferId) -> bool {
+        self.bodies.iter().any(|body| body.writes.iter().any(|(written, _)| *written == buffer))
+    }
+
     /// How many of the schedule's calls are run before the next step begins.
     pub fn num_prompt(&self) -> usize {
         self.schedule.len() - self.late.len().min(self.schedule.len())

@@ -39,6 +39,8 @@ pub enum Work {
     },
     /// What goes to other stages.
     Transfers,
+    /// Gradients to parameter servers, and weights from them.
+    Servers,
     /// What is sent to other stages while something is computed: less than nothing, since it is counted twice.
     Overlapping,
     /// For other stages.
@@ -67,7 +69,7 @@ impl Work {
     /// The part of a stage's prediction that it is counted in.
     pub fn part(&self) -> Part {
         match self {
-            Work::Collective { .. } | Work::Transfers | Work::Overlapping => Part::Communicating,
+            Work::Collective { .. } | Work::Transfers | Work::Servers | Work::Overlapping => Part::Communicating,
             Work::Waiting => Part::Waiting,
             _ => Part::Computing,
         }
@@ -87,6 +89,7 @@ impl fmt::Display for Work {
             Work::Update => "update",
             Work::Collective { name, axes } => return write!(f, "{name} over {axes}"),
             Work::Transfers => "transfers to other stages",
+            Work::Servers => "pushes to servers and pulls",
             Work::Overlapping => "of these, while computing",
             Work::Waiting => "waiting",
         })
@@ -160,7 +163,7 @@ pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFail
 /// [`accounts`] of work and times that are known already.
 pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, StageTiming)]) -> Vec<Account> {
     let timeline = played(plan, timings, &Order::of(plan), &mut |_, _, _, _| {});
-    let batches = plan.num_microbatches as f64;
+    let batches = f64::from(plan.microbatches_of_worker());
     let of_stage = |(i, bodies): (usize, &Vec<BodyWork>)| {
         let (times, timing) = &timings[i];
         let mesh = &plan.stages[i].mesh;
@@ -191,7 +194,9 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
             false => account.add(Work::Issuing, exposed_s),
         }
         account.add(Work::Transfers, batches * (times.transfer_forward_s + times.transfer_backward_s));
-        account.add(Work::Transfers, times.step_s - timing.finish_s);
+        let exchanged = if plan.servers.is_some() { Work::Servers } else { Work::Transfers };
+        account.add(exchanged, times.step_s - timing.finish_s - timing.waits_s);
+        account.add(Work::Waiting, timing.waits_s);
         account
     };
     let mut accounts: Vec<Account> = work.iter().enumerate().map(of_stage).collect();

@@ -62,6 +62,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         microbatch: unit,
         schedule: parts.schedule,
         update: request.update,
+        servers: None,
         goal: request.goal,
         virtual_stages: parts.virtual_stages,
         optimizer: request.optimizer,

@@ -35,6 +35,10 @@ const ALIKE: f64 = 0.01;
 /// # Errors
 /// As [`crate::plan`], where there is no plan on the whole cluster either.
 pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
+    if request.servers.is_some() {
+        let problem = "has no frontier: what devices there are is said by how many of them are servers";
+        return Err(PlanFailure::Servers { option: "frontier", problem });
+    }
     let request = &target::aimed(request)?;
     let sizes = Sizes::new(request);
     let parts = parts(request);

@@ -24,6 +24,7 @@ pub mod neighbours;
 pub mod predict;
 pub mod refine;
 pub mod request;
+pub mod servers;
 pub mod sweep;
 pub mod target;
 pub mod timing;
@@ -38,7 +39,7 @@ use lower::Derived;
 pub use lower::lower;
 use request::Muted;
 pub use request::SearchKind;
-pub use request::{PlanFailure, Progress, Request, Silent};
+pub use request::{OverServers, PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::batch::rebatch;
@@ -76,6 +77,9 @@ fn planned(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
+    if let Some(over) = request.servers {
+        return servers::planned(request, over, costs, progress);
+    }
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
@@ -415,6 +419,9 @@ fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
 /// closest.
 pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
     let costs = Rooflines::of(&request.cluster);
+    if let Some(over) = request.servers {
+        return servers::closest(request, over, &costs);
+    }
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     let sizes = Sizes::new(request);
@@ -710,6 +717,8 @@ pub fn judged_again(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> 
 
 /// [`judged_again`] of a model that is cut already, unless it is known what the judge finds.
 fn predicted(mut plan: Plan, layered: &Layered, costs: &dyn Costs, cache: Option<&Cache>) -> Result<Plan, PlanFailure> {
+    // What is kept says nothing of servers.
+    let cache = cache.filter(|_| plan.servers.is_none());
     let kept = cache.and_then(|cache| Some((cache, cache::of_plan(&plan, costs)?)));
     if let Some((whole, stages)) = kept.and_then(|(cache, key)| cache.get::<(Predicted, Vec<StagePredicted>)>(key)) {
         plan.predicted = whole;
@@ -768,5 +777,7 @@ fn peak_bytes(plan: &Plan) -> u64 {
 
 /// Whether every device has the memory that the judge says its stage needs.
 pub fn fits(plan: &Plan) -> bool {
+    let of_servers = plan.servers.iter().flat_map(|over| &over.predicted);
     plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
+        && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.groups[0].device.memory_bytes)
 }

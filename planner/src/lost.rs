@@ -40,8 +40,16 @@ pub fn shape(plan: &Plan) -> String {
         meshes.truncate(SHOWN);
         meshes.push(format!("{more} more"));
     }
+    let over = plan.servers.as_ref().map_or(String::new(), |over| {
+        let each = |n: usize, one, many| count(n as u32, one, many);
+        format!(
+            "{}, {}, ",
+            each(over.workers.len(), "worker", "workers"),
+            each(over.servers.len(), "server", "servers")
+        )
+    });
     format!(
-        "{}, {}, {}{}",
+        "{over}{}, {}, {}{}",
         stages(plan),
         count(plan.num_microbatches, "microbatch", "microbatches"),
         meshes.join(" + "),
@@ -142,6 +150,7 @@ pub(crate) mod tests {
             microbatch: 1,
             schedule: Schedule::OneFOneB,
             update: Default::default(),
+            servers: None,
             goal: Default::default(),
             virtual_stages: 1,
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),

@@ -237,8 +237,13 @@ impl LaneMemory {
             kind: 0,
         };
         walk.start();
+        // What comes to one buffer is alike, whoever sends it.
+        let mut first_to: BTreeMap<BufferId, TransferId> = BTreeMap::new();
         for call in schedule {
-            let (kind, microbatch) = CallKind::of(call);
+            let (mut kind, microbatch) = CallKind::of(call);
+            if let CallKind::Receive(transfer) = &mut kind {
+                *transfer = *first_to.entry(transfers[transfer.0 as usize].target.1).or_insert(*transfer);
+            }
             let new = kinds.len() as u32;
             let at = *number.entry(kind).or_insert(new);
             calls.push(at);
@@ -354,6 +359,20 @@ impl LaneMemory {
         let lasting = parameters_bytes + gradients_bytes + optimizer_bytes;
         let activations_bytes = self.peak_bytes.saturating_sub(lasting);
         Memory { parameters_bytes, gradients_bytes, optimizer_bytes, activations_bytes }
+    }
+
+    /// [`LaneMemory::memory`] of a parameter server, of whose devices what is received are gradients.
+    pub fn memory_of_server(&self) -> Memory {
+        let memory = self.memory();
+        let is_gradient = |held: &&Held| {
+            let tensor = &self.tensors[held.tensor];
+            matches!(tensor.origin, Origin::Buffer(_))
+                && matches!(tensor.category, Category::Received | Category::Activations)
+        };
+        let held = self.held_at(self.peak_at.0, self.peak_at.1);
+        let bytes: u64 = held.iter().filter(is_gradient).map(|held| held.count * self.tensors[held.tensor].bytes).sum();
+        let gradients_bytes = bytes.min(memory.activations_bytes);
+        Memory { gradients_bytes, activations_bytes: memory.activations_bytes - gradients_bytes, ..memory }
     }
 
     /// What is held at a point of the `index`-th played call.
@@ -584,6 +603,10 @@ impl Walk<'_> {
 
     fn receive(&mut self, transfer: TransferId, of_microbatch: bool) {
         let buffer = self.transfers[transfer.0 as usize].target.1;
+        // What lasts is renewed in place of what was there.
+        if !self.program.buffer(buffer).kind.is_of_step() {
+            return;
+        }
         let bytes = self.local_bytes(buffer);
         let tensor = self.tensor(Origin::Buffer(buffer), Category::Received, bytes, Some(0));
         self.keep(self.target_key(buffer, of_microbatch), tensor, 1);

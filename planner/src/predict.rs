@@ -4,6 +4,10 @@
 //! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are
 //! those of [`crate::memory`].
 
+mod exchange;
+
+pub use exchange::Exchanged;
+
 use crate::lower::{Prices, Sketch};
 use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
@@ -15,6 +19,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Goal, Plan, Predicted, Stage, StagePredicted, Update};
 use altiplano_ir::program::{Call, Programs};
+use altiplano_ir::servers::ServerPredicted;
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;
@@ -71,6 +76,9 @@ pub fn timings_of(
     work: &[Vec<BodyWork>],
     costs: &dyn Costs,
 ) -> Vec<(StageTimes, StageTiming)> {
+    if plan.servers.is_some() {
+        return exchange_of(plan, sketch, work, costs).map_or_else(Vec::new, |(timing, _)| vec![timing]);
+    }
     if let Some(runtime) = costs.runtime() {
         return shared_timings(plan, sketch, work, runtime);
     }
@@ -98,6 +106,37 @@ pub fn timings_of(
         (times, timing)
     };
     (0..plan.stages.len()).into_par_iter().map(with_sends).collect()
+}
+
+/// What a worker of a plan with parameter servers takes, with all workers at work, and what it exchanges with the servers; none where
+/// the plan has no servers.
+pub fn exchange_of(
+    plan: &Plan,
+    sketch: &Sketch<'_>,
+    work: &[Vec<BodyWork>],
+    costs: &dyn Costs,
+) -> Option<((StageTimes, StageTiming), Exchanged)> {
+    let over = plan.servers.as_ref()?;
+    let stage = &plan.stages[0];
+    let at_work = costs.runtime().map(|r| r.at(plan.num_devices(), plan.num_workers()));
+    let cost = at_work.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
+    let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
+    let mut timing = stage_timing(&work[0], &prices, &plan.execution, None);
+    let prepared_s = at_work.as_ref().map_or(0.0, |r| r.preparation_s(sketch.written(0), 0, true));
+    let mut times = StageTimes {
+        forward_s: timing.forward.seconds + prepared_s,
+        backward_s: timing.backward.seconds,
+        ..StageTimes::default()
+    };
+    let exchanged = exchange::exchanged(plan, over, sketch, &times, costs);
+    let computed_s = f64::from(plan.microbatches_of_worker()) * (times.forward_s + times.backward_s);
+    times.step_s = (exchanged.step_s - computed_s).max(0.0);
+    timing.waits_s = (times.step_s - exchanged.sent_s).max(0.0);
+    if costs.runtime().is_some() {
+        // All workers are at work at once, and this one stands for them.
+        timing.shared = vec![(stage.devices.len() as u32, times)];
+    }
+    Some(((times, timing), exchanged))
 }
 
 /// Microbatches of a step during which gradients are reduced before they are used.
@@ -265,7 +304,8 @@ fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
 
 /// What the devices of every lane hold over a step, on the devices that the plan is for.
 pub fn lane_memories(plan: &Plan, sketch: &Sketch<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
-    let kind = |lane: usize| plan.group_of(&plan.stages[lane]).device.kind;
+    // Programs of workers and servers are on devices of one group.
+    let kind = |lane: usize| plan.group_of(plan.stages.get(lane).unwrap_or(&plan.stages[0])).device.kind;
     let programs = &sketch.programs.programs;
     let steps_of = |lane: usize| match sketch.like[lane] == lane {
         true => steps(&programs[lane], kind(lane), work),
@@ -288,7 +328,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;
     let latency_s = (plan.goal == Goal::Throughput).then(alone);
-    let batches = plan.num_microbatches as f64;
+    let batches = f64::from(plan.microbatches_of_worker());
     let parts = timings.iter().map(|(times, timing)| {
         let bodies = [&timing.forward, &timing.backward, &timing.weights];
         let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
@@ -297,14 +337,14 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
         let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
-        let communication_s = batches * exposed_s + sends_s + times.step_s - finish_compute_s;
+        let communication_s = batches * exposed_s + sends_s + times.step_s - finish_compute_s - timing.waits_s;
         (compute_s, communication_s)
     });
     let parts: Vec<(f64, f64)> = parts.collect();
     for (lane, (played, memory)) in timeline.stages.iter().zip(&memories).enumerate() {
         let mut whole_s = plan.stages_of(lane).map(|i| parts[i].0 + parts[i].1).sum::<f64>();
         // On a shared machine the stages were faster whenever others waited.
-        let is_shared = plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
+        let is_shared = plan.servers.is_none() && plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
         let part = if is_shared { played.busy_s / whole_s.max(f64::MIN_POSITIVE) } else { 1.0 };
         whole_s *= part;
         for i in plan.stages_of(lane) {
@@ -321,6 +361,17 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
             };
         }
     }
+    if let Some((_, exchanged)) = exchange_of(plan, sketch, &work, costs)
+        && let Some(over) = &mut plan.servers
+    {
+        let of_servers = exchanged.servers.into_iter().zip(&memories[over.workers.len()..]);
+        let predicted = of_servers.map(|((compute_s, link_s), memory)| {
+            let peak_bytes = memory.peak_bytes;
+            ServerPredicted { compute_s, link_s, memory: memory.memory_of_server(), peak_bytes }
+        });
+        over.predicted = predicted.collect();
+    }
+    let of_servers = plan.servers.iter().flat_map(|over| &over.predicted).map(|server| server.peak_bytes);
     let peak = peak_flops(&plan.cluster, &plan.graph);
     let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;
     plan.predicted = Predicted {
@@ -329,7 +380,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         lower_bound_s: model_flop / peak,
         samples_per_s: plan.global_batch as f64 / timeline.step_s,
         mfu: model_flop / peak / timeline.step_s,
-        peak_bytes: plan.stages.iter().map(|s| s.predicted.peak_bytes).collect(),
+        peak_bytes: plan.stages.iter().map(|s| s.predicted.peak_bytes).chain(of_servers).collect(),
         model_flop,
     };
 }

@@ -39,6 +39,8 @@ pub struct Request {
     pub schedule: Option<Schedule>,
     /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
     pub update: Update,
+    /// Parameter servers change who holds what, and without waiting for each other what is computed: likewise.
+    pub servers: Option<OverServers>,
     /// What counts where nothing is trained.
     pub goal: Goal,
     /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
@@ -85,6 +87,7 @@ impl Request {
             pp: None,
             schedule: None,
             update: Update::Synchronous,
+            servers: None,
             goal: Goal::Latency,
             virtual_stages: None,
             zero: None,
@@ -113,6 +116,10 @@ impl Request {
         let decides = !plan.schedule.trains() || plan.schedule == Schedule::PipeDream;
         request.schedule = decides.then_some(plan.schedule);
         request.update = plan.update;
+        request.servers = plan
+            .servers
+            .as_ref()
+            .map(|over| OverServers { count: over.servers.len() as u32, asynchronous: over.asynchronous });
         request.goal = plan.goal;
         request.optimizer = plan.optimizer;
         request.clip_norm = plan.clip_norm;
@@ -127,6 +134,15 @@ impl Request {
     pub fn trains(&self) -> bool {
         self.schedule.is_none_or(Schedule::trains)
     }
+}
+
+/// Parameter servers that are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OverServers {
+    /// Devices, the last of the cluster, that hold the weights; all others compute gradients.
+    pub count: u32,
+    /// Whether each push is an update of its own, for which no other worker waits.
+    pub asynchronous: bool,
 }
 
 /// Which part of the space is searched.
@@ -150,6 +166,8 @@ pub enum PlanFailure {
     Target { target: &'static str, option: &'static str, given: u32, allowed: u32 },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
+    #[error("--{option} with --parameter-servers: {problem}")]
+    Servers { option: &'static str, problem: &'static str },
     #[error("{}", degrees(*.dp, *.tp, *.pp, *.product, *.devices))]
     Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
     #[error(

@@ -182,6 +182,8 @@ pub struct StageTiming {
     /// Start and end of each kernel that runs once a step, in the order of bodies, from the end of the last backward on: where
     /// reductions start earlier, before zero.
     pub finish_spans: Vec<(f64, f64)>,
+    /// Of what the stage takes once a step, seconds in which its devices wait for parameter servers.
+    pub waits_s: f64,
     /// On a machine that all devices share, what the stage takes where so many of them compute at once.
     pub shared: Vec<(u32, StageTimes)>,
 }

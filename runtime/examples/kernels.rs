@@ -70,6 +70,7 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
         bodies: vec![body],
         schedule: vec![Call::Run { body: 0, microbatch: None }],
         late: Vec::new(),
+        flush: Vec::new(),
         fused_attention: false,
     };
     let programs =

@@ -68,14 +68,16 @@ pub fn checked_inputs<'a>(
     Ok(inputs)
 }
 
-/// Fails where a step begins before the one before it has ended.
-pub fn expect_prompt(programs: &Programs) -> Result<(), RuntimeError> {
-    match programs.programs.iter().position(|program| !program.late.is_empty()) {
+/// Fails where programs have what GPUs do not run: steps that begin before others have ended, and weights that come from elsewhere.
+pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
+    let fail = |program: u32, problem| Err(RuntimeError::Program { program, problem });
+    if let Some(program) = programs.programs.iter().position(|program| !program.late.is_empty()) {
+        return fail(program as u32, "has calls that run during the next step, which GPUs do not run so far");
+    }
+    let lasts = |&(p, buffer): &(u32, BufferId)| !programs.programs[p as usize].buffer(buffer).kind.is_of_step();
+    match programs.transfers.iter().map(|transfer| transfer.target).find(lasts) {
+        Some((program, _)) => fail(program, "gets its weights from parameter servers, which GPUs do not run so far"),
         None => Ok(()),
-        Some(program) => {
-            let problem = "has calls that run during the next step, which GPUs do not run so far";
-            Err(RuntimeError::Program { program: program as u32, problem })
-        }
     }
 }
 
@@ -180,8 +182,11 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
 /// Checks each call, then walks all schedules together, as devices will: each as far as what it waits for was sent.
 fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
     for (p, program) in programs.programs.iter().enumerate() {
-        for (c, call) in program.schedule.iter().enumerate() {
+        for (c, call) in program.schedule.iter().chain(&program.flush).enumerate() {
             let fail = |problem| Err(RuntimeError::Call { program: p as u32, call: c, problem });
+            if c >= program.schedule.len() && matches!(call, Call::Run { .. }) {
+                return fail("runs a body in a flush, which sends and receives alone");
+            }
             let microbatch = match *call {
                 Call::Run { body, microbatch } => {
                     if body as usize >= program.bodies.len() {
@@ -218,11 +223,11 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
         }
     }
     // Two steps show all that steps which overlap can wait for.
-    let overlap = programs.programs.iter().any(|program| !program.late.is_empty());
+    let overlap = programs.programs.iter().any(Program::runs_ahead);
     let run = |program: &Program| -> Vec<usize> {
-        let prompt = program.num_prompt();
+        let (prompt, end) = (program.num_prompt(), program.schedule.len());
         let second = program.turns().map(|(position, _)| position).take(if overlap { usize::MAX } else { 0 });
-        (0..prompt).chain(second).chain(prompt..program.schedule.len()).collect()
+        (0..prompt).chain(second).chain(prompt..end + program.flush.len()).collect()
     };
     let runs: Vec<Vec<usize>> = programs.programs.iter().map(run).collect();
     let mut at = vec![0; runs.len()];
@@ -231,7 +236,11 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
         let mut moved = false;
         for (p, program) in programs.programs.iter().enumerate() {
             while let Some(&position) = runs[p].get(at[p]) {
-                match program.schedule[position] {
+                // Those of a flush are numbered on.
+                let end = program.schedule.len();
+                let call = program.schedule.get(position).or_else(|| program.flush.get(position - end));
+                let Some(call) = call else { break };
+                match *call {
                     Call::Send { transfer, microbatch, .. } => *sent.entry((transfer, microbatch)).or_default() += 1,
                     Call::Receive { transfer, microbatch } => match sent.get_mut(&(transfer, microbatch)) {
                         Some(waiting) if *waiting > 0 => *waiting -= 1,

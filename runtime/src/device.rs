@@ -46,7 +46,7 @@ pub enum Command {
         /// Since when what is done is recorded, where it is.
         origin: Option<Instant>,
     },
-    /// Runs the calls that are left of the last step.
+    /// Runs the calls that are left of the last step, and those that bring copies of the weights up to date.
     Flush,
 }
 
@@ -93,6 +93,8 @@ pub struct Device {
     pub arena: Arc<Arena>,
     pub mailbox: Mailbox,
     pub threads: usize,
+    /// The number that messages of transfers are numbered from, which tells those of several sets of programs apart.
+    pub first_message: u32,
     /// What outlives steps. Accumulators have two instances where those of two steps are held at once, all else has one.
     lasting: HashMap<(BufferId, u32), Arc<Storage>>,
     overlap: Overlap,
@@ -137,6 +139,7 @@ impl Device {
             arena,
             mailbox,
             threads,
+            first_message: 0,
             lasting: HashMap::new(),
             overlap,
             last_of_microbatch,
@@ -210,9 +213,36 @@ impl Device {
                     }
                     self.end();
                 }
+                let plan = self.plan.clone();
+                for call in &plan.program.flush {
+                    match *call {
+                        Call::Send { transfer, microbatch, free } => self.send(transfer, microbatch, free)?,
+                        Call::Receive { transfer, microbatch } => self.receive(transfer, microbatch)?,
+                        // Checked before: there are none.
+                        Call::Run { .. } => {}
+                    }
+                }
                 Ok(Reply::Flushed)
             }
         }
+    }
+
+    /// Weights that another device of this process may read until this one runs again.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn lend(&self, buffer: BufferId) -> Result<Arc<Storage>, KernelError> {
+        self.persistent(buffer).cloned()
+    }
+
+    /// Reads a buffer where another device holds it.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn hold(&mut self, buffer: BufferId, storage: Arc<Storage>) {
+        self.lasting.insert((buffer, 0), storage);
+    }
+
+    /// Lets go of all that outlives steps.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn give_back(&mut self) {
+        self.lasting.clear();
     }
 
     /// This device's part of a buffer, for the host.
@@ -597,7 +627,7 @@ impl Device {
                 selection.read(storage.slice::<T>(), target);
             });
             let to = plan.first_rank[transfer.target.0 as usize] + message.target as usize;
-            let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
+            let tag = Tag::Transfer { transfer: id, microbatch, message: self.first_message + number as u32 };
             self.mailbox.send(to, tag, Payload::Words(words));
         }
         if free {
@@ -611,10 +641,14 @@ impl Device {
         let (transfer, messages) = &plan.transfers[id.0 as usize];
         let buffer = transfer.target.1;
         let (class, shape) = self.local(buffer);
+        // What lasts is renewed, and nobody reads it meanwhile.
+        if !plan.program.buffer(buffer).kind.is_of_step() {
+            self.lasting.remove(&self.lasting_key(buffer));
+        }
         let mut storage = self.arena.allocate(class, shape.iter().product())?;
         for (number, message) in messages.iter().enumerate().filter(|(_, m)| m.target == self.position) {
             let from = plan.first_rank[transfer.source.0 as usize] + message.source as usize;
-            let tag = Tag::Transfer { transfer: id, microbatch, message: number as u32 };
+            let tag = Tag::Transfer { transfer: id, microbatch, message: self.first_message + number as u32 };
             let Payload::Words(words) = self.mailbox.receive(from, tag)? else {
                 return Err(KernelError::Disconnected);
             };

@@ -80,6 +80,7 @@ fn programs(graph: &Graph) -> Programs {
         bodies: vec![body],
         schedule: vec![Call::Run { body: 0, microbatch: None }],
         late: Vec::new(),
+        flush: Vec::new(),
         fused_attention: false,
     };
     Programs { programs: vec![program], transfers: Vec::new(), num_microbatches: 1, microbatch: 0, loss_is_mean: true }

@@ -73,8 +73,11 @@ impl Roster {
         found
     }
 
+    /// Where a parameter is held, first where it is updated.
     pub fn parameter(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
-        let holders = self.buffers(|kind| matches!(kind, BufferKind::Parameter { name: n } if n == name));
+        let mut holders = self.buffers(|kind| matches!(kind, BufferKind::Parameter { name: n } if n == name));
+        // Copies that others send are never newer.
+        holders.sort_by_key(|&(p, buffer)| !self.plans[p].program.writes(buffer));
         let unknown = || RuntimeError::UnknownParameter { name: name.to_string() };
         if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
     }

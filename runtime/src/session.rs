@@ -148,7 +148,7 @@ impl Session {
 
     /// Whether a step begins before the one before it has ended, so that [`Session::begin_step`] is to be called ahead.
     pub fn overlaps(&self) -> bool {
-        self.roster.plans.iter().any(|plan| !plan.program.late.is_empty())
+        self.roster.plans.iter().any(|plan| plan.program.runs_ahead())
     }
 
     /// Gives all devices a step to run, as [`Session::step`] takes it, after those that were begun before.
@@ -161,7 +161,7 @@ impl Session {
     }
 
     /// Waits for the first step that was begun and not ended. Its loss is known then; where steps overlap, its gradients change the
-    /// weights during the next step, or when [`Session::flush`] is called. Its seconds are those since the step before ended.
+    /// weights, or all copies of them, during the next step, or when [`Session::flush`] is called. Its seconds are those since the step before ended.
     pub fn end_step(&mut self) -> Result<StepReport, RuntimeError> {
         match self.ended.pop_front() {
             Some(report) => Ok(report),
@@ -169,7 +169,7 @@ impl Session {
         }
     }
 
-    /// Runs what is left of the last step, so that all gradients have changed the weights. The step after it finds the weights as
+    /// Runs what is left of the last step, so that all gradients have changed the weights, wherever these are held. The step after it finds the weights as
     /// new as in a run that begins with them.
     pub fn flush(&mut self) -> Result<(), RuntimeError> {
         self.settle()?;

@@ -124,6 +124,7 @@ fn two_stages() -> Programs {
             bodies: vec![forward, backward, update],
             schedule,
             late: vec![],
+            flush: vec![],
             fused_attention: false,
         }
     };
@@ -176,6 +177,7 @@ fn two_stages() -> Programs {
             bodies: vec![both, update],
             schedule,
             late: vec![],
+            flush: vec![],
             fused_attention: false,
         }
     };
@@ -397,6 +399,7 @@ fn gradients_are_accumulated_in_place() {
             bodies: vec![body],
             schedule,
             late: vec![],
+            flush: vec![],
             fused_attention: false,
         };
         let programs = Programs {

@@ -10,7 +10,7 @@ use altiplano::ir::plan::{self, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
-use altiplano::planner::{Progress, Request, SearchKind};
+use altiplano::planner::{OverServers, Progress, Request, SearchKind};
 use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
 use altiplano::training::{DataOptions, Training};
@@ -212,6 +212,13 @@ pub struct PlanOptions {
     /// without overflow), a fixed number, or off [default: dynamic:65536:2000 for f16, else off]
     #[arg(long, value_name = "SCALE", value_parser = scaling)]
     loss_scale: Option<Scaling>,
+    /// Let the last N devices hold the weights as parameter servers; all others are workers with a replica of the model each
+    #[arg(long, value_name = "N")]
+    parameter_servers: Option<u32>,
+    /// Servers update by each worker's push as it comes and answer that worker alone, so that no worker waits for another and
+    /// gradients are as many updates late as there are other workers
+    #[arg(long, requires = "parameter_servers")]
+    asynchronous: bool,
     /// Judge plans by what `altiplano profile` measured of this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -489,6 +496,11 @@ impl PlanOptions {
                 return Err(Error::Option { option, problem });
             }
         }
+        request.servers = self.parameter_servers.map(|count| OverServers { count, asynchronous: self.asynchronous });
+        if request.servers.is_some() && self.search.is_some() {
+            let problem = "is of plans without --parameter-servers, which leave nothing of it to search";
+            return Err(Error::Option { option: "--search", problem });
+        }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         request.cache = self.cache.as_deref().map(open_cache).transpose()?;
         Ok((request, model.given))
@@ -626,6 +638,15 @@ impl PlanOrModel {
             if let Some(scaling) = self.plan.loss_scale {
                 let loss = plan.graph.ty(plan.graph.outputs[0]).dtype;
                 plan.loss_scale = scaling.of(loss, plan.staleness() > 0)?;
+            }
+            if plan.servers.is_some() && plan.loss_scale.is_some() {
+                let problem = "is of plans without parameter servers, which do not tell workers when to change it";
+                return Err(Error::Option { option: "--loss-scale", problem });
+            }
+            if plan.updates_of_step() > 1 && plan.clip_norm.is_some() {
+                let problem =
+                    "needs the norm of all gradients at once, and the plan's servers update by one push after another";
+                return Err(Error::Option { option: "--clip-norm", problem });
             }
             if let Some(file) = &self.plan.profile {
                 judge_by(&mut plan, file)?;

@@ -109,6 +109,11 @@ impl Run {
                 "measures the gradient of a step when it ends, which the plan's late gradients are not known by";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
+        if plan.measure_noise && plan.servers.is_some() {
+            let problem =
+                "is of plans without parameter servers, which see the gradients of workers one after the other";
+            return Err(Error::Option { option: "--measure-noise-scale", problem });
+        }
         if self.check_nan && plan.loss_scale.is_some() {
             let problem = "stops at numbers that a scaled loss makes on purpose, to find how large its scale may be; with it, --loss-scale off";
             return Err(Error::Option { option: "--check-nan", problem });

@@ -10,10 +10,11 @@ use altiplano_planner::programs;
 /// The most bytes that each worker held, by device, beside what is predicted of this machine's runtime, whatever devices the plan
 /// is for. Neighbours of one stage, or of stages that share their workers, that held as much are one line.
 pub fn held(plan: &Plan, peaks: &[u64]) -> Result<String, Error> {
-    let predicted = cpu_peaks(&programs(plan)?);
     let mut lines: Vec<(u32, u32, usize, u64)> = Vec::new();
-    for (i, stage) in plan.lanes().iter().enumerate() {
-        for &device in &stage.devices {
+    let programs = programs(plan)?;
+    let predicted = cpu_peaks(&programs);
+    for (i, program) in programs.programs.iter().enumerate() {
+        for &device in &program.devices {
             let held = peaks.get(device as usize).copied().unwrap_or(0);
             match lines.last_mut() {
                 Some((_, last, s, h)) if *last + 1 == device && (*s, *h) == (i, held) => *last = device,
@@ -24,7 +25,7 @@ pub fn held(plan: &Plan, peaks: &[u64]) -> Result<String, Error> {
     let mut table = Grid::new(&["workers", "stage", "held", "predicted"]);
     for (first, last, lane, held) in lines {
         let workers = if first == last { first.to_string() } else { format!("{first}-{last}") };
-        table.row([workers, plan.lane_name(lane), bytes(held), bytes(predicted[lane])]);
+        table.row([workers, plan.program_name(lane), bytes(held), bytes(predicted[lane])]);
     }
     Ok(format!("peak memory\n{}", table.right()))
 }

@@ -128,6 +128,22 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         (_, n) => format!("{} samples in {n} microbatches of {}", plan.global_batch, plan.microbatch),
     };
     writeln!(out, "  global batch    {samples}")?;
+    if let Some(over) = &plan.servers {
+        let each = plural(plan.microbatches_of_worker().into(), "microbatch");
+        let (workers, servers) = (over.workers.len() as u64, over.servers.len() as u64);
+        let (workers, servers) = (plural(workers, "worker"), plural(servers, "server"));
+        writeln!(
+            out,
+            "  parameters on   {servers}, which {workers} push gradients to, of {each} each, and pull weights from"
+        )?;
+        match plan.updates_of_step() {
+            1 => writeln!(out, "  updates         one a step, by the gradients of all workers, who wait for it")?,
+            n => {
+                let late = plural(over.staleness().into(), "update");
+                writeln!(out, "  updates         {n} a step, one for each push; gradients are {late} late")?;
+            }
+        }
+    }
     let loss = match plan.loss {
         LossKind::Other if plan.graph.batch == 0 => "of each microbatch as traced (the batch was not found)",
         LossKind::Mean => "mean over samples",
@@ -229,7 +245,17 @@ fn times(plan: &Plan) -> String {
         ];
         table.row(cells.into_iter().take(columns));
     }
+    for (s, server) in plan.servers.iter().flat_map(|over| &over.predicted).enumerate() {
+        let step_s = plan.predicted.step_time_s;
+        let waits_s = (step_s - server.compute_s - server.link_s).max(0.0);
+        let [compute, link, waits, step] = [server.compute_s, server.link_s, waits_s, step_s].map(seconds);
+        let [forward, backward, update] = [String::new(), String::new(), seconds(server.compute_s)];
+        table.row([format!("server{s}"), compute, link, waits, step, forward, backward, update]);
+    }
     let note = match trains {
+        true if plan.servers.is_some() => {
+            "  forward and backward are of one microbatch; a worker's update is what it pushes, waits for and pulls"
+        }
         true => {
             "  forward and backward are of one microbatch, update is once per step; all three include communication"
         }
@@ -272,6 +298,13 @@ fn memory(plan: &Plan) -> String {
             bar(m, limit),
         ];
         table.row(cells.into_iter().zip(&columns).filter(|(_, c)| shown(c)).map(|(cell, _)| cell));
+    }
+    for (s, server) in plan.servers.iter().flat_map(|over| &over.predicted).enumerate() {
+        let (m, limit) = (&server.memory, plan.cluster.groups[0].device.memory_bytes);
+        let held = [m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes, m.activations_bytes, server.peak_bytes];
+        let cells = held.map(bytes).into_iter();
+        let cells = std::iter::once(format!("server{s}")).chain(cells);
+        table.row(cells.chain([percent(server.peak_bytes as f64 / limit.max(1) as f64), bar(m, limit)]));
     }
     let classes = if plan.schedule.trains() {
         "p parameters, g gradients, o optimizer state, a activations and all else"
@@ -350,7 +383,10 @@ impl<'a> Layouts<'a> {
                 range(stage.layers.start, stage.layers.end),
                 format!("{}x{}", stage.submesh.0, stage.submesh.1),
                 format!("group{}, {}", stage.group, plan.group_of(stage).device.name),
-                devices(&stage.devices),
+                match &plan.servers {
+                    Some(over) => format!("each of {}", devices(&over.workers)),
+                    None => devices(&stage.devices),
+                },
                 stage.mesh.to_string(),
                 stage.recompute.to_string(),
                 zero,
@@ -454,7 +490,12 @@ pub fn one_line(plan: &Plan) -> String {
         v => format!(", {v} on the same devices"),
     };
     let late = if plan.update == Update::Stale { ", stale gradients" } else { "" };
-    format!("{stages} of {meshes}{shared}, {microbatches} of {}, {}{late}", plan.microbatch, plan.schedule)
+    let over = plan.servers.as_ref().map_or(String::new(), |over| {
+        let how = if over.asynchronous { "asynchronous " } else { "" };
+        let servers = format!("{how}server{}", if over.servers.len() == 1 { "" } else { "s" });
+        format!(" on each of {}, {} {servers}", plural(over.workers.len() as u64, "worker"), over.servers.len())
+    });
+    format!("{stages} of {meshes}{shared}{over}, {microbatches} of {}, {}{late}", plan.microbatch, plan.schedule)
 }
 
 fn range(start: u32, end: u32) -> String {

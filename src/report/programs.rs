@@ -46,7 +46,10 @@ fn write_program(out: &mut String, index: usize, program: &Program, all: &Progra
         }
     }
     writeln!(out, "  schedule")?;
-    for (position, call) in program.schedule.iter().enumerate() {
+    for (position, call) in program.schedule.iter().chain(&program.flush).enumerate() {
+        if position == program.schedule.len() {
+            writeln!(out, "  in a flush")?;
+        }
         if let Some(after) = position.checked_sub(program.num_prompt()).and_then(|i| program.late.get(i))
             && (position == program.num_prompt() || program.late[position - program.num_prompt() - 1] != *after)
         {

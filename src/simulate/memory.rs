@@ -61,6 +61,9 @@ impl Simulation {
     /// Start and end of every call of each lane's schedule. Sends and receives take none of a device's time; what follows the
     /// last backward shares the time that it takes.
     pub(super) fn call_times(&self) -> Vec<Vec<(f64, f64)>> {
+        if let Some(exchanged) = &self.exchanged {
+            return exchanged.calls.clone();
+        }
         let mut spans: Vec<BTreeMap<(u32, Phase, u32), (f64, f64)>> = vec![BTreeMap::new(); self.plan.num_lanes()];
         self.timeline(&mut |stage, call, start, end| {
             let key = match call {
@@ -113,7 +116,7 @@ impl Simulation {
         times.collect()
     }
 
-    /// The memory of each lane's devices over the step; one stage is a lane by itself.
+    /// The memory of each lane's devices over the step, or of each worker and server; one stage is a lane by itself.
     pub fn memory(&self) -> Vec<MemoryTimeline> {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let times = self.call_times();
@@ -179,8 +182,14 @@ impl Simulation {
     /// What is held at the peak of every lane, or of that of one stage, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
-        let limit = |lane: usize| self.plan.group_of(&self.plan.stages[lane]).device.memory_bytes;
-        let wanted = |(lane, _): &(usize, MemoryTimeline)| only.is_none_or(|stage| self.plan.lane_of(stage) == *lane);
+        let stage = |lane: usize| self.plan.stages.get(lane).unwrap_or(&self.plan.stages[0]);
+        let limit = |lane: usize| self.plan.group_of(stage(lane)).device.memory_bytes;
+        // All workers hold what the first one holds.
+        let workers = self.plan.num_workers() as usize;
+        let differs = |lane: usize| self.plan.servers.is_none() || lane == 0 || lane >= workers;
+        let wanted = |(lane, _): &(usize, MemoryTimeline)| {
+            differs(*lane) && only.is_none_or(|stage| self.plan.lane_of(stage) == *lane)
+        };
         let lanes = self.memory().into_iter().enumerate().filter(wanted);
         let parts: Vec<String> =
             lanes.map(|(lane, memory)| self.memory_lines(lane, &memory, step_s, limit(lane))).collect();
@@ -190,7 +199,7 @@ impl Simulation {
     fn memory_lines(&self, lane: usize, memory: &MemoryTimeline, step_s: f64, limit: u64) -> String {
         let mut lines = vec![format!(
             "{}: {} of {} on each device at the peak, {} into a step of {}",
-            self.plan.lane_name(lane),
+            self.plan.program_name(lane),
             bytes(memory.peak_bytes),
             bytes(limit),
             seconds(memory.peak_s),
@@ -274,7 +283,20 @@ impl Simulation {
                 },
             })
         };
-        json!({
+        let servers = self.exchanged.iter().flat_map(|exchanged| exchanged.servers.iter().enumerate());
+        let servers = servers.map(|(s, &(compute_s, link_s))| {
+            let memory = &memories[self.plan.num_workers() as usize + s];
+            let categories: BTreeMap<&str, u64> =
+                memory.by_category().iter().map(|(c, sum)| (c.name(), *sum)).collect();
+            json!({
+                "server": s,
+                "compute_s": compute_s,
+                "link_s": link_s,
+                "memory": {"peak_bytes": memory.peak_bytes, "peak_s": memory.peak_s, "categories": categories},
+            })
+        });
+        let servers: Vec<Value> = servers.collect();
+        let mut simulated = json!({
             "format": "altiplano.simulation",
             "version": 1,
             "model": self.plan.model,
@@ -287,6 +309,12 @@ impl Simulation {
             "num_microbatches": self.plan.num_microbatches,
             "step_s": timeline.step_s,
             "stages": self.timings.iter().enumerate().map(stage).collect::<Vec<Value>>(),
-        })
+        });
+        if let Some(over) = &self.plan.servers {
+            simulated["num_workers"] = json!(self.plan.num_workers());
+            simulated["updates_late"] = json!(over.staleness());
+            simulated["servers"] = json!(servers);
+        }
+        simulated
     }
 }

@@ -4,7 +4,7 @@
 
 use super::{Simulation, phase, title};
 use crate::report::Grid;
-use crate::units::{digits, seconds};
+use crate::units::{digits, plural, seconds};
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::timeline::{Stream, play, tasks};
 use altiplano_ir::cluster::DeviceKind;
@@ -42,8 +42,10 @@ impl Simulation {
             if call.microbatch == Some(0) {
                 first.push((call.stage, call.phase, call.start_s));
             }
-            events.push(self.call_event(call.stage, call.phase, call.microbatch, call.start_s, call.end_s));
+            let lane = self.plan.lane_of(call.stage);
+            events.push(self.call_event(lane, call.stage, call.phase, call.microbatch, call.start_s, call.end_s));
         }
+        events.extend(self.exchange_events());
         for (stage, phase, start_s) in first {
             let Some((work, body)) = self.work_and_body(stage, phase) else { continue };
             let prices = self.prices(stage);
@@ -54,7 +56,8 @@ impl Simulation {
             };
             for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
                 let sends = task.stream != Stream::Compute;
-                events.push(self.event(title(body, kernel), stage, track(sends), start_s + from, start_s + to));
+                let lane = self.plan.lane_of(stage);
+                events.push(event(title(body, kernel), lane, track(sends), start_s + from, start_s + to));
             }
         }
         events.extend(self.memory_events());
@@ -75,7 +78,9 @@ impl Simulation {
                 let body = &program.bodies[body as usize];
                 if microbatch.is_some() {
                     let stage = body.stage as usize;
-                    events.push(self.call_event(stage, body.phase, microbatch, span.start_s, span.end_s));
+                    events.push(self.call_event(lane, stage, body.phase, microbatch, span.start_s, span.end_s));
+                } else if self.plan.servers.is_some() {
+                    events.push(event(body.name.clone(), lane, 0, span.start_s, span.end_s));
                 } else {
                     let all = once.entry(body.stage).or_insert((span.start_s, span.end_s));
                     *all = (all.0.min(span.start_s), all.1.max(span.end_s));
@@ -85,7 +90,7 @@ impl Simulation {
                 }
             }
             for (stage, (start_s, end_s)) in once {
-                events.push(self.call_event(stage as usize, Phase::Update, None, start_s, end_s));
+                events.push(self.call_event(lane, stage as usize, Phase::Update, None, start_s, end_s));
             }
             let held = calls(recording).map(|(_, span)| (span.end_s, span.held_bytes));
             events.extend(held.map(|(at_s, held)| self.held_event(lane, at_s, held)));
@@ -106,7 +111,6 @@ impl Simulation {
         let Some(work) = self.work[body.stage as usize].iter().find(|w| w.phase == body.phase) else {
             return Vec::new();
         };
-        let stage = body.stage as usize;
         let owner = owners(work);
         let mut timed: BTreeMap<usize, (u32, bool, f64)> = BTreeMap::new();
         let mut spans: Vec<(usize, &Span)> = Vec::new();
@@ -122,10 +126,11 @@ impl Simulation {
             Some(&(1, true, seconds)) => description(&work.kernels[kernel], seconds),
             _ => None,
         };
-        let event = |kernel: usize, start_s: f64, end_s: f64| {
+        let lane = recording.program as usize;
+        let of_kernel = |kernel: usize, start_s: f64, end_s: f64| {
             let is_sent = work.kernels[kernel].kind == KernelKind::Collective;
             let name = title(body, &work.kernels[kernel]);
-            let mut event = self.event(name, stage, track(is_sent), start_s, end_s);
+            let mut event = event(name, lane, track(is_sent), start_s, end_s);
             if let Some(description) = described(kernel) {
                 event["cat"] = json!("kernel");
                 event["args"] = json!({ "kernel": description });
@@ -133,9 +138,9 @@ impl Simulation {
             event
         };
         let mut events: Vec<Value> =
-            spans.iter().map(|&(kernel, span)| event(kernel, span.start_s, span.end_s)).collect();
+            spans.iter().map(|&(kernel, span)| of_kernel(kernel, span.start_s, span.end_s)).collect();
         let untimed = (0..work.kernels.len()).filter(|kernel| !timed.contains_key(kernel));
-        events.extend(untimed.map(|kernel| event(kernel, call.start_s, call.start_s)));
+        events.extend(untimed.map(|kernel| of_kernel(kernel, call.start_s, call.start_s)));
         events
     }
 
@@ -148,7 +153,8 @@ impl Simulation {
                 let call_s = span.end_s - span.start_s;
                 let Some(&Call::Run { body, .. }) = program.schedule.get(position) else {
                     account.add(Work::Waiting, span.waited_s);
-                    account.add(Work::Transfers, call_s - span.waited_s);
+                    let exchanged = if self.plan.servers.is_some() { Work::Servers } else { Work::Transfers };
+                    account.add(exchanged, call_s - span.waited_s);
                     continue;
                 };
                 let body = &program.bodies[body as usize];
@@ -191,7 +197,8 @@ impl Simulation {
             return None;
         }
         let (predicted, measured) = (of_lanes(&self.plan, &self.accounts()), self.measured(recorded));
-        let devices = f64::from(self.plan.num_devices());
+        // Of workers the first stands for all; servers have no prediction of this kind.
+        let devices: f64 = self.plan.lanes().iter().map(|stage| stage.devices.len() as f64).sum();
         let mean = |accounts: &[Account]| {
             let mut mean = Account::default();
             for (account, stage) in accounts.iter().zip(self.plan.lanes()) {
@@ -230,14 +237,20 @@ impl Simulation {
             Some(_) => "by the profile",
             None => "by the cluster's figures",
         };
-        Some(format!("seconds of the last step, mean over devices, predicted {by}\n{}", table.right()))
+        let whose = if self.plan.servers.is_some() { "of the first worker" } else { "mean over devices" };
+        Some(format!("seconds of the last step, {whose}, predicted {by}\n{}", table.right()))
     }
 
     /// Names of processes and tracks.
     fn tracks(&self) -> Vec<Value> {
         let mut events = Vec::new();
-        for (i, stage) in self.plan.lanes().iter().enumerate() {
-            let name = format!("{}: {} devices", self.plan.lane_name(i), stage.devices.len());
+        let lanes = self.plan.lanes().iter().map(|stage| stage.devices.len());
+        let devices: Vec<usize> = match &self.exchanged {
+            Some(_) => vec![1; self.plan.num_devices() as usize],
+            None => lanes.collect(),
+        };
+        for (i, devices) in devices.into_iter().enumerate() {
+            let name = format!("{}: {}", self.plan.program_name(i), plural(devices as u64, "device"));
             events.push(json!({"name": "process_name", "ph": "M", "pid": i, "args": {"name": name}}));
             for (track, name) in
                 [(0, "calls"), (1, "compute, first microbatch"), (2, "communication, first microbatch")]
@@ -248,17 +261,35 @@ impl Simulation {
         events
     }
 
-    fn event(&self, name: String, stage: usize, track: u32, start_s: f64, end_s: f64) -> Value {
-        json!({
-            "name": name, "ph": "X", "pid": self.plan.lane_of(stage), "tid": track,
-            "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s),
-        })
+    /// The calls of all workers but the first, which the stage's are, and of all servers.
+    fn exchange_events(&self) -> Vec<Value> {
+        let Some(exchanged) = &self.exchanged else { return Vec::new() };
+        let mut events = Vec::new();
+        for (lane, (program, spans)) in self.programs().programs.iter().zip(&exchanged.calls).enumerate().skip(1) {
+            for (call, &(start_s, end_s)) in program.schedule.iter().zip(spans) {
+                let Call::Run { body, microbatch } = *call else { continue };
+                let body = &program.bodies[body as usize];
+                events.push(match microbatch {
+                    Some(_) => self.call_event(lane, body.stage as usize, body.phase, microbatch, start_s, end_s),
+                    None => event(body.name.clone(), lane, 0, start_s, end_s),
+                });
+            }
+        }
+        events
     }
 
-    fn call_event(&self, stage: usize, phase: Phase, microbatch: Option<u32>, start_s: f64, end_s: f64) -> Value {
+    fn call_event(
+        &self,
+        lane: usize,
+        stage: usize,
+        phase: Phase,
+        microbatch: Option<u32>,
+        start_s: f64,
+        end_s: f64,
+    ) -> Value {
         // Where a lane has several stages, each call says of which it is.
         let of = if self.plan.virtual_stages == 1 { String::new() } else { format!(" of stage{stage}") };
-        self.event(trace_name(phase, microbatch) + &of, stage, 0, start_s, end_s)
+        event(trace_name(phase, microbatch) + &of, lane, 0, start_s, end_s)
     }
 
     pub(super) fn held_event(&self, lane: usize, at_s: f64, held: u64) -> Value {
@@ -271,6 +302,14 @@ impl Simulation {
         let body = program.body_of(stage as u32, phase)?;
         Some((work, &program.bodies[body as usize]))
     }
+}
+
+/// An event of a lane, or of a worker or server.
+fn event(name: String, lane: usize, track: u32, start_s: f64, end_s: f64) -> Value {
+    json!({
+        "name": name, "ph": "X", "pid": lane, "tid": track,
+        "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s),
+    })
 }
 
 fn track(is_sent: bool) -> u32 {

@@ -82,7 +82,7 @@ impl Team {
 /// The devices that a plan uses, by node of its cluster.
 #[cfg(feature = "mpi")]
 fn nodes(plan: &Plan) -> Vec<Vec<u32>> {
-    let used: std::collections::BTreeSet<u32> = plan.lanes().iter().flat_map(|lane| lane.devices.clone()).collect();
+    let used: std::collections::BTreeSet<u32> = plan.devices().into_iter().collect();
     let mut next = 0;
     let mut nodes: Vec<Vec<u32>> = Vec::new();
     for group in &plan.cluster.groups {

@@ -1,14 +1,18 @@
 //! The loss on held-out data, between steps: the plan run forward, with the weights that training has come to.
 //!
 //! What is run is the plan's own stages, layouts and microbatches without a backward, so that it fits where training fits and needs
-//! no lowering of its own. Its workers hold the weights once more.
+//! no lowering of its own. Workers that are threads hold the weights once more; ranks evaluate with those that they train.
 
 use crate::error::Error;
 use crate::training::engine::Engine;
 use crate::training::{Batches, DataOptions, Training, session, start};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::plan::{Plan, Schedule, Update};
+#[cfg(feature = "mpi")]
+use altiplano_planner::programs;
 use altiplano_runtime::{Options, Session};
+#[cfg(feature = "mpi")]
+use altiplano_runtime::{RuntimeError, mpi::RankEvaluation};
 
 /// What is evaluated, and when.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,38 +25,82 @@ pub struct EvaluationOptions {
     pub steps: u64,
 }
 
+/// Who evaluates.
+enum Devices {
+    /// Workers of their own, that are given the weights.
+    Own(Box<Session>),
+    /// The ranks that train, each with the weights that it has.
+    #[cfg(feature = "mpi")]
+    Ranks(Box<RankEvaluation>),
+}
+
 /// Workers that evaluate.
 pub struct Evaluation {
-    session: Session,
+    devices: Devices,
     plan: Plan,
     batches: Batches,
     steps: u64,
 }
 
 impl Evaluation {
-    /// `training` says how the model is started, its state above all.
-    pub fn new(plan: &Plan, training: &Training, options: &EvaluationOptions) -> Result<Evaluation, Error> {
-        let (_, batches) = start(plan, &Training { data: options.data.clone(), ..training.clone() })?;
+    /// `training` says how the model is started, its state above all, and `engine` what trains it.
+    pub fn new(
+        trained: &Plan,
+        training: &Training,
+        options: &EvaluationOptions,
+        engine: &Engine,
+    ) -> Result<Evaluation, Error> {
+        let refused = |problem| Err(Error::Option { option: "--eval-data", problem });
+        let (_, batches) = start(trained, &Training { data: options.data.clone(), ..training.clone() })?;
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
         let mut plan =
-            Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..plan.clone() };
+            Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
+        // The stage of parameter servers' workers is run by one of them.
+        plan.servers = None;
         // Results beside the loss are not asked for.
         plan.graph.outputs.truncate(1);
-        let session = session(&plan, &Options { check_nan: training.check_nan, ..Options::default() })?;
-        Ok(Evaluation { session, plan, batches, steps: options.steps.max(1) })
+        let devices = match engine {
+            Engine::Cpu(_) => {
+                let options = Options { check_nan: training.check_nan, ..Options::default() };
+                Devices::Own(Box::new(session(&plan, &options)?))
+            }
+            Engine::Cuda(_) => return refused("held-out data is looked at by CPU workers only so far"),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(_) if trained.servers.is_some() => {
+                return refused("held-out data is looked at by ranks of plans without parameter servers only so far");
+            }
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => Devices::Ranks(Box::new(session.evaluation(&programs(&plan)?)?)),
+        };
+        Ok(Evaluation { devices, plan, batches, steps: options.steps.max(1) })
     }
 
     /// The mean loss of the held-out batches with the weights of `engine`.
     pub fn loss(&mut self, engine: &mut Engine) -> Result<f64, Error> {
-        for name in self.session.parameters() {
-            let weights = engine.parameter(&name)?;
-            self.session.load_parameter(&name, &weights)?;
+        match &mut self.devices {
+            Devices::Own(session) => {
+                for name in session.parameters() {
+                    let weights = engine.parameter(&name)?;
+                    session.load_parameter(&name, &weights)?;
+                }
+            }
+            #[cfg(feature = "mpi")]
+            Devices::Ranks(_) => {}
         }
         self.batches.seek(Default::default());
         let mut sum = 0.0;
         for _ in 0..self.steps {
-            let (_, results) = self.session.evaluate(&self.batches.take()?)?;
-            let losses: Vec<f64> = results.values().take(1).flatten().flat_map(|loss| loss.to_f64()).collect();
+            let batch = self.batches.take()?;
+            let losses: Vec<f64> = match (&mut self.devices, &mut *engine) {
+                #[cfg(feature = "mpi")]
+                (Devices::Ranks(evaluation), Engine::Ranks(session)) => session.evaluate(evaluation, &batch)?,
+                #[cfg(feature = "mpi")]
+                (Devices::Ranks(_), _) => return Err(RuntimeError::NoStep.into()),
+                (Devices::Own(session), _) => {
+                    let (_, results) = session.evaluate(&batch)?;
+                    results.values().take(1).flatten().flat_map(|loss| loss.to_f64()).collect()
+                }
+            };
             let parts = if self.plan.loss == LossKind::Sum { 1.0 } else { losses.len().max(1) as f64 };
             sum += losses.iter().sum::<f64>() / parts;
         }

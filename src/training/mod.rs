@@ -253,13 +253,7 @@ fn train_in(
     let mut metrics =
         training.metrics.as_ref().filter(|_| engine.leads()).map(|file| Metrics::open(file, done)).transpose()?;
     let evaluation = training.evaluation.as_ref();
-    if evaluation.is_some() && !matches!(engine, Engine::Cpu(_)) {
-        return Err(Error::Option {
-            option: "--eval-data",
-            problem: "held-out data is looked at by CPU workers of one process only so far",
-        });
-    }
-    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options)).transpose()?;
+    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options, engine)).transpose()?;
     let mut noise = NoiseScale::new(plan.global_batch);
     let data_state = data_state(training, &batches);
     let mut scales = plan.loss_scale.filter(|_| plan.staleness() == 0).map(Scales::new);

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub mod steps;
+
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Goal, Plan, Schedule, Update};

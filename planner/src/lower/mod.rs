@@ -11,6 +11,7 @@ mod body;
 mod choose;
 pub mod repeat;
 mod schedule;
+mod servers;
 mod split;
 mod stage;
 
@@ -131,6 +132,11 @@ impl<'a> Cut<'a> {
             layer_of: &self.layer_of,
             users: &derived.users,
             owned: &derived.owned,
+            updates: Updates {
+                here: plan.schedule.trains() && plan.servers.is_none(),
+                peer: index as u32,
+                peers: plan.stages.len() as u32,
+            },
             prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
             choices: RefCell::new(FxHashMap::default()),
         }
@@ -158,8 +164,19 @@ struct StageContext<'a> {
     users: &'a [Vec<ValueId>],
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],
+    updates: Updates,
     prices: Prices<'a>,
     choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
+}
+
+/// Who updates the parameters of a stage, and with whom sums over all gradients are exchanged.
+#[derive(Clone, Copy)]
+struct Updates {
+    /// Whether the stage's own devices do.
+    here: bool,
+    /// The number of those that do among all that hold others.
+    peer: u32,
+    peers: u32,
 }
 
 /// Equal situations of a backward op: op, operand types, available layouts, and the layout wanted of its result.
@@ -512,7 +529,11 @@ pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> 
 
 /// [`lower()`] of a plan of a model whose derivative is known.
 pub fn lowered(plan: &Plan, derived: &Derived, costs: &dyn Costs) -> Programs {
-    written(&Cut::new(plan, derived), costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>())
+    let cut = Cut::new(plan, derived);
+    match &plan.servers {
+        Some(over) => servers::programs(&cut, over, costs, false),
+        None => written(&cut, costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()),
+    }
 }
 
 /// Programs of which those are written out that differ from all others. Of a lane that is as an earlier one there is the schedule
@@ -548,6 +569,12 @@ impl<'a> Sketch<'a> {
 /// Lowers a plan of a model, lanes that are `alike` once.
 pub fn sketch(plan: &Plan, derived: &Derived, costs: &dyn Costs, alike: bool) -> Sketch<'static> {
     let cut = Cut::new(plan, derived);
+    if let Some(over) = &plan.servers {
+        let programs = servers::programs(&cut, over, costs, alike);
+        let workers = over.workers.len();
+        let like = (0..programs.programs.len()).map(|p| if alike && p < workers { 0 } else { p }).collect();
+        return Sketch { programs: Cow::Owned(programs), like };
+    }
     let alike = match alike {
         true => alike::lanes(&cut),
         false => (0..plan.num_lanes()).map(|_| None).collect(),

@@ -117,6 +117,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         buffers: Vec::new(),
         bodies: Vec::new(),
         late: late.of(&schedule),
+        flush: Vec::new(),
         schedule,
         fused_attention: plan.execution.fused_attention,
     }

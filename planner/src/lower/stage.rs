@@ -1,5 +1,6 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 
+mod server;
 mod update;
 
 use super::body::BodyBuilder;
@@ -14,6 +15,7 @@ use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer,
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
+pub use server::{Server, lower_server};
 use std::collections::{BTreeMap, BTreeSet};
 use update::{Gradients, Shares, Variance};
 
@@ -86,6 +88,19 @@ pub struct Links {
 }
 
 impl Lowered {
+    /// The accumulators of parameters' gradients, and the buffers of the parameters, by parameter.
+    pub fn held(&self) -> [BTreeMap<&str, BufferId>; 2] {
+        let (mut gradients, mut parameters) = (BTreeMap::new(), BTreeMap::new());
+        for (id, buffer) in (0u32..).map(BufferId).zip(&self.buffers) {
+            match &buffer.kind {
+                BufferKind::Accumulator { parameter } => drop(gradients.insert(parameter.as_str(), id)),
+                BufferKind::Parameter { name } => drop(parameters.insert(name.as_str(), id)),
+                _ => {}
+            }
+        }
+        [gradients, parameters]
+    }
+
     /// Numbers the stage's buffers from `first` on, after those of the stages that share its devices.
     pub fn number_from(&mut self, first: u32) {
         let bodies = [&mut self.forward, &mut self.backward, &mut self.reduce, &mut self.update];
@@ -537,7 +552,7 @@ impl<'a> StageLowering<'a> {
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let mut gradients = Gradients::accumulated(&accumulators, &sends_tied, &receives_tied, cx.index);
         let shares = self.norm(&mut gradients, variance.as_ref());
-        let update = self.update(&accumulators, &gradients, shares.as_ref());
+        let update = self.update(&accumulators, &gradients, shares.as_ref(), None);
         let receives_forward = self.received.clone();
         let (norm, sends_shares, receives_shares) = match shares {
             Some(Shares { body, own, others, .. }) => (Some(body), own, others),

@@ -318,6 +318,7 @@ impl Subject {
             bodies,
             schedule: calls.map(|body| Call::Run { body, microbatch: None }).collect(),
             late: Vec::new(),
+            flush: Vec::new(),
             fused_attention: self.fused_attention,
         };
         let (programs, transfers) = (vec![program], Vec::new());

@@ -12,4 +12,4 @@ pub mod watch;
 pub mod wire;
 
 pub use place::Layout;
-pub use session::{RankOptions, RankSession, Started, World};
+pub use session::{RankEvaluation, RankOptions, RankSession, Started, World};

@@ -4,7 +4,7 @@
 use crate::arena::Arena;
 use crate::check::{check, checked_inputs, step_loss};
 use crate::collective::words_of;
-use crate::device::{Command, Device, Reply};
+use crate::device::{Command, Device, Reply, ResultPart};
 use crate::element::Class;
 use crate::error::{KernelError, Place, RanksError, RuntimeError, WatchError};
 use crate::host::{HostData, HostTensor};
@@ -18,7 +18,7 @@ use crate::roster::{Holder, Roster, first_ranks};
 use crate::session::StepReport;
 use crate::work::threads_of_device;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::program::Programs;
+use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs};
 use mpi::Threading;
 use mpi::environment::Universe;
 use std::collections::{BTreeMap, VecDeque};
@@ -69,6 +69,18 @@ pub struct RankSession {
     begun: VecDeque<(Instant, Vec<u64>)>,
     last_end: Option<Instant>,
 }
+
+/// Programs that run on the ranks of a session between its steps, and train nothing: the session's model run forward, with the weights
+/// that its devices hold.
+pub struct RankEvaluation {
+    roster: Roster,
+    device: Device,
+    /// Weights of the session's device, and where this one reads them.
+    weights: Vec<(BufferId, BufferId)>,
+}
+
+/// From here on messages between devices that evaluate are numbered, which those of a step that is not over are not taken for.
+const MESSAGES_OF_EVALUATION: u32 = 1 << 31;
 
 impl Started {
     /// Makes this process a rank of those that were started together.
@@ -301,7 +313,7 @@ impl RankSession {
 
     /// Whether a step begins before the one before it has ended, so that [`RankSession::begin_step`] is to be called ahead.
     pub fn overlaps(&self) -> bool {
-        self.roster.plans.iter().any(|plan| !plan.program.late.is_empty())
+        self.roster.plans.iter().any(|plan| plan.program.runs_ahead())
     }
 
     /// Runs this rank's part of one step on a global batch, without waiting for the others to come to its end. All ranks hear of
@@ -364,6 +376,74 @@ impl RankSession {
         let loss = step_loss(&losses, self.roster.loss_is_mean);
         let report = StepReport { loss, losses, seconds, peak_bytes: Vec::new(), recordings: Vec::new() };
         Ok((report, said))
+    }
+
+    /// Prepares programs that run this session's model forward on the same ranks: each device has the weights that it holds here, in
+    /// the same layout.
+    pub fn evaluation(&self, programs: &Programs) -> Result<RankEvaluation, RuntimeError> {
+        check(programs)?;
+        let trained = self.roster.plans[self.own].clone();
+        let roster = Roster::new(programs, trained.check_nan, |p| p == self.own);
+        let devices = |roster: &Roster| roster.plans.iter().map(|p| p.program.devices.clone()).collect::<Vec<_>>();
+        if devices(&roster) != devices(&self.roster) {
+            return Err(ranks(RanksError::Devices));
+        }
+        let plan = roster.plans[self.own].clone();
+        let mut weights = Vec::new();
+        for (id, buffer) in (0u32..).map(BufferId).zip(&plan.program.buffers) {
+            let BufferKind::Parameter { name } = &buffer.kind else { continue };
+            let is_it = |b: &&Buffer| b.kind == buffer.kind && (&b.ty, &b.sharding) == (&buffer.ty, &buffer.sharding);
+            let held = trained.program.buffers.iter().position(|b| is_it(&b));
+            let unknown = || RuntimeError::UnknownParameter { name: name.clone() };
+            weights.push((BufferId(held.ok_or_else(unknown)? as u32), id));
+        }
+        let Device { id, position, threads, .. } = self.device;
+        // Its messages go through the session's mailbox, while it runs.
+        let mailbox = Mailbox::network(1).pop().ok_or(RuntimeError::Stopped)?;
+        let place = |error| {
+            let activity = "preparing to evaluate".to_string();
+            let place = Place { device: id, program: self.own as u32, activity, microbatch: None, op: None };
+            RuntimeError::Device { place: Box::new(place), error }
+        };
+        let mut device = Device::new(id, position, plan, Arena::new(None), mailbox, threads).map_err(place)?;
+        device.first_message = MESSAGES_OF_EVALUATION;
+        Ok(RankEvaluation { roster, device, weights })
+    }
+
+    /// The first result of the model for each microbatch of a global batch, which must be a scalar, as a loss is: the same on all
+    /// ranks, which must all ask, at the same point between steps.
+    pub fn evaluate(
+        &mut self,
+        evaluation: &mut RankEvaluation,
+        inputs: &BTreeMap<String, HostTensor>,
+    ) -> Result<Vec<f64>, RuntimeError> {
+        let RankEvaluation { roster, device, weights } = evaluation;
+        let plan = roster.plans[self.own].clone();
+        let inputs = Arc::new(checked_inputs([&plan.program], plan.num_microbatches, inputs, &BTreeMap::new())?);
+        for &(held, read) in &*weights {
+            device.hold(read, self.device.lend(held).map_err(RuntimeError::Mpi)?);
+        }
+        let command = Command::Step { inputs, scalars: Arc::default(), results: true, origin: None };
+        std::mem::swap(&mut self.device.mailbox, &mut device.mailbox);
+        let reply = device.answer_here(command);
+        std::mem::swap(&mut self.device.mailbox, &mut device.mailbox);
+        // What is lent would be copied by the next update.
+        device.give_back();
+        let mut words: Vec<u64> = Vec::new();
+        if let Reply::Stepped { results, .. } = reply? {
+            for ResultPart { buffer, microbatch, part } in results {
+                let is_first = plan.program.buffer(buffer).kind == BufferKind::Output { index: 0 };
+                if let (true, Some(&value)) = (is_first, part.to_f64().first())
+                    && !plan.repeats(buffer, self.world.all.rank)
+                {
+                    words.extend([microbatch.map_or(0, |m| u64::from(m) + 1), value.to_bits()]);
+                }
+            }
+        }
+        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+        self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+        let told = all.iter().flat_map(|words| words.chunks_exact(2)).map(|pair| (pair[0], f64::from_bits(pair[1])));
+        Ok(told.collect::<BTreeMap<u64, f64>>().into_values().collect())
     }
 
     /// Runs what is left of the last step, so that all gradients have changed the weights; all ranks must ask, and none may have a

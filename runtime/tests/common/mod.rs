@@ -115,6 +115,7 @@ pub fn programs_of(graph: &Graph, mesh: &Mesh) -> Programs {
         bodies: vec![body],
         schedule: vec![Call::Run { body: 0, microbatch: None }],
         late: Vec::new(),
+        flush: Vec::new(),
         fused_attention: false,
     };
     Programs { programs: vec![program], transfers: Vec::new(), num_microbatches: 1, microbatch: 0, loss_is_mean: true }

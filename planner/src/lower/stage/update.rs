@@ -72,6 +72,13 @@ impl Gradients {
     }
 }
 
+impl Gradients {
+    /// Gradients that are found whole in one buffer each, which whoever asks for the last time is to free.
+    pub fn received(buffers: &BTreeMap<ValueId, BufferId>) -> Gradients {
+        Gradients(buffers.iter().map(|(&p, &buffer)| (p, (vec![buffer], false))).collect())
+    }
+}
+
 impl Variance {
     /// Adds one microbatch's gradient of a parameter.
     pub fn add(&mut self, b: &mut BodyBuilder<'_>, p: ValueId, gradient: ValueId, sharding: &Sharding) {
@@ -159,7 +166,7 @@ impl<'a> StageLowering<'a> {
     fn gradient_scale(&self) -> f64 {
         match self.cx.plan.loss {
             altiplano_ir::batch::LossKind::Sum => 1.0,
-            _ => 1.0 / self.cx.plan.num_microbatches as f64,
+            _ => 1.0 / f64::from(self.cx.plan.microbatches_of_update()),
         }
     }
 
@@ -244,7 +251,7 @@ impl<'a> StageLowering<'a> {
         let measures = variance.is_some();
         // In the order of `SUMS`.
         let wanted = [cx.plan.clip_norm.is_some() || measures, measures, measures, cx.plan.loss_scale.is_some()];
-        if !cx.plan.schedule.trains() || !wanted.contains(&true) {
+        if !cx.updates.here || !wanted.contains(&true) {
             return None;
         }
         let mut b = BodyBuilder::new(cx, format!("stage{} norm", cx.index), 8 * gradients.0.len());
@@ -312,10 +319,10 @@ impl<'a> StageLowering<'a> {
             let share = share.unwrap_or_else(|| b.graph.constant(nothing()));
             let share = all_reduced(&mut b.graph, share, cx.mesh.axis_ids().collect(), &cx.mesh);
             let label = |stage: u32| format!("{name} of stage{stage}");
-            let mine = self.buffer(label(cx.index), BufferKind::Value, scalar.clone(), whole.clone());
+            let mine = self.buffer(label(cx.updates.peer), BufferKind::Value, scalar.clone(), whole.clone());
             writes.push((mine, share));
             own.push(mine);
-            for stage in (0..cx.plan.stages.len() as u32).filter(|s| *s != cx.index) {
+            for stage in (0..cx.updates.peers).filter(|s| *s != cx.updates.peer) {
                 let buffer = self.buffer(label(stage), BufferKind::Value, scalar.clone(), whole.clone());
                 others.insert((sum, stage), buffer);
             }
@@ -337,7 +344,7 @@ impl<'a> StageLowering<'a> {
         let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
         let mut sums = BTreeMap::new();
         for ((i, &name), &own) in (0u32..).zip(&shares.sums).zip(&shares.own) {
-            let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(self.cx.index, own)]);
+            let mut parts: BTreeMap<u32, BufferId> = BTreeMap::from([(self.cx.updates.peer, own)]);
             parts.extend(shares.others.iter().filter(|((sum, _), _)| *sum == i).map(|((_, stage), &b)| (*stage, b)));
             let mut total: Option<ValueId> = None;
             for part in parts.values() {
@@ -355,6 +362,12 @@ impl<'a> StageLowering<'a> {
             sums.insert(name, total);
         }
         sums
+    }
+
+    /// A scalar that is given for each step.
+    pub(super) fn scalar(&mut self, name: &str) -> BufferId {
+        let kind = BufferKind::Scalar { name: name.to_string() };
+        self.buffer(name.to_string(), kind, TensorType::scalar(DType::F32), Sharding::replicated(&[]))
     }
 
     /// The state of loss scaling of this name, read in a body.
@@ -412,26 +425,23 @@ impl<'a> StageLowering<'a> {
         Some(Skip { when, skipped })
     }
 
-    /// The optimizer's step on this stage's shards.
+    /// The optimizer's step on this stage's shards. `number`: where that of the update is left, where it is not that of the step.
     pub(super) fn update(
         &mut self,
         accumulators: &BTreeMap<ValueId, BufferId>,
         gradients: &Gradients,
         shares: Option<&Shares>,
+        number: Option<BufferId>,
     ) -> Body {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 20 * accumulators.len());
         let mut writes = Vec::new();
         let mut frees: Vec<BufferId> = Vec::new();
-        let parameters = if cx.plan.schedule.trains() { accumulators.keys().copied().collect() } else { Vec::new() };
-        let leaves = cx.plan.schedule.trains().then(|| {
-            let scalar = TensorType::scalar(DType::F32);
-            let whole = Sharding::replicated(&[]);
-            ["learning_rate", "step"].map(|name| {
-                let kind = BufferKind::Scalar { name: name.to_string() };
-                let buffer = self.buffer(name.to_string(), kind, scalar.clone(), whole.clone());
-                b.read(buffer, &whole, &scalar)
-            })
+        let parameters = if cx.updates.here { accumulators.keys().copied().collect() } else { Vec::new() };
+        let leaves = cx.updates.here.then(|| {
+            let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
+            let buffers = [self.scalar("learning_rate"), number.unwrap_or_else(|| self.scalar("step"))];
+            buffers.map(|buffer| b.read(buffer, &whole, &scalar))
         });
         let sums = shares.map(|shares| self.sums(&mut b, shares, &mut writes, &mut frees)).unwrap_or_default();
         let most = cx.plan.clip_norm.zip(sums.get(GRADIENT_SQUARES));

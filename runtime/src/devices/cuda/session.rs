@@ -12,7 +12,7 @@ use super::executor::{Executor, ExecutorError, Peers, Running};
 use super::library::Search;
 use super::nccl::{Channel, GroupId, Nccl, Watchdog};
 use super::survey::Survey;
-use crate::check::{check, checked_inputs, expect_prompt, step_loss};
+use crate::check::{check, checked_inputs, expect_plain, step_loss};
 use crate::error::{KernelError, RuntimeError};
 use crate::host::HostTensor;
 use crate::layout::{held_indices, is_replica, summand_of};
@@ -129,7 +129,7 @@ impl CudaSession {
     /// Builds the tapes of programs and sets up a device for each. Parameters and state are zero.
     pub fn new(programs: &Programs, options: &CudaOptions) -> Result<CudaSession, RuntimeError> {
         check(programs)?;
-        expect_prompt(programs)?;
+        expect_plain(programs)?;
         let survey = Survey::of(&options.search);
         let gpus = survey.usable()?;
         let driver = Driver::open(&options.search)?;

@@ -1,0 +1,142 @@
+//! Parameter servers of a plan: devices that hold the weights and the optimizer's state and update them, and workers, each with a
+//! replica of the whole model, that push gradients to them and pull weights back (Li et al. 2014, "Scaling Distributed Machine
+//! Learning with the Parameter Server"). The microbatches of a step are dealt to the workers in runs: with `m` of them each, worker
+//! `w` has those from `w m` on, so that all workers together compute the gradient of the batch.
+
+use crate::graph::Graph;
+use crate::plan::{Memory, Plan, Schedule, Target, Update};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Who computes gradients and who updates.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParameterServers {
+    /// Global ids of the devices that compute gradients. The first is that of the plan's one stage, and all others are as it is.
+    pub workers: Vec<u32>,
+    /// Global ids of the devices that hold weights and state.
+    pub servers: Vec<u32>,
+    /// Whether each push is an update of its own, after which its worker gets the new weights and nobody else: pushes are taken in
+    /// the order of workers, round robin. Else the pushes of a step are added up in that order, there is one update, and all workers
+    /// wait for it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub asynchronous: bool,
+    /// By name the server of each parameter, as a position in `servers`.
+    pub holds: BTreeMap<String, u32>,
+    /// Of each server.
+    pub predicted: Vec<ServerPredicted>,
+}
+
+/// Predicted for one server.
+#[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServerPredicted {
+    /// Of a step, the seconds that the server adds up and updates,
+    pub compute_s: f64,
+    /// and those that its link is taken by pushes or by pulls, the longer of the two.
+    pub link_s: f64,
+    /// A push and the sum of pushes count as gradients.
+    pub memory: Memory,
+    pub peak_bytes: u64,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
+impl ParameterServers {
+    /// Deals parameters to servers, the largest first to whoever holds least.
+    pub fn dealt(graph: &Graph, workers: Vec<u32>, servers: Vec<u32>, asynchronous: bool) -> ParameterServers {
+        let mut parameters: Vec<(u64, &str)> =
+            graph.parameters().map(|(v, name)| (graph.ty(v).bytes(), name)).collect();
+        parameters.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
+        let mut held = vec![0u64; servers.len()];
+        let mut holds = BTreeMap::new();
+        for (bytes, name) in parameters {
+            let Some(least) = (0..held.len()).min_by_key(|&s| held[s]) else { break };
+            held[least] = held[least].saturating_add(bytes);
+            holds.insert(name.to_string(), least as u32);
+        }
+        let predicted = vec![ServerPredicted::default(); servers.len()];
+        ParameterServers { workers, servers, asynchronous, holds, predicted }
+    }
+
+    /// Updates that the weights have had between those that a worker computes a gradient with and the update by that gradient.
+    pub fn staleness(&self) -> u32 {
+        if self.asynchronous { self.workers.len().saturating_sub(1) as u32 } else { 0 }
+    }
+}
+
+impl Plan {
+    /// Replicas of the model that have a program of their own; 1 but for workers of parameter servers.
+    pub fn num_workers(&self) -> u32 {
+        self.servers.as_ref().map_or(1, |servers| servers.workers.len().max(1) as u32)
+    }
+
+    /// Microbatches of a step that go through the stages; of parameter servers those of one worker.
+    pub fn microbatches_of_worker(&self) -> u32 {
+        self.num_microbatches / self.num_workers()
+    }
+
+    /// Microbatches whose gradients are in one update.
+    pub fn microbatches_of_update(&self) -> u32 {
+        if self.updates_of_step() > 1 { self.microbatches_of_worker() } else { self.num_microbatches }
+    }
+
+    /// Updates of a step: one, or where servers do not wait for workers one for each push.
+    pub fn updates_of_step(&self) -> u32 {
+        let asynchronous = self.servers.as_ref().is_some_and(|servers| servers.asynchronous);
+        if asynchronous { self.num_workers() } else { 1 }
+    }
+
+    /// What is wrong with the servers of a plan: the path within them, and the problem.
+    pub(crate) fn problems_of_servers(&self) -> Vec<(String, &'static str)> {
+        let Some(servers) = &self.servers else { return Vec::new() };
+        let mut problems = Vec::new();
+        let mut fail = |path: &str, problem| problems.push((path.to_string(), problem));
+        let ParameterServers { workers, servers: of_weights, holds, predicted, .. } = servers;
+        if workers.is_empty() || of_weights.is_empty() {
+            fail("", "must have a worker and a server or more");
+            return problems;
+        }
+        let ids: BTreeSet<u32> = workers.iter().chain(of_weights).copied().collect();
+        if ids.len() != workers.len() + of_weights.len() || ids.iter().any(|&id| id >= self.cluster.num_devices()) {
+            fail("", "must be different devices of the cluster");
+        }
+        if self.cluster.groups.len() != 1 {
+            fail("", "must be on a cluster of one group");
+        }
+        if self.stages.len() != 1 || self.stages[0].devices[..] != workers[..1] {
+            fail("workers", "must begin with the one device of the plan's one stage");
+        }
+        let trains = self.schedule == Schedule::OneFOneB && self.update == Update::Synchronous;
+        if !trains || self.target != Target::Altiplano {
+            fail("", "go with the schedule 1f1b, synchronous updates of a step, and this project's runtime");
+        }
+        if self.loss_scale.is_some() {
+            fail("", "do not scale the loss");
+        }
+        if self.measure_noise {
+            fail("", "do not measure the gradient's noise");
+        }
+        if self.clip_norm.is_some() && servers.asynchronous {
+            fail("asynchronous", "knows no norm of all gradients to clip by");
+        }
+        if !self.num_microbatches.is_multiple_of(workers.len() as u32) {
+            fail("workers", "must divide num_microbatches, which are dealt to them");
+        }
+        let whole = |stage: &crate::plan::Stage| stage.parameters.values().all(|s| !s.gradient.is_partial());
+        if !self.stages.iter().all(whole) {
+            fail("workers", "push whole gradients, and one of the stage's is partial");
+        }
+        let named: BTreeSet<&str> = self.graph.parameters().map(|(_, name)| name).collect();
+        let held: BTreeSet<&str> = holds.keys().map(String::as_str).collect();
+        if named != held || holds.values().any(|&server| server as usize >= of_weights.len()) {
+            fail("holds", "must name a server for each parameter of the graph");
+        }
+        if predicted.len() != of_weights.len() {
+            fail("predicted", "must say something of each server");
+        }
+        problems
+    }
+}

@@ -1,0 +1,184 @@
+//! Programs of a plan with parameter servers: one for each worker, a replica that computes gradients of its microbatches alone, and one
+//! for each server. Pushes and pulls are transfers like any other, so that whatever runs or prices programs knows them already.
+
+use super::stage::{self, Lowered, Server, lower_server};
+use super::{Cut, StageContext, Updates};
+use altiplano_cost_models::Costs;
+use altiplano_cost_models::pipeline::{Order, PipelineCall};
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::program::{BufferId, Call, Program, Programs, Transfer, TransferId};
+use altiplano_ir::servers::ParameterServers;
+use std::collections::BTreeMap;
+
+/// The programs of workers, and then those of servers. `alike`: workers but the first are not written out, since they run what the
+/// first one runs.
+pub fn programs(cut: &Cut<'_>, over: &ParameterServers, costs: &dyn Costs, alike: bool) -> Programs {
+    let plan = cut.plan;
+    let cx = cut.context(0, costs);
+    let worker = stage::lower_stage(&cx);
+    let servers: Vec<Server> = (0..over.servers.len() as u32).map(|s| lowered_server(cut, over, s, costs)).collect();
+    let links = Links::new(&cx, over, &worker, &servers);
+    let workers = 0..over.workers.len();
+    let mut programs: Vec<Program> = workers.map(|w| links.worker(cut, over, w, &worker, !alike || w == 0)).collect();
+    programs.extend(servers.into_iter().enumerate().map(|(s, server)| links.server(&cx, over, s, server)));
+    Programs {
+        programs,
+        transfers: links.transfers,
+        num_microbatches: plan.num_microbatches,
+        microbatch: plan.graph.batch,
+        loss_is_mean: plan.loss != LossKind::Sum,
+    }
+}
+
+fn lowered_server(cut: &Cut<'_>, over: &ParameterServers, server: u32, costs: &dyn Costs) -> Server {
+    let mut cx = cut.context(0, costs);
+    cx.stage.parameters.retain(|name, _| over.holds.get(name) == Some(&server));
+    cx.nodes = &[];
+    cx.updates = Updates { here: true, peer: server, peers: over.servers.len() as u32 };
+    lower_server(&cx, cut.plan.updates_of_step())
+}
+
+/// What passes between workers and servers. Workers are programs from 0 on, and servers those after them.
+struct Links {
+    transfers: Vec<Transfer>,
+    /// By worker and server, in the order of parameters.
+    pushes: BTreeMap<(usize, usize), Vec<TransferId>>,
+    pulls: BTreeMap<(usize, usize), Vec<TransferId>>,
+    /// By sum, and the servers that send and receive it.
+    shares: BTreeMap<(u32, u32, u32), TransferId>,
+}
+
+impl Links {
+    fn new(cx: &StageContext<'_>, over: &ParameterServers, worker: &Lowered, servers: &[Server]) -> Links {
+        let mut links =
+            Links { transfers: Vec::new(), pushes: BTreeMap::new(), pulls: BTreeMap::new(), shares: BTreeMap::new() };
+        let [gradients, parameters] = worker.held();
+        let names: BTreeMap<ValueId, &str> = cx.graph.parameters().collect();
+        let num_workers = over.workers.len();
+        for w in 0..num_workers {
+            for (s, server) in servers.iter().enumerate() {
+                // The first push of a step is where the others are added to.
+                let targets = if w == 0 { &server.sums } else { &server.pushes };
+                for (p, &target) in targets {
+                    let name = names[p];
+                    let to = (num_workers + s) as u32;
+                    let push = links.link((w as u32, gradients[name]), (to, target));
+                    let pull = links.link((to, server.parameters[p]), (w as u32, parameters[name]));
+                    links.pushes.entry((w, s)).or_default().push(push);
+                    links.pulls.entry((w, s)).or_default().push(pull);
+                }
+            }
+        }
+        for (t, receiver) in (0u32..).zip(servers) {
+            for (&(sum, s), &target) in &receiver.receives_shares {
+                let program = |server: u32| num_workers as u32 + server;
+                let source = servers[s as usize].sends_shares[sum as usize];
+                let share = links.link((program(s), source), (program(t), target));
+                links.shares.insert((sum, s, t), share);
+            }
+        }
+        links
+    }
+
+    fn link(&mut self, source: (u32, BufferId), target: (u32, BufferId)) -> TransferId {
+        self.transfers.push(Transfer { source, target });
+        TransferId((self.transfers.len() - 1) as u32)
+    }
+
+    /// All of a worker's microbatches, then a push to each server and a pull from each.
+    fn worker(&self, cut: &Cut<'_>, over: &ParameterServers, w: usize, lowered: &Lowered, whole: bool) -> Program {
+        let plan = cut.plan;
+        let first = w as u32 * plan.microbatches_of_worker();
+        let run = |(_, call): (usize, PipelineCall)| match call {
+            PipelineCall::Forward { microbatch } => Some(Call::Run { body: 0, microbatch: Some(first + microbatch) }),
+            PipelineCall::Backward { microbatch } => Some(Call::Run { body: 1, microbatch: Some(first + microbatch) }),
+            PipelineCall::Weights { .. } | PipelineCall::Update { .. } => None,
+        };
+        let mut schedule: Vec<Call> = Order::of(plan).calls(0).filter_map(run).collect();
+        let of = |links: &BTreeMap<(usize, usize), Vec<TransferId>>| -> Vec<TransferId> {
+            let of_server = |s: usize| links.get(&(w, s)).into_iter().flatten().copied().collect::<Vec<_>>();
+            (0..over.servers.len()).flat_map(of_server).collect()
+        };
+        schedule.extend(of(&self.pushes).into_iter().map(send));
+        let pulls: Vec<Call> = of(&self.pulls).into_iter().map(receive).collect();
+        schedule.extend(&pulls);
+        let (buffers, bodies) = match whole {
+            true => (lowered.buffers.clone(), vec![lowered.forward.clone(), lowered.backward.clone()]),
+            false => (Vec::new(), Vec::new()),
+        };
+        Program {
+            devices: vec![over.workers[w]],
+            mesh: plan.stages[0].mesh.clone(),
+            buffers,
+            bodies,
+            schedule,
+            late: Vec::new(),
+            flush: if over.asynchronous { pulls } else { Vec::new() },
+            fused_attention: plan.execution.fused_attention,
+        }
+    }
+
+    /// Pushes in the order of workers: added up, used and answered together, or each at once.
+    fn server(&self, cx: &StageContext<'_>, over: &ParameterServers, s: usize, lowered: Server) -> Program {
+        let Server { buffers, add, norm, numbers, update, .. } = lowered;
+        let once = |body: usize| Call::Run { body: body as u32, microbatch: None };
+        // The update is the first body, then those of workers' numbers, and those that there need not be.
+        let mut bodies = vec![update];
+        bodies.extend(numbers);
+        let mut position = |body| {
+            bodies.push(body);
+            bodies.len() - 1
+        };
+        let (add, norm) = (add.map(&mut position), norm.map(&mut position));
+        let of = |links: &BTreeMap<(usize, usize), Vec<TransferId>>, w: usize| -> Vec<TransferId> {
+            links.get(&(w, s)).into_iter().flatten().copied().collect()
+        };
+        let workers = 0..over.workers.len();
+        let pulls: Vec<Vec<Call>> =
+            workers.clone().map(|w| of(&self.pulls, w).into_iter().map(send).collect()).collect();
+        let mut schedule = Vec::new();
+        if over.asynchronous {
+            for w in workers {
+                schedule.extend(of(&self.pushes, w).into_iter().map(receive));
+                // A lone worker's updates have the numbers of its steps.
+                schedule.extend((over.workers.len() > 1).then(|| once(1 + w)));
+                schedule.push(once(0));
+                schedule.extend(&pulls[w]);
+            }
+        } else {
+            for w in workers {
+                schedule.extend(of(&self.pushes, w).into_iter().map(receive));
+                schedule.extend(add.filter(|_| w > 0).map(once));
+            }
+            if let Some(norm) = norm {
+                schedule.push(once(norm));
+                // The update reads and frees a server's own shares.
+                let sent = self.shares.iter().filter(|((_, from, _), _)| *from as usize == s);
+                schedule.extend(sent.map(|(_, &share)| send(share)));
+                let received = self.shares.iter().filter(|((_, _, to), _)| *to as usize == s);
+                schedule.extend(received.map(|(_, &share)| receive(share)));
+            }
+            schedule.push(once(0));
+            schedule.extend(pulls.iter().flatten());
+        }
+        Program {
+            devices: vec![over.servers[s]],
+            mesh: cx.mesh.clone(),
+            buffers,
+            bodies,
+            schedule,
+            late: Vec::new(),
+            flush: if over.asynchronous { pulls.into_iter().flatten().collect() } else { Vec::new() },
+            fused_attention: cx.plan.execution.fused_attention,
+        }
+    }
+}
+
+fn send(transfer: TransferId) -> Call {
+    Call::Send { transfer, microbatch: None, free: false }
+}
+
+fn receive(transfer: TransferId) -> Call {
+    Call::Receive { transfer, microbatch: None }
+}

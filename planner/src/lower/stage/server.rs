@@ -1,0 +1,129 @@
+//! What a parameter server runs: it adds up the gradients that workers push, or takes each push for an update of its own, and updates
+//! its parameters as a stage updates those that it holds.
+
+use super::super::body::BodyBuilder;
+use super::super::{StageContext, Updates};
+use super::update::{Gradients, Shares};
+use super::{StageLowering, parameter_name};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase};
+use altiplano_ir::sharding::Sharding;
+use altiplano_ir::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A server's bodies, and where it gets gradients and has parameters.
+pub struct Server {
+    pub buffers: Vec<Buffer>,
+    pub parameters: BTreeMap<ValueId, BufferId>,
+    /// Where the push of a step's first worker is left, in which those of the others are added up; and where each of these is. The
+    /// same buffers where each push is an update.
+    pub sums: BTreeMap<ValueId, BufferId>,
+    pub pushes: BTreeMap<ValueId, BufferId>,
+    /// Adds a push to the sums.
+    pub add: Option<Body>,
+    /// The server's share of sums over all gradients, where any are wanted; its shares, and by sum and server those of others.
+    pub norm: Option<Body>,
+    pub sends_shares: Vec<BufferId>,
+    pub receives_shares: BTreeMap<(u32, u32), BufferId>,
+    /// Of each worker, where each push is an update: leaves the number that the update has among all.
+    pub numbers: Vec<Body>,
+    pub update: Body,
+}
+
+/// Lowers a server, whose parameters those of the context's stage are. `updates`: the updates of a step.
+pub fn lower_server(cx: &StageContext<'_>, updates: u32) -> Server {
+    let mut lowering = StageLowering {
+        cx,
+        buffers: Vec::new(),
+        parameters: BTreeMap::new(),
+        inputs: BTreeMap::new(),
+        received: BTreeMap::new(),
+        saved: BTreeMap::new(),
+        again: BTreeSet::new(),
+        scaling: BTreeMap::new(),
+    };
+    lowering.declare_leaves();
+    lowering.server(updates)
+}
+
+impl<'a> StageLowering<'a> {
+    fn server(mut self, updates: u32) -> Server {
+        let Updates { peer, .. } = self.cx.updates;
+        let sums = self.gradients("gradient of");
+        let (mut pushes, mut add) = (sums.clone(), None);
+        let (mut numbers, mut number) = (Vec::new(), None);
+        if updates > 1 {
+            let kept = self.update_number();
+            numbers.extend((0..updates).map(|worker| self.numbered(kept, worker, updates)));
+            number = Some(kept);
+        } else if self.cx.plan.num_workers() > 1 {
+            pushes = self.gradients("push of");
+            add = Some(self.added(&sums, &pushes));
+        }
+        let mut gradients = Gradients::received(&sums);
+        let shares = self.norm(&mut gradients, None);
+        let mut update = self.update(&sums, &gradients, shares.as_ref(), number);
+        update.frees.extend(sums.values().copied().chain(number));
+        let (mut norm, sends_shares, receives_shares) = match shares {
+            Some(Shares { body, own, others, .. }) => (Some(body), own, others),
+            None => Default::default(),
+        };
+        let named = [(Some(&mut update), "update"), (norm.as_mut(), "norm"), (add.as_mut(), "add")];
+        for (body, what) in named {
+            body.into_iter().for_each(|body| body.name = format!("server{peer} {what}"));
+        }
+        let StageLowering { buffers, parameters, .. } = self;
+        Server { buffers, parameters, sums, pushes, add, norm, sends_shares, receives_shares, numbers, update }
+    }
+
+    /// Buffers for a gradient of each parameter, as workers sum them up.
+    fn gradients(&mut self, what: &str) -> BTreeMap<ValueId, BufferId> {
+        let cx = self.cx;
+        let mut buffers = BTreeMap::new();
+        for p in self.parameters.keys().copied().collect::<Vec<_>>() {
+            let name = parameter_name(cx, p);
+            let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
+            let layout = cx.stage.parameters[name].gradient.clone();
+            buffers.insert(p, self.buffer(format!("{what} {name}"), BufferKind::Value, ty, layout));
+        }
+        buffers
+    }
+
+    /// Adds pushes to sums.
+    fn added(&mut self, sums: &BTreeMap<ValueId, BufferId>, pushes: &BTreeMap<ValueId, BufferId>) -> Body {
+        let cx = self.cx;
+        let mut b = BodyBuilder::new(cx, "add".to_string(), 3 * sums.len());
+        let mut writes = Vec::new();
+        for (p, &sum) in sums {
+            let Buffer { ty, sharding, .. } = self.buffers[sum.0 as usize].clone();
+            let [old, push] = [sum, pushes[p]].map(|buffer| b.read(buffer, &sharding, &ty));
+            writes.push((sum, b.graph.add(old, push)));
+        }
+        let (graph, reads, writes) = b.finish(writes);
+        let frees = pushes.values().copied().collect();
+        Body { name: String::new(), stage: cx.index, phase: Phase::Reduce, graph, reads, writes, frees }
+    }
+
+    fn update_number(&mut self) -> BufferId {
+        let scalar = TensorType::scalar(DType::F32);
+        self.buffer("update number".to_string(), BufferKind::Value, scalar, Sharding::replicated(&[]))
+    }
+
+    /// The number of a worker's update, where a step has one of each: from 1 on, as steps are counted, for averages over updates.
+    fn numbered(&mut self, kept: BufferId, worker: u32, updates: u32) -> Body {
+        let cx = self.cx;
+        let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
+        let found = self.buffers.iter().position(|b| matches!(&b.kind, BufferKind::Scalar { name } if name == "step"));
+        let step = found.map_or_else(|| self.scalar("step"), |at| BufferId(at as u32));
+        let mut b = BodyBuilder::new(cx, "number".to_string(), 4);
+        let step = b.read(step, &whole, &scalar);
+        let of_step = b.graph.splat_like(step, f64::from(updates));
+        let after = b.graph.mul(step, of_step);
+        let behind = b.graph.splat_like(step, f64::from(updates - 1 - worker));
+        let number = b.graph.sub(after, behind);
+        let (graph, reads, writes) = b.finish(vec![(kept, number)]);
+        let name = format!("server{} number of worker{worker}'s update", cx.updates.peer);
+        Body { name, stage: cx.index, phase: Phase::Update, graph, reads, writes, frees: Vec::new() }
+    }
+}
