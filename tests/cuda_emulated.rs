@@ -20,7 +20,13 @@ const GPT2: &str =
 fn plans_train_on_a_gpu_as_on_the_cpu() {
     trains_alike(
         1,
-        &["local:1 micro2", "local:2 dp2 tp1 pp1 zero3", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2 micro4"],
+        &[
+            "local:1 micro2",
+            "local:1 offload",
+            "local:2 dp2 tp1 pp1 zero3",
+            "local:2 dp1 tp2 pp1",
+            "local:2 dp1 tp1 pp2 micro4",
+        ],
     );
 }
 
@@ -34,6 +40,7 @@ fn plans_train_on_gpus_as_on_the_cpu() {
             "local:2 dp1 tp1 pp2 micro4",
             "local:4 dp2 tp2 pp1",
             "local:4 dp2 tp1 pp2 micro2",
+            "local:2 dp2 tp1 pp1 zero1 offload",
         ],
     );
 }

@@ -76,6 +76,13 @@ pub struct Buffer {
     pub kind: BufferKind,
     pub ty: TensorType,
     pub sharding: Sharding,
+    /// It is in the memory of the device's host, where only copies ([`crate::op::HostCopy`]) read and write it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub host: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// Which part of a training step a body is.

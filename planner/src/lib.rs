@@ -21,6 +21,7 @@ pub mod lower;
 pub mod memory;
 pub mod model;
 pub mod neighbours;
+pub mod offload;
 pub mod predict;
 pub mod refine;
 pub mod request;
@@ -42,7 +43,7 @@ pub use request::{PlanFailure, Progress, Request, Silent};
 
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::cluster::DeviceKind;
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
+use altiplano_ir::plan::{Alternative, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
 use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, search};
@@ -83,17 +84,27 @@ fn planned(
     if request.trains() {
         sizes.readers()?;
     }
-    let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
-    // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
-    let several = request.cluster.groups.len() > 1;
-    for group in (0..request.cluster.groups.len()).filter(|_| several) {
-        if progress.stopped() && found[0].plan.is_ok() {
-            break;
+    let chosen = |request: &Request| {
+        let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
+        // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
+        let several = request.cluster.groups.len() > 1;
+        for group in (0..request.cluster.groups.len()).filter(|_| several) {
+            if progress.stopped() && found[0].plan.is_ok() {
+                break;
+            }
+            let alone = Freedom { only_group: Some(group), ..freedom.clone() };
+            found.push(choose(request, &alone, costs, &layered, progress));
         }
-        let alone = Freedom { only_group: Some(group), ..freedom.clone() };
-        found.push(choose(request, &alone, costs, &layered, progress));
+        best_choice(found)
+    };
+    let mut choice = chosen(request);
+    if matches!(choice.plan, Err(PlanFailure::Memory { .. })) && offload::may_help(request) && !progress.stopped() {
+        let offloaded = Request { offload: Some(Offload::Optimizer), baselines: false, ..request.clone() };
+        let Choice { plan, others, .. } = chosen(&offloaded);
+        choice.plan = plan.and_then(|plan| offload::only_where_needed(plan, costs));
+        choice.others = others;
     }
-    let Choice { plan, mut baselines, mut others } = best_choice(found);
+    let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;
     if progress.stopped() || !request.baselines {
         return Ok(plan);
@@ -456,6 +467,7 @@ fn within_memory(
     let mut limits: BTreeMap<u32, Vec<u64>> =
         searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
     let mut closest: Option<(f64, PlanFailure)> = None;
+    let mut short_node: Option<PlanFailure> = None;
     let mut judged = Judged::default();
     for _ in 0..32 {
         let ranked = match variants::asked_for(searched, request, freedom, &limits) {
@@ -470,6 +482,7 @@ fn within_memory(
         let mut fitting: Vec<Plan> = Vec::new();
         // Where none was worth it beside what is known, looking again under lower limits finds nothing better.
         let judged_some = !plans.is_empty();
+        let mut tightened = false;
         for plan in plans {
             // Of each device's memory, how much its stage needs.
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
@@ -486,12 +499,16 @@ fn within_memory(
                 };
                 closest = Some((part(fullest), failure));
             }
+            if let Some((required_bytes, limit_bytes)) = offload::short_node(&plan) {
+                short_node.get_or_insert(PlanFailure::HostMemory { required_bytes, limit_bytes });
+            }
             if !fits(&plan) {
                 let limits = limits.entry(plan.num_microbatches).or_insert_with(|| devices.clone());
                 for (group, limit) in limits.iter_mut().enumerate() {
                     let of_group = plan.stages.iter().filter(|s| s.group as usize == group);
                     let peak = of_group.map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
                     if peak > devices[group] {
+                        tightened = true;
                         *limit = (*limit as f64 * (devices[group] as f64 / peak as f64).min(0.97)) as u64;
                     }
                 }
@@ -524,8 +541,16 @@ fn within_memory(
         if !judged_some {
             return Ok(fitting);
         }
+        // What is too much for nodes is so under any limit of devices.
+        if !tightened {
+            break;
+        }
     }
-    Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure))
+    let fits_devices = closest.as_ref().is_some_and(|(part, _)| *part <= 1.0);
+    match short_node.filter(|_| fits_devices) {
+        Some(failure) => Err(failure),
+        None => Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure)),
+    }
 }
 
 /// How far above the limit an estimate of memory may be while the plan fits.
@@ -713,7 +738,8 @@ fn peak_bytes(plan: &Plan) -> u64 {
     plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0)
 }
 
-/// Whether every device has the memory that the judge says its stage needs.
+/// Whether every device has the memory that the judge says its stage needs, and every node what is left in its own.
 pub fn fits(plan: &Plan) -> bool {
     plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
+        && offload::short_node(plan).is_none()
 }

@@ -175,6 +175,7 @@ pub(crate) mod tests {
             mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),
             recompute: Default::default(),
             zero: 0,
+            offload: Default::default(),
             shardings: Default::default(),
             parameters: Default::default(),
             receives: Default::default(),

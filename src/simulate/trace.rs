@@ -123,7 +123,7 @@ impl Simulation {
             _ => None,
         };
         let event = |kernel: usize, start_s: f64, end_s: f64| {
-            let is_sent = work.kernels[kernel].kind == KernelKind::Collective;
+            let is_sent = work.kernels[kernel].kind.communicates();
             let name = title(body, &work.kernels[kernel]);
             let mut event = self.event(name, stage, track(is_sent), start_s, end_s);
             if let Some(description) = described(kernel) {

@@ -57,7 +57,14 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
             let id = BufferId(buffers.len() as u32);
             let (name, ty) = (format!("{v} for the gradients of weights"), node.ty.clone());
             let sharding = Sharding::replicated(&ty.shape);
-            buffers.push(Buffer { name, stage: backward.stage, kind: BufferKind::Value, ty: ty.clone(), sharding });
+            buffers.push(Buffer {
+                name,
+                stage: backward.stage,
+                kind: BufferKind::Value,
+                ty: ty.clone(),
+                sharding,
+                host: false,
+            });
             let new = leaf(&mut weights, id.to_string(), ty);
             reads.push((new, id));
             passed.push((id, v));

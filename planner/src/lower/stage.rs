@@ -1,5 +1,6 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 
+mod offload;
 mod update;
 
 use super::body::BodyBuilder;
@@ -145,7 +146,7 @@ pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
 
 impl<'a> StageLowering<'a> {
     fn buffer(&mut self, name: String, kind: BufferKind, ty: TensorType, sharding: Sharding) -> BufferId {
-        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding });
+        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding, host: false });
         BufferId((self.buffers.len() - 1) as u32)
     }
 

@@ -285,7 +285,14 @@ impl Subject {
         let mut buffer = |ty: &TensorType| {
             let name = format!("tensor {}", buffers.len());
             let kind = BufferKind::State { parameter: name.clone(), slot: "value".to_string() };
-            buffers.push(Buffer { name, stage: 0, kind, ty: ty.clone(), sharding: Sharding::replicated(&ty.shape) });
+            buffers.push(Buffer {
+                name,
+                stage: 0,
+                host: false,
+                kind,
+                ty: ty.clone(),
+                sharding: Sharding::replicated(&ty.shape),
+            });
             BufferId(buffers.len() as u32 - 1)
         };
         let graph = self.graph.clone();

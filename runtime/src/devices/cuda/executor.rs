@@ -81,6 +81,8 @@ pub struct Executor {
     /// By command, for those that move something between host and device: where in `host`.
     staged: Vec<Option<usize>>,
     host: Pinned,
+    /// What the tape has in the memory of the host.
+    offloaded: Pinned,
     arena: Memory,
     workspace: Memory,
     context: Arc<Context>,
@@ -192,6 +194,7 @@ impl Executor {
             graph: None,
             staged,
             host: context.pinned(host_bytes)?,
+            offloaded: context.pinned(tape.arena.host_bytes as usize)?,
             arena,
             workspace,
             context: context.clone(),
@@ -208,6 +211,11 @@ impl Executor {
             // SAFETY: the arena stays until this is done, which is waited for.
             unsafe { stream.zero(start, self.arena.bytes()) }?;
         }
+        let bytes = self.tape.arena.host_bytes as usize;
+        if let Some(start) = self.offloaded.range(0, bytes) {
+            // SAFETY: it is as long, and no copy is under way before the first step.
+            unsafe { start.write_bytes(0, bytes) };
+        }
         stream.synchronize()?;
         for constant in &self.tape.constants {
             let dtype = self.tape.region(constant.region).dtype;
@@ -218,7 +226,10 @@ impl Executor {
 
     /// Writes a region from its start, and waits for it.
     fn write(&self, stream: &Stream, region: RegionId, bytes: &[u8]) -> Result<(), CudaError> {
-        if let Some(address) = self.address(region, bytes.len() as u64) {
+        if let Some(to) = self.in_host(region, bytes.len()) {
+            // SAFETY: it has room for them, and between steps no copy is under way.
+            unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        } else if let Some(address) = self.address(region, bytes.len() as u64) {
             // SAFETY: both stay until this is done, which is waited for.
             unsafe { stream.upload(address, bytes.as_ptr(), bytes.len() as u64) }?;
         }
@@ -228,7 +239,11 @@ impl Executor {
     /// Reads a region, when all before it is done, and waits for it.
     fn read(&self, stream: &Stream, region: RegionId) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0; self.used_bytes(region) as usize];
-        if let Some(address) = self.address(region, bytes.len() as u64) {
+        if let Some(from) = self.in_host(region, bytes.len()) {
+            stream.synchronize()?;
+            // SAFETY: there are as many, and what was to be copied there is.
+            unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len()) };
+        } else if let Some(address) = self.address(region, bytes.len() as u64) {
             // SAFETY: both stay until this is done, which is waited for.
             unsafe { stream.download(bytes.as_mut_ptr(), address, bytes.len() as u64) }?;
         }
@@ -317,7 +332,7 @@ impl Executor {
                         &self.events,
                         (&self.kernels, &self.fills),
                         &mut self.blas,
-                        (&self.arena, &self.workspace, &self.host, &self.staged),
+                        (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
                         index,
                     ) {
                         failure = Some((index, why));
@@ -355,7 +370,7 @@ impl Executor {
                 &self.events,
                 (&self.kernels, &self.fills),
                 &mut self.blas,
-                (&self.arena, &self.workspace, &self.host, &self.staged),
+                (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
                 index,
             ),
         };
@@ -504,6 +519,11 @@ impl Executor {
         self.arena.range(self.tape.region(region).offset, bytes)
     }
 
+    /// Where a region is in the memory of the host, if it is there.
+    fn in_host(&self, region: RegionId, bytes: usize) -> Option<*mut u8> {
+        self.offloaded.range(self.tape.in_host(region)? as usize, bytes)
+    }
+
     /// Those of a region's elements.
     fn used_bytes(&self, region: RegionId) -> u64 {
         let region = self.tape.region(region);
@@ -527,7 +547,7 @@ fn issue(
     events: &[Event],
     (kernels, fills): (&[Kernel], &[Option<Function>]),
     blas: &mut Option<Blas>,
-    (arena, workspace, host, staged): (&Memory, &Memory, &Pinned, &[Option<usize>]),
+    (arena, workspace, host, offloaded, staged): (&Memory, &Memory, &Pinned, &Pinned, &[Option<usize>]),
     index: usize,
 ) -> Result<(), Failure> {
     let command = &tape.commands[index];
@@ -590,9 +610,19 @@ fn issue(
             }
         }
         What::Copy { from, to } => {
-            let ((from, bytes, _), (to, room, _)) = (address(*from)?, address(*to)?);
-            // SAFETY: as above.
-            unsafe { stream.copy(to, from, bytes.min(room)) }?;
+            let used = |region: RegionId| tape.region(region).elements * tape.region(region).dtype.bytes();
+            let bytes = used(*from).min(used(*to));
+            let kept = |offset: u64| {
+                let place = offloaded.range(offset as usize, bytes as usize);
+                place.ok_or(Failure::Tape("a region lies beyond the arena"))
+            };
+            // SAFETY (of all three): as above, and what is offloaded stays as long.
+            match (tape.in_host(*from), tape.in_host(*to)) {
+                (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
+                (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
+                (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
+                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within the memory of the host")),
+            }
         }
         What::Upload { to, .. } => {
             let (to, bytes, _) = address(*to)?;
