@@ -11,6 +11,7 @@ use super::error::CudaError;
 use super::gather;
 use super::library::Search;
 use super::nccl::Channel;
+use super::nvtx::{Open, Ranges};
 use crate::error::KernelError;
 use crate::loops::Launch;
 use crate::loops::cuda::{NoArithmetic, Text, text};
@@ -70,6 +71,8 @@ pub enum Peers {
 pub struct Executor {
     tape: Arc<Tape>,
     running: Running,
+    /// For profilers.
+    ranges: Option<Arc<Ranges>>,
     streams: Vec<Stream>,
     events: Vec<Event>,
     /// By launch.
@@ -185,6 +188,7 @@ impl Executor {
         let events = tape.num_events as usize + tape.streams.len();
         let executor = Executor {
             running,
+            ranges: None,
             streams,
             events: (0..events).map(|_| context.event()).collect::<Result<_, _>>()?,
             kernels,
@@ -251,6 +255,11 @@ impl Executor {
         Ok(bytes)
     }
 
+    /// From here on its steps are told to profilers by these names.
+    pub(super) fn tell(&mut self, ranges: Option<Ranges>) {
+        self.ranges = ranges.map(Arc::new);
+    }
+
     /// From here on it exchanges through these, one for each communicator of its tape.
     pub fn meet(&mut self, channels: Vec<Channel>) {
         self.peers = Peers::Nccl(channels);
@@ -286,13 +295,19 @@ impl Executor {
                 give(given, &mut unsafe { self.host.bytes_mut() }[*place..*place + bytes]);
             }
         }
+        let ranges = self.ranges.clone();
+        let mut open = ranges.as_ref().map(|ranges| ranges.step());
         match self.is_recordable() {
-            true => self.replay()?,
-            false => (0..tape.commands.len()).try_for_each(|index| self.issue(index))?,
+            true => self.replay(open.as_mut())?,
+            false => (0..tape.commands.len()).try_for_each(|index| {
+                let _range = open.as_mut().map(|open| open.command(index, tape.commands[index].call));
+                self.issue(index)
+            })?,
         }
         for stream in &self.streams {
             stream.synchronize().map_err(set_up)?;
         }
+        drop(open);
         if let Peers::Nccl(channels) = &self.peers {
             channels.iter().for_each(Channel::finished);
         }
@@ -313,8 +328,8 @@ impl Executor {
         !self.running.check_nan && !self.streams.is_empty() && self.tape.commands.iter().all(stays)
     }
 
-    /// Records the step where it was not yet, and launches it.
-    fn replay(&mut self) -> Result<(), ExecutorError> {
+    /// Records the step where it was not yet, and launches it. What is recorded has ranges then; when it is launched, the step has.
+    fn replay(&mut self, mut open: Option<&mut Open<'_>>) -> Result<(), ExecutorError> {
         let rank = self.tape.rank;
         let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
         if self.graph.is_none() {
@@ -326,6 +341,8 @@ impl Executor {
                 streams[0].record(&joins[0])?;
                 streams[1..].iter().try_for_each(|stream| stream.wait(&joins[0]))?;
                 for index in 0..self.tape.commands.len() {
+                    let call = self.tape.commands[index].call;
+                    let _range = open.as_mut().map(|open| open.command(index, call));
                     if let Err(why) = issue(
                         &self.tape,
                         &streams,
