@@ -174,7 +174,7 @@ fn asked(file: &str, cluster: &str, memory_bytes: Option<u64>, offload: Option<O
 #[test]
 fn what_does_not_fit_otherwise_is_offloaded() {
     let scratch = Scratch::new();
-    let file = scratch.file("gpt2.json", &GPT2.replace("\"n_embd\": 32", "\"n_embd\": 64"));
+    let file = scratch.file("gpt2.json", GPT2.replace("\"n_embd\": 32", "\"n_embd\": 64"));
     let ask = |memory: Option<u64>, offload| plan(&asked(&file, "dgx-a100/1", memory, offload), &Silent);
     let here = ask(None, Some(Offload::None)).expect("a plan");
     let away = ask(None, Some(Offload::Optimizer)).expect("a plan");
@@ -202,7 +202,7 @@ fn what_does_not_fit_otherwise_is_offloaded() {
 #[test]
 fn stages_with_room_keep_their_state() {
     let scratch = Scratch::new();
-    let file = scratch.file("gpt2.json", &GPT2.replace("\"n_layer\": 4", "\"n_layer\": 9"));
+    let file = scratch.file("gpt2.json", GPT2.replace("\"n_layer\": 4", "\"n_layer\": 9"));
     let mut away = planned(Path::new(&file), &import(), "dgx-a100/2 dp1 tp1 pp2 micro2 offload").expect("a plan");
     let needs = |plan: &Plan, stage: usize| {
         let predicted = &plan.stages[stage].predicted;
@@ -228,7 +228,7 @@ fn stages_with_room_keep_their_state() {
 #[test]
 fn copies_cost_what_the_link_takes() {
     let scratch = Scratch::new();
-    let file = scratch.file("gpt2.json", &GPT2.replace("\"n_embd\": 32", "\"n_embd\": 256"));
+    let file = scratch.file("gpt2.json", GPT2.replace("\"n_embd\": 32", "\"n_embd\": 256"));
     let step = |rate: f64| {
         let mut request = asked(&file, "dgx-a100/1", None, Some(Offload::Optimizer));
         request.cluster.groups[0].device.host_bytes_per_s = Some(rate);
