@@ -5,8 +5,9 @@
 use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
+use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::memory::Category;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
@@ -200,6 +201,12 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
         changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
     }
+    // Of devices that have a memory of their own.
+    let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
+    if request.trains() && apart && request.offload == Some(Offload::None) {
+        let change = "--offload optimizer, whose state is then in the memory of the hosts";
+        changes.push(changed(change, &|r| r.offload = Some(Offload::Optimizer)));
+    }
     // Of sizes that grow or shrink the first that fits.
     let samples = global_batch(request);
     let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
@@ -294,14 +301,6 @@ impl fmt::Display for Shortage {
         }
         // Rounded up, and a plan that was judged may have needed less than what should come closest.
         write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;
-        let without_state = self.peak_bytes.saturating_sub(self.state_bytes);
-        if self.state_bytes > 0 && without_state <= self.limit_bytes {
-            let state = bytes(self.state_bytes);
-            write!(
-                f,
-                "\n  optimizer state outside of the devices: {state} less per device (plans cannot say this yet)"
-            )?;
-        }
         Ok(())
     }
 }

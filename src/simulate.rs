@@ -357,6 +357,10 @@ fn why(device: &Device, kernel: &Kernel) -> String {
         KernelKind::Fused { operations } => format!("{operations:.3e} operations"),
         KernelKind::Indexed => "lookups".into(),
         KernelKind::Sort { passes } => format!("{passes} passes"),
+        KernelKind::HostCopy(_) => {
+            let link_s = seconds(compute.host_copy_s(kernel.read_bytes as f64));
+            return format!("{} over the link to the host: {link_s}", bytes(kernel.read_bytes));
+        }
         KernelKind::Collective => String::new(),
     };
     let bound = match compute.kernel(kernel).bound {

@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Plans of the demo's model, which differ in degrees, microbatches and storage.
-const PLANS: [&str; 12] = [
+const PLANS: [&str; 14] = [
     "local:1",
     "local:1 micro4",
     "local:2 dp2",
@@ -31,6 +31,8 @@ const PLANS: [&str; 12] = [
     "local:4 dp4 zero2",
     "local:4 pp2 tp2 micro4",
     "local:4 dp2 pp2 micro2 zero3",
+    "local:1 offload",
+    "local:4 dp2 pp2 micro2 zero1 offload",
 ];
 
 /// What all plans of a pair share: the type of the weights, and the optimizer.

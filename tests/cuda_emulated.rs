@@ -20,7 +20,13 @@ const GPT2: &str =
 fn plans_train_on_a_gpu_as_on_the_cpu() {
     trains_alike(
         1,
-        &["local:1 micro2", "local:2 dp2 tp1 pp1 zero3", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2 micro4"],
+        &[
+            "local:1 micro2",
+            "local:1 offload",
+            "local:2 dp2 tp1 pp1 zero3",
+            "local:2 dp1 tp2 pp1",
+            "local:2 dp1 tp1 pp2 micro4",
+        ],
     );
 }
 
@@ -34,6 +40,7 @@ fn plans_train_on_gpus_as_on_the_cpu() {
             "local:2 dp1 tp1 pp2 micro4",
             "local:4 dp2 tp2 pp1",
             "local:4 dp2 tp1 pp2 micro2",
+            "local:2 dp2 tp1 pp1 zero1 offload",
         ],
     );
 }
@@ -80,6 +87,67 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
             let most = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
             let worst = expected.iter().zip(&found).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
             assert!(worst <= 1e-4 * most.max(1.0), "{words}: {name} is {worst:e} off");
+        }
+    }
+}
+
+/// What NVTX is told, by a library that writes it down: `+NAME` and `-`.
+const NVTX: &str = r#"
+#include <stdio.h>
+static void note(const char *sign, const char *name) {
+    FILE *f = fopen(LOG, "a");
+    fprintf(f, "%s%s\n", sign, name);
+    fclose(f);
+}
+int nvtxRangePushA(const char *name) { note("+", name); return 0; }
+int nvtxRangePop(void) { note("-", ""); return 0; }
+"#;
+
+/// Ranges are those of the plan's calls, each within its step, with the commands of the call in it.
+#[test]
+fn profilers_are_told_what_runs() {
+    let scratch = Scratch::new();
+    let Some(search) = emulator(&scratch, 2) else { return };
+    let (source, log) = (scratch.file("nvtx.c", NVTX), scratch.path("ranges"));
+    let define = format!("-DLOG=\"{}\"", log.display());
+    let library = scratch.path("libnvToolsExt.so.1");
+    let status = Command::new("gcc").args(["-shared", "-fPIC", &define, "-o"]).arg(&library).arg(&source).status();
+    assert!(status.expect("there is gcc").success());
+    let options = CudaOptions { search, ..CudaOptions::default() };
+    let file = PathBuf::from(scratch.file("gpt2.json", GPT2));
+    let import = ImportOptions { batch: Some(8), sequence: Some(4), ..ImportOptions::default() };
+    // One device, whose step is recorded once, and two.
+    for (words, devices) in [("local:1 micro2", 1), ("local:2 dp2 tp1 pp1 micro2 sgd", 2)] {
+        let plan = planned(&file, &import, words).expect("a plan");
+        let _ = std::fs::remove_file(&log);
+        let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+        let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
+        weights.iter().for_each(|(name, tensor)| gpu.load_parameter(name, tensor).expect("a parameter"));
+        let batch = batches.take().expect("a batch");
+        for number in 1..=2 {
+            gpu.step(&batch, &scalars(1e-3, number)).expect("a step");
+        }
+        drop(gpu);
+        let told = std::fs::read_to_string(&log).expect("ranges");
+        let opened = told.lines().filter(|line| line.starts_with('+')).count();
+        assert_eq!(opened, told.lines().filter(|line| *line == "-").count(), "{words}: {told}");
+        let count = |name: &str| told.lines().filter(|line| line.strip_prefix('+') == Some(name)).count();
+        let steps: usize = (0..devices).map(|rank| count(&format!("step of device {rank}"))).sum();
+        assert_eq!(steps, 2 * devices, "{words}");
+        // The commands of a step that is recorded are told of once.
+        let times = if devices == 1 { 1 } else { 2 * devices };
+        for call in ["stage0 forward of microbatch 0", "stage0 backward of microbatch 1", "stage0 update"] {
+            assert_eq!(count(call), times, "{words}: {call}\n{told}");
+        }
+        let named = |part: &str| told.lines().any(|line| line.starts_with("+matmul: ") && line.contains(part));
+        assert!(named("(dot_general)"), "{told}");
+        if devices == 1 {
+            let mut depth = 0;
+            for line in told.lines() {
+                depth += if line == "-" { -1 } else { 1 };
+                let is_step = line.starts_with("+step of device");
+                assert!((0..=3).contains(&depth) && is_step == (line != "-" && depth == 1), "{line} at {depth}");
+            }
         }
     }
 }

@@ -30,7 +30,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Plans that the transformers are tried with as well.
-const MORE: [&str; 26] = [
+const MORE: [&str; 33] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -57,6 +57,13 @@ const MORE: [&str; 26] = [
     "local:2 dp1 tp1 pp2 micro8 bf16",
     "local:2 dp2 tp1 pp1 sgd",
     "local:2 dp1 tp2 pp1 inference micro2",
+    "local:1 offload",
+    "local:2 dp2 tp1 pp1 zero1 offload",
+    "local:2 dp2 tp1 pp1 zero3 bf16 offload",
+    "local:2 dp1 tp2 pp1 micro2 offload",
+    "local:2 dp1 tp1 pp2 micro8 virtual2 offload",
+    "local:2 dp1 tp1 pp2 micro4 pipedream offload",
+    "local:2 dp1 tp1 pp2 micro4 recompute zb bf16 offload",
 ];
 
 /// What each worker of a plan holds at most over three steps: as many as overlap, and one before.
@@ -139,6 +146,8 @@ fn the_timeline_adds_up_to_the_peak() {
         "p3.16xlarge:1 dp2 tp2 pp2 micro8 virtual2",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 zb",
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
+        "p3.16xlarge:1 dp8 tp1 pp1 zero1 offload",
+        "p3.16xlarge:1 dp2 tp1 pp4 micro8 offload",
         "local:2 dp1 tp1 pp2 recompute",
     ];
     for words in plans {

@@ -2,8 +2,8 @@
 //! and a count of nodes, or by a count of devices.
 
 pub use crate::devices::{
-    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, is_fitted, matmul_efficiency,
-    nvlink_generation,
+    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, host_bytes_per_s, is_fitted,
+    matmul_efficiency, nvlink_generation,
 };
 use crate::error::{ClusterError, nearest};
 use crate::node_link::{NodeLink, Wiring};
@@ -15,6 +15,9 @@ pub const MAX_DEVICES: u64 = 1_000_000;
 /// Bytes/s of a link that is sold in Gb/s, per direction.
 const GBIT: f64 = 1e9 / 8.0;
 
+/// GB of a binary gigabyte.
+const GIB: f64 = 1.073741824;
+
 /// A machine of the catalogue: what one node is.
 struct Preset {
     name: &'static str,
@@ -25,12 +28,16 @@ struct Preset {
     intra: (&'static str, f64, f64),
     /// Kind, bytes/s per NIC and direction, NICs, seconds.
     inter: (&'static str, f64, u32, f64),
+    /// GB of a node's own memory, where it is stated.
+    host_gb: Option<f64>,
     price_per_hour: Option<f64>,
 }
 
 // Latencies are not in datasheets. NCCL's tuning tables assume 3.4 us a hop for a ring over NVLink and 14 us over a network
 // (src/graph/tuning.cc, protocol for large messages; 0.6 and 2.7 us for small ones). Here a hop takes 3 us over NVLink,
 // 8 us over InfiniBand, 15 us over EFA (RDMA over Ethernet) and 30 us over TCP.
+// Memory of nodes: the same pages and datasheets (of the DGX A100 with 80 GB devices, of the DGX B200 the smaller configuration),
+// and the sites' own descriptions of Polaris, Perlmutter and Frontier.
 const PRESETS: &[Preset] = &[
     // Amazon EC2 P3 page: 8 V100 16 GB, NVLink (6 links x 25 GB/s a direction on each device), 25 Gb/s network (TCP);
     // on demand in us-east-1 (2021).
@@ -41,6 +48,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvlink", 150.0, 3e-6),
         inter: ("tcp", 25.0 * GBIT, 1, 30e-6),
+        host_gb: Some(488.0 * GIB),
         price_per_hour: Some(24.48),
     },
     // NVIDIA DGX-1 datasheet (2019): 8 V100 (256 GB in all), NVLink as above, 4 x InfiniBand EDR (100 Gb/s).
@@ -51,6 +59,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvlink", 150.0, 3e-6),
         inter: ("infiniband", 100.0 * GBIT, 4, 8e-6),
+        host_gb: Some(512.0),
         price_per_hour: None,
     },
     // NVIDIA DGX-2 datasheet (2019): 16 V100, NVSwitch with the six links of each, 8 x InfiniBand EDR (100 Gb/s).
@@ -61,6 +70,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 16,
         intra: ("nvswitch", 150.0, 3e-6),
         inter: ("infiniband", 100.0 * GBIT, 8, 8e-6),
+        host_gb: Some(1500.0),
         price_per_hour: None,
     },
     // Amazon EC2 P4 page: 8 A100 40 GB, NVSwitch (600 GB/s both directions together), 400 Gb/s EFA on 4 cards;
@@ -72,6 +82,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
         inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
+        host_gb: Some(1152.0 * GIB),
         price_per_hour: Some(32.77),
     },
     Preset {
@@ -81,6 +92,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
         inter: ("efa-p4", 100.0 * GBIT, 4, 15e-6),
+        host_gb: Some(1152.0 * GIB),
         price_per_hour: Some(40.97),
     },
     // NVIDIA DGX A100 80GB datasheet (2021): NVSwitch at 600 GB/s both directions together; 8 x InfiniBand HDR (200 Gb/s).
@@ -91,6 +103,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
         inter: ("infiniband", 200.0 * GBIT, 8, 8e-6),
+        host_gb: Some(2000.0),
         price_per_hour: None,
     },
     // The A100 cluster of the vTrain measurements (Bang et al., "vTrain: A Simulation Framework for Evaluating
@@ -102,6 +115,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 300.0, 3e-6),
         inter: ("infiniband", 200.0 * GBIT, 4, 8e-6),
+        host_gb: None,
         price_per_hour: None,
     },
     // NVIDIA DGX H100 datasheet (2023): NVSwitch at 900 GB/s both directions together; 8 x InfiniBand NDR (400 Gb/s).
@@ -112,6 +126,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 450.0, 3e-6),
         inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
+        host_gb: Some(2000.0),
         price_per_hour: None,
     },
     // NVIDIA DGX H200 datasheet (2024): the DGX H100 with H200.
@@ -122,6 +137,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 450.0, 3e-6),
         inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
+        host_gb: Some(2000.0),
         price_per_hour: None,
     },
     // NVIDIA DGX B200 datasheet (2024): NVSwitch at 14.4 TB/s of all devices in both directions; 8 x 400 Gb/s InfiniBand.
@@ -132,6 +148,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 900.0, 3e-6),
         inter: ("infiniband", 400.0 * GBIT, 8, 8e-6),
+        host_gb: Some(2000.0),
         price_per_hour: None,
     },
     // Amazon EC2 P5 page: 8 H100, NVSwitch as above, 3200 Gb/s EFA on 32 cards; on demand in us-east-1 (2023).
@@ -142,6 +159,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 450.0, 3e-6),
         inter: ("efa", 100.0 * GBIT, 32, 15e-6),
+        host_gb: Some(2048.0 * GIB),
         price_per_hour: Some(98.32),
     },
     // Amazon EC2 P6 page: 8 B200, NVSwitch as above, 3200 Gb/s EFA on 8 cards.
@@ -152,6 +170,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("nvswitch", 900.0, 3e-6),
         inter: ("efa", 400.0 * GBIT, 8, 15e-6),
+        host_gb: Some(2048.0 * GIB),
         price_per_hour: None,
     },
     // ALCF, Polaris machine overview (2023): 4 A100 40 GB, wired to each other by four links of 25 GB/s for each pair (NV4 in
@@ -163,6 +182,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 4,
         intra: ("nvlink-mesh", 300.0, 3e-6),
         inter: ("slingshot", 200.0 * GBIT, 2, 8e-6),
+        host_gb: Some(512.0),
         price_per_hour: None,
     },
     // NERSC, Perlmutter architecture (2023): the same GPUs and links, 4 Slingshot 11 adapters.
@@ -173,6 +193,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 4,
         intra: ("nvlink-mesh", 300.0, 3e-6),
         inter: ("slingshot", 200.0 * GBIT, 4, 8e-6),
+        host_gb: Some(256.0),
         price_per_hour: None,
     },
     // OLCF, Frontier user guide (2023): 4 MI250X, whose 8 dies are the devices, 50 to 100 GB/s between dies of different
@@ -184,6 +205,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("infinity-fabric", 100.0, 3e-6),
         inter: ("slingshot", 200.0 * GBIT, 4, 8e-6),
+        host_gb: Some(512.0),
         price_per_hour: None,
     },
     // Eight workers as those of `local`, several of which may be joined by a gigabit network.
@@ -194,6 +216,7 @@ const PRESETS: &[Preset] = &[
         devices_per_node: 8,
         intra: ("shared-memory", 4.0, 5e-6),
         inter: ("tcp", GBIT, 1, 50e-6),
+        host_gb: None,
         price_per_hour: None,
     },
 ];
@@ -276,6 +299,7 @@ fn local(workers: u32) -> Group {
             latency_s: 50e-6,
             oversubscription: 1.0,
         },
+        host_memory_bytes: None,
         price_per_hour: None,
     }
 }
@@ -295,6 +319,7 @@ impl Preset {
             device: known_device(self.device),
             intra_node: IntraNode { kind: kind.to_string(), bytes_per_s: gb_per_s * 1e9, latency_s: intra_latency_s },
             inter_node: InterNode { kind: network.to_string(), bytes_per_s, nics, latency_s, oversubscription: 1.0 },
+            host_memory_bytes: self.host_gb.map(|gb| (gb * 1e9) as u64),
             price_per_hour: self.price_per_hour,
         }
     }
@@ -368,6 +393,7 @@ fn counted(text: &str) -> Result<Option<Group>, ClusterError> {
             if kind.intra.0 == "pcie" || kind.intra.0 == "shared-memory" { 5e-6 } else { 3e-6 },
         ),
         inter: ("", gbit_per_s * GBIT, devices_per_node.div_ceil(sharing), 8e-6),
+        host_gb: None,
         price_per_hour: None,
     };
     let mut group = preset.group(nodes);

@@ -9,7 +9,7 @@ use crate::catalogue;
 use crate::kernels::{Kernel, KernelKind, Matmul};
 use crate::roofline::peak_flops;
 pub use altiplano_ir::cluster::Constants;
-use altiplano_ir::cluster::Device;
+use altiplano_ir::cluster::{Device, DeviceKind};
 use serde::{Deserialize, Serialize};
 
 /// A tile of a matmul's result, and what part of the best rate it reaches: smaller tiles load more for each multiplication.
@@ -67,6 +67,10 @@ impl Compute {
             KernelKind::Indexed => 0.0,
             KernelKind::Sort { passes } => (passes as f64 - 1.0) * (memory_s + self.device.launch_s),
             KernelKind::Collective => return KernelTime { seconds: 0.0, bound: Bound::Launch },
+            KernelKind::HostCopy(_) => {
+                let seconds = self.host_copy_s(kernel.read_bytes as f64) + self.device.launch_s;
+                return KernelTime { seconds, bound: Bound::Memory };
+            }
         };
         let memory_s = if matches!(kernel.kind, KernelKind::Sort { .. }) { memory_s + arithmetic_s } else { memory_s };
         let busy_s = memory_s.max(arithmetic_s);
@@ -92,6 +96,15 @@ impl Compute {
     /// Seconds for `bytes` read and written.
     pub fn memory_s(&self, bytes: f64) -> f64 {
         bytes / (self.device.memory_bytes_per_s * self.constants.memory_efficiency)
+    }
+
+    /// Seconds for `bytes` from the host's memory, or to it. Workers on cores have no other memory than that.
+    pub fn host_copy_s(&self, bytes: f64) -> f64 {
+        match (self.device.host_bytes_per_s, self.device.kind) {
+            (Some(rate), _) => bytes / rate,
+            (None, DeviceKind::Cpu) => self.memory_s(2.0 * bytes),
+            (None, DeviceKind::Gpu) => bytes / catalogue::host_bytes_per_s(&self.device.name),
+        }
     }
 
     /// Seconds that a matmul's multiplications take, in the best of [`TILES`].

@@ -275,6 +275,7 @@ impl DeviceFigures {
             launch_s: self.launch_s,
             l2_bytes: Some(self.l2_mib << 20),
             constants: None,
+            host_bytes_per_s: None,
             multiprocessors: Some(self.multiprocessors),
             watts: (self.watts > 0.0).then_some(self.watts),
         }
@@ -311,6 +312,35 @@ pub fn constants(name: &str) -> Constants {
 /// Generation of the NVLink of a GPU of the catalogue, 0 for one without; `None` for all other devices.
 pub fn nvlink_generation(name: &str) -> Option<u32> {
     DEVICES.iter().find(|d| d.name == name).and_then(|d| d.nvlink)
+}
+
+/// Lanes of the link to a host, of every device below.
+const HOST_LANES: f64 = 16.0;
+
+/// Part of that link's rate which copies from pinned memory reach: `nvbandwidth` measures 24.8 of 31.5 GB/s on eight A100-SXM4-80GB
+/// (NVIDIA developer forum, thread 352186, 2025).
+const HOST_LINK_EFFICIENCY: f64 = 0.787;
+
+/// GPUs and the generation of their PCI Express, by the datasheets named above, and how many of them share an uplink to the host: on
+/// boards for V100 and A100 two are below each PCI Express switch (NVIDIA DGX-1 whitepaper, 2017, figure of the topology; `PXB` of
+/// pairs in the topology of that thread), on those for H100 and later each has one of its own (DGX H100 user guide, 2023). Polaris
+/// and Perlmutter have four A100 that are attached each by itself, of which this says too little.
+const HOST_LINKS: [(&[&str], i32, f64); 5] = [
+    (&["V100-SXM2-16GB", "V100-SXM2-32GB", "V100-SXM3-32GB"], 3, 2.0),
+    (&["A100-SXM-40GB", "A100-SXM-80GB"], 4, 2.0),
+    (&["A100-PCIe", "A100-PCIe-40GB", "L40S", "RTX-4090", "MI250X-GCD"], 4, 1.0),
+    (&["H100-SXM", "H100-PCIe", "H200", "MI300X", "B200"], 5, 1.0),
+    // Whatever is not known is taken to be old.
+    (&[], 3, 1.0),
+];
+
+/// Bytes/s between a GPU of this name and the memory of its host, per direction, while all of a node copy.
+pub fn host_bytes_per_s(name: &str) -> f64 {
+    let is_it = |(names, ..): &&(&[&str], i32, f64)| names.contains(&name) || names.is_empty();
+    let (generation, sharing) = HOST_LINKS.iter().find(is_it).map_or((3, 1.0), |found| (found.1, found.2));
+    // 8 GT/s on each lane in the third generation, twice that in each after it, of which 128 bits in 130 are data.
+    let lane = 1e9 * f64::from(2.0f32.powi(generation - 3)) * 128.0 / 130.0;
+    HOST_LANES * lane * HOST_LINK_EFFICIENCY / sharing
 }
 
 /// Names of all devices of the catalogue, in its order.

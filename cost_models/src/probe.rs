@@ -295,6 +295,7 @@ pub fn gpu_group(
     // Drivers keep some of the memory; what differs by more is another card, or a part of one.
     let ratio = first.memory_bytes as f64 / device.memory_bytes as f64;
     if !(0.9..1.15).contains(&ratio) {
+        device.host_bytes_per_s = Some(catalogue::host_bytes_per_s(&device.name));
         device.name = format!("{} with {} MiB", device.name, first.memory_bytes >> 20);
         device.memory_bytes = first.memory_bytes;
     }
@@ -330,7 +331,7 @@ fn group(
             oversubscription: 1.0,
         },
     };
-    Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, price_per_hour: None })
+    Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, host_memory_bytes: None, price_per_hour: None })
 }
 
 /// Links of NVLink that each GPU has, and bytes/s of one in each direction, by generation (NVIDIA's datasheets: 300, 600, 900

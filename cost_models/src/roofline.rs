@@ -146,6 +146,7 @@ impl CostModel for Roofline {
             }),
             // Priced by `collective_s`, and a number that a device knows.
             Op::Collective(_) | Op::AxisIndex(_) => 0.0,
+            Op::HostCopy(_) => self.compute.host_copy_s(written),
             // One read and one write; further operands are most often broadcasts or come from the same kernel.
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => {
                 self.fused_s(largest + written)

@@ -6,6 +6,7 @@
 
 use crate::kernels::{Kernel, KernelKind};
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::HostRoute;
 use rustc_hash::FxHashMap;
 
 /// What work runs on.
@@ -16,6 +17,10 @@ pub enum Stream {
     Communication,
     /// Collectives once a step: gradients and updated parameters.
     Gradients,
+    /// From the memory of the host.
+    Load,
+    /// To the memory of the host.
+    Store,
 }
 
 /// A piece of work on one device.
@@ -48,7 +53,7 @@ pub struct Played {
 /// Plays tasks that are issued in this order from time 0. Tasks of one stream run one after the other.
 pub fn play(tasks: &[Task]) -> Played {
     let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
-    let (mut host_s, mut free_s) = (0.0f64, [0.0f64; 3]);
+    let (mut host_s, mut free_s) = (0.0f64, [0.0f64; 5]);
     for task in tasks {
         host_s += task.issue_s;
         let stream = &mut free_s[task.stream as usize];
@@ -58,7 +63,7 @@ pub fn play(tasks: &[Task]) -> Played {
         played.spans.push((start_s, *stream));
         match task.stream {
             Stream::Compute => played.compute_s += task.seconds,
-            Stream::Communication | Stream::Gradients => played.communication_s += task.seconds,
+            _ => played.communication_s += task.seconds,
         }
     }
     played.host_s = host_s;
@@ -112,7 +117,12 @@ pub fn tasks(kernels: &[Kernel], prices: &[Price]) -> Vec<Task> {
     let mut tasks = Vec::with_capacity(kernels.len());
     for (i, (kernel, price)) in kernels.iter().zip(prices).enumerate() {
         let mut task = Task {
-            stream: if kernel.kind == KernelKind::Collective { Stream::Communication } else { Stream::Compute },
+            stream: match kernel.kind {
+                KernelKind::Collective => Stream::Communication,
+                KernelKind::HostCopy(HostRoute::Load) => Stream::Load,
+                KernelKind::HostCopy(HostRoute::Store) => Stream::Store,
+                _ => Stream::Compute,
+            },
             seconds: price.seconds,
             issue_s: price.issue_s,
             after: Vec::new(),

@@ -82,6 +82,7 @@ struct GroupToml {
     device: Spanned<String>,
     intra_node: Option<IntraToml>,
     inter_node: Option<InterToml>,
+    host_memory_bytes: Option<Spanned<f64>>,
     price_per_hour: Option<Spanned<f64>>,
 }
 
@@ -98,6 +99,7 @@ struct DeviceToml {
     l2_bytes: Option<Spanned<f64>>,
     multiprocessors: Option<Spanned<u64>>,
     watts: Option<Spanned<f64>>,
+    host_bytes_per_s: Option<Spanned<f64>>,
     #[serde(default)]
     constants: BTreeMap<String, Spanned<f64>>,
     /// What the constants were fitted on, for people.
@@ -237,7 +239,9 @@ impl Reader<'_> {
         let IntraNode { bytes_per_s, latency_s, .. } = intra_node;
         let same = InterNode { kind: String::new(), bytes_per_s, nics: 1, latency_s, oversubscription: 1.0 };
         let inter_node = inter_node.unwrap_or(same);
-        Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, price_per_hour })
+        let host = group.host_memory_bytes.as_ref().map(|b| self.positive("host_memory_bytes", b)).transpose()?;
+        let host_memory_bytes = host.map(|bytes| bytes.ceil() as u64);
+        Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, host_memory_bytes, price_per_hour })
     }
 
     fn storage(&self, storage: &StorageToml) -> Result<DataStorage, ClusterError> {
@@ -297,9 +301,14 @@ impl Reader<'_> {
         let multiprocessors = figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?;
         let watts = figures.watts.as_ref().map(|w| self.positive("watts", w)).transpose()?;
         let known = like.as_ref();
+        let kind = figures.kind.or(known.map(|d| d.kind)).unwrap_or_default();
+        let stated = figures.host_bytes_per_s.as_ref().map(|b| self.positive("host_bytes_per_s", b)).transpose()?;
+        // Under another name the catalogue would not know it.
+        let of_like = known.filter(|d| d.name != name && (d.kind, kind) == (DeviceKind::Gpu, DeviceKind::Gpu));
+        let host_bytes_per_s = stated.or(of_like.map(|d| catalogue::host_bytes_per_s(&d.name)));
         Ok(Device {
             name: name.to_string(),
-            kind: figures.kind.or(known.map(|d| d.kind)).unwrap_or_default(),
+            kind,
             memory_bytes: figure("memory_bytes", &figures.memory_bytes, |d| d.memory_bytes as f64)?.ceil() as u64,
             memory_bytes_per_s: figure("memory_bytes_per_s", &figures.memory_bytes_per_s, |d| d.memory_bytes_per_s)?,
             peak_flops,
@@ -307,6 +316,7 @@ impl Reader<'_> {
             l2_bytes: l2_bytes.map(|b| b.ceil() as u64).or(known.and_then(|d| d.l2_bytes)),
             multiprocessors: multiprocessors.or(known.and_then(|d| d.multiprocessors)),
             watts: watts.or(known.and_then(|d| d.watts)),
+            host_bytes_per_s,
             constants: self.constants(figures, known.map_or(name, |d| &d.name))?,
         })
     }
@@ -426,6 +436,9 @@ fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
         };
         let nics = inter.nics;
         writeln!(out, "inter_node = {{ {kind}bytes_per_s = {rate}, nics = {nics}, latency_s = {latency}{shared} }}")?;
+        if let Some(bytes) = group.host_memory_bytes {
+            writeln!(out, "host_memory_bytes = {}", float(bytes as f64))?;
+        }
         if let Some(price) = group.price_per_hour {
             writeln!(out, "price_per_hour = {}", float(price))?;
         }
@@ -469,6 +482,9 @@ fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
         }
         if let Some(watts) = device.watts {
             writeln!(out, "watts = {}", float(watts))?;
+        }
+        if let Some(rate) = device.host_bytes_per_s {
+            writeln!(out, "host_bytes_per_s = {}", float(rate))?;
         }
         if let Some(constants) = device.constants {
             write_constants(out, &device.name, constants)?;

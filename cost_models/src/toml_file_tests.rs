@@ -288,6 +288,7 @@ proptest! {
             l2_bytes,
             multiprocessors,
             watts: price.filter(|&p| p > 0.0),
+            host_bytes_per_s: price.filter(|&p| p > 0.0),
             constants,
         };
         let group = Group {
@@ -296,6 +297,7 @@ proptest! {
             device,
             intra_node: IntraNode { kind: name.clone(), bytes_per_s: rates[3], latency_s },
             inter_node: InterNode { kind: name.chars().rev().collect(), bytes_per_s: rates[4], nics: nodes, latency_s, oversubscription },
+            host_memory_bytes: l2_bytes,
             price_per_hour: price,
         };
         let storage = price.filter(|&p| p > 0.0).map(|p| DataStorage {

@@ -47,6 +47,10 @@ pub struct Device {
     /// Power that it draws at work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub watts: Option<f64>,
+    /// Bandwidth of the link to the memory of its host, per direction, while all devices of a node use theirs; the catalogue's where
+    /// it is not stated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_bytes_per_s: Option<f64>,
     /// What was fitted for this device; the catalogue's where nothing was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub constants: Option<Constants>,
@@ -176,6 +180,9 @@ pub struct Group {
     pub device: Device,
     pub intra_node: IntraNode,
     pub inter_node: InterNode,
+    /// Memory of a node beyond its devices', where it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_memory_bytes: Option<u64>,
     /// Price of one node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub price_per_hour: Option<f64>,

@@ -15,7 +15,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{Op, Operator};
+use crate::op::{HostCopy, HostRoute, Op, Operator};
 use crate::optimizer::leaf;
 use crate::work::{Called, Work};
 use std::cmp::Reverse;
@@ -100,6 +100,15 @@ pub enum KernelKind {
     },
     /// Something sent between devices.
     Collective,
+    /// Something that goes between a device and the memory of its host.
+    HostCopy(HostRoute),
+}
+
+impl KernelKind {
+    /// Whether it moves something from or to a device, beside which that computes.
+    pub fn communicates(&self) -> bool {
+        matches!(self, KernelKind::Collective | KernelKind::HostCopy(_))
+    }
 }
 
 /// `batch` products of `[m, k]` and `[k, n]`.
@@ -185,6 +194,7 @@ pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
             KernelKind::Sort { passes: graph.operand_types(named).iter().map(|t| t.dtype.bytes()).sum() }
         }
         (Op::Collective(c), _) if c.collective.communicates() => KernelKind::Collective,
+        (Op::HostCopy(HostCopy { route }), _) => KernelKind::HostCopy(*route),
         (op, _) if op.is_elementwise() || matches!(op, Op::Reduce(_)) => {
             KernelKind::Fused { operations: call.nodes.iter().map(|&v| operations(graph, v)).sum() }
         }
@@ -381,6 +391,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             | Op::ArgSort(_)
             | Op::Cumulative(_)
             | Op::Collective(_)
+            | Op::HostCopy(_)
             | Op::Composite(_) => Role::Alone,
             _ => Role::Map,
         };
@@ -545,6 +556,8 @@ fn kernel(
             let (s, bytes) = source[o.index()];
             // Of a table only the rows that are taken.
             let bytes = match (&node.op, position) {
+                // What a copy only waits for.
+                (Op::HostCopy(_), 1) => 0,
                 (Op::Gather(_), 0) => bytes.min(node.ty.elements() * graph.ty(*o).dtype.bytes()),
                 _ => bytes,
             };
@@ -590,6 +603,7 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
         }
         Op::ArgSort(_) => KernelKind::Sort { passes: graph.operand_types(v).iter().map(|t| t.dtype.bytes()).sum() },
         Op::Collective(c) if c.collective.communicates() => KernelKind::Collective,
+        Op::HostCopy(HostCopy { route }) => KernelKind::HostCopy(*route),
         Op::Gather(_)
         | Op::ScatterAdd(_)
         | Op::Scatter(_)

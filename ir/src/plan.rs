@@ -135,6 +135,32 @@ impl Goal {
     }
 }
 
+/// What of a stage is in the memory of its devices' hosts rather than in their own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Offload {
+    #[default]
+    None,
+    /// The optimizer's state, with the f32 copies of half-precision parameters: all that only the update reads. The update
+    /// brings the state of a few parameters at a time to the device, and back.
+    Optimizer,
+}
+
+impl Offload {
+    pub const ALL: [Offload; 2] = [Offload::None, Offload::Optimizer];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::None => "none",
+            Offload::Optimizer => "optimizer",
+        }
+    }
+
+    fn is_none(&self) -> bool {
+        *self == Offload::None
+    }
+}
+
 /// Bytes of one device of a stage by what they hold. `activations` is the most that is held at once beyond the
 /// rest: saved values of all microbatches in flight and temporaries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -167,6 +193,13 @@ pub struct StagePredicted {
     pub bubble_s: f64,
     pub memory: Memory,
     pub peak_bytes: u64,
+    /// Bytes that the device keeps in its host's memory.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub host_bytes: u64,
+}
+
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// Predicted for the plan.
@@ -226,6 +259,8 @@ pub struct Stage {
     /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Where
     /// parameters differ it is that of most of their bytes, and `parameters` says it of each.
     pub zero: u8,
+    #[serde(default, skip_serializing_if = "Offload::is_none")]
+    pub offload: Offload,
     pub shardings: BTreeMap<ValueId, ValueSharding>,
     pub parameters: BTreeMap<String, Storage>,
     /// Layout in which each value from an earlier stage arrives.
@@ -583,8 +618,9 @@ impl Plan {
             let waits =
                 wait(group.intra_node.latency_s) && wait(group.inter_node.latency_s) && wait(group.device.launch_s);
             let device = rate(group.device.memory_bytes_per_s) && group.device.peak_flops.values().all(|&p| rate(p));
+            let host = group.device.host_bytes_per_s.is_none_or(rate) && group.host_memory_bytes != Some(0);
             let counts = group.nodes > 0 && group.devices_per_node > 0 && group.inter_node.nics > 0;
-            if !(links && waits && device && counts && group.device.memory_bytes > 0) {
+            if !(links && waits && device && host && counts && group.device.memory_bytes > 0) {
                 fail(format!("cluster.groups[{i}]"), "counts, sizes and rates must be positive, waits not negative");
             }
         }
@@ -693,6 +729,9 @@ impl Plan {
             }
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
+            }
+            if stage.offload != Offload::None && !self.schedule.trains() {
+                fail(here("offload"), "is of training, and the plan runs the model alone");
             }
             if let Recomputation::ByLayer(levels) = &stage.recompute
                 && levels.len() != stage.layers.len()

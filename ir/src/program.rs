@@ -81,6 +81,13 @@ pub struct Buffer {
     /// Where the model's own elements are among zeros, if there are more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extents: Option<Extents>,
+    /// It is in the memory of the device's host, where only copies ([`crate::op::HostCopy`]) read and write it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub host: bool,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 impl Buffer {

@@ -37,6 +37,8 @@ pub enum Work {
         name: &'static str,
         axes: String,
     },
+    /// Optimizer state that comes from the host's memory for the update, and goes back, while nothing is computed.
+    HostCopies,
     /// What goes to other stages.
     Transfers,
     /// Gradients to parameter servers, and weights from them.
@@ -56,6 +58,7 @@ impl Work {
             (KernelKind::Attention { .. }, _) => Work::Attention,
             (KernelKind::Convolution { .. }, _) => Work::Convolutions,
             (KernelKind::Fused { .. } | KernelKind::Collective, _) => Work::Elementwise,
+            (KernelKind::HostCopy(_), _) => Work::HostCopies,
             (KernelKind::Indexed, _) => Work::Lookups,
             (KernelKind::Sort { .. }, _) => Work::Sorts,
         }
@@ -69,7 +72,9 @@ impl Work {
     /// The part of a stage's prediction that it is counted in.
     pub fn part(&self) -> Part {
         match self {
-            Work::Collective { .. } | Work::Transfers | Work::Servers | Work::Overlapping => Part::Communicating,
+            Work::Collective { .. } | Work::HostCopies | Work::Transfers | Work::Servers | Work::Overlapping => {
+                Part::Communicating
+            }
             Work::Waiting => Part::Waiting,
             _ => Part::Computing,
         }
@@ -88,6 +93,7 @@ impl fmt::Display for Work {
             Work::Issuing => "issuing kernels",
             Work::Update => "update",
             Work::Collective { name, axes } => return write!(f, "{name} over {axes}"),
+            Work::HostCopies => "copies from and to the host",
             Work::Transfers => "transfers to other stages",
             Work::Servers => "pushes to servers and pulls",
             Work::Overlapping => "of these, while computing",
@@ -186,6 +192,8 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
             collectives.for_each(|(c, operand, result)| {
                 sent.add(Work::collective(c, mesh), *operand.max(result) as f64);
             });
+            let copies = body.kernels.iter().filter(|k| matches!(k.kind, KernelKind::HostCopy(_)));
+            copies.for_each(|copy| sent.add(Work::HostCopies, copy.read_bytes as f64));
         }
         let bytes = sent.sum_s();
         let exposed_s = timing.finish_s - update_s;
@@ -239,7 +247,7 @@ pub fn busiest(lanes: &[Account]) -> usize {
 fn of_body(body: &BodyWork, played: &Played, mesh: &Mesh) -> Account {
     let work = |i: usize| Work::of(&body.kernels[i].kind, body.sent[i].as_ref().map(|s| &s.0), mesh);
     let spans = |sends: bool| {
-        let of_kind = move |i: &usize| (body.kernels[*i].kind == KernelKind::Collective) == sends;
+        let of_kind = move |i: &usize| body.kernels[*i].kind.communicates() == sends;
         let mut all: Vec<(f64, f64, usize)> = (0..body.kernels.len().min(played.spans.len()))
             .filter(of_kind)
             .map(|i| (played.spans[i].0, played.spans[i].1, i))

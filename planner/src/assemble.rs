@@ -15,7 +15,9 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
-use altiplano_ir::plan::{FORMAT, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding};
+use altiplano_ir::plan::{
+    FORMAT, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding,
+};
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
@@ -116,6 +118,7 @@ fn stage(
         mesh: way.mesh.clone(),
         recompute: way.again.levels(chosen.layers.len()),
         zero: way.variant.zero,
+        offload: if request.trains() { request.offload.unwrap_or_default() } else { Offload::None },
         shardings: BTreeMap::new(),
         parameters: BTreeMap::new(),
         receives: BTreeMap::new(),

@@ -159,13 +159,15 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
             mesh,
             recompute,
             zero,
+            offload,
             shardings,
             parameters,
             receives,
             solved: _,
             predicted: _,
         } = stage;
-        digest = digest.shown((layers, group, submesh, devices, mesh, zero)).stored(recompute).stored(parameters);
+        digest =
+            digest.shown((layers, group, submesh, devices, mesh, zero, offload)).stored(recompute).stored(parameters);
         digest = digest.stored(receives).stored(shardings);
     }
     digest.key()

@@ -21,6 +21,7 @@ pub mod lower;
 pub mod memory;
 pub mod model;
 pub mod neighbours;
+pub mod offload;
 pub mod predict;
 pub mod refine;
 pub mod request;
@@ -46,7 +47,7 @@ use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{DeviceKind, Group};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::padding::{self, Padded, Padding};
-use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
+use altiplano_ir::plan::{Alternative, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
 use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, search};
@@ -85,7 +86,7 @@ fn planned(
     if request.target == Target::Megatron {
         // It makes vocabularies divisible as a matter of course.
         return match padded(request).into_iter().next() {
-            Some((larger, padding)) => best_of_sweep(&larger, costs, progress).map(|plan| with_padding(plan, padding)),
+            Some((larger, padding)) => best_of_sweep(&larger, costs, progress).map(|plan| with_padding(plan, &padding)),
             None => best_of_sweep(request, costs, progress),
         };
     }
@@ -94,26 +95,38 @@ fn planned(
     if request.trains() {
         sizes.readers()?;
     }
-    let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
-    for (larger, padding) in padded(request) {
-        if progress.stopped() {
-            break;
+    let padded = padded(request);
+    let chosen = |request: &Request| {
+        let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
+        for (larger, padding) in &padded {
+            if progress.stopped() {
+                break;
+            }
+            let larger = Request { offload: request.offload, ..larger.clone() };
+            let sizes = Sizes::new(&larger);
+            let layered = |count: u32| sizes.at(count);
+            let choice = choose(&larger, &freedom, costs, &layered, progress);
+            found.push(Choice { plan: choice.plan.map(|plan| with_padding(plan, padding)), ..choice });
         }
-        let sizes = Sizes::new(&larger);
-        let layered = |count: u32| sizes.at(count);
-        let choice = choose(&larger, &freedom, costs, &layered, progress);
-        found.push(Choice { plan: choice.plan.map(|plan| with_padding(plan, padding)), ..choice });
-    }
-    // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
-    let several = request.cluster.groups.len() > 1;
-    for group in (0..request.cluster.groups.len()).filter(|_| several) {
-        if progress.stopped() && found[0].plan.is_ok() {
-            break;
+        // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
+        let several = request.cluster.groups.len() > 1;
+        for group in (0..request.cluster.groups.len()).filter(|_| several) {
+            if progress.stopped() && found[0].plan.is_ok() {
+                break;
+            }
+            let alone = Freedom { only_group: Some(group), ..freedom.clone() };
+            found.push(choose(request, &alone, costs, &layered, progress));
         }
-        let alone = Freedom { only_group: Some(group), ..freedom.clone() };
-        found.push(choose(request, &alone, costs, &layered, progress));
+        best_choice(found)
+    };
+    let mut choice = chosen(request);
+    if matches!(choice.plan, Err(PlanFailure::Memory { .. })) && offload::may_help(request) && !progress.stopped() {
+        let offloaded = Request { offload: Some(Offload::Optimizer), baselines: false, ..request.clone() };
+        let Choice { plan, others, .. } = chosen(&offloaded);
+        choice.plan = plan.and_then(|plan| offload::only_where_needed(plan, costs));
+        choice.others = others;
     }
-    let Choice { plan, mut baselines, mut others } = best_choice(found);
+    let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;
     if progress.stopped() || !request.baselines {
         return Ok(plan);
@@ -162,9 +175,9 @@ fn padded(request: &Request) -> Vec<(Request, Padding)> {
 }
 
 /// A plan with what its graph was, which like it is of one microbatch.
-fn with_padding(plan: Plan, padding: Padding) -> Plan {
-    let graph = rebatch(&padding.graph, plan.microbatch).unwrap_or(padding.graph);
-    Plan { padding: Some(Arc::new(Padding { graph, ..padding })), ..plan }
+fn with_padding(plan: Plan, padding: &Padding) -> Plan {
+    let graph = rebatch(&padding.graph, plan.microbatch).unwrap_or_else(|_| padding.graph.clone());
+    Plan { padding: Some(Arc::new(Padding { graph, ..padding.clone() })), ..plan }
 }
 
 /// A plan and what it was chosen over.
@@ -516,6 +529,7 @@ fn within_memory(
     let mut limits: BTreeMap<u32, Vec<u64>> =
         searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
     let mut closest: Option<(f64, PlanFailure)> = None;
+    let mut short_node: Option<PlanFailure> = None;
     let mut judged = Judged::default();
     for _ in 0..32 {
         let ranked = match variants::asked_for(searched, request, freedom, &limits) {
@@ -530,6 +544,7 @@ fn within_memory(
         let mut fitting: Vec<Plan> = Vec::new();
         // Where none was worth it beside what is known, looking again under lower limits finds nothing better.
         let judged_some = !plans.is_empty();
+        let mut tightened = false;
         for plan in plans {
             // Of each device's memory, how much its stage needs.
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
@@ -546,12 +561,16 @@ fn within_memory(
                 };
                 closest = Some((part(fullest), failure));
             }
+            if let Some((required_bytes, limit_bytes)) = offload::short_node(&plan) {
+                short_node.get_or_insert(PlanFailure::HostMemory { required_bytes, limit_bytes });
+            }
             if !fits(&plan) {
                 let limits = limits.entry(plan.num_microbatches).or_insert_with(|| devices.clone());
                 for (group, limit) in limits.iter_mut().enumerate() {
                     let of_group = plan.stages.iter().filter(|s| s.group as usize == group);
                     let peak = of_group.map(|s| s.predicted.peak_bytes).max().unwrap_or(0);
                     if peak > devices[group] {
+                        tightened = true;
                         *limit = (*limit as f64 * (devices[group] as f64 / peak as f64).min(0.97)) as u64;
                     }
                 }
@@ -584,8 +603,16 @@ fn within_memory(
         if !judged_some {
             return Ok(fitting);
         }
+        // What is too much for nodes is so under any limit of devices.
+        if !tightened {
+            break;
+        }
     }
-    Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure))
+    let fits_devices = closest.as_ref().is_some_and(|(part, _)| *part <= 1.0);
+    match short_node.filter(|_| fits_devices) {
+        Some(failure) => Err(failure),
+        None => Err(closest.map_or(PlanFailure::NoCombination, |(_, failure)| failure)),
+    }
 }
 
 /// How far above the limit an estimate of memory may be while the plan fits.
@@ -775,9 +802,10 @@ fn peak_bytes(plan: &Plan) -> u64 {
     plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0)
 }
 
-/// Whether every device has the memory that the judge says its stage needs.
+/// Whether every device has the memory that the judge says its stage needs, and every node what is left in its own.
 pub fn fits(plan: &Plan) -> bool {
     let of_servers = plan.servers.iter().flat_map(|over| &over.predicted);
     plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
         && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.groups[0].device.memory_bytes)
+        && offload::short_node(plan).is_none()
 }

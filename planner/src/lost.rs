@@ -168,6 +168,7 @@ pub(crate) mod tests {
             layers: vec![0, 1],
             stages: Vec::new(),
             graph,
+            padding: None,
         }
     }
 
@@ -184,6 +185,7 @@ pub(crate) mod tests {
             mesh: Mesh::new(&[("data", data), ("tensor", 4 / data)]),
             recompute: Default::default(),
             zero: 0,
+            offload: Default::default(),
             shardings: Default::default(),
             parameters: Default::default(),
             receives: Default::default(),

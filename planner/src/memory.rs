@@ -11,7 +11,7 @@ use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Memory;
 use altiplano_ir::program::{
-    Body, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
+    Body, Buffer, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
 };
 use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
@@ -192,6 +192,20 @@ pub fn cpu_steps(program: &Program) -> Vec<Steps<()>> {
 pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
     let peak = |(lane, program)| LaneMemory::new(programs, lane, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
     programs.programs.iter().enumerate().map(peak).collect()
+}
+
+/// Bytes that a device of a program keeps in its host's memory.
+pub fn host_bytes(program: &Program, device: DeviceKind) -> u64 {
+    let local = |buffer: &Buffer| held_bytes(&buffer.sharding.local_type(&buffer.ty, &program.mesh), device);
+    program.buffers.iter().filter(|b| b.host).map(local).sum()
+}
+
+/// What a tensor takes of a memory.
+fn held_bytes(ty: &TensorType, device: DeviceKind) -> u64 {
+    match device {
+        DeviceKind::Cpu => ty.elements() * storage::Class::of(ty.dtype).bytes() as u64,
+        DeviceKind::Gpu => block_bytes(ty.bytes()),
+    }
 }
 
 /// Follows the calls of one microbatch.
@@ -527,13 +541,13 @@ fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
 }
 
 impl Walk<'_> {
+    /// Of the device's memory.
     fn local_bytes(&self, buffer: BufferId) -> u64 {
         let description = self.program.buffer(buffer);
-        let ty: TensorType = description.sharding.local_type(&description.ty, &self.program.mesh);
-        match self.device {
-            DeviceKind::Cpu => ty.elements() * storage::Class::of(ty.dtype).bytes() as u64,
-            DeviceKind::Gpu => block_bytes(ty.bytes()),
+        if description.host {
+            return 0;
         }
+        held_bytes(&description.sharding.local_type(&description.ty, &self.program.mesh), self.device)
     }
 
     /// A tensor that nobody holds yet.

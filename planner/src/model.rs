@@ -10,7 +10,7 @@ use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::graph_hash;
+use altiplano_ir::plan::{Offload, graph_hash};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -200,7 +200,7 @@ impl Layered {
         self.hash.get_or_init(|| graph_hash(&self.graph))
     }
 
-    /// What the integer programs of layers look at. Without an optimizer nothing is trained.
+    /// What the integer programs of layers look at. Without an optimizer nothing is trained; its state is on the devices.
     pub fn model<'a>(&'a self, optimizer: Option<&'a Optimizer>) -> Model<'a> {
         Model {
             graph: &self.graph,
@@ -210,6 +210,7 @@ impl Layered {
             blocks: &self.blocks,
             saved: self.saved(),
             optimizer,
+            offload: Offload::None,
         }
     }
 

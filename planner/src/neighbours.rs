@@ -49,6 +49,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
         // A stage that stays what it was keeps the shardings that it had.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
             let same = (&a.layers, &a.way.mesh, a.way.again) == (&b.layers, &b.way.mesh, b.way.again);
+            new.offload = old.offload;
             if same {
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }

@@ -11,7 +11,7 @@ use crate::inter_op::search::Freedom;
 use crate::intra_op::solve::Options;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use crate::intra_op::statement::Kept;
+use crate::intra_op::statement::{Kept, Model};
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
@@ -137,7 +137,7 @@ fn solved_again(
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
     let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains));
-    let model = layered.model(trains.then_some(&request.optimizer));
+    let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.optimizer)) };
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);
     let before = as_given(&program, &plan.graph, stage, &mut spaces);

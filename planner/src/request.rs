@@ -8,7 +8,7 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Goal, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, Offload, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
@@ -48,6 +48,8 @@ pub struct Request {
     pub zero: Option<u8>,
     pub recompute: Option<Recompute>,
     pub optimizer: Optimizer,
+    /// Where the optimizer's state is; left open, GPUs leave it in the memory of their hosts where nothing fits otherwise.
+    pub offload: Option<Offload>,
     /// The largest norm that all gradients together may have.
     pub clip_norm: Option<f64>,
     /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
@@ -93,6 +95,7 @@ impl Request {
             zero: None,
             recompute: None,
             optimizer: Optimizer::adamw(),
+            offload: Some(Offload::None),
             clip_norm: None,
             loss_scale,
             execution: Execution { fused_attention, ..Execution::default() },
@@ -122,6 +125,8 @@ impl Request {
             .map(|over| OverServers { count: over.servers.len() as u32, asynchronous: over.asynchronous });
         request.goal = plan.goal;
         request.optimizer = plan.optimizer;
+        let is_offloaded = plan.stages.iter().any(|stage| stage.offload != Offload::None);
+        request.offload = (!is_offloaded).then_some(Offload::None);
         request.clip_norm = plan.clip_norm;
         request.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
@@ -184,6 +189,12 @@ pub enum PlanFailure {
         Bytes(*limit_bytes)
     )]
     Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
+    #[error(
+        "no plan fits in the memory of its nodes: of what fits on devices the best keeps {} of optimizer state on a node that has {}",
+        Bytes(*required_bytes),
+        Bytes(*limit_bytes)
+    )]
+    HostMemory { required_bytes: u64, limit_bytes: u64 },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
     /// What the search finds is not worth judging.
@@ -200,8 +211,8 @@ pub enum PlanFailure {
 impl PlanFailure {
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
-        use PlanFailure::{FarBehind, Memory, NoCombination, Pins};
-        !matches!(self, Memory { .. } | NoCombination | FarBehind { .. } | Pins { .. })
+        use PlanFailure::{FarBehind, HostMemory, Memory, NoCombination, Pins};
+        !matches!(self, Memory { .. } | HostMemory { .. } | NoCombination | FarBehind { .. } | Pins { .. })
     }
 }
 

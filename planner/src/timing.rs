@@ -11,7 +11,7 @@ use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Played, Price, Stream, Task, play, tasks};
 use altiplano_cost_models::{CostModel, Runtime};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{HostRoute, Op};
 use altiplano_ir::plan::Execution;
 use altiplano_ir::program::{Body, BufferId, Phase, Program};
 use altiplano_ir::reshard::Collective;
@@ -168,6 +168,14 @@ pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     cost.kernel(&kernel).seconds - cost.device().launch_s * shared
 }
 
+/// Seconds of so many bytes between a device and the memory of its host, one way.
+pub fn host_copy_s(cost: &dyn CostModel, bytes: f64) -> f64 {
+    match bytes > 0.0 {
+        true => cost.kernel(&Kernel::moving(KernelKind::HostCopy(HostRoute::Load), bytes as u64)).seconds,
+        false => 0.0,
+    }
+}
+
 /// What a stage takes.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct StageTiming {
@@ -203,7 +211,7 @@ pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
         let end_s = played.seconds + price.seconds;
         played.spans.push((played.seconds, end_s));
         match kernel.kind {
-            KernelKind::Collective => played.communication_s += price.seconds,
+            KernelKind::Collective | KernelKind::HostCopy(_) => played.communication_s += price.seconds,
             _ => played.compute_s += price.seconds,
         }
         played.seconds = end_s;
@@ -267,6 +275,12 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 }
                 let mut tasks = tasks;
                 for (task, sent) in tasks.iter_mut().zip(&body.sent) {
+                    if matches!(task.stream, Stream::Load | Stream::Store) {
+                        // What is brought for the update has no room before.
+                        task.ready_s = task.ready_s.max(before_s);
+                        timing.finish_communication_s += task.seconds;
+                        continue;
+                    }
                     if task.stream != Stream::Communication {
                         timing.finish_compute_s += task.seconds;
                         if late.is_some() {

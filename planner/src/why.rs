@@ -5,7 +5,7 @@
 use crate::intra_op::solve::{Options, Problem, SolveError, alternatives};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
-use crate::intra_op::statement::Variable;
+use crate::intra_op::statement::{Model, Variable};
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::refine::{as_given, levels};
@@ -79,7 +79,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
-        let model = layered.model(trains.then_some(&plan.optimizer));
+        let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&plan.optimizer)) };
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
         let nodes = model.nodes(&range);
         let mut program = state_stage(&model, &readers, range, &mut spaces, &demand);

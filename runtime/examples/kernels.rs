@@ -29,6 +29,8 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
     let buffer = |kind, name: &str, ty: &TensorType| Buffer {
         name: name.to_string(),
         stage: 0,
+        host: false,
+        extents: None,
         kind,
         ty: ty.clone(),
         sharding: Sharding::replicated(&ty.shape),

@@ -4,8 +4,9 @@
 use crate::error::RuntimeError;
 use crate::host::HostTensor;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::op::Op;
-use altiplano_ir::program::{BufferId, BufferKind, Call, Program, Programs, TransferId};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::{HostCopy, HostRoute, Op};
+use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The first thing that is wrong with the programs.
@@ -116,6 +117,9 @@ fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
         if scalar && buffer.ty.elements() != 1 {
             return fail("must be a scalar");
         }
+        if buffer.host && !matches!(buffer.kind, BufferKind::State { .. }) {
+            return fail("is in host memory, where only optimizer state may be");
+        }
     }
     Ok(())
 }
@@ -164,6 +168,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
                 _ => {}
             }
         }
+        check_host_copies(program, body).or_else(|(value, problem)| fail(value, problem))?;
         if let Some(&b) = body.frees.iter().find(|b| b.0 as usize >= program.buffers.len()) {
             return Err(RuntimeError::Buffer { program: index, buffer: b, problem: "is freed but does not exist" });
         }
@@ -174,6 +179,32 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
                 buffer: b,
                 problem: "lives for the whole run or step, but is freed",
             });
+        }
+    }
+    Ok(())
+}
+
+/// Fails where something else than a copy touches what is in host memory.
+fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'static str)> {
+    let of_host: BTreeMap<ValueId, bool> = body.reads.iter().map(|&(v, b)| (v, program.buffer(b).host)).collect();
+    let in_host = |v: ValueId| of_host.get(&v).copied().unwrap_or_else(|| body.graph.node(v).op.stores_in_host());
+    for v in body.graph.values() {
+        let node = body.graph.node(v);
+        for (position, &operand) in node.operands.iter().enumerate() {
+            match (&node.op, position) {
+                (Op::HostCopy(_), 1) => {}
+                (Op::HostCopy(HostCopy { route: HostRoute::Load }), _) if of_host.get(&operand) != Some(&true) => {
+                    return Err((v, "is loaded from no buffer in host memory"));
+                }
+                (Op::HostCopy(HostCopy { route: HostRoute::Load }), _) => {}
+                _ if in_host(operand) => return Err((operand, "is in host memory, which only copies read")),
+                _ => {}
+            }
+        }
+    }
+    for &(b, v) in &body.writes {
+        if program.buffer(b).host != body.graph.node(v).op.stores_in_host() {
+            return Err((v, "is in another memory than the buffer that it is written to"));
         }
     }
     Ok(())

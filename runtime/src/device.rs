@@ -91,6 +91,8 @@ pub struct Device {
     pub coordinates: Vec<u32>,
     pub plan: Arc<Plan>,
     pub arena: Arc<Arena>,
+    /// What it keeps in the memory of its host.
+    pub host: Arc<Arena>,
     pub mailbox: Mailbox,
     pub threads: usize,
     /// The number that messages of transfers are numbered from, which tells those of several sets of programs apart.
@@ -137,6 +139,7 @@ impl Device {
             coordinates,
             plan,
             arena,
+            host: Arena::new(None),
             mailbox,
             threads,
             first_message: 0,
@@ -273,7 +276,12 @@ impl Device {
 
     fn zeros(&self, buffer: BufferId) -> Result<Storage, KernelError> {
         let (class, shape) = self.local(buffer);
-        self.arena.zeros(class, shape.iter().product())
+        self.arena_of(buffer).zeros(class, shape.iter().product())
+    }
+
+    /// The memory that a buffer is in.
+    fn arena_of(&self, buffer: BufferId) -> &Arc<Arena> {
+        if self.plan.program.buffer(buffer).host { &self.host } else { &self.arena }
     }
 
     /// Format and shape of this device's part of a buffer.
@@ -318,7 +326,7 @@ impl Device {
         let shape: Vec<usize> = tensor.ty.shape.iter().map(|&d| d as usize).collect();
         let selection = Selection::new(&shape, &indices);
         let class = Class::of(description.ty.dtype);
-        let mut storage = self.arena.allocate(class, selection.elements())?;
+        let mut storage = self.arena_of(buffer).allocate(class, selection.elements())?;
         with_class!(class, T => {
             let target = storage.slice_mut::<T>();
             match summand_of(&description.sharding, &self.coordinates) {
@@ -599,6 +607,7 @@ impl Device {
             let replaced = step.in_place.iter().find(|p| p.0 == i).and_then(|p| values[p.1.index()].take());
             outputs.push(match replaced {
                 Some(storage) => own(storage, output.class(), true)?,
+                None if output.host => self.host.allocate(output.class(), output.elements)?,
                 None => self.arena.allocate(output.class(), output.elements)?,
             });
         }

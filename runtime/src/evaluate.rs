@@ -57,7 +57,8 @@ fn programs(graph: &Graph) -> Programs {
     let mut buffers = Vec::new();
     let mut buffer = |name: String, kind: BufferKind, v| {
         let ty = graph.ty(v).clone();
-        buffers.push(Buffer { name, stage: 0, kind, sharding: Sharding::replicated(&ty.shape), ty, extents: None });
+        let sharding = Sharding::replicated(&ty.shape);
+        buffers.push(Buffer { name, stage: 0, kind, ty, sharding, extents: None, host: false });
         BufferId(buffers.len() as u32 - 1)
     };
     let (mut reads, mut writes) = (Vec::new(), Vec::new());

@@ -50,7 +50,8 @@ pub struct StepReport {
 pub struct Session {
     roster: Roster,
     record: bool,
-    arenas: Vec<(u32, Arc<Arena>)>,
+    /// By device, its own memory and its part of the host's.
+    arenas: Vec<(u32, [Arc<Arena>; 2])>,
     /// By rank.
     commands: Vec<Sender<Command>>,
     replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
@@ -98,7 +99,6 @@ impl Session {
             for (position, &id) in plan.program.devices.iter().enumerate() {
                 let Some(mailbox) = mailboxes.next() else { break };
                 let arena = Arena::new(options.memory_limit_bytes);
-                session.arenas.push((id, arena.clone()));
                 let failed = |error: KernelError| RuntimeError::Device {
                     place: Box::new(Place {
                         device: id,
@@ -111,6 +111,7 @@ impl Session {
                 };
                 let mut device =
                     Device::new(id, position as u32, plan.clone(), arena, mailbox, threads_each).map_err(failed)?;
+                session.arenas.push((id, [device.arena.clone(), device.host.clone()]));
                 device.allocate_persistent().map_err(failed)?;
                 let (command, commands) = channel();
                 let reply = reply.clone();
@@ -319,10 +320,19 @@ impl Session {
 
     /// The most bytes that each device has held so far, by global id.
     pub fn peak_bytes(&self) -> Vec<u64> {
+        self.peaks(0)
+    }
+
+    /// The most bytes that each device has kept in the memory of its host so far, by global id.
+    pub fn host_peak_bytes(&self) -> Vec<u64> {
+        self.peaks(1)
+    }
+
+    fn peaks(&self, memory: usize) -> Vec<u64> {
         let devices = self.arenas.iter().map(|a| a.0 as usize + 1).max().unwrap_or(0);
         let mut peaks = vec![0; devices];
-        for (id, arena) in &self.arenas {
-            peaks[*id as usize] += arena.peak_bytes();
+        for (id, arenas) in &self.arenas {
+            peaks[*id as usize] += arenas[memory].peak_bytes();
         }
         peaks
     }

@@ -24,7 +24,8 @@ const LEARNING_RATE: f64 = 0.1;
 
 fn buffer(name: &str, kind: BufferKind, shape: &[u64], sharding: &str, mesh: &Mesh) -> Buffer {
     let sharding = Sharding::parse(sharding, shape, mesh).unwrap();
-    Buffer { name: name.to_string(), stage: 0, kind, ty: TensorType::new(DType::F32, shape), sharding, extents: None }
+    let ty = TensorType::new(DType::F32, shape);
+    Buffer { name: name.to_string(), stage: 0, kind, ty, sharding, extents: None, host: false }
 }
 
 fn dot(graph: &mut Graph, a: ValueId, b: ValueId, lhs: usize, rhs: usize) -> ValueId {
@@ -383,6 +384,8 @@ fn gradients_are_accumulated_in_place() {
         let named = |name: &str, v: ValueId| Buffer {
             name: name.to_string(),
             stage: 0,
+            extents: None,
+            host: false,
             kind: BufferKind::Parameter { name: name.to_string() },
             ty: g.ty(v).clone(),
             sharding: Sharding::replicated(g.shape(v)),

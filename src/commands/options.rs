@@ -6,7 +6,7 @@ use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{self, Plan, Schedule, Target, Update};
+use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
@@ -325,6 +325,10 @@ pub struct FixedOptions {
     /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
     #[arg(long, value_name = "0..3")]
     zero: Option<u8>,
+    /// Where the optimizer's state is: optimizer: in the memory of the hosts, from which the update brings it to the devices and back;
+    /// auto: there where nothing fits otherwise, on GPUs [default: none]
+    #[arg(long)]
+    offload: Option<OffloadName>,
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
     recompute: Option<RecomputeName>,
@@ -339,6 +343,13 @@ pub struct FixedOptions {
     /// other, that many are [default: latency]
     #[arg(long, value_enum)]
     goal: Option<GoalName>,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum OffloadName {
+    Auto,
+    None,
+    Optimizer,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -523,6 +534,7 @@ impl FixedOptions {
             ("--update", self.update.is_some()),
             ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
+            ("--offload", self.offload == Some(OffloadName::Optimizer)),
             ("--zero", matches!(self.zero, Some(1 | 2))),
         ];
         if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !request.trains()) {
@@ -545,6 +557,12 @@ impl FixedOptions {
         request.pp = self.pp;
         request.virtual_stages = self.virtual_stages;
         request.zero = self.zero;
+        request.offload = match self.offload {
+            None => request.offload,
+            Some(OffloadName::Auto) => None,
+            Some(OffloadName::None) => Some(Offload::None),
+            Some(OffloadName::Optimizer) => Some(Offload::Optimizer),
+        };
         request.recompute = self.recompute.map(|r| match r {
             RecomputeName::None => Recompute::None,
             RecomputeName::Selective => Recompute::Selective,

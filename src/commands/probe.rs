@@ -58,6 +58,10 @@ impl Probe {
                 cpu_group(self.nodes, cores, memory_bytes, &nics).map_err(here)?
             }
         };
+        if found.is_some() && self.gpus.is_none() {
+            // Where a listing says what GPUs there are, they are those of another machine.
+            group.host_memory_bytes = Some(processors()?.1);
+        }
         if let Some(file) = &self.nccl_tests {
             let measured: Measured = parsed(file, parse_nccl_tests)?;
             fit(&mut group, &measured).map_err(|error| of_file(file, error))?;

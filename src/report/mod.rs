@@ -34,8 +34,9 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
-    Alternative, Goal, Memory, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
+    Alternative, Goal, Memory, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
 };
+use altiplano_planner::offload::of_nodes;
 use comfy_table::{CellAlignment, Table, presets};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -311,7 +312,21 @@ fn memory(plan: &Plan) -> String {
     } else {
         "p parameters, a activations and all else"
     };
-    format!("{}\n  {classes}; up to | is what a device has", table.right_but_last())
+    format!("{}\n  {classes}; up to | is what a device has{}", table.right_but_last(), in_hosts(plan))
+}
+
+/// What devices keep in the memory of their hosts, a line where there is any.
+fn in_hosts(plan: &Plan) -> String {
+    let Some((&node, &held)) = of_nodes(plan).iter().max_by_key(|node| node.1) else { return String::new() };
+    let has = plan.cluster.groups.iter().enumerate().find(|(g, _)| plan.cluster.devices_of(*g).contains(&node));
+    let has =
+        has.and_then(|(_, group)| group.host_memory_bytes).map_or(String::new(), |has| format!(" of {}", bytes(has)));
+    let each = plan.stages.iter().map(|s| s.predicted.host_bytes).max().unwrap_or(0);
+    format!(
+        "\n  in host memory: {} of optimizer state for a device, {}{has} on a node at most",
+        bytes(each),
+        bytes(held)
+    )
 }
 
 /// Bytes by what they hold, as parts of a line that is as long as what a device has; what is too much stands behind its end.
@@ -378,6 +393,10 @@ impl<'a> Layouts<'a> {
                     level => format!("ZeRO-{level}"),
                 },
             };
+            let away = match stage.offload {
+                Offload::None => "",
+                Offload::Optimizer => ", optimizer state in host memory",
+            };
             let cells = [
                 format!("stage{i}"),
                 range(stage.layers.start, stage.layers.end),
@@ -389,7 +408,7 @@ impl<'a> Layouts<'a> {
                 },
                 stage.mesh.to_string(),
                 stage.recompute.to_string(),
-                zero,
+                zero + away,
             ];
             table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));
         }

@@ -209,6 +209,10 @@ impl Simulation {
         let sums: Vec<String> =
             sums.iter().map(|(category, sum)| format!("{} {}", category.name(), bytes(*sum))).collect();
         lines.push(format!("  {}", sums.join(", ")));
+        let host_bytes = self.plan.stages[lane].predicted.host_bytes;
+        if host_bytes > 0 {
+            lines.push(format!("  in the memory of its host: optimizer state {}", bytes(host_bytes)));
+        }
         let mut table = Grid::new(&["category", "held", "each", "microbatches", "from", "to", "what"]);
         for tensor in memory.held.iter().take(LISTED) {
             let lasts = tensor.from_s == 0.0 && tensor.to_s == step_s;
@@ -275,6 +279,7 @@ impl Simulation {
                 "busy_s": lane.busy_s,
                 "bubble_s": lane.bubble_s,
                 "memory": {
+                    "host_bytes": self.plan.stages[i].predicted.host_bytes,
                     "peak_bytes": memory.peak_bytes,
                     "peak_s": memory.peak_s,
                     "categories": categories,

@@ -128,7 +128,7 @@ impl Simulation {
         };
         let lane = recording.program as usize;
         let of_kernel = |kernel: usize, start_s: f64, end_s: f64| {
-            let is_sent = work.kernels[kernel].kind == KernelKind::Collective;
+            let is_sent = work.kernels[kernel].kind.communicates();
             let name = title(body, &work.kernels[kernel]);
             let mut event = event(name, lane, track(is_sent), start_s, end_s);
             if let Some(description) = described(kernel) {

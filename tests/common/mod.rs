@@ -6,7 +6,7 @@ pub mod steps;
 
 use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{Goal, Plan, Schedule, Update};
+use altiplano::ir::plan::{Goal, Offload, Plan, Schedule, Update};
 use altiplano::planner::Silent;
 use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
@@ -196,6 +196,9 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     };
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
+    }
+    if has("offload") {
+        request.offload = Some(Offload::Optimizer);
     }
     if has("zb") {
         request.schedule = Some(Schedule::ZbH1);

@@ -50,7 +50,7 @@ pub use reverse::Reverse;
 pub use scatter::{Combine, Scatter};
 pub use slice::Slice;
 pub use sort::ArgSort;
-pub use spmd::AxisIndex;
+pub use spmd::{AxisIndex, HostCopy, HostRoute};
 pub use transpose::Transpose;
 pub use window::WindowDim;
 
@@ -143,7 +143,7 @@ pub struct Gradient<'a> {
     pub wanted: &'a [bool],
 }
 
-/// Every op of the IR. `Collective` and `AxisIndex` occur only in the local graphs of programs.
+/// Every op of the IR. `Collective`, `AxisIndex` and `HostCopy` occur only in the local graphs of programs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
@@ -179,6 +179,7 @@ pub enum Op {
     Composite(Composite),
     Collective(spmd::CollectiveOp),
     AxisIndex(AxisIndex),
+    HostCopy(HostCopy),
 }
 
 impl Op {
@@ -216,6 +217,7 @@ impl Op {
             Op::Composite(op) => op,
             Op::Collective(op) => op,
             Op::AxisIndex(op) => op,
+            Op::HostCopy(op) => op,
         }
     }
 
@@ -259,7 +261,14 @@ impl Op {
             Op::Composite(op) => op.function.name(),
             Op::Collective(op) => op.collective.name(),
             Op::AxisIndex(_) => "axis_index",
+            Op::HostCopy(HostCopy { route: HostRoute::Load }) => "host_load",
+            Op::HostCopy(HostCopy { route: HostRoute::Store }) => "host_store",
         }
+    }
+
+    /// Whether its result is in the memory of a device's host.
+    pub fn stores_in_host(&self) -> bool {
+        matches!(self, Op::HostCopy(HostCopy { route: HostRoute::Store }))
     }
 
     /// Ops without operands that name a value from outside the graph.

@@ -1,4 +1,4 @@
-//! Ops of local graphs: collectives, and a device's position on the mesh.
+//! Ops of local graphs: collectives, copies between a device and its host's memory, and a device's position on the mesh.
 //!
 //! They appear only in the programs that lowering writes, where every device of a mesh runs the same graph.
 //! The reference interpreter runs all devices of a mesh together (see [`crate::interpret`]).
@@ -18,6 +18,23 @@ pub struct AxisIndex {
     pub axes: Vec<AxisId>,
     pub mesh: Mesh,
     pub dtype: DType,
+}
+
+/// Which way a tensor goes between a device and the memory of its host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HostRoute {
+    /// To the device: the operand is a leaf that is in host memory.
+    Load,
+    /// To the host: the result is in host memory, and goes to buffers there and nowhere else.
+    Store,
+}
+
+/// A tensor in the other memory. A second operand is not read: it is a value that has to be there before the copy begins,
+/// which keeps a device from holding more than it has room for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostCopy {
+    pub route: HostRoute,
 }
 
 /// Checks that axes are distinct axes of the mesh, and that the mesh is one of devices.
@@ -71,6 +88,30 @@ impl Operator for CollectiveOp {
         vec![None; cx.operands.len()]
     }
     /// On its own a device sees only its operand; [`crate::interpret::run_mesh`] gives the real meaning.
+    fn eval(&self, operands: &[&Tensor], _: &TensorType) -> Tensor {
+        operands[0].clone()
+    }
+    fn flop(&self, _: &[&TensorType], _: &TensorType) -> u64 {
+        0
+    }
+}
+
+impl Operator for HostCopy {
+    fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
+        match operands {
+            [ty] | [ty, _] => Ok((*ty).clone()),
+            _ => Err(ShapeError::OperandCount { expected: 1, found: operands.len() }),
+        }
+    }
+    fn rule(&self, _: &[&TensorType], _: &TensorType) -> ShardingRule {
+        ShardingRule::default()
+    }
+    fn resized(&self, _: &[&[u64]], _: &[u64]) -> Op {
+        Op::HostCopy(self.clone())
+    }
+    fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        (0..cx.operands.len()).map(|i| (i == 0 && cx.wanted[i]).then_some(cx.cotangent)).collect()
+    }
     fn eval(&self, operands: &[&Tensor], _: &TensorType) -> Tensor {
         operands[0].clone()
     }

@@ -96,9 +96,11 @@ pub fn compile(body: &Body) -> Steps<Work> {
     }
     compiler.close_where(|_| true);
     let writes: Vec<(BufferId, ValueId)> = body.writes.iter().map(|&(b, v)| (b, compiler.stored(v))).collect();
+    let host = super::in_host(graph);
     let leaf = |&(value, buffer): &(ValueId, BufferId)| {
         let ty = graph.ty(value);
-        Leaf { value, buffer, owned: replaced(&buffer), bytes: ty.elements() * Class::of(ty.dtype).bytes() as u64 }
+        let bytes = if host[value.index()] { 0 } else { ty.elements() * Class::of(ty.dtype).bytes() as u64 };
+        Leaf { value, buffer, owned: replaced(&buffer), bytes }
     };
     let mut steps = Steps {
         name: body.name.clone(),
@@ -186,7 +188,10 @@ impl Compiler<'_> {
 
     /// [`Self::whole_step`], whose result may take over the storage of an input.
     fn replacing_step(&mut self, v: ValueId, kernel: Work, inputs: Vec<ValueId>, replaceable: Option<ValueId>) {
-        let output = Output::new(v, self.graph.ty(v).dtype, self.stored_elements[v.index()]);
+        let mut output = Output::new(v, self.graph.ty(v).dtype, self.stored_elements[v.index()]);
+        if self.graph.node(v).op.stores_in_host() {
+            output = Output { bytes: 0, host: true, ..output };
+        }
         let replaceable = replaceable.into_iter().map(|input| (0, input)).collect();
         self.push(v, kernel, inputs, vec![output], replaceable);
         self.places[v.index()] = Some(Place::View(View::whole(v, sizes(self.graph.shape(v)))));

@@ -50,8 +50,10 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
     }
     let output = |i: usize, v: ValueId| {
         let ty = graph.ty(v);
-        let bytes = if into_buffer.get(&v).is_some_and(|&from| from <= i) { 0 } else { block_bytes(ty.bytes()) };
-        Output { value: v, dtype: ty.dtype, elements: ty.elements() as usize, bytes }
+        let host = graph.node(v).op.stores_in_host();
+        let written = host || into_buffer.get(&v).is_some_and(|&from| from <= i);
+        let bytes = if written { 0 } else { block_bytes(ty.bytes()) };
+        Output { value: v, dtype: ty.dtype, elements: ty.elements() as usize, bytes, host }
     };
     let made: BTreeSet<ValueId> = kernels.iter().flat_map(|k| k.writes.iter().copied()).collect();
     let mut steps = Vec::with_capacity(kernels.len() + 1);
@@ -74,13 +76,14 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
         let node = kernel.nodes.last().copied().unwrap_or(ValueId(0));
         steps.push(step(Some(i), node, inputs, outputs, workspace_bytes(graph, node), replaceable));
     }
+    let host = super::in_host(graph);
     let freed: BTreeSet<BufferId> = body.frees.iter().copied().collect();
     let replaced: BTreeSet<BufferId> = body.writes.iter().map(|w| w.0).collect();
     let leaf = |&(value, buffer): &(ValueId, BufferId)| Leaf {
         value,
         buffer,
         owned: !lasts(buffer) && (freed.contains(&buffer) || replaced.contains(&buffer)),
-        bytes: block_bytes(graph.ty(value).bytes()),
+        bytes: if host[value.index()] { 0 } else { block_bytes(graph.ty(value).bytes()) },
     };
     let mut steps = Steps {
         name: body.name.clone(),

@@ -16,7 +16,8 @@ pub use launched::{BLOCK_BYTES, block_bytes, launched};
 pub use liveness::assign;
 
 use crate::dtype::DType;
-use crate::graph::ValueId;
+use crate::graph::{Graph, ValueId};
+use crate::op::{HostCopy, HostRoute, Op};
 use crate::program::BufferId;
 use std::collections::BTreeMap;
 use view::View;
@@ -131,13 +132,16 @@ pub struct Output {
     pub value: ValueId,
     pub dtype: DType,
     pub elements: usize,
+    /// Of the device's memory.
     pub bytes: u64,
+    /// It is in the memory of the host.
+    pub host: bool,
 }
 
 impl Output {
     /// As the CPU runtime stores it.
     pub fn new(value: ValueId, dtype: DType, elements: usize) -> Output {
-        Output { value, dtype, elements, bytes: (elements * Class::of(dtype).bytes()) as u64 }
+        Output { value, dtype, elements, bytes: (elements * Class::of(dtype).bytes()) as u64, host: false }
     }
 
     pub fn class(&self) -> Class {
@@ -166,13 +170,27 @@ pub struct Step<K> {
     pub dies: Vec<ValueId>,
 }
 
-/// A leaf, its buffer, and whether the body may consume the buffer's storage because it replaces or frees it.
+/// A leaf, its buffer, and whether the body may consume the buffer's storage because it replaces or frees it. Bytes are of the
+/// device's memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Leaf {
     pub value: ValueId,
     pub buffer: BufferId,
     pub owned: bool,
     pub bytes: u64,
+}
+
+/// Of each value of a graph whether it is in the memory of the host: leaves that are loaded from there, and what is stored there.
+pub fn in_host(graph: &Graph) -> Vec<bool> {
+    let mut host = vec![false; graph.len()];
+    for v in graph.values() {
+        match &graph.node(v).op {
+            Op::HostCopy(HostCopy { route: HostRoute::Store }) => host[v.index()] = true,
+            Op::HostCopy(HostCopy { route: HostRoute::Load }) => host[graph.node(v).operands[0].index()] = true,
+            _ => {}
+        }
+    }
+    host
 }
 
 /// A body as steps in order.

@@ -9,9 +9,9 @@ use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
-    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, ImageDims, Input, Iota, KernelDims, Op,
-    OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape, Reverse, Scatter, ScatterAdd,
-    Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
+    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, HostCopy, HostRoute, ImageDims, Input,
+    Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape,
+    Reverse, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -40,7 +40,9 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 48] = [
+const OTHERS: [&str; 50] = [
+    "host_load",
+    "host_store",
     "softmax",
     "log_softmax",
     "gelu_erf",
@@ -221,6 +223,7 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
         Op::Composite(op) => function(&op.function),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
+        Op::HostCopy(_) => Vec::new(),
         Op::AxisIndex(op) => {
             [vec![("axes", axes(&op.axes)), ("mesh", mesh(&op.mesh))], dtype_unless_typed(op.dtype)].concat()
         }
@@ -465,6 +468,8 @@ pub(crate) fn op_from(
         "attention" => Function::Attention { scale: f.real("scale")?, causal: f.flag("causal")? }.into(),
         "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
         "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),
+        "host_load" => Op::HostCopy(HostCopy { route: HostRoute::Load }),
+        "host_store" => Op::HostCopy(HostCopy { route: HostRoute::Store }),
         "axis_index" => Op::AxisIndex(AxisIndex { axes: f.axes()?, mesh: f.mesh()?, dtype: f.dtype(ty)? }),
         "constant" => {
             let ty = typed()?;

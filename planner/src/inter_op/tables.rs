@@ -3,6 +3,7 @@
 use crate::cache::Digest;
 use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solve_layer};
 use crate::intra_op::space::Spaces;
+use crate::intra_op::statement::Model;
 use crate::model::{Layered, Unit};
 use crate::request::Request;
 use std::collections::BTreeMap;
@@ -11,6 +12,11 @@ use std::rc::Rc;
 /// Of parts of layers of one mesh and variant, by kind and whether they are whole layers; none where there is no way to run one.
 pub type Known<T> = BTreeMap<(usize, bool), Option<Rc<T>>>;
 
+fn model<'a>(layered: &'a Layered, request: &'a Request) -> Model<'a> {
+    let offload = request.offload.unwrap_or_default();
+    Model { offload, ..layered.model(request.trains().then_some(&request.optimizer)) }
+}
+
 /// What all layer kinds cost on one mesh.
 pub fn boundaries(
     layered: &Layered,
@@ -18,13 +24,13 @@ pub fn boundaries(
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Option<Vec<Rc<Boundary>>> {
-    let model = layered.model(request.trains().then_some(&request.optimizer));
+    let model = model(layered, request);
     let cache = request.cache.as_deref();
     let of_mesh = cache.and_then(|_| spaces.prices.identity());
     let mut solve = |unit: &Unit<'_>, whole: bool| {
         let key = || {
             let of_layer = Digest::new("layer").shown((of_mesh?, layered.content(unit.kind, whole)?));
-            of_layer.shown((spaces.roles, variant, model.optimizer)).key()
+            of_layer.shown((spaces.roles, variant, model.optimizer, model.offload)).key()
         };
         let kept = cache.zip(key());
         if let Some(record) = kept.and_then(|(cache, key)| cache.get::<Option<BoundaryRecord>>(key)) {
@@ -50,7 +56,7 @@ pub fn layer_table(
     l: usize,
     known: &mut Known<LayerTable>,
 ) -> Option<Rc<LayerTable>> {
-    let model = layered.model(request.trains().then_some(&request.optimizer));
+    let model = model(layered, request);
     let mut solve = |unit: &Unit<'_>, _| solve_layer(&model, unit.range.clone(), spaces, variant).ok().map(Rc::new);
     put_together(layered, l, known, &mut solve, LayerTable::joined)
 }

@@ -19,7 +19,7 @@ use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::plan::{Execution, Plan};
+use altiplano_ir::plan::{Execution, Offload, Plan};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::rule::Strategy;
 use std::cmp::Reverse;
@@ -424,12 +424,18 @@ impl Lives<'_, '_, '_> {
             let gradient = self.spaces.local_bytes(&gradient_ty, rests.gradient);
             let reduced = self.spaces.local_bytes(&gradient_ty, rests.state);
             let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state);
-            lasting.push(parameter + gradient + elements * optimizer.state_bytes_per_element(ty.dtype));
+            let state = elements * optimizer.state_bytes_per_element(ty.dtype);
+            // What is in the host is there for the update, with that of the next parameter.
+            let (lasts, brought) = match self.model.offload {
+                Offload::None => (state, 0),
+                Offload::Optimizer => (0, 2 * state),
+            };
+            lasting.push(parameter + gradient + lasts);
             scattered.push(if rests.gradient == k.layout { 0 } else { whole });
             // A sum is reduced into a shard, and shards that are updated are gathered.
             let scattered_now = if rests.gradient == rests.state { 0 } else { reduced };
             let gathered_then = if rests.parameter == rests.state { 0 } else { parameter };
-            updated.push(scattered_now + gathered_then);
+            updated.push(scattered_now + gathered_then + brought);
         }
         self.hold(id, 0..self.num_points, lasting);
         let users: Vec<u32> =

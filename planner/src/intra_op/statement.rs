@@ -10,13 +10,13 @@ use super::solve::{self, Problem};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::again::Again;
 use crate::lower::repeat::grows;
-use crate::timing::update_s;
+use crate::timing::{host_copy_s, update_s};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::Execution;
+use altiplano_ir::plan::{Execution, Offload};
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
@@ -39,6 +39,8 @@ pub struct Model<'a> {
     pub saved: &'a [bool],
     /// `None`: nothing is trained.
     pub optimizer: Option<&'a Optimizer>,
+    /// Where its state is.
+    pub offload: Offload,
 }
 
 impl Model<'_> {
@@ -596,12 +598,20 @@ impl Builder<'_, '_, '_> {
         let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
         // The update reads gradient, parameter and state and writes parameter and state.
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
-        let update_s = update_s(self.spaces.prices.cost, traffic);
+        let mut update_s = update_s(self.spaces.prices.cost, traffic);
+        // What is in the host is loaded and stored while other parameters are updated.
+        let held_bytes = match self.model.offload {
+            Offload::None => state_bytes,
+            Offload::Optimizer => {
+                update_s = update_s.max(host_copy_s(self.spaces.prices.cost, state_bytes));
+                0.0
+            }
+        };
         let bucket_bytes = self.execution.bucket_bytes;
         let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
         Terms {
             step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, bucket_bytes),
-            static_bytes: parameter_bytes + gradient_bytes + state_bytes,
+            static_bytes: parameter_bytes + gradient_bytes + held_bytes,
             ..Terms::default()
         }
     }

@@ -74,6 +74,7 @@ impl<'a> Stages<'a> {
         let op = |v: &ValueId| &plan.graph.node(*v).op;
         ways(a) == ways(b)
             && a.recompute == b.recompute
+            && a.offload == b.offload
             && a.shardings.len() == b.shardings.len()
             && a.shardings.iter().zip(&b.shardings).all(|((v, s), (w, t))| s.strategy == t.strategy && op(v) == op(w))
     }

@@ -64,6 +64,7 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
                 ty: ty.clone(),
                 sharding,
                 extents: None,
+                host: false,
             });
             let new = leaf(&mut weights, id.to_string(), ty);
             reads.push((new, id));

@@ -1,5 +1,6 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 
+mod offload;
 mod server;
 mod update;
 
@@ -167,7 +168,7 @@ impl<'a> StageLowering<'a> {
             _ => None,
         };
         let extents = extents.filter(|extents| extents.padded_shape() == ty.shape).cloned();
-        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding, extents });
+        self.buffers.push(Buffer { name, stage: self.cx.index, kind, ty, sharding, extents, host: false });
         BufferId((self.buffers.len() - 1) as u32)
     }
 

@@ -44,7 +44,7 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
         KernelKind::Sort { .. } => made.sorted(kernel.nodes[0])?,
         KernelKind::Matmul(_) | KernelKind::Convolution { .. } => {}
         KernelKind::Attention { .. } => made.tiled(kernel)?,
-        KernelKind::Collective => {}
+        KernelKind::Collective | KernelKind::HostCopy(_) => {}
     }
     Ok(made.launches)
 }

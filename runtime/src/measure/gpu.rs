@@ -292,6 +292,7 @@ impl Subject {
                 ty: ty.clone(),
                 sharding: Sharding::replicated(&ty.shape),
                 extents: None,
+                host: false,
             });
             BufferId(buffers.len() as u32 - 1)
         };

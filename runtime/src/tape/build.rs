@@ -15,7 +15,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::interpret::{run_all, run_mesh};
 use altiplano_ir::kernels::{Kernel, KernelKind};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{HostRoute, Op};
 use altiplano_ir::program::{self, BufferKind, Program, Programs, TransferId};
 use altiplano_ir::storage::Step;
 use std::cell::RefCell;
@@ -252,6 +252,8 @@ impl<'a> Device<'a> {
             }
             let content = Content::Buffer { buffer, microbatch: None };
             let region = self.region(content, ty.dtype, ty.elements(), true);
+            let slot = self.slot(region);
+            self.slots[slot].host = description.host;
             self.buffers.insert((buffer, None), region);
             match description.kind {
                 BufferKind::Accumulator { .. } => self.push(Stream::Compute, What::Fill { region, value: 0.0 }),
@@ -275,7 +277,7 @@ impl<'a> Device<'a> {
     /// A region with storage of its own, held once.
     fn region(&mut self, content: Content, dtype: DType, elements: u64, lasts: bool) -> RegionId {
         let born = if lasts { 0 } else { self.commands.len() as u32 };
-        self.slots.push(Slot { bytes: elements * dtype.bytes(), born, dies: born, lasts });
+        self.slots.push(Slot { bytes: elements * dtype.bytes(), born, dies: born, lasts, host: false });
         self.holders.push(1);
         self.in_slot(content, dtype, elements, self.slots.len() - 1)
     }
@@ -525,6 +527,13 @@ impl<'a> Device<'a> {
                 (Stream::Collectives, What::Exchange { communicator, dtype: *dtype, sends, receives })
             }
             Piece::Fill { place, value } => (Stream::Compute, What::Fill { region: find(*place)?, value: *value }),
+            Piece::HostCopy { route, from, to } => {
+                let stream = match route {
+                    HostRoute::Load => Stream::Upload,
+                    HostRoute::Store => Stream::Download,
+                };
+                (stream, What::Copy { from: find(*from)?, to: find(*to)? })
+            }
             Piece::Copy { from, to } => (Stream::Compute, What::Copy { from: find(*from)?, to: find(*to)? }),
         })
     }

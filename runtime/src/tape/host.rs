@@ -1,6 +1,6 @@
 //! Tapes run on the host, slowly: what a tape means, and whether its events are enough.
 //!
-//! Every device has its arena as bytes, in the element types that a GPU would hold. Of all commands that streams and events allow
+//! Every device has its arena as bytes, with what is in the memory of its host, in the element types that a GPU would hold. Of all commands that streams and events allow
 //! to run, a seed decides which is next; what depends on that choice is a race of the tape. Launches are interpreted, products
 //! summed in f64, and collectives reduce in the order of their ranks.
 
@@ -58,7 +58,7 @@ struct Progress {
 impl<'a> Host<'a> {
     /// Devices with zeros in everything that lasts, and noise elsewhere.
     pub fn new(programs: &'a Programs, tapes: &'a [Tape]) -> Host<'a> {
-        let arenas = tapes.iter().map(|t| vec![0xff; t.arena.bytes as usize]).collect();
+        let arenas = tapes.iter().map(|t| vec![0xff; t.arena.all_bytes() as usize]).collect();
         let mut host = Host { programs, tapes, arenas };
         for (rank, tape) in tapes.iter().enumerate() {
             for region in (0..tape.regions.len() as u32).map(RegionId).filter(|r| tape.region(*r).lasts) {

@@ -2,7 +2,7 @@
 //!
 //! A tape is a list of commands in the order in which a host issues them, each on a stream of the device, with the events that
 //! it waits for. All memory is one arena, in which every tensor has its range of bytes, so that nothing is allocated while a
-//! step runs. The one idea: whoever executes a tape decides nothing, and needs only the arena's address, the table of launches,
+//! step runs; what of it is in the memory of the host comes last. The one idea: whoever executes a tape decides nothing, and needs only the arena's address, the table of launches,
 //! a matmul, the communicators and copies from and to the host.
 
 pub mod access;
@@ -68,9 +68,9 @@ pub enum Stream {
     Send(u32),
     /// What comes from the device of this rank.
     Receive(u32),
-    /// From the host.
+    /// From the host, and from its memory.
     Upload,
-    /// To the host.
+    /// To the host, and to its memory.
     Download,
 }
 
@@ -267,12 +267,21 @@ pub struct Constant {
 /// The memory of a tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Arena {
-    /// What has to be allocated.
+    /// What has to be allocated on the device.
     pub bytes: u64,
     /// Of it what lasts from step to step, which comes first.
     pub lasting_bytes: u64,
     /// The most bytes that live at once, below which no layout could come.
     pub live_bytes: u64,
+    /// What has to be allocated in the memory of the host. Regions there have offsets from `bytes` on.
+    pub host_bytes: u64,
+}
+
+impl Arena {
+    /// Of both memories.
+    pub fn all_bytes(&self) -> u64 {
+        self.bytes + self.host_bytes
+    }
 }
 
 /// What one device does in a step.
@@ -299,6 +308,13 @@ pub struct Tape {
 impl Tape {
     pub fn region(&self, id: RegionId) -> &Region {
         &self.regions[id.0 as usize]
+    }
+
+    /// Where in the host's part of the arena a region begins, if it is there.
+    pub fn in_host(&self, id: RegionId) -> Option<u64> {
+        let region = self.region(id);
+        // What has no bytes is nowhere.
+        region.offset.checked_sub(self.arena.bytes).filter(|_| region.bytes > 0)
     }
 
     /// The region of a buffer that lasts from step to step.

@@ -15,6 +15,8 @@ pub struct Slot {
     pub born: u32,
     pub dies: u32,
     pub lasts: bool,
+    /// It is in the memory of the host, where all lasts.
+    pub host: bool,
 }
 
 /// Slots that are placed in turn, which takes quadratic time, at most.
@@ -28,11 +30,12 @@ const MAX_ROUNDS: usize = 50;
 pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     let mut offsets = vec![0; slots.len()];
     let mut lasting_bytes = 0;
-    for (slot, offset) in slots.iter().zip(&mut offsets).filter(|(s, _)| s.lasts) {
+    for (slot, offset) in slots.iter().zip(&mut offsets).filter(|(s, _)| s.lasts && !s.host) {
         *offset = lasting_bytes;
         lasting_bytes += block_bytes(slot.bytes);
     }
-    let of_step: Vec<usize> = (0..slots.len()).filter(|&i| !slots[i].lasts && slots[i].bytes > 0).collect();
+    let of_step: Vec<usize> =
+        (0..slots.len()).filter(|&i| !slots[i].lasts && !slots[i].host && slots[i].bytes > 0).collect();
     let live_bytes = lasting_bytes + most_live(slots, &of_step);
     let end_of = |placed: &[u64], k: usize| placed[k] + block_bytes(slots[of_step[k]].bytes);
     let end = |placed: &Vec<u64>| (0..of_step.len()).map(|k| end_of(placed, k)).max().unwrap_or(0);
@@ -59,7 +62,12 @@ pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     let best = tried.into_iter().min_by_key(end).unwrap_or_default();
     let bytes = lasting_bytes + end(&best);
     of_step.iter().zip(best).for_each(|(&i, at)| offsets[i] = lasting_bytes + at);
-    (offsets, Arena { bytes, lasting_bytes, live_bytes })
+    let mut host_bytes = 0;
+    for (slot, offset) in slots.iter().zip(&mut offsets).filter(|(s, _)| s.host) {
+        *offset = bytes + host_bytes;
+        host_bytes += block_bytes(slot.bytes);
+    }
+    (offsets, Arena { bytes, lasting_bytes, live_bytes, host_bytes })
 }
 
 /// The most bytes of these slots that live at once.
@@ -158,13 +166,18 @@ mod tests {
         /// What lives at once lies apart, and all of it in the arena.
         #[test]
         fn slots_that_live_at_once_lie_apart(made in proptest::collection::vec((1u64..5000, 0u32..50, 1u32..30), 1..60)) {
-            let slot = |&(bytes, born, life): &(u64, u32, u32)| Slot { bytes, born, dies: born + life, lasts: born == 7 };
+            let slot = |&(bytes, born, life): &(u64, u32, u32)| {
+                let host = born == 9;
+                Slot { bytes, born, dies: born + life, lasts: born == 7 || host, host }
+            };
             let slots: Vec<Slot> = made.iter().map(slot).collect();
             let (offsets, arena) = place(&slots);
             prop_assert!(arena.live_bytes <= arena.bytes && arena.lasting_bytes <= arena.live_bytes);
             for (i, a) in slots.iter().enumerate() {
-                prop_assert!(offsets[i] + a.bytes <= arena.bytes && offsets[i] % 512 == 0);
-                prop_assert!(a.lasts == (offsets[i] < arena.lasting_bytes));
+                let end = if a.host { arena.all_bytes() } else { arena.bytes };
+                prop_assert!(offsets[i] + a.bytes <= end && offsets[i] % 512 == 0);
+                prop_assert!((a.lasts && !a.host) == (offsets[i] < arena.lasting_bytes));
+                prop_assert!(a.host == (offsets[i] >= arena.bytes));
                 for (j, b) in slots.iter().enumerate().skip(i + 1) {
                     let together = a.lasts || b.lasts || a.born < b.dies && b.born < a.dies;
                     let apart = offsets[i] + a.bytes <= offsets[j] || offsets[j] + b.bytes <= offsets[i];

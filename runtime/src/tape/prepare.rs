@@ -11,7 +11,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{DotGeneral, Op, Reducer};
+use altiplano_ir::op::{DotGeneral, HostRoute, Op, Reducer};
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::gathered::TILE_BYTES;
@@ -89,6 +89,12 @@ pub enum Piece {
         value: f64,
     },
     Copy {
+        from: Place,
+        to: Place,
+    },
+    /// Between a device and the memory of its host.
+    HostCopy {
+        route: HostRoute,
         from: Place,
         to: Place,
     },
@@ -237,6 +243,10 @@ impl OfBody<'_> {
                     [self.whole(&mut pieces, &reads, lhs)?, self.whole(&mut pieces, &reads, rhs)?, Place::Value(v)];
                 let types = [lhs, rhs, v].map(|v| self.graph.ty(v));
                 convolution(self.table, &mut pieces, op, places, types, TILE_BYTES);
+            }
+            (KernelKind::HostCopy(route), _) => {
+                let from = self.whole(&mut pieces, &reads, self.graph.node(v).operands[0])?;
+                pieces.pieces.push(Piece::HostCopy { route: *route, from, to: Place::Value(v) });
             }
             (KernelKind::Collective, Op::Collective(op)) => {
                 self.collective(&mut pieces, &reads, v, &op.collective)?;

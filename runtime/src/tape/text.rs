@@ -84,7 +84,7 @@ impl fmt::Display for Stream {
 
 impl fmt::Display for Tape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Arena { bytes, lasting_bytes, live_bytes } = self.arena;
+        let Arena { bytes, lasting_bytes, live_bytes, host_bytes } = self.arena;
         writeln!(
             f,
             "tape of rank {}, device {} of program {}: {} commands, {} launches",
@@ -95,6 +95,9 @@ impl fmt::Display for Tape {
             self.launches.len()
         )?;
         writeln!(f, "arena of {bytes} bytes, {lasting_bytes} of them lasting; at most {live_bytes} live at once")?;
+        if host_bytes > 0 {
+            writeln!(f, "{host_bytes} bytes in the memory of the host")?;
+        }
         for (number, command) in self.commands.iter().enumerate() {
             let stream = self.streams[command.stream.0 as usize].to_string();
             let waits: Vec<String> = command.waits.iter().map(|e| format!("e{}", e.0)).collect();

@@ -82,7 +82,8 @@ pub fn programs_of(graph: &Graph, mesh: &Mesh) -> Programs {
             let leaf = input(&mut local, &op.name, op.ty.dtype, &stacked(&op.ty, mesh, true).0.shape);
             reads.push((leaf, BufferId(buffers.len() as u32)));
             let kind = BufferKind::Parameter { name: op.name.clone() };
-            buffers.push(Buffer { name: op.name.clone(), stage: 0, kind, ty, sharding, extents: None });
+            let name = op.name.clone();
+            buffers.push(Buffer { name, stage: 0, kind, ty, sharding, extents: None, host: false });
             local.reshape(leaf, &op.ty.shape)
         } else {
             let operands: Vec<ValueId> = node.operands.iter().map(|o| new_id[o.index()]).collect();
@@ -97,7 +98,7 @@ pub fn programs_of(graph: &Graph, mesh: &Mesh) -> Programs {
         local.outputs.push(value);
         writes.push((BufferId(buffers.len() as u32), value));
         let kind = BufferKind::State { parameter: format!("out{i}"), slot: "value".to_string() };
-        buffers.push(Buffer { name: format!("out{i}"), stage: 0, kind, ty, sharding, extents: None });
+        buffers.push(Buffer { name: format!("out{i}"), stage: 0, kind, ty, sharding, extents: None, host: false });
     }
     let body = Body {
         name: "body".to_string(),

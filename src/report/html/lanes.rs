@@ -7,6 +7,7 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::{PipelineCall, StageTimeline, StageTimes};
 use altiplano_cost_models::timeline::{Stream, tasks};
 use altiplano_ir::mesh::Mesh;
+use altiplano_ir::op::HostRoute;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Call, Phase, Programs};
 use altiplano_ir::reshard::Collective;
@@ -250,6 +251,8 @@ fn facts(
         (KernelKind::Indexed, _) => "lookup".into(),
         (KernelKind::Sort { .. }, _) => "sort".into(),
         (KernelKind::Collective, _) => "collective".into(),
+        (KernelKind::HostCopy(HostRoute::Load), _) => "from host".into(),
+        (KernelKind::HostCopy(HostRoute::Store), _) => "to host".into(),
     };
     let bytes = match sent {
         Some((_, operand, result)) => *operand.max(result),

@@ -85,7 +85,8 @@ fn held_bytes<'a>(plan: &Plan, programs: &'a Programs, stage: usize) -> BTreeMap
             BufferKind::State { parameter, .. } => (parameter, 2),
             _ => continue,
         };
-        if buffer.stage as usize == stage {
+        // What is in the memory of the host is not on the device.
+        if buffer.stage as usize == stage && !buffer.host {
             held.entry(name).or_default()[of] += program.local_bytes(id);
         }
     }

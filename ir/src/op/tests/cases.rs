@@ -84,7 +84,7 @@ into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select,
     Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
     ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
     Threefry => Threefry, Reverse => Reverse, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
-    AxisIndex => AxisIndex);
+    AxisIndex => AxisIndex, HostCopy => HostCopy);
 
 pub(crate) fn cases() -> Vec<Case> {
     [
@@ -599,6 +599,9 @@ fn local_ops() -> Vec<Case> {
     let reducer = Reducer::Sum;
     vec![
         case(AxisIndex { axes: vec![b, a], mesh: mesh.clone(), dtype: DType::I32 }, "", "i32[]"),
+        case(HostCopy { route: HostRoute::Load }, "f32[4,6]", "f32[4,6]"),
+        case(HostCopy { route: HostRoute::Load }, "f32[4,6] f32[3]", "f32[4,6]"),
+        case(HostCopy { route: HostRoute::Store }, "f32[4]", "f32[4]"),
         on_mesh(Collective::AllReduce { axes: vec![a, b], reducer }, "f32[4]", "f32[4]"),
         on_mesh(Collective::ReduceScatter { axes: vec![a], reducer, dim: 1, outer: 3 }, "f32[4,6]", "f32[4,3]"),
         on_mesh(Collective::AllGather { axes: vec![b], dim: 0, outer: 2 }, "f32[4,6]", "f32[12,6]"),

@@ -47,7 +47,7 @@ fn stablehlo(op: &Op) -> String {
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
-        "keep_first" | "halo" | "stop_gradient" => "-".to_string(),
+        "keep_first" | "halo" | "stop_gradient" | "host_load" | "host_store" => "-".to_string(),
         _ if matches!(op, Op::Composite(_)) => "several ops".to_string(),
         name => format!("`stablehlo.{name}`"),
     }
@@ -183,7 +183,7 @@ fn page() -> String {
         if !done.insert(name.clone()) {
             continue;
         }
-        let local = matches!(case.op, Op::Collective(_) | Op::AxisIndex(_));
+        let local = matches!(case.op, Op::Collective(_) | Op::AxisIndex(_) | Op::HostCopy(_));
         let (sharding, partial) = if local { ("local graphs only".to_string(), "-".to_string()) } else { words(&case) };
         let gradient = if local { "-" } else { gradient(&case) };
         let (stablehlo, dtypes, attributes) = (stablehlo(&case.op), dtypes(&case), attribute_names(case.op.name()));

@@ -25,7 +25,7 @@ fn outers(rule: &ShardingRule) -> Vec<Vec<u64>> {
 
 #[test]
 fn factors_multiply_to_the_sizes_of_dimensions() {
-    for case in cases().iter().filter(|c| !matches!(c.op, Op::Collective(_))) {
+    for case in cases().iter().filter(|c| !matches!(c.op, Op::Collective(_) | Op::HostCopy(_))) {
         let rule = case.op.rule(&case.types(), &case.result);
         assert_eq!(rule.operands.len(), case.operands.len(), "{}", case.label());
         let tensors = rule.operands.iter().zip(&case.operands).chain([(&rule.result, &case.result)]);
@@ -115,7 +115,7 @@ fn every_strategy_computes_what_the_whole_op_does() {
     let (mut strategies, mut partial, mut blocked) = (0, 0, 0);
     let mut failures = Vec::new();
     for (case, mut rng) in cases().into_iter().zip(Rng::sequence(2)) {
-        if matches!(case.op, Op::Collective(_) | Op::AxisIndex(_)) {
+        if matches!(case.op, Op::Collective(_) | Op::AxisIndex(_) | Op::HostCopy(_)) {
             continue; // Local already: they have no rule.
         }
         let rule = case.op.rule(&case.types(), &case.result);

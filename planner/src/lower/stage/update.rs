@@ -4,14 +4,16 @@
 //! it, in which what several devices hold counts for one, over all devices of the stage; then the stages send each other theirs, and
 //! all of them add in the order of stages, so that copies of a parameter update alike to the bit.
 
+use super::offload::Window;
 use super::{BodyBuilder, StageContext, StageLowering, holders, parameter_name};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Literal;
 use altiplano_ir::loss_scale::{self, ScaleState};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Direction, Op, Reducer};
+use altiplano_ir::op::{Direction, HostCopy, HostRoute, Op, Reducer};
 use altiplano_ir::optimizer::{self, Given, clip_factor, squares};
+use altiplano_ir::plan::Offload;
 use altiplano_ir::program::{
     ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES,
     OVERFLOWS, Phase,
@@ -159,6 +161,77 @@ fn scaled(graph: &mut Graph, x: ValueId, factor: ValueId) -> ValueId {
     let (x, shape) = (graph.convert(x, DType::F32), graph.shape(x).to_vec());
     let factor = graph.broadcast_scalar(factor, &shape);
     graph.mul(x, factor)
+}
+
+/// The optimizer state of a stage's parameters in the order of their updates: read where it is, or brought from the host ahead of its
+/// update and taken back after it.
+struct States<'p> {
+    parameters: &'p [ValueId],
+    /// Where state is in host memory.
+    window: Option<Window>,
+    buffers: Vec<Vec<BufferId>>,
+    values: Vec<Vec<ValueId>>,
+    /// The last of the values that each update left in the host.
+    stored: Vec<Option<ValueId>>,
+}
+
+impl<'p> States<'p> {
+    fn new(cx: &StageContext<'_>, parameters: &'p [ValueId]) -> Self {
+        let bytes = |p: &ValueId| {
+            let ty = cx.graph.ty(*p);
+            let slots = cx.plan.optimizer.slots(ty.dtype).len() as u64;
+            let state = &cx.stage.parameters[parameter_name(cx, *p)].state;
+            slots * state.local_bytes(&ty.with_dtype(DType::F32), &cx.mesh)
+        };
+        let window = match cx.stage.offload {
+            Offload::None => None,
+            Offload::Optimizer => Some(Window::new(&parameters.iter().map(bytes).collect::<Vec<_>>())),
+        };
+        States { parameters, window, buffers: Vec::new(), values: Vec::new(), stored: vec![None; parameters.len()] }
+    }
+
+    /// The state of the `i`-th parameter on the device, before its update.
+    fn of<'a>(&mut self, lowering: &mut StageLowering<'a>, b: &mut BodyBuilder<'a>, i: usize) -> Vec<ValueId> {
+        while self.values.len() <= i || self.window.as_ref().is_some_and(|w| w.is_due(self.values.len(), i)) {
+            self.bring(lowering, b);
+        }
+        self.values[i].clone()
+    }
+
+    /// Reads the state of the next parameter.
+    fn bring<'a>(&mut self, lowering: &mut StageLowering<'a>, b: &mut BodyBuilder<'a>) {
+        let (cx, i) = (lowering.cx, self.values.len());
+        let (name, ty) = (parameter_name(cx, self.parameters[i]), cx.graph.ty(self.parameters[i]));
+        let (state, ty, dtype) = (&cx.stage.parameters[name].state, ty.with_dtype(DType::F32), ty.dtype);
+        let back = self.window.as_ref().and_then(|w| w.waits_for(i));
+        let gate = back.and_then(|last| self.stored[..=last].iter().rev().find_map(|v| *v));
+        let (mut buffers, mut values) = (Vec::new(), Vec::new());
+        for slot in cx.plan.optimizer.slots(dtype) {
+            let kind = BufferKind::State { parameter: name.to_string(), slot: slot.to_string() };
+            let buffer = lowering.buffer(format!("{slot} of {name}"), kind, ty.clone(), state.clone());
+            let mut value = b.read(buffer, state, &ty);
+            if self.window.is_some() {
+                lowering.buffers[buffer.0 as usize].host = true;
+                let operands: Vec<ValueId> = [Some(value), gate].into_iter().flatten().collect();
+                value = b.graph.emit(Op::HostCopy(HostCopy { route: HostRoute::Load }), &operands);
+            }
+            buffers.push(buffer);
+            values.push(value);
+        }
+        self.buffers.push(buffers);
+        self.values.push(values);
+    }
+
+    /// What goes to the buffers of the `i`-th parameter's state after its update.
+    fn renewed(&mut self, b: &mut BodyBuilder<'_>, i: usize, mut new: Vec<ValueId>) -> Vec<(BufferId, ValueId)> {
+        if self.window.is_some() {
+            for value in &mut new {
+                *value = b.graph.emit(Op::HostCopy(HostCopy { route: HostRoute::Store }), &[*value]);
+            }
+            self.stored[i] = new.last().copied();
+        }
+        self.buffers[i].iter().copied().zip(new).collect()
+    }
 }
 
 impl<'a> StageLowering<'a> {
@@ -437,7 +510,13 @@ impl<'a> StageLowering<'a> {
         let mut b = BodyBuilder::new(cx, format!("stage{} update", cx.index), 20 * accumulators.len());
         let mut writes = Vec::new();
         let mut frees: Vec<BufferId> = Vec::new();
-        let parameters = if cx.updates.here { accumulators.keys().copied().collect() } else { Vec::new() };
+        let mut parameters: Vec<ValueId> =
+            if cx.updates.here { accumulators.keys().copied().collect() } else { Vec::new() };
+        if cx.stage.offload == Offload::Optimizer {
+            // Backward passes complete the gradients of what is used last first.
+            parameters.reverse();
+        }
+        let mut states = States::new(cx, &parameters);
         let leaves = cx.updates.here.then(|| {
             let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
             let buffers = [self.scalar("learning_rate"), number.unwrap_or_else(|| self.scalar("step"))];
@@ -455,7 +534,7 @@ impl<'a> StageLowering<'a> {
         // Averages over steps count those that were made.
         let made = |skip: &Skip| leaves.map(|[rate, step]| [rate, b.graph.sub(step, skip.skipped)]);
         let leaves = skip.as_ref().map_or(leaves, made);
-        for p in parameters {
+        for (i, &p) in parameters.iter().enumerate() {
             let Some([learning_rate, step]) = leaves else { break };
             let name = parameter_name(cx, p).to_string();
             let storage = &cx.stage.parameters[&name];
@@ -464,15 +543,7 @@ impl<'a> StageLowering<'a> {
             let parameter_buffer = self.parameters[&p];
             let parameter = b.read(parameter_buffer, &storage.parameter, ty);
             let parameter = b.reshard(parameter, &storage.parameter, &storage.state);
-            let mut states = Vec::new();
-            let mut state_buffers = Vec::new();
-            for slot in cx.plan.optimizer.slots(ty.dtype) {
-                let kind = BufferKind::State { parameter: name.clone(), slot: slot.to_string() };
-                let state_ty = ty.with_dtype(DType::F32);
-                let buffer = self.buffer(format!("{slot} of {name}"), kind, state_ty.clone(), storage.state.clone());
-                states.push(b.read(buffer, &storage.state, &state_ty));
-                state_buffers.push(buffer);
-            }
+            let old = states.of(self, &mut b, i);
             let axes: Vec<AxisId> = storage.state.split_axes().collect();
             let whole = |graph: &mut Graph, x: ValueId| all_reduced(graph, x, axes.clone(), &cx.mesh);
             let given = Given {
@@ -480,7 +551,7 @@ impl<'a> StageLowering<'a> {
                 gradient,
                 gradient_scale: self.gradient_scale(),
                 factor,
-                states: &states,
+                states: &old,
                 learning_rate,
                 step,
                 whole: &whole,
@@ -488,13 +559,13 @@ impl<'a> StageLowering<'a> {
             let mut new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
             if let Some(skip) = &skip {
                 new.parameter = skip.unless(&mut b.graph, parameter, new.parameter);
-                for (new, &old) in new.states.iter_mut().zip(&states) {
+                for (new, &old) in new.states.iter_mut().zip(&old) {
                     *new = skip.unless(&mut b.graph, old, *new);
                 }
             }
             let whole = b.reshard(new.parameter, &storage.state, &storage.parameter);
             writes.push((parameter_buffer, whole));
-            writes.extend(state_buffers.into_iter().zip(new.states));
+            writes.extend(states.renewed(&mut b, i, new.states));
         }
         let (graph, reads, writes) = b.finish(writes);
         let name = format!("stage{} update", cx.index);

@@ -11,6 +11,7 @@ use super::error::CudaError;
 use super::gather;
 use super::library::Search;
 use super::nccl::Channel;
+use super::nvtx::{Open, Ranges};
 use crate::error::KernelError;
 use crate::loops::Launch;
 use crate::loops::cuda::{NoArithmetic, Text, text};
@@ -70,6 +71,8 @@ pub enum Peers {
 pub struct Executor {
     tape: Arc<Tape>,
     running: Running,
+    /// For profilers.
+    ranges: Option<Arc<Ranges>>,
     streams: Vec<Stream>,
     events: Vec<Event>,
     /// By launch.
@@ -81,6 +84,8 @@ pub struct Executor {
     /// By command, for those that move something between host and device: where in `host`.
     staged: Vec<Option<usize>>,
     host: Pinned,
+    /// What the tape has in the memory of the host.
+    offloaded: Pinned,
     arena: Memory,
     workspace: Memory,
     context: Arc<Context>,
@@ -183,6 +188,7 @@ impl Executor {
         let events = tape.num_events as usize + tape.streams.len();
         let executor = Executor {
             running,
+            ranges: None,
             streams,
             events: (0..events).map(|_| context.event()).collect::<Result<_, _>>()?,
             kernels,
@@ -192,6 +198,7 @@ impl Executor {
             graph: None,
             staged,
             host: context.pinned(host_bytes)?,
+            offloaded: context.pinned(tape.arena.host_bytes as usize)?,
             arena,
             workspace,
             context: context.clone(),
@@ -208,6 +215,11 @@ impl Executor {
             // SAFETY: the arena stays until this is done, which is waited for.
             unsafe { stream.zero(start, self.arena.bytes()) }?;
         }
+        let bytes = self.tape.arena.host_bytes as usize;
+        if let Some(start) = self.offloaded.range(0, bytes) {
+            // SAFETY: it is as long, and no copy is under way before the first step.
+            unsafe { start.write_bytes(0, bytes) };
+        }
         stream.synchronize()?;
         for constant in &self.tape.constants {
             let dtype = self.tape.region(constant.region).dtype;
@@ -218,7 +230,10 @@ impl Executor {
 
     /// Writes a region from its start, and waits for it.
     fn write(&self, stream: &Stream, region: RegionId, bytes: &[u8]) -> Result<(), CudaError> {
-        if let Some(address) = self.address(region, bytes.len() as u64) {
+        if let Some(to) = self.in_host(region, bytes.len()) {
+            // SAFETY: it has room for them, and between steps no copy is under way.
+            unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        } else if let Some(address) = self.address(region, bytes.len() as u64) {
             // SAFETY: both stay until this is done, which is waited for.
             unsafe { stream.upload(address, bytes.as_ptr(), bytes.len() as u64) }?;
         }
@@ -228,12 +243,21 @@ impl Executor {
     /// Reads a region, when all before it is done, and waits for it.
     fn read(&self, stream: &Stream, region: RegionId) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0; self.used_bytes(region) as usize];
-        if let Some(address) = self.address(region, bytes.len() as u64) {
+        if let Some(from) = self.in_host(region, bytes.len()) {
+            stream.synchronize()?;
+            // SAFETY: there are as many, and what was to be copied there is.
+            unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len()) };
+        } else if let Some(address) = self.address(region, bytes.len() as u64) {
             // SAFETY: both stay until this is done, which is waited for.
             unsafe { stream.download(bytes.as_mut_ptr(), address, bytes.len() as u64) }?;
         }
         stream.synchronize()?;
         Ok(bytes)
+    }
+
+    /// From here on its steps are told to profilers by these names.
+    pub(super) fn tell(&mut self, ranges: Option<Ranges>) {
+        self.ranges = ranges.map(Arc::new);
     }
 
     /// From here on it exchanges through these, one for each communicator of its tape.
@@ -271,13 +295,19 @@ impl Executor {
                 give(given, &mut unsafe { self.host.bytes_mut() }[*place..*place + bytes]);
             }
         }
+        let ranges = self.ranges.clone();
+        let mut open = ranges.as_ref().map(|ranges| ranges.step());
         match self.is_recordable() {
-            true => self.replay()?,
-            false => (0..tape.commands.len()).try_for_each(|index| self.issue(index))?,
+            true => self.replay(open.as_mut())?,
+            false => (0..tape.commands.len()).try_for_each(|index| {
+                let _range = open.as_mut().map(|open| open.command(index, tape.commands[index].call));
+                self.issue(index)
+            })?,
         }
         for stream in &self.streams {
             stream.synchronize().map_err(set_up)?;
         }
+        drop(open);
         if let Peers::Nccl(channels) = &self.peers {
             channels.iter().for_each(Channel::finished);
         }
@@ -298,8 +328,8 @@ impl Executor {
         !self.running.check_nan && !self.streams.is_empty() && self.tape.commands.iter().all(stays)
     }
 
-    /// Records the step where it was not yet, and launches it.
-    fn replay(&mut self) -> Result<(), ExecutorError> {
+    /// Records the step where it was not yet, and launches it. What is recorded has ranges then; when it is launched, the step has.
+    fn replay(&mut self, mut open: Option<&mut Open<'_>>) -> Result<(), ExecutorError> {
         let rank = self.tape.rank;
         let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
         if self.graph.is_none() {
@@ -311,13 +341,15 @@ impl Executor {
                 streams[0].record(&joins[0])?;
                 streams[1..].iter().try_for_each(|stream| stream.wait(&joins[0]))?;
                 for index in 0..self.tape.commands.len() {
+                    let call = self.tape.commands[index].call;
+                    let _range = open.as_mut().map(|open| open.command(index, call));
                     if let Err(why) = issue(
                         &self.tape,
                         &streams,
                         &self.events,
                         (&self.kernels, &self.fills),
                         &mut self.blas,
-                        (&self.arena, &self.workspace, &self.host, &self.staged),
+                        (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
                         index,
                     ) {
                         failure = Some((index, why));
@@ -355,7 +387,7 @@ impl Executor {
                 &self.events,
                 (&self.kernels, &self.fills),
                 &mut self.blas,
-                (&self.arena, &self.workspace, &self.host, &self.staged),
+                (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
                 index,
             ),
         };
@@ -504,6 +536,11 @@ impl Executor {
         self.arena.range(self.tape.region(region).offset, bytes)
     }
 
+    /// Where a region is in the memory of the host, if it is there.
+    fn in_host(&self, region: RegionId, bytes: usize) -> Option<*mut u8> {
+        self.offloaded.range(self.tape.in_host(region)? as usize, bytes)
+    }
+
     /// Those of a region's elements.
     fn used_bytes(&self, region: RegionId) -> u64 {
         let region = self.tape.region(region);
@@ -527,7 +564,7 @@ fn issue(
     events: &[Event],
     (kernels, fills): (&[Kernel], &[Option<Function>]),
     blas: &mut Option<Blas>,
-    (arena, workspace, host, staged): (&Memory, &Memory, &Pinned, &[Option<usize>]),
+    (arena, workspace, host, offloaded, staged): (&Memory, &Memory, &Pinned, &Pinned, &[Option<usize>]),
     index: usize,
 ) -> Result<(), Failure> {
     let command = &tape.commands[index];
@@ -590,9 +627,19 @@ fn issue(
             }
         }
         What::Copy { from, to } => {
-            let ((from, bytes, _), (to, room, _)) = (address(*from)?, address(*to)?);
-            // SAFETY: as above.
-            unsafe { stream.copy(to, from, bytes.min(room)) }?;
+            let used = |region: RegionId| tape.region(region).elements * tape.region(region).dtype.bytes();
+            let bytes = used(*from).min(used(*to));
+            let kept = |offset: u64| {
+                let place = offloaded.range(offset as usize, bytes as usize);
+                place.ok_or(Failure::Tape("a region lies beyond the arena"))
+            };
+            // SAFETY (of all three): as above, and what is offloaded stays as long.
+            match (tape.in_host(*from), tape.in_host(*to)) {
+                (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
+                (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
+                (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
+                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within the memory of the host")),
+            }
         }
         What::Upload { to, .. } => {
             let (to, bytes, _) = address(*to)?;

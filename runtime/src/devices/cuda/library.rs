@@ -101,15 +101,8 @@ impl Kind {
 impl Search {
     /// Opens a library: in the folders given, else where the loader looks, else in a toolkit's usual place.
     pub(super) fn open(&self, kind: Kind) -> Result<Opened, CudaError> {
-        // By an absolute path, since what a library asks for by name is then looked for beside it.
-        let absolute = |folder: &PathBuf| std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
-        let given = self.folders.iter().flat_map(|folder| places(&absolute(folder)));
-        let usual = ["/usr/local/cuda/lib64", "/usr/lib/wsl/lib"].map(PathBuf::from);
-        let names = || kind.names().iter().map(PathBuf::from);
-        let files = |folder: PathBuf| names().map(move |name| folder.join(name)).filter(|file| file.is_file());
-        let candidates = given.flat_map(&files).chain(names()).chain(usual.into_iter().flat_map(&files));
         let mut unloadable = None;
-        for candidate in candidates {
+        for candidate in self.candidates(kind.names()) {
             match load(&candidate) {
                 Ok(library) => {
                     let file = loaded_from(&candidate).unwrap_or(candidate);
@@ -122,6 +115,22 @@ impl Search {
             }
         }
         Err(unloadable.unwrap_or(CudaError::MissingLibrary { kind }))
+    }
+
+    /// A library that nothing depends on, under one of these names.
+    pub(super) fn open_if_there(&self, names: &[&str]) -> Option<&'static libloading::Library> {
+        self.candidates(names).into_iter().find_map(|candidate| load(&candidate).ok())
+    }
+
+    /// What may be a library of one of these names, in the order in which it is tried.
+    fn candidates(&self, names: &[&str]) -> Vec<PathBuf> {
+        // By an absolute path, since what a library asks for by name is then looked for beside it.
+        let absolute = |folder: &PathBuf| std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
+        let given = self.folders.iter().flat_map(|folder| places(&absolute(folder)));
+        let usual = ["/usr/local/cuda/lib64", "/usr/lib/wsl/lib"].map(PathBuf::from);
+        let named = || names.iter().map(PathBuf::from);
+        let files = |folder: PathBuf| named().map(move |name| folder.join(name)).filter(|file| file.is_file());
+        given.flat_map(files).chain(named()).chain(usual.into_iter().flat_map(files)).collect()
     }
 }
 

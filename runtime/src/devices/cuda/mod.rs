@@ -15,6 +15,7 @@ mod gather;
 mod gemm;
 mod library;
 mod nccl;
+mod nvtx;
 mod session;
 mod survey;
 

@@ -11,6 +11,7 @@ use super::error::CudaError;
 use super::executor::{Executor, ExecutorError, Peers, Running};
 use super::library::Search;
 use super::nccl::{Channel, GroupId, Nccl, Watchdog};
+use super::nvtx::Ranges;
 use super::survey::Survey;
 use crate::check::{check, checked_inputs, expect_plain, step_loss};
 use crate::error::{KernelError, RuntimeError};
@@ -401,6 +402,7 @@ impl Device {
                 return;
             }
         };
+        executor.tell(Ranges::new(search, &self.programs, &self.tape));
         let mut reply = Ok(Reply::Ready);
         loop {
             if reply.is_err() {
