@@ -730,6 +730,9 @@ impl Plan {
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
             }
+            if stage.offload != Offload::None && self.servers.is_some() {
+                fail(here("offload"), "must be none where servers hold the state");
+            }
             if stage.offload != Offload::None && !self.schedule.trains() {
                 fail(here("offload"), "is of training, and the plan runs the model alone");
             }

@@ -107,9 +107,14 @@ impl BodyWork {
         if self.is_once() {
             let launch_s = prices.cost.device().launch_s;
             for (kernel, cost) in self.kernels.iter().zip(&mut costs) {
-                if matches!(kernel.kind, KernelKind::Fused { .. }) {
-                    cost.issue_s /= PARAMETERS_PER_LAUNCH;
-                    cost.seconds -= launch_s * (1.0 - 1.0 / PARAMETERS_PER_LAUNCH);
+                match kernel.kind {
+                    KernelKind::Fused { .. } => {
+                        cost.issue_s /= PARAMETERS_PER_LAUNCH;
+                        cost.seconds -= launch_s * (1.0 - 1.0 / PARAMETERS_PER_LAUNCH);
+                    }
+                    // Whoever updates many parameters at once copies their state at once, on engines that begin each copy anew.
+                    KernelKind::HostCopy(_) => cost.issue_s /= PARAMETERS_PER_LAUNCH,
+                    _ => {}
                 }
             }
         }
