@@ -179,6 +179,11 @@ impl Simulation {
         }
     }
 
+    /// What each device of a lane keeps in the memory of its host.
+    fn host_bytes(&self, lane: usize) -> u64 {
+        self.plan.lanes().get(lane).map_or(0, |stage| stage.predicted.host_bytes)
+    }
+
     /// What is held at the peak of every lane, or of that of one stage, in words.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
@@ -209,7 +214,7 @@ impl Simulation {
         let sums: Vec<String> =
             sums.iter().map(|(category, sum)| format!("{} {}", category.name(), bytes(*sum))).collect();
         lines.push(format!("  {}", sums.join(", ")));
-        let host_bytes = self.plan.stages[lane].predicted.host_bytes;
+        let host_bytes = self.host_bytes(lane);
         if host_bytes > 0 {
             lines.push(format!("  in the memory of its host: optimizer state {}", bytes(host_bytes)));
         }
@@ -279,7 +284,7 @@ impl Simulation {
                 "busy_s": lane.busy_s,
                 "bubble_s": lane.bubble_s,
                 "memory": {
-                    "host_bytes": self.plan.stages[i].predicted.host_bytes,
+                    "host_bytes": self.host_bytes(i),
                     "peak_bytes": memory.peak_bytes,
                     "peak_s": memory.peak_s,
                     "categories": categories,
