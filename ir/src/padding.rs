@@ -97,6 +97,12 @@ pub struct Padding {
 }
 
 impl Padding {
+    /// Whether only sizes grew that hardly do.
+    pub fn is_slight(&self) -> bool {
+        let grows = |e: &Extent| e.padded as f64 > e.size as f64 * (1.0 + NEGLIGIBLE);
+        !self.parameters.values().flat_map(|extents| &extents.0).flatten().any(grows)
+    }
+
     /// What keeps this from being what a graph was, if anything does.
     pub fn problem(&self, graph: &Graph) -> Option<&'static str> {
         let own = &self.graph;

@@ -82,11 +82,38 @@ fn planned(
         return servers::planned(request, over, costs, progress);
     }
     let request = &target::aimed(request)?;
+    let mut padded = padded(request);
+    // What hardly grows costs next to nothing, is faster on tensor cores, and spares a second search where models are large.
+    let better = request.graph.len() > LARGE_MODEL || has_gpus(request);
+    if better && padded.first().is_some_and(|(_, padding)| padding.is_slight()) {
+        let (larger, padding) = padded.remove(0);
+        let larger = Request { baselines: request.baselines, ..larger };
+        match planned_among(&larger, &padded, &Arc::default(), costs, progress) {
+            Ok(plan) if plan.padding.is_none() => return Ok(with_padding(plan, &padding)),
+            Err(PlanFailure::Memory { .. }) => {}
+            result => return result,
+        }
+    }
+    planned_among(request, &padded, cuts, costs, progress)
+}
+
+fn has_gpus(request: &Request) -> bool {
+    request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Gpu)
+}
+
+/// The plan of a request whose form for its target is known, or of one for the same model in other sizes.
+fn planned_among(
+    request: &Request,
+    padded: &[(Request, Padding)],
+    cuts: &Arc<Cuts>,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
         // It makes vocabularies divisible as a matter of course.
-        return match padded(request).into_iter().next() {
-            Some((larger, padding)) => best_of_sweep(&larger, costs, progress).map(|plan| with_padding(plan, &padding)),
+        return match padded.first() {
+            Some((larger, padding)) => best_of_sweep(larger, costs, progress).map(|plan| with_padding(plan, padding)),
             None => best_of_sweep(request, costs, progress),
         };
     }
@@ -95,10 +122,9 @@ fn planned(
     if request.trains() {
         sizes.readers()?;
     }
-    let padded = padded(request);
     let chosen = |request: &Request| {
         let mut found = vec![choose(request, &freedom, costs, &layered, progress)];
-        for (larger, padding) in &padded {
+        for (larger, padding) in padded {
             if progress.stopped() {
                 break;
             }
@@ -143,8 +169,8 @@ fn planned(
     Ok(plan)
 }
 
-/// The requests for the model in sizes that more devices divide, with what it was before. Alpa pads nothing, and a step that divides by what may be zero must
-/// not meet what padding is made of.
+/// The requests for the model in sizes that more devices divide, with what it was before. Alpa pads nothing, and a step that divides by
+/// what may be zero must not meet what padding is made of.
 fn padded(request: &Request) -> Vec<(Request, Padding)> {
     if !request.pad || request.search == SearchKind::Alpa || !request.optimizer.keeps_zeros() {
         return Vec::new();
@@ -155,7 +181,7 @@ fn padded(request: &Request) -> Vec<(Request, Padding)> {
     let near = multiple(&|g| if g.devices_per_node > 1 { g.devices_per_node } else { g.nodes });
     let all = multiple(&|g| g.nodes.saturating_mul(g.devices_per_node));
     // Tensor cores multiply by 16 bytes of half precision.
-    let unit = if groups.iter().any(|g| g.device.kind == DeviceKind::Gpu) { 8 } else { 1 };
+    let unit = if has_gpus(request) { 8 } else { 1 };
     let variant = |padded: Padded| {
         let of = |v: &ValueId| padded.map[v.index()];
         let padding = Padding {

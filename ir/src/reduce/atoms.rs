@@ -186,6 +186,8 @@ impl Atoms {
                 self.fix(&[x, y]);
             }
             (State::Free { least, weight }, State::Free { least: other, .. }) => {
+                // The older one stays, or each op of a long model would lead to the next.
+                let (x, y) = (x.min(y), x.max(y));
                 self.set(x, State::Free { least: least.max(other), weight });
                 self.set(y, State::Parts(vec![x]));
             }
