@@ -69,6 +69,25 @@ fn sizes_grow_to_what_devices_divide() {
     assert_eq!(self::larger(&plan)["transformer.wte.weight"], [50304, 640]);
 }
 
+#[test]
+fn plans_of_larger_sizes_answer_questions() {
+    let scratch = Scratch::new();
+    let config = scratch.file("gpt2.json", GPT2);
+    let plan = scratch.file("plan.json", planned(&config, "--cluster local:3 --tp 3 --pp 1").to_json());
+    let questions: [&[&str]; 7] = [
+        &["inspect", &plan],
+        &["inspect", &plan, "--programs"],
+        &["why", &plan, "--stage", "0"],
+        &["why", &plan, "--param", "transformer.wte.weight"],
+        &["why-not", &plan, "--dp", "3"],
+        &["simulate", &plan, "--memory"],
+        &["compare", &plan, "--baseline", "tp=1 pp=1 mbs=1 dp=1"],
+    ];
+    for question in questions {
+        assert!(!succeeds(question).is_empty(), "{question:?}");
+    }
+}
+
 /// What was trained in larger sizes is kept in the model's own, and goes on in these.
 #[test]
 fn checkpoints_are_of_the_model() {

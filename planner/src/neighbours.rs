@@ -29,7 +29,9 @@ pub struct Neighbour {
 /// # Errors
 /// As [`crate::plan`]; what only one neighbour fails with is in it.
 pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailure> {
-    let request = &target::aimed(&Request::of_plan(plan))?;
+    // Of the sizes that the plan has.
+    let (graph, stop_gradients) = (plan.graph.clone(), plan.stop_gradients.clone());
+    let request = &target::aimed(&Request { graph, stop_gradients, ..Request::of_plan(plan) })?;
     let freedom = freedom(request)?;
     let trains = plan.schedule.trains();
     let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
@@ -54,6 +56,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }
         }
+        new.padding.clone_from(&plan.padding);
         let new = predicted(new, &layered, &costs, None)?;
         if fits(&new) { refine::refined(request, &freedom, &layered, new, &costs) } else { Ok(new) }
     };
