@@ -7,12 +7,12 @@ mod common;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule, Update};
 use altiplano::planner::Silent;
-use altiplano::runtime::{Options, Session};
+use altiplano::runtime::Options;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
-use common::steps::{OneByOne, Tensors, batch_of, difference};
+use common::steps::{OneByOne, Tensors, batch_of, difference, trained};
 use common::{DEMO, Scratch, altiplano, succeeds};
 
 /// No parameter of it is on two stages, so that a pipeline adds up its gradients in the order of one device.
@@ -99,28 +99,6 @@ fn delayed(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensor
     (losses, one.weights)
 }
 
-/// The same by the workers of a plan, with a step begun ahead wherever none is flushed.
-fn trained(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensors, Session) {
-    let mut workers = session(plan, &Options::default()).expect("a session");
-    for (name, tensor) in weights {
-        workers.load_parameter(name, tensor).expect("loaded");
-    }
-    let mut losses = Vec::new();
-    for step in 1..=STEPS {
-        workers.begin_step(&batch_of(plan, step), &scalars(RATE, step)).expect("begun");
-        if step > 1 && !flushed.contains(&(step - 1)) {
-            losses.push(workers.end_step().expect("a step").loss);
-        }
-        if flushed.contains(&step) || step == STEPS {
-            losses.push(workers.end_step().expect("a step").loss);
-            workers.flush().expect("flushed");
-        }
-    }
-    let names = workers.parameters();
-    let updated = names.iter().map(|name| (name.clone(), workers.parameter(name).expect("a parameter"))).collect();
-    (losses, updated, workers)
-}
-
 /// Trains by workers and by the delayed rule on one device; what they may differ by is 0 for the same bits.
 fn check(case: &Case, flushed: &[u64], tolerance: f64) -> Plan {
     let plan = case.plan();
@@ -129,7 +107,7 @@ fn check(case: &Case, flushed: &[u64], tolerance: f64) -> Plan {
     let alone = case.alone();
     let (weights, _) = start(&alone, &Training::default()).expect("weights");
     let (losses, expected) = delayed(&alone, &weights, flushed);
-    let (ours, updated, workers) = trained(&plan, &weights, flushed);
+    let (ours, updated, workers) = trained(&plan, &weights, STEPS, RATE, flushed);
     let what = format!("{} dp {} pp {} {:?}", plan.schedule, case.dp, case.pp, case.update);
     if tolerance == 0.0 {
         assert_eq!(ours, losses, "{what}");

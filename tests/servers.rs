@@ -7,12 +7,12 @@ mod common;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::Plan;
 use altiplano::planner::{OverServers, Silent};
-use altiplano::runtime::{HostData, HostTensor, Options, Session};
+use altiplano::runtime::{HostData, HostTensor, Options};
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
-use common::steps::{OneByOne, Tensors, batch_of, difference};
+use common::steps::{OneByOne, Tensors, batch_of, difference, trained};
 use common::{DEMO, Scratch, altiplano, succeeds};
 
 /// Heads share a table of tokens, so that one parameter has gradients from both ends of the model.
@@ -125,28 +125,6 @@ fn one_after_the_other(case: &Case, whole: &Plan, weights: &Tensors, flushed: &[
     (losses, one.weights)
 }
 
-/// The same by the devices of a plan, each step begun before the one before it has ended, unless that is flushed.
-fn trained(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensors, Session) {
-    let mut devices = session(plan, &Options::default()).expect("a session");
-    for (name, tensor) in weights {
-        devices.load_parameter(name, tensor).expect("loaded");
-    }
-    let mut losses = Vec::new();
-    for step in 1..=STEPS {
-        devices.begin_step(&batch_of(plan, step), &scalars(RATE, step)).expect("begun");
-        if step > 1 && !flushed.contains(&(step - 1)) {
-            losses.push(devices.end_step().expect("a step").loss);
-        }
-        if flushed.contains(&step) || step == STEPS {
-            losses.push(devices.end_step().expect("a step").loss);
-            devices.flush().expect("flushed");
-        }
-    }
-    let names = devices.parameters();
-    let updated = names.iter().map(|name| (name.clone(), devices.parameter(name).expect("a parameter"))).collect();
-    (losses, updated, devices)
-}
-
 /// What devices held is what was predicted, wherever it is said.
 fn check_memory(plan: &Plan, held: &[u64]) {
     let over = plan.servers.as_ref().expect("servers");
@@ -192,11 +170,11 @@ fn check(case: &Case, flushed: &[u64], tolerance: f64) {
     let (losses, expected) = match case.asynchronous {
         true => one_after_the_other(case, &plan, &weights, flushed),
         false => {
-            let (losses, expected, _) = trained(&alone, &weights, flushed);
+            let (losses, expected, _) = trained(&alone, &weights, STEPS, RATE, flushed);
             (losses, expected)
         }
     };
-    let (ours, updated, devices) = trained(&plan, &weights, flushed);
+    let (ours, updated, devices) = trained(&plan, &weights, STEPS, RATE, flushed);
     let what = format!("{} workers, {} servers, {:?}", case.workers, case.servers, case.optimizer);
     if tolerance == 0.0 {
         assert_eq!(ours, losses, "{what}");
@@ -231,10 +209,10 @@ fn asynchronous_servers_update_by_one_push_after_the_other_to_the_bit() {
     // It is neither what workers compute that wait, nor what they compute without being late.
     let plan = late.plan();
     let (weights, _) = start(&plan, &Training::default()).expect("weights");
-    let (together, _, _) = trained(&Case { asynchronous: false, ..late.clone() }.plan(), &weights, &[]);
+    let (together, _, _) = trained(&Case { asynchronous: false, ..late.clone() }.plan(), &weights, STEPS, RATE, &[]);
     let always: Vec<u64> = (1..=STEPS).collect();
-    let (ours, updated, _) = trained(&plan, &weights, &[]);
-    let (_, flushed, _) = trained(&plan, &weights, &always);
+    let (ours, updated, _) = trained(&plan, &weights, STEPS, RATE, &[]);
+    let (_, flushed, _) = trained(&plan, &weights, STEPS, RATE, &always);
     assert_ne!(ours, together);
     assert!(difference(&flushed, &updated) > 1e-4);
     assert_eq!(plan.servers.map(|over| over.staleness()), Some(2));
@@ -247,9 +225,9 @@ fn servers_compute_what_an_all_reduce_computes() {
     let over = case.plan();
     let replicas = case.planned(4, case.samples(), 1, None);
     let (weights, _) = start(&over, &Training::default()).expect("weights");
-    let (ours, updated, _) = trained(&over, &weights, &[]);
+    let (ours, updated, _) = trained(&over, &weights, STEPS, RATE, &[]);
     // Batches are as large, and cut into other microbatches.
-    let (theirs, expected, _) = trained(&replicas, &weights, &[]);
+    let (theirs, expected, _) = trained(&replicas, &weights, STEPS, RATE, &[]);
     assert!(ours.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-5 * b), "{ours:?} {theirs:?}");
     assert!(difference(&updated, &expected) < 1e-5, "{}", difference(&updated, &expected));
 }

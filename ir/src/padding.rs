@@ -8,11 +8,10 @@
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
-use crate::op::{Binary, Composite, Direction, Function, Iota, Op, OutOfBounds, Reducer, Slice, Unary};
+use crate::op::{Binary, Composite, Direction, Function, Iota, Op, OutOfBounds, Reducer, Slice, Unary, gcd};
 use crate::reduce::atoms::{Atom, Sizing};
 use crate::reduce::sizes::Sizes;
 use crate::rule::FactorKind;
-use crate::tensor::Tensor;
 use crate::types::{MAX_ELEMENTS, TensorType};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -179,7 +178,7 @@ pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
             Some(by) if !size.is_multiple_of(by) => {
                 little.insert(atom, grown(size, by));
             }
-            None if near > 1 && common(size, near) == 1 && growth(size, near) <= MOST => {
+            None if near > 1 && gcd(size, near) == 1 && growth(size, near) <= MOST => {
                 more.insert(atom, grown(size, near));
             }
             _ => {}
@@ -192,14 +191,9 @@ pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
     goals.into_iter().filter_map(|goal| padded(graph, &sizes, goal)).collect()
 }
 
-/// The greatest number that divides both.
-fn common(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { common(b, a % b) }
-}
-
 /// The least number that both divide, as far as there is one.
 pub fn common_multiple(a: u64, b: u64) -> u64 {
-    a.saturating_mul(b / common(a, b).max(1)).max(1)
+    a.saturating_mul(b / gcd(a, b).max(1)).max(1)
 }
 
 /// The atoms by whose sizes parameters' dimensions are split: the major one that is free, of parameters that ops share work by.
@@ -227,15 +221,9 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
             Op::Constant(literal) if literal.as_splat().is_none() => all(sizes, v),
             // Where elements of a minor factor come between, others have other positions.
             Op::Iota(op) => fix_minor(sizes, (v, op.dim)),
+            op if op.is_elementwise() => {}
             Op::Parameter(_)
             | Op::Constant(_)
-            | Op::Unary(_)
-            | Op::Binary(_)
-            | Op::Compare(_)
-            | Op::Select(_)
-            | Op::Convert(_)
-            | Op::ReducePrecision(_)
-            | Op::Threefry(_)
             | Op::BroadcastInDim(_)
             | Op::Reshape(_)
             | Op::Transpose(_)
@@ -699,19 +687,6 @@ fn is_smooth(op: Unary, x: f64) -> bool {
         Unary::Tan => x.abs() < 1.0,
         _ => true,
     }
-}
-
-/// A tensor among zeros, as the larger graph has it.
-pub fn embedded(tensor: &Tensor, extents: &Extents) -> Tensor {
-    let ty = tensor.ty.with_shape(extents.padded_shape());
-    let mut larger = Tensor::splat(ty, 0.0);
-    let mut from = 0;
-    for (at, count) in extents.runs() {
-        let (at, count) = (at as usize, count as usize);
-        larger.data[at..at + count].copy_from_slice(&tensor.data[from..from + count]);
-        from += count;
-    }
-    larger
 }
 
 #[cfg(test)]

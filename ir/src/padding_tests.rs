@@ -7,6 +7,7 @@ use crate::interpret;
 use crate::literal::Real;
 use crate::op::tests::numbers::{Rng, random};
 use crate::op::{DotGeneral, Gather, GatherDims, Input, Parameter};
+use crate::tensor::Tensor;
 
 fn parameter(graph: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
     let ty = TensorType::new(DType::F32, shape);
@@ -167,6 +168,19 @@ fn trained(graph: &Graph, leaf: impl Fn(&str) -> Tensor) -> (f64, BTreeMap<Strin
     });
     let gradients = wanted.into_iter().map(|w| w.0).zip(results[1..].iter().cloned()).collect();
     (results[0].data[0], gradients)
+}
+
+/// A tensor among zeros, as the larger graph has it.
+fn embedded(tensor: &Tensor, extents: &Extents) -> Tensor {
+    let ty = tensor.ty.with_shape(extents.padded_shape());
+    let mut larger = Tensor::splat(ty, 0.0);
+    let mut from = 0;
+    for (at, count) in extents.runs() {
+        let (at, count) = (at as usize, count as usize);
+        larger.data[at..at + count].copy_from_slice(&tensor.data[from..from + count]);
+        from += count;
+    }
+    larger
 }
 
 /// Checks a padded graph against the model on random numbers.

@@ -111,11 +111,8 @@ fn planned_among(
 ) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
     if request.target == Target::Megatron {
-        // It makes vocabularies divisible as a matter of course.
-        return match padded.first() {
-            Some((larger, padding)) => best_of_sweep(larger, costs, progress).map(|plan| with_padding(plan, padding)),
-            None => best_of_sweep(request, costs, progress),
-        };
+        // It makes vocabularies divisible, as these are where sizes hardly grow, and does not add heads.
+        return best_of_sweep(request, costs, progress);
     }
     let sizes = Sizes::among(request, cuts);
     let layered = |count: u32| sizes.at(count);

@@ -7,7 +7,8 @@ use altiplano::ir::optimizer::{self, Given, clip_factor, squares};
 use altiplano::ir::plan::Plan;
 use altiplano::ir::types::TensorType;
 use altiplano::runtime::data::synthetic;
-use altiplano::runtime::{HostTensor, Session, evaluate};
+use altiplano::runtime::{HostTensor, Options, Session, evaluate};
+use altiplano::training::{scalars, session};
 use std::collections::BTreeMap;
 
 pub type Tensors = BTreeMap<String, HostTensor>;
@@ -104,4 +105,27 @@ pub fn difference(ours: &Tensors, expected: &Tensors) -> f64 {
         norm(&mut ours.iter().zip(&expected).map(|(a, b)| a - b)) / norm(&mut expected.iter().copied()).max(1e-30)
     };
     expected.iter().map(of).fold(0.0, f64::max)
+}
+
+/// Losses, weights and the session of so many steps by the devices of a plan, each step begun before the one before it has ended, unless
+/// that is in `flushed`.
+pub fn trained(plan: &Plan, weights: &Tensors, steps: u64, rate: f64, flushed: &[u64]) -> (Vec<f64>, Tensors, Session) {
+    let mut devices = session(plan, &Options::default()).expect("a session");
+    for (name, tensor) in weights {
+        devices.load_parameter(name, tensor).expect("loaded");
+    }
+    let mut losses = Vec::new();
+    for step in 1..=steps {
+        devices.begin_step(&batch_of(plan, step), &scalars(rate, step)).expect("begun");
+        if step > 1 && !flushed.contains(&(step - 1)) {
+            losses.push(devices.end_step().expect("a step").loss);
+        }
+        if flushed.contains(&step) || step == steps {
+            losses.push(devices.end_step().expect("a step").loss);
+            devices.flush().expect("flushed");
+        }
+    }
+    let names = devices.parameters();
+    let updated = names.iter().map(|name| (name.clone(), devices.parameter(name).expect("a parameter"))).collect();
+    (losses, updated, devices)
 }

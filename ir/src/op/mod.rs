@@ -46,6 +46,7 @@ pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
 pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
 pub use reshape::Reshape;
+pub(crate) use reshape::gcd;
 pub use reverse::Reverse;
 pub use scatter::{Combine, Scatter};
 pub use slice::Slice;

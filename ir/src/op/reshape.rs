@@ -119,6 +119,7 @@ impl Operator for Reshape {
     }
 }
 
-fn gcd(a: u64, b: u64) -> u64 {
+/// The greatest number that divides both.
+pub(crate) fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }

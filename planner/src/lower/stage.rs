@@ -144,22 +144,28 @@ struct StageLowering<'a> {
 
 /// Lowers one stage on its own.
 pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
-    let mut lowering = StageLowering {
-        cx,
-        buffers: Vec::new(),
-        parameters: BTreeMap::new(),
-        inputs: BTreeMap::new(),
-        received: BTreeMap::new(),
-        saved: BTreeMap::new(),
-        again: computed_again(cx),
-        scaling: BTreeMap::new(),
-    };
-    lowering.declare_leaves();
+    let mut lowering = StageLowering::new(cx, computed_again(cx));
     let forward = lowering.forward();
     lowering.backward(forward)
 }
 
 impl<'a> StageLowering<'a> {
+    /// Of a stage whose parameters have buffers and nothing else is there yet.
+    fn new(cx: &'a StageContext<'a>, again: BTreeSet<ValueId>) -> Self {
+        let mut lowering = StageLowering {
+            cx,
+            buffers: Vec::new(),
+            parameters: BTreeMap::new(),
+            inputs: BTreeMap::new(),
+            received: BTreeMap::new(),
+            saved: BTreeMap::new(),
+            again,
+            scaling: BTreeMap::new(),
+        };
+        lowering.declare_leaves();
+        lowering
+    }
+
     fn buffer(&mut self, name: String, kind: BufferKind, ty: TensorType, sharding: Sharding) -> BufferId {
         let extents = match &kind {
             BufferKind::Parameter { name: of }

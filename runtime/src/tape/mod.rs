@@ -244,6 +244,22 @@ pub enum What {
     },
 }
 
+impl What {
+    /// What the command does, in a word.
+    pub fn verb(&self) -> &'static str {
+        match self {
+            What::Launch { .. } => "launch",
+            What::Matmul(_) => "matmul",
+            What::Fill { .. } => "fill",
+            What::Copy { .. } => "copy",
+            What::Upload { .. } => "upload",
+            What::Download { .. } => "download",
+            What::Collective { .. } => "collective",
+            What::Exchange { .. } => "exchange",
+        }
+    }
+}
+
 /// One thing that a device does.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Command {

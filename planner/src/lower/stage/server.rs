@@ -33,18 +33,7 @@ pub struct Server {
 
 /// Lowers a server, whose parameters those of the context's stage are. `updates`: the updates of a step.
 pub fn lower_server(cx: &StageContext<'_>, updates: u32) -> Server {
-    let mut lowering = StageLowering {
-        cx,
-        buffers: Vec::new(),
-        parameters: BTreeMap::new(),
-        inputs: BTreeMap::new(),
-        received: BTreeMap::new(),
-        saved: BTreeMap::new(),
-        again: BTreeSet::new(),
-        scaling: BTreeMap::new(),
-    };
-    lowering.declare_leaves();
-    lowering.server(updates)
+    StageLowering::new(cx, BTreeSet::new()).server(updates)
 }
 
 impl<'a> StageLowering<'a> {

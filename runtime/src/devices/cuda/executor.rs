@@ -719,16 +719,7 @@ fn written(tape: &Tape, what: &What) -> Vec<RegionId> {
 
 /// `matmul to %12 of body 3`.
 fn described(tape: &Tape, what: &What) -> String {
-    let name = match what {
-        What::Launch { .. } => "launch",
-        What::Matmul(_) => "matmul",
-        What::Fill { .. } => "fill",
-        What::Copy { .. } => "copy",
-        What::Upload { .. } => "upload",
-        What::Download { .. } => "download",
-        What::Collective { .. } => "collective",
-        What::Exchange { .. } => "exchange",
-    };
+    let name = what.verb();
     let content = |region: RegionId| match &tape.region(region).content {
         Content::Buffer { buffer, microbatch: None } => format!("buffer {buffer}"),
         Content::Buffer { buffer, microbatch: Some(microbatch) } => {

@@ -117,17 +117,7 @@ fn text(name: String) -> CString {
 
 /// `matmul: transformer.h.0.mlp (dot_general)`: what a command does, and for which value by the model's name.
 fn title(programs: &Programs, tape: &Tape, what: &What) -> String {
-    let verb = match what {
-        What::Launch { .. } => "launch",
-        What::Matmul(_) => "matmul",
-        What::Fill { .. } => "fill",
-        What::Copy { .. } => "copy",
-        What::Upload { .. } => "upload",
-        What::Download { .. } => "download",
-        What::Collective { .. } => "collective",
-        What::Exchange { .. } => "exchange",
-    };
-    let mut title = verb.to_string();
+    let mut title = what.verb().to_string();
     let accesses = tape.accesses(what);
     // What it writes says what it is for, or where it writes nothing here, what it reads.
     let Some(access) = accesses.iter().rev().find(|a| a.writes).or(accesses.first()) else { return title };
