@@ -7,17 +7,17 @@
 
 use altiplano_ir::cluster::Constants;
 
-/// Fitted on Narayanan et al. 2021, table 1 (10 rows), and on the steps published with vTrain (Bang et al. 2024): every tenth of 841 on
-/// one node, all 68 on 64 to 512 devices. Left on all rows: 3 %, 7 % and 7 % mean absolute error.
+/// Fitted on Narayanan et al. 2021, table 1 (10 rows), and on the steps published with vTrain (Bang et al. 2024): every second group of
+/// the 841 rows on one node, all 68 on 64 to 512 devices. Left on all rows: 3 %, 7 % and 7 % mean absolute error.
 const A100: Constants = Constants {
     matmul_efficiency: 0.734,
-    attention_efficiency: 0.5,
-    memory_efficiency: 0.436,
-    misaligned_loss: 0.175,
-    dispatch_s: 72e-6,
+    attention_efficiency: 0.51,
+    memory_efficiency: 0.455,
+    misaligned_loss: 0.23,
+    dispatch_s: 74e-6,
     collective_dispatch_s: 0.2e-6,
-    skew_s: 160e-6,
-    tail_loss: 0.08,
+    skew_s: 219e-6,
+    tail_loss: 0.013,
     multiprocessors: 108.0,
     vector_flops: 19.5e12,
 };

@@ -39,21 +39,24 @@ pub struct Task {
 /// When each of some tasks ran, and what the streams were doing.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Played {
-    /// From the first task's issue to the end of the last.
+    /// From when the device begins, or the host if that is later, to the end of the last task.
     pub seconds: f64,
     /// Start and end of each task.
     pub spans: Vec<(f64, f64)>,
     pub host_s: f64,
+    /// By how much the host was ahead of the device when this began, and when it ended.
+    pub ahead_s: [f64; 2],
     pub compute_s: f64,
     pub communication_s: f64,
     /// Communication while nothing was computed.
     pub exposed_s: f64,
 }
 
-/// Plays tasks that are issued in this order from time 0. Tasks of one stream run one after the other.
-pub fn play(tasks: &[Task]) -> Played {
+/// Plays tasks that are issued in this order. Tasks of one stream run one after the other, from time 0; the host began to issue them
+/// `ahead_s` before that.
+pub fn play(tasks: &[Task], ahead_s: f64) -> Played {
     let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
-    let (mut host_s, mut free_s) = (0.0f64, [0.0f64; 5]);
+    let (mut host_s, mut free_s) = (-ahead_s, [0.0f64; 5]);
     for task in tasks {
         host_s += task.issue_s;
         let stream = &mut free_s[task.stream as usize];
@@ -66,8 +69,9 @@ pub fn play(tasks: &[Task]) -> Played {
             _ => played.communication_s += task.seconds,
         }
     }
-    played.host_s = host_s;
+    played.host_s = host_s + ahead_s;
     played.seconds = free_s.into_iter().fold(host_s, f64::max);
+    played.ahead_s = [ahead_s, played.seconds - host_s];
     played.exposed_s = exposed_s(tasks, &played.spans);
     played
 }
@@ -111,18 +115,23 @@ pub struct Price {
     pub issue_s: f64,
 }
 
+/// What a kernel runs on, as part of a body.
+pub fn stream(kind: &KernelKind) -> Stream {
+    match kind {
+        KernelKind::Collective => Stream::Communication,
+        KernelKind::HostCopy(HostRoute::Load) => Stream::Load,
+        KernelKind::HostCopy(HostRoute::Store) => Stream::Store,
+        _ => Stream::Compute,
+    }
+}
+
 /// A body's kernels as tasks; what they read from outside is there when the body starts.
 pub fn tasks(kernels: &[Kernel], prices: &[Price]) -> Vec<Task> {
     let mut maker: FxHashMap<ValueId, u32> = FxHashMap::default();
     let mut tasks = Vec::with_capacity(kernels.len());
     for (i, (kernel, price)) in kernels.iter().zip(prices).enumerate() {
         let mut task = Task {
-            stream: match kernel.kind {
-                KernelKind::Collective => Stream::Communication,
-                KernelKind::HostCopy(HostRoute::Load) => Stream::Load,
-                KernelKind::HostCopy(HostRoute::Store) => Stream::Store,
-                _ => Stream::Compute,
-            },
+            stream: stream(&kernel.kind),
             seconds: price.seconds,
             issue_s: price.issue_s,
             after: Vec::new(),

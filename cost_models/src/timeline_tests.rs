@@ -16,7 +16,7 @@ fn what_does_not_wait_is_hidden() {
         task(Stream::Compute, 2.0, &[]),
         task(Stream::Compute, 1.0, &[1]),
     ];
-    let played = play(&tasks);
+    let played = play(&tasks, 0.0);
     assert_eq!(played.seconds, 6.0);
     assert_eq!((played.compute_s, played.communication_s, played.exposed_s), (4.0, 4.0, 2.0));
 }
@@ -24,14 +24,29 @@ fn what_does_not_wait_is_hidden() {
 #[test]
 fn a_slow_host_is_what_small_kernels_take() {
     let tasks: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
-    let played = play(&tasks);
+    let played = play(&tasks, 0.0);
     assert!((played.seconds - 10.1).abs() < 1e-12 && played.host_s == 10.0);
+}
+
+#[test]
+fn a_host_that_is_ahead_hides_its_own_time() {
+    let small: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
+    // Of a large one the device is busy long after the host has issued it.
+    let before = play(&[Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) }], 0.0);
+    assert_eq!((before.seconds, before.ahead_s), (6.0, [0.0, 5.0]));
+    let played = play(&small, before.ahead_s[1]);
+    assert_eq!(played.host_s, 10.0);
+    assert!((played.seconds - 5.1).abs() < 1e-12, "{played:?}");
+    // One play of both is the same.
+    let large = Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) };
+    let both: Vec<Task> = [large].into_iter().chain(small).collect();
+    assert!((play(&both, 0.0).seconds - before.seconds - played.seconds).abs() < 1e-12);
 }
 
 #[test]
 fn two_streams_that_send_at_once_are_exposed_once() {
     let tasks = [task(Stream::Communication, 3.0, &[]), task(Stream::Gradients, 5.0, &[])];
-    let played = play(&tasks);
+    let played = play(&tasks, 0.0);
     assert_eq!((played.seconds, played.exposed_s, played.communication_s), (5.0, 5.0, 8.0));
 }
 
@@ -51,7 +66,7 @@ proptest! {
                 ready_s: f64::NEG_INFINITY,
             })
             .collect();
-        let played = play(&tasks);
+        let played = play(&tasks, 0.0);
         let mut path: Vec<f64> = Vec::new();
         for task in &tasks {
             let before = task.after.iter().map(|&a| path[a as usize]).fold(0.0, f64::max);

@@ -257,9 +257,13 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         let costs = body.prices(prices, execution);
         let tasks = tasks(&body.kernels, &costs);
         match body.phase {
-            Phase::Forward => timing.forward = play(&tasks),
+            Phase::Forward => timing.forward = play(&tasks, 0.0),
             Phase::Backward | Phase::Weights => {
-                let played = play(&tasks);
+                let before = match body.phase {
+                    Phase::Weights => &timing.backward,
+                    _ => &timing.forward,
+                };
+                let played = play(&tasks, before.ahead_s[1]);
                 before_s += played.seconds;
                 let barrier = (body.phase == Phase::Weights).then_some(timing.backward.seconds);
                 match body.phase {
@@ -305,7 +309,8 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
             }
         }
     }
-    let played = play(&list);
+    let ahead_s = if late.is_some() { 0.0 } else { timing.forward.ahead_s[1] };
+    let played = play(&list, ahead_s);
     timing.finish_s = (played.seconds - before_s).max(0.0);
     timing.finish_spans =
         played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();

@@ -6,12 +6,12 @@ use super::{Simulation, phase, title};
 use crate::report::Grid;
 use crate::units::{digits, plural, seconds};
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
-use altiplano_cost_models::timeline::{Stream, play, tasks};
+use altiplano_cost_models::timeline::{Stream, stream};
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::program::{Body, Call, Phase};
 use altiplano_planner::account::{Account, Work, of_lanes};
-use altiplano_planner::timing::{BodyWork, played_in_order};
+use altiplano_planner::timing::BodyWork;
 use altiplano_runtime::recording::{Recording, Span, What};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,14 +48,15 @@ impl Simulation {
         events.extend(self.exchange_events());
         for (stage, phase, start_s) in first {
             let Some((work, body)) = self.work_and_body(stage, phase) else { continue };
-            let prices = self.prices(stage);
-            let list = tasks(&work.kernels, &work.prices(&prices, &self.plan.execution));
-            let played = match &self.profiled {
-                Some(_) => played_in_order(&work.kernels, &work.prices(&prices, &self.plan.execution)),
-                None => play(&list),
+            let timing = &self.timings[stage].1;
+            let played = match phase {
+                Phase::Forward => &timing.forward,
+                Phase::Backward => &timing.backward,
+                Phase::Weights => &timing.weights,
+                Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
-            for ((kernel, task), (from, to)) in work.kernels.iter().zip(&list).zip(played.spans) {
-                let sends = task.stream != Stream::Compute;
+            for (kernel, &(from, to)) in work.kernels.iter().zip(&played.spans) {
+                let sends = stream(&kernel.kind) != Stream::Compute;
                 let lane = self.plan.lane_of(stage);
                 events.push(event(title(body, kernel), lane, track(sends), start_s + from, start_s + to));
             }

@@ -105,7 +105,7 @@ fn seconds_of_bodies(plan: &Plan, group: &Group, program: &Program, cost: &dyn C
         let priced = work.prices(&prices, &plan.execution);
         match cost.runtime() {
             Some(_) => played_in_order(&work.kernels, &priced).seconds,
-            None => play(&tasks(&work.kernels, &priced)).seconds,
+            None => play(&tasks(&work.kernels, &priced), 0.0).seconds,
         }
     };
     program.bodies.iter().map(seconds).collect()
