@@ -1,9 +1,14 @@
 //! GPUs of several processes without MPI: processes that a launcher started find each other through a directory or say in one line why
-//! not, train as threads of one process do to the bit, and end together. GPUs are emulated, and what they exchange goes through files.
+//! not, train as threads of one process do to the bit, each on its part of the data, and end together. GPUs are emulated, and what they exchange goes through files.
 
 mod common;
 
+use altiplano::load_plan;
+use altiplano::planner::programs;
+use altiplano::runtime::layout::mark_rows;
+use altiplano::training::{Batches, DataOptions};
 use common::{Scratch, emulator, succeeds};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -211,6 +216,7 @@ fn processes_that_do_not_fit_are_named() {
         String::from_utf8_lossy(&bare.expect("the binary starts").stderr).into_owned()
     };
     assert!(started(&["--device", "cuda", "--engine", "processes"]).contains("srun, mpirun or torchrun"));
+    assert!(started(&["--engine", "processes"]).contains("is for GPUs (--device cuda)"));
     assert!(started(&["--rendezvous", "d"]).contains("--rendezvous"));
     let no_directory = Process::start(&scratch, (1, 2), &["run", "p.json", "--device", "cuda"]).end();
     refused(&no_directory, &["rank 1 of 2 does not know where the others are", "--rendezvous DIR"]);
@@ -243,12 +249,74 @@ fn checkpoint(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
+/// Ids of the model, as a file of them has them.
+fn ids(count: u32) -> Vec<u8> {
+    (0..count).flat_map(|i| ((i * i + 3 * i) % 13).to_le_bytes()[..2].to_vec()).collect()
+}
+
+/// A device reads those rows of a batch that its program does, and no others.
+#[test]
+fn each_device_reads_its_own_part_of_the_data() {
+    let scratch = Scratch::new();
+    let file = PathBuf::from(scratch.file("ids.u16", ids(23 * 4 + 1)));
+    let data = DataOptions { file: Some(file), token_type: None, shuffle: Some(3) };
+    // How often each row is read of the input that is split best.
+    let cases: [(&str, &[&str], usize); 4] = [
+        ("local:4", &["--dp", "4", "--tp", "1", "--pp", "1", "--zero", "3"], 1),
+        ("local:4", &["--dp", "4", "--tp", "1", "--pp", "1", "--num-microbatches", "2"], 1),
+        ("local:4", &["--dp", "2", "--tp", "2", "--pp", "1"], 2),
+        ("local:4", &["--dp", "2", "--tp", "1", "--pp", "2", "--num-microbatches", "2"], 1),
+    ];
+    for (cluster, degrees, times) in cases {
+        let plan = load_plan(Path::new(&plan(&scratch, cluster, degrees))).expect("a plan");
+        let programs = programs(&plan).expect("programs");
+        let new = || Batches::with_state(&plan, &data, 0, &BTreeMap::new()).expect("batches");
+        let mut all = new();
+        let whole: Vec<_> = (0..3).map(|_| all.take().expect("a batch")).collect();
+        // By input, how many devices read each row of a batch.
+        let mut readers: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+        for program in &programs.programs {
+            for position in 0..program.devices.len() as u32 {
+                let marked = |input: &str, dim: usize, rows: usize| {
+                    let mut read = vec![false; rows];
+                    mark_rows(program, position, input, dim, &mut read);
+                    Some(read)
+                };
+                let mut own = new();
+                own.read_only(marked);
+                let mut bytes = 0;
+                for (number, batch) in whole.iter().enumerate() {
+                    for (name, part) in own.take().expect("a batch") {
+                        let rows = part.ty.shape[0] as usize;
+                        let marked = marked(&name, 0, rows).expect("rows");
+                        let each = part.ty.elements() as usize / rows;
+                        let kept = |(i, x): (usize, f64)| if marked[i / each] { x } else { 0.0 };
+                        let expected: Vec<f64> = batch[&name].to_f64().into_iter().enumerate().map(kept).collect();
+                        assert_eq!(part.to_f64(), expected, "{degrees:?}, '{name}' at {position}");
+                        // Ids have two bytes.
+                        bytes += 2 * each as u64 * marked.iter().filter(|&&marked| marked).count() as u64;
+                        let readers = readers.entry(name).or_insert_with(|| vec![0; rows]);
+                        let count = |(readers, marked): (&mut usize, bool)| *readers += usize::from(marked);
+                        readers.iter_mut().zip(marked).filter(|_| number == 0).for_each(count);
+                    }
+                }
+                assert_eq!(own.bytes_read(), bytes, "{degrees:?}, device {position}");
+                assert!(bytes < all.bytes_read(), "{degrees:?}: device {position} reads all");
+            }
+        }
+        assert_eq!(readers.len(), 2, "{degrees:?}: {readers:?}");
+        assert!(readers.values().flatten().all(|&readers| readers > 0), "{degrees:?}: {readers:?}");
+        assert!(readers.values().any(|rows| rows.iter().all(|&count| count == times)), "{degrees:?}: {readers:?}");
+    }
+}
+
 #[test]
 fn processes_train_as_threads_of_one_do() {
     let scratch = Scratch::new();
     if emulator(&scratch, 4).is_none() {
         return;
     }
+    let data = scratch.file("ids.u16", ids(23 * 4 + 1));
     // One GPU a process, of those that each sees of the host; stages in processes; two GPUs a process.
     let cases: [(&str, &[&str], u32); 3] = [
         ("local:2", &["--dp", "2", "--tp", "1", "--pp", "1", "--zero", "3"], 2),
@@ -262,6 +330,7 @@ fn processes_train_as_threads_of_one_do() {
             let (metrics, folder) = (file(&format!("metrics-{name}")), file(&format!("checkpoints-{name}")));
             let all = ["run", &plan, "--device", "cuda", "--steps", steps, "--lr", "0.01"];
             let more = ["--metrics", &metrics, "--checkpoint", &folder, "--checkpoint-every", "2", "--resume"];
+            let more = [&more[..], &["--data", &data, "--shuffle"]].concat();
             all.iter().chain(&more).map(|s| s.to_string()).collect()
         };
         let borrowed = |all: &[String]| all.iter().map(String::as_str).collect::<Vec<_>>().join("\n");

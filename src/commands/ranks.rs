@@ -92,8 +92,10 @@ impl RankArguments {
         let of_ranks = "says how ranks run a plan; it needs --engine mpi";
         let of_cpus = "says how ranks add up on CPUs; NCCL adds up as it likes";
         let of_many = "says how several processes run a plan, which --engine processes or mpi makes of them";
+        let of_gpus = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
         let of_processes = "is where the processes of --engine processes find each other";
         let refused = [
+            (engine == EngineName::Processes && !cuda, "--engine processes", of_gpus),
             (self.reduce_in_order && engine != EngineName::Mpi, "--reduce-in-order", of_ranks),
             (self.reduce_in_order && cuda, "--reduce-in-order", of_cpus),
             (self.ranks_anywhere && engine == EngineName::Threads, "--ranks-anywhere", of_many),

@@ -229,6 +229,18 @@ impl Engine {
         }
     }
 
+    /// Which rows of an input, along its batch, are read here, of so many; none where all are.
+    pub fn rows_read(&self, input: &str, dim: usize, rows: usize) -> Option<Vec<bool>> {
+        let mut read = vec![false; rows];
+        match self {
+            Engine::Cuda(session) if session.world().is_some() => session.mark_rows(input, dim, &mut read),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.mark_rows(input, dim, &mut read),
+            _ => return None,
+        }
+        Some(read)
+    }
+
     /// What the process that speaks for all says.
     pub fn hear_first(&self, text: String) -> Result<String, RuntimeError> {
         self.world().map_or(Ok(text.clone()), |world| world.hear_first(&text))

@@ -8,6 +8,7 @@ use crate::device::{Command, Device, Reply, ResultPart};
 use crate::element::Class;
 use crate::error::{KernelError, Place, RanksError, RuntimeError, WatchError};
 use crate::host::{HostData, HostTensor};
+use crate::layout::mark_rows;
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::mpi::sys::Communicator;
 use crate::mpi::wire::RankWire;
@@ -71,6 +72,8 @@ pub struct RankSession {
 /// that its devices hold.
 pub struct RankEvaluation {
     roster: Roster,
+    /// The program that this rank runs.
+    own: usize,
     device: Device,
     /// Weights of the session's device, and where this one reads them.
     weights: Vec<(BufferId, BufferId)>,
@@ -170,6 +173,13 @@ fn placed(
     all.ordered(place).map_err(RuntimeError::Carrier)
 }
 
+impl RankEvaluation {
+    /// As [`RankSession::mark_rows`], of what is evaluated.
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        mark_rows(&self.roster.plans[self.own].program, self.device.position, input, dim, read);
+    }
+}
+
 impl RankSession {
     /// Checks the programs, compiles this rank's, and makes its device, with zeros in all parameters and state.
     pub fn new(
@@ -218,6 +228,11 @@ impl RankSession {
     /// Whether this rank holds a part of a parameter.
     pub fn holds(&self, name: &str) -> bool {
         self.roster.parameter(name).is_ok_and(|holders| holders.iter().any(|&(p, _)| p == self.own))
+    }
+
+    /// Marks the rows of an input that this rank reads; see [`mark_rows`].
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        mark_rows(&self.roster.plans[self.own].program, self.device.position, input, dim, read);
     }
 
     /// Loads this rank's part of a parameter, and of its `master` state.
@@ -387,7 +402,7 @@ impl RankSession {
         };
         let mut device = Device::new(id, position, plan, Arena::new(None), mailbox, threads).map_err(place)?;
         device.first_message = MESSAGES_OF_EVALUATION;
-        Ok(RankEvaluation { roster, device, weights })
+        Ok(RankEvaluation { roster, own: self.own, device, weights })
     }
 
     /// The first result of the model for each microbatch of a global batch, which must be a scalar, as a loss is: the same on all
@@ -397,7 +412,7 @@ impl RankSession {
         evaluation: &mut RankEvaluation,
         inputs: &BTreeMap<String, HostTensor>,
     ) -> Result<Vec<f64>, RuntimeError> {
-        let RankEvaluation { roster, device, weights } = evaluation;
+        let RankEvaluation { roster, device, weights, .. } = evaluation;
         let plan = roster.plans[self.own].clone();
         let inputs = Arc::new(checked_inputs([&plan.program], plan.num_microbatches, inputs, &BTreeMap::new())?);
         for &(held, read) in &*weights {

@@ -17,14 +17,14 @@ use crate::check::{check, checked_inputs, expect_plain, step_loss};
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::host::HostTensor;
-use crate::layout::{held_indices, is_replica, summand_of};
+use crate::layout::{held_indices, is_replica, mark_rows, summand_of};
 use crate::mailbox::Mailbox;
 use crate::ranks::connect::host_name;
 use crate::ranks::{Layout, World};
 use crate::tape::{Communicator, Content, Given, Options as TapeOptions, Region, Taken, Tape, build};
 use altiplano_ir::program::{Buffer, BufferId, BufferKind, Program, Programs};
 use altiplano_ir::tensor::for_each_index;
-use altiplano_ir::types::{TensorType, strides};
+use altiplano_ir::types::strides;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -132,8 +132,8 @@ impl Meeting {
     }
 }
 
-/// Elements of a tensor of the host, which devices cut their parts from.
-type Tensors = BTreeMap<String, (TensorType, Vec<f64>)>;
+/// Tensors of the host, which devices cut their parts from.
+type Tensors = BTreeMap<String, HostTensor>;
 
 enum Order {
     /// The groups of its tape.
@@ -265,6 +265,14 @@ impl CudaSession {
         self.orders.keys().any(of_device)
     }
 
+    /// Marks the rows of an input that devices of this process read; see [`mark_rows`].
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        for rank in self.orders.keys() {
+            let tape = &self.tapes[*rank];
+            mark_rows(&self.programs.programs[tape.program as usize], tape.position, input, dim, read);
+        }
+    }
+
     /// Loads a parameter into every device that holds a part of it, and into its `master` state.
     pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
         let is_it = |kind: &BufferKind| match kind {
@@ -310,7 +318,7 @@ impl CudaSession {
                 found += 1;
                 let Some(order) = self.orders.get(&rank) else { continue };
                 let held = tensor.as_in(buffer);
-                let part = cut(&self.programs, tape, buffer, &held.ty.shape, &held.to_f64(), 0);
+                let part = cut(&self.programs, tape, buffer, &held, 0);
                 let bytes = encode(buffer.ty.dtype, part);
                 asked += usize::from(order.send(Order::Load { buffer: id, bytes }).is_ok());
             }
@@ -430,9 +438,7 @@ impl CudaSession {
     ) -> Result<CudaStep, RuntimeError> {
         self.expect_running()?;
         let Programs { programs, num_microbatches, .. } = &*self.programs;
-        let inputs = checked_inputs(programs, *num_microbatches, inputs, scalars)?;
-        let values = inputs.into_iter().map(|(name, tensor)| (name, (tensor.ty.clone(), tensor.to_f64())));
-        let inputs: Arc<Tensors> = Arc::new(values.collect());
+        let inputs: Arc<Tensors> = Arc::new(checked_inputs(programs, *num_microbatches, inputs, scalars)?);
         let scalars = Arc::new(scalars.clone());
         let start = Instant::now();
         let order = || Order::Step { inputs: inputs.clone(), scalars: scalars.clone() };
@@ -657,9 +663,9 @@ impl Device {
         let buffer = &buffers[buffer.0 as usize];
         let values = match (given, &buffer.kind) {
             (Given::Scalar { .. }, BufferKind::Scalar { name }) => scalars.get(name).map(|value| vec![*value]),
-            (Given::Input { microbatch, .. }, BufferKind::Input { name }) => inputs.get(name).map(|(ty, data)| {
-                cut(&self.programs, &self.tape, buffer, &ty.shape, data, microbatch.unwrap_or(0).into())
-            }),
+            (Given::Input { microbatch, .. }, BufferKind::Input { name }) => inputs
+                .get(name)
+                .map(|tensor| cut(&self.programs, &self.tape, buffer, tensor, microbatch.unwrap_or(0).into())),
             _ => None,
         };
         let encoded = encode(buffer.ty.dtype, values.unwrap_or_default());
@@ -670,17 +676,17 @@ impl Device {
 }
 
 /// A device's part of a tensor, or of the rows of a microbatch where it has more of them than the buffer.
-fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, shape: &[u64], data: &[f64], microbatch: u64) -> Vec<f64> {
+fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, tensor: &HostTensor, microbatch: u64) -> Vec<f64> {
     let mesh = &programs.programs[tape.program as usize].mesh;
     let coordinates = mesh.coordinates(tape.position);
     let mut indices = held_indices(&buffer.sharding, mesh, &coordinates);
-    for (d, list) in indices.iter_mut().enumerate().filter(|(d, _)| shape[*d] != buffer.ty.shape[*d]) {
+    for (d, list) in indices.iter_mut().enumerate().filter(|(d, _)| tensor.ty.shape[*d] != buffer.ty.shape[*d]) {
         list.iter_mut().for_each(|i| *i += buffer.ty.shape[d] * microbatch);
     }
-    let neutral = summand_of(&buffer.sharding, &coordinates).map(|reducer| reducer.neutral(buffer.ty.dtype));
-    let mut part = Vec::new();
-    each_held(&indices, shape, |i| part.push(neutral.unwrap_or(data[i])));
-    part
+    match summand_of(&buffer.sharding, &coordinates) {
+        Some(reducer) => vec![reducer.neutral(buffer.ty.dtype); indices.iter().map(Vec::len).product()],
+        None => tensor.at(&indices).to_f64(),
+    }
 }
 
 /// Visits the elements at the cross product of index lists, in row-major order.
