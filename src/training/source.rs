@@ -77,26 +77,43 @@ type Arrays = BTreeMap<String, ArrayFile>;
 /// Bytes at either end of a file by which it is told from others of its length.
 const ENDS: u64 = 64 << 10;
 
+/// Bytes of each sample in between, and how many of them there are over all files: what differs over a thousandth of the data is noticed,
+/// and no more than four megabytes are read.
+const SAMPLE: u64 = 4 << 10;
+const SAMPLES: u64 = 1 << 10;
+
 /// What tells data from other data: reading all of it would take too long.
 pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
     let files = if place.is_dir() { files_of(place)? } else { vec![place.to_path_buf()] };
-    let (mut bytes, mut crc) = (0, crc32fast::Hasher::new());
+    let (mut bytes, mut ends, mut between) = (0, crc32fast::Hasher::new(), crc32fast::Hasher::new());
+    let samples = (SAMPLES / files.len() as u64).max(1);
     for name in files {
-        let ends = || -> std::io::Result<(u64, Vec<u8>)> {
+        let mut add = || -> std::io::Result<()> {
             let mut file = File::open(&name)?;
             let length = file.metadata()?.len();
-            let mut ends = Vec::new();
-            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
-            file.seek(SeekFrom::Start(length.saturating_sub(ENDS).max(ENDS.min(length))))?;
-            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
-            Ok((length, ends))
+            let mut part = Vec::new();
+            let mut read = |from: u64, count: u64, crc: &mut crc32fast::Hasher| -> std::io::Result<()> {
+                part.clear();
+                file.seek(SeekFrom::Start(from))?;
+                Read::by_ref(&mut file).take(count).read_to_end(&mut part)?;
+                crc.update(&part);
+                Ok(())
+            };
+            bytes += length;
+            ends.update(&length.to_le_bytes());
+            let last = length.saturating_sub(ENDS).max(ENDS.min(length));
+            read(0, ENDS, &mut ends)?;
+            read(last, ENDS, &mut ends)?;
+            let middle = last.saturating_sub(ENDS);
+            let samples = samples.min(middle.div_ceil(SAMPLE));
+            // A product of a file's length and a thousand may not fit.
+            let place = |i: u64| ENDS + (u128::from(middle) * u128::from(i) / u128::from(samples)) as u64;
+            (0..samples).try_for_each(|i| read(place(i), SAMPLE.min(last - place(i)), &mut between))
         };
-        let (length, ends) = ends().map_err(|error| Error::Read { file: name.clone(), error })?;
-        bytes += length;
-        crc.update(&length.to_le_bytes());
-        crc.update(&ends);
+        add().map_err(|error| Error::Read { file: name.clone(), error })?;
     }
-    Ok(DataContent { bytes, crc32: format!("{:08x}", crc.finalize()) })
+    let hex = |crc: crc32fast::Hasher| format!("{:08x}", crc.finalize());
+    Ok(DataContent { bytes, crc32: hex(ends), sampled_crc32: Some(hex(between)) })
 }
 
 /// The files of a folder, opened.
@@ -385,6 +402,32 @@ mod tests {
             }
         }
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    /// A difference over a thousandth of the data is noticed wherever it is, and one of any size in a file that is small.
+    #[test]
+    fn data_that_differs_in_between_is_other_data() {
+        let file = std::env::temp_dir().join(format!("altiplano-content-{}.u16", std::process::id()));
+        let large = (3 * SAMPLES * SAMPLE) as usize;
+        let small = (2 * ENDS + 3 * SAMPLE) as usize;
+        for (length, run) in [(large, 3 * SAMPLE as usize), (small, 1), (2 * ENDS as usize, 1), (100, 1)] {
+            let mut bytes: Vec<u8> = (0..length).map(|i| (i % 251) as u8).collect();
+            std::fs::write(&file, &bytes).unwrap();
+            let before = content(&file).unwrap();
+            assert!(content(&file).unwrap().is_same(&before));
+            for at in [length / 3, length / 2, length - length / 7] {
+                let at = at.min(length - run);
+                bytes[at..at + run].iter_mut().for_each(|byte| *byte ^= 1);
+                std::fs::write(&file, &bytes).unwrap();
+                let after = content(&file).unwrap();
+                assert!(!after.is_same(&before), "{length} bytes, {run} from {at}");
+                // A checkpoint that knows of the ends alone has no more to say.
+                let older = DataContent { sampled_crc32: None, ..before.clone() };
+                assert_eq!(after.is_same(&older), after.crc32 == before.crc32);
+                bytes[at..at + run].iter_mut().for_each(|byte| *byte ^= 1);
+            }
+        }
+        std::fs::remove_file(file).unwrap();
     }
 
     #[test]
