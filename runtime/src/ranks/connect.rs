@@ -44,8 +44,10 @@ pub struct Hub {
 
 /// How long the ranks have for their first connection, where all know where the hub is.
 const CONNECT: Duration = Duration::from_secs(8);
-/// How long either end waits for the other to say who it is.
+/// How long a hub waits for who connects to say who it is, and a rank for a host to answer at all.
 const GREETING: Duration = Duration::from_secs(1);
+/// How long a rank waits for the answer of a hub that may be greeting many.
+const ANSWER: Duration = Duration::from_secs(5);
 /// Bytes of a host's name, beyond which it is cut.
 const LONGEST_NAME: usize = 255;
 
@@ -92,7 +94,7 @@ impl Address {
 
     fn greet(&self, place: SocketAddr, hello: &Hello) -> std::io::Result<TcpStream> {
         let mut stream = TcpStream::connect_timeout(&place, GREETING)?;
-        stream.set_read_timeout(Some(GREETING))?;
+        stream.set_read_timeout(Some(ANSWER))?;
         stream.write_all(&[self.token.to_vec(), hello.encode()].concat())?;
         let mut answer = [0; TOKEN];
         stream.read_exact(&mut answer)?;

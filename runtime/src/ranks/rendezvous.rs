@@ -230,23 +230,28 @@ impl Meeting<'_> {
                 if channel == Channel::Probe {
                     continue;
                 }
+                // Whoever is refused hears that there is no run.
                 let refused = || (&stream).write_all(&verdict(ENDED, ""));
                 if found != size || rank >= size {
-                    let (host, _) = (hello.host, refused());
+                    let _ = refused();
+                    let host = hello.host;
                     return Err(RendezvousError::Size { rank, host, found, size, directory: directory() });
                 }
                 let earlier = match (rank, come.get(&(rank, channel))) {
                     (0, _) => Some((call.pid, call.host.clone())),
                     (_, earlier) => earlier.map(|(earlier, _)| (earlier.pid, earlier.host.clone())),
                 };
-                if let Some(first) = earlier {
-                    let (second, _) = ((hello.pid, hello.host), refused());
+                let second = (hello.pid, hello.host.clone());
+                // A process that did not hear the answer in time connects again.
+                if let Some(first) = earlier.filter(|first| *first != second) {
+                    let _ = refused();
                     return Err(RendezvousError::Twice { rank, directory: directory(), first, second });
                 }
                 come.insert((rank, channel), (hello, stream));
                 continue;
             }
-            if let Some((hello, _)) = come.values().find(|(_, stream)| is_closed(stream)) {
+            // None of them has anything to say yet.
+            if let Some((hello, _)) = come.values().find(|(_, stream)| is_heard(stream)) {
                 let (rank, host) = (hello.rank, hello.host.clone());
                 return Err(RendezvousError::Gone { rank, host, size, directory: directory() });
             }
@@ -258,7 +263,8 @@ impl Meeting<'_> {
                 _ => {}
             }
             if self.is_over() {
-                let missing = (1..size).filter(|&rank| !come.contains_key(&(rank, Channel::Words))).collect();
+                let is_whole = |rank| [Channel::Watch, Channel::Words].iter().all(|&c| come.contains_key(&(rank, c)));
+                let missing = (1..size).filter(|&rank| !is_whole(rank)).collect();
                 let seconds = self.timeout.as_secs();
                 return Err(RendezvousError::Missing { missing, size, directory: directory(), seconds });
             }
@@ -274,8 +280,7 @@ impl Meeting<'_> {
             if let Some(call) = Call::read(&file) {
                 match call.address.connect(&self.hello(Channel::Words)) {
                     Ok(words) => {
-                        // Where the first process has refused this one, it has said so by the words already.
-                        let watch = call.address.connect(&self.hello(Channel::Watch));
+                        let watch = self.second_connection(&call, &words);
                         return self.wait_for_first(call, watch, words);
                     }
                     // It may be what an earlier run left, until this one's first process has written its own.
@@ -291,6 +296,16 @@ impl Meeting<'_> {
                 });
             }
             std::thread::sleep(TURN);
+        }
+    }
+
+    /// The connection for the watch, unless the first process has said by that for words that there is no run.
+    fn second_connection(&self, call: &Call, words: &TcpStream) -> Result<TcpStream, WatchError> {
+        loop {
+            match call.address.connect(&self.hello(Channel::Watch)) {
+                Err(WatchError::Join { .. }) if !self.is_over() && !is_heard(words) => std::thread::sleep(TURN),
+                done => return done,
+            }
         }
     }
 
@@ -351,11 +366,12 @@ fn heard(from: &mut TcpStream) -> Result<(u8, String), Error> {
     Ok((head[0], String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// Whether the process at the other end, which has nothing to say now, is gone.
-fn is_closed(stream: &TcpStream) -> bool {
+/// Whether there is something to read, if it is only that the process at the other end is gone.
+fn is_heard(stream: &TcpStream) -> bool {
     let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
-    match looked {
-        Ok(bytes) => bytes == 0,
+    let back = stream.set_nonblocking(false);
+    match looked.and_then(|_| back) {
+        Ok(()) => true,
         Err(error) => ![ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()),
     }
 }
