@@ -370,7 +370,7 @@ fn heard(from: &mut TcpStream) -> Result<(u8, String), Error> {
 fn is_heard(stream: &TcpStream) -> bool {
     let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
     let back = stream.set_nonblocking(false);
-    match looked.and_then(|_| back) {
+    match looked.and(back) {
         Ok(()) => true,
         Err(error) => ![ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()),
     }
