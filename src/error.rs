@@ -22,7 +22,7 @@ use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
 use altiplano_runtime::RuntimeError;
 use altiplano_runtime::devices::cuda::CudaError;
-use altiplano_runtime::error::KernelError;
+use altiplano_runtime::error::{KernelError, RanksError};
 use altiplano_runtime::tape::BuildError;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -228,7 +228,9 @@ impl Error {
                         | RuntimeError::FileKind { .. }
                         | RuntimeError::TensorType { .. }
                         | RuntimeError::InputType { .. }
-                ) || of_all_ranks(error)
+                        | RuntimeError::Ranks(_)
+                        | RuntimeError::Rendezvous(_)
+                )
             }
             Error::Checkpoint { problem, .. } => !matches!(**problem, CheckpointProblem::NotWritten { .. }),
             Error::Cuda(error) => error.is_setup(),
@@ -264,12 +266,14 @@ impl Error {
 
     /// Whether this may only be since another rank was lost.
     pub fn follows(&self) -> bool {
-        let of_mpi = |error: &RuntimeError| match error {
-            RuntimeError::Mpi(_) => true,
-            RuntimeError::Device { error, .. } => matches!(error, KernelError::Mpi { .. }),
+        let of_carrier = |error: &RuntimeError| match error {
+            RuntimeError::Carrier(_) => true,
+            RuntimeError::Device { error, .. } => matches!(error, KernelError::Carrier { .. }),
+            RuntimeError::Cuda(error) => matches!(**error, CudaError::Group { .. }),
+            RuntimeError::Executor(error) => error.is_of_group(),
             _ => false,
         };
-        matches!(self, Error::Runtime(error) if of_mpi(error))
+        matches!(self, Error::Runtime(error) if of_carrier(error))
     }
 
     /// The reader of the output has gone away, which is no error.
@@ -297,14 +301,9 @@ impl From<CudaError> for Error {
 }
 
 /// Ranks that do not fit the plan, or each other.
-#[cfg(feature = "mpi")]
 fn of_all_ranks(error: &RuntimeError) -> bool {
-    matches!(error, RuntimeError::Ranks(_))
-}
-
-#[cfg(not(feature = "mpi"))]
-fn of_all_ranks(_: &RuntimeError) -> bool {
-    false
+    let of_one = |error: &RanksError| matches!(error, RanksError::Gpus { .. });
+    matches!(error, RuntimeError::Ranks(error) if !of_one(error))
 }
 
 /// A few names, for messages.

@@ -1,5 +1,6 @@
 //! Plans run by MPI ranks: the same losses and checkpoints as of threads, to the bit where sums are added up in order, and one
-//! message and exit code on all ranks when one fails. Needs the feature `mpi` and `mpirun`.
+//! message and exit code on all ranks when one fails. Ranks that run (emulated) GPUs train as threads that do. Needs the feature `mpi` and
+//! `mpirun`.
 
 #![cfg(feature = "mpi")]
 
@@ -7,7 +8,7 @@ mod common;
 
 use altiplano::cost_models::profile::Profile;
 use altiplano::load_plan;
-use common::{DEMO, Scratch, shared_model, succeeds};
+use common::{DEMO, Scratch, emulator, shared_model, succeeds};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -430,4 +431,43 @@ fn links_are_measured_by_ranks_and_used() {
     let ran = Ranks::start(2, &["run", &plan, "--steps", "1", "--profile", &linked]).end();
     assert_eq!(ran.code, Some(0), "{}", ran.stderr);
     assert!(ran.stdout.contains("/step, by the measured profile of"), "{}", ran.stdout);
+}
+
+/// GPUs of ranks exchange through NCCL. What their hosts agree on goes over MPI, or, where MPI only starts them, as of any processes.
+#[test]
+fn ranks_train_on_gpus_as_threads_do() {
+    let scratch = Scratch::new();
+    if !has_mpirun() || emulator(&scratch, 2).is_none() {
+        return;
+    }
+    let config =
+        r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
+    let model = scratch.file("gpt2.json", config);
+    let degrees = ["--seq", "4", "--global-batch", "8", "--dp", "2", "--tp", "1", "--pp", "1", "--zero", "1"];
+    let plan = plan(&scratch, &model, 2, &degrees);
+    let folder = scratch.path("").display().to_string();
+    let cache = scratch.path("cache").display().to_string();
+    let run = |engine: &str, start: &[&str], more: &[&str]| {
+        let metrics = scratch.path(engine);
+        let mut words = start.to_vec();
+        words.extend([env!("CARGO_BIN_EXE_altiplano"), "run", &plan, "--device", "cuda", "--steps", "4"]);
+        words.extend(["--engine", engine]);
+        let output = Command::new(words[0])
+            .args(&words[1..])
+            .arg("--metrics")
+            .arg(&metrics)
+            .args(more)
+            .env("ALTIPLANO_CUDA", &folder)
+            .env("XDG_CACHE_HOME", &cache)
+            .env("EMULATED_NCCL", &folder)
+            .output()
+            .expect("it starts");
+        assert!(output.status.success(), "{engine}: {}", String::from_utf8_lossy(&output.stderr));
+        losses(&metrics)
+    };
+    let mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-q", "-n", "2"];
+    let threads = run("threads", &[], &[]);
+    assert_eq!(threads.len(), 4);
+    assert_eq!(run("mpi", &mpirun, &[]), threads);
+    assert_eq!(run("processes", &mpirun, &["--rendezvous", &folder]), threads);
 }

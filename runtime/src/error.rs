@@ -32,8 +32,9 @@ pub enum KernelError {
     HoldsNaN { buffer: String },
     #[error("the command channel is closed")]
     Closed,
+    /// What carries words between processes failed, as where one of them is gone.
     #[error("{call}: {message}")]
-    Mpi { call: &'static str, message: String },
+    Carrier { call: String, message: String },
 }
 
 /// `, in one of %4 subtract, %5 divide`, or nothing.
@@ -114,14 +115,14 @@ pub enum RuntimeError {
     NoStep,
     #[error("tensor of type {ty} needs {expected} values, found {found}")]
     ValueCount { ty: TensorType, expected: u64, found: u64 },
-    #[cfg(feature = "mpi")]
     #[error(transparent)]
     Ranks(Box<RanksError>),
-    #[cfg(feature = "mpi")]
     #[error("the ranks cannot watch each other: {0}")]
     Watch(Box<WatchError>),
+    #[error(transparent)]
+    Rendezvous(Box<RendezvousError>),
     #[error("{0}")]
-    Mpi(KernelError),
+    Carrier(KernelError),
     #[error("'{name}' is put together by the first rank alone")]
     Elsewhere { name: String },
     #[error(transparent)]
@@ -163,7 +164,6 @@ impl From<ExecutorError> for RuntimeError {
 }
 
 /// Why ranks cannot run a plan together.
-#[cfg(feature = "mpi")]
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
     #[error("the plan has {devices} devices and {ranks} ranks were started; start one a device: mpirun -n {devices}")]
@@ -174,6 +174,20 @@ pub enum RanksError {
         list(found)
     )]
     Nodes { planned: Vec<usize>, found: Vec<usize> },
+    #[error(
+        "the plan is for nodes with {} GPUs, and processes are on nodes with {} of them; start one a node or one a GPU, or say --ranks-anywhere where their number divides that of all GPUs",
+        list(planned),
+        list(found)
+    )]
+    Shares { planned: Vec<usize>, found: Vec<usize> },
+    #[error(
+        "the plan has {devices} devices, which {ranks} processes cannot share evenly; start one a node or one a GPU"
+    )]
+    Uneven { devices: usize, ranks: usize },
+    #[error(
+        "rank {rank} on {host} runs {devices} of the {on_node} devices that the plan has on a node, and sees {gpus}; give each process its own, or all of them all of the node's (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+    )]
+    Gpus { rank: usize, host: String, devices: usize, on_node: usize, gpus: usize },
     #[error("rank {rank} has {what} than rank 0; give all ranks the same files and options")]
     Differs { rank: usize, what: &'static str },
     #[error("MPI gives no thread but the first any rights; a build with thread support is needed")]
@@ -185,7 +199,6 @@ pub enum RanksError {
 }
 
 /// `4, 4`, or `64 times 8`.
-#[cfg(feature = "mpi")]
 fn list(sizes: &[usize]) -> String {
     match sizes {
         [first, .., last] if sizes.len() > 8 && first == last => format!("{} times {first}", sizes.len()),
@@ -194,7 +207,6 @@ fn list(sizes: &[usize]) -> String {
 }
 
 /// Why ranks cannot watch each other.
-#[cfg(feature = "mpi")]
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     #[error("no place to listen for other ranks: {0}")]
@@ -207,4 +219,79 @@ pub enum WatchError {
     Join { host: std::net::IpAddr, error: std::io::Error },
     #[error("the host of the first rank has no address")]
     NoAddress,
+}
+
+/// Why processes that were started together did not find each other. Each names who is at fault and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum RendezvousError {
+    #[error(
+        "nothing says which of how many processes this is; start it by srun, mpirun or torchrun --no-python, or set RANK and WORLD_SIZE"
+    )]
+    NoLauncher,
+    #[error("{name} is '{value}', and {problem}")]
+    Variable { name: &'static str, value: String, problem: &'static str },
+    #[error(
+        "rank {rank} of {size} does not know where the others are: name a directory that all hosts see by --rendezvous DIR"
+    )]
+    NoDirectory { rank: usize, size: usize },
+    #[error(
+        "rank {rank} on {host} cannot write into the rendezvous directory {}: {error}; --rendezvous takes another",
+        directory.display()
+    )]
+    Write { rank: usize, host: String, directory: PathBuf, error: std::io::Error },
+    #[error("rank 0 on {host} cannot hear the others: {error}")]
+    Listen { host: String, error: std::io::Error },
+    #[error(
+        "of {size} processes {} did not come to {} within {seconds} s; start them all with that directory, on hosts that see it, or have --rendezvous-timeout wait for longer",
+        ranks_of(missing),
+        directory.display()
+    )]
+    Missing { missing: Vec<usize>, size: usize, directory: PathBuf, seconds: u64 },
+    #[error(
+        "rank {rank} on {host} found no word of rank 0 in {} within {seconds} s; start rank 0 with that directory, on a host that sees the same, or have --rendezvous-timeout wait for longer",
+        directory.display()
+    )]
+    NoFirst { rank: usize, host: String, directory: PathBuf, seconds: u64 },
+    #[error(
+        "rank {rank} on {host} could not reach rank 0 within {seconds} s, which {} says is process {first_pid} on {first_host}: {error}; if that was an earlier run, this one's rank 0 did not start; else a firewall must let connections to any port pass",
+        directory.display()
+    )]
+    Unreachable {
+        rank: usize,
+        host: String,
+        directory: PathBuf,
+        seconds: u64,
+        first_host: String,
+        first_pid: u32,
+        error: Box<WatchError>,
+    },
+    #[error(
+        "rank {rank} on {host} was started as one of {found}, rank 0 as one of {size}; start all of them in one go, or give each run a rendezvous directory of its own (here {})",
+        directory.display()
+    )]
+    Size { rank: usize, host: String, found: usize, size: usize, directory: PathBuf },
+    #[error(
+        "two processes in {} say that they are rank {rank}: process {} on {} and process {} on {}; two runs need two rendezvous directories",
+        directory.display(), .first.0, .first.1, .second.0, .second.1
+    )]
+    Twice { rank: usize, directory: PathBuf, first: (u32, String), second: (u32, String) },
+    #[error(
+        "{} is the rendezvous of another run, whose rank 0 is process {pid} on {host}; give each run a directory of its own",
+        directory.display()
+    )]
+    Taken { directory: PathBuf, pid: u32, host: String },
+    #[error("rank {rank} on {host} ended before all {size} processes had come to {}", directory.display())]
+    Gone { rank: usize, host: String, size: usize, directory: PathBuf },
+    /// Rank 0 has told the user why.
+    #[error("rank 0 ended the run before it began")]
+    Ended,
+}
+
+/// `rank 3`, or `ranks 3, 5, 6` and how many more.
+fn ranks_of(ranks: &[usize]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+    let more = ranks.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{} {}{more}", if ranks.len() == 1 { "rank" } else { "ranks" }, shown.join(", "))
 }

@@ -2,6 +2,7 @@
 
 use crate::element::{Class, Element, integer_from_f64, integer_to_f64, is_narrower_than_stored};
 use crate::error::RuntimeError;
+use crate::layout::Selection;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::padding::Extents;
 use altiplano_ir::program::Buffer;
@@ -65,6 +66,17 @@ impl HostData {
             HostData::BF16(v) => bytemuck::cast_slice(v),
             HostData::I32(v) => bytemuck::cast_slice(v),
             HostData::I64(v) => bytemuck::cast_slice(v),
+            HostData::Bool(v) => v,
+        }
+    }
+
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            HostData::F32(v) => bytemuck::cast_slice_mut(v),
+            HostData::F16(v) => bytemuck::cast_slice_mut(v),
+            HostData::BF16(v) => bytemuck::cast_slice_mut(v),
+            HostData::I32(v) => bytemuck::cast_slice_mut(v),
+            HostData::I64(v) => bytemuck::cast_slice_mut(v),
             HostData::Bool(v) => v,
         }
     }
@@ -143,6 +155,27 @@ impl HostTensor {
 
     pub fn to_reference(&self) -> Tensor {
         Tensor { ty: self.ty.clone(), data: self.to_f64() }
+    }
+
+    /// The elements at the cross product of index lists, one for each dimension, in row-major order.
+    pub fn at(&self, indices: &[Vec<u64>]) -> HostTensor {
+        fn read<T: bytemuck::Pod>(selection: &Selection, from: &[T]) -> Vec<T> {
+            let mut to = vec![T::zeroed(); selection.elements()];
+            selection.read(from, &mut to);
+            to
+        }
+        let shape: Vec<usize> = self.ty.shape.iter().map(|&d| d as usize).collect();
+        let selection = Selection::new(&shape, indices);
+        let data = match &self.data {
+            HostData::F32(v) => HostData::F32(read(&selection, v)),
+            HostData::F16(v) => HostData::F16(read(&selection, v)),
+            HostData::BF16(v) => HostData::BF16(read(&selection, v)),
+            HostData::I32(v) => HostData::I32(read(&selection, v)),
+            HostData::I64(v) => HostData::I64(read(&selection, v)),
+            HostData::Bool(v) => HostData::Bool(read(&selection, v)),
+        };
+        let shape: Vec<u64> = indices.iter().map(|list| list.len() as u64).collect();
+        HostTensor { ty: self.ty.with_shape(shape), data }
     }
 
     /// The same values in another element type, rounded or wrapped to it.

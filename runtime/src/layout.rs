@@ -6,6 +6,7 @@ use crate::kernel::instruction::combine;
 use crate::view::row_major;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Reducer;
+use altiplano_ir::program::{Buffer, BufferId, BufferKind, Call, Program};
 use altiplano_ir::sharding::Sharding;
 use bytemuck::Pod;
 
@@ -90,6 +91,36 @@ impl Selection {
 
 fn is_increasing(list: &[u64]) -> bool {
     list.iter().enumerate().all(|(i, &x)| i as u64 == x)
+}
+
+/// Marks the rows of a step's input, along dimension `dim`, that a device of a program reads: `read` has one place for each row of the
+/// global batch, of which microbatches follow each other.
+pub fn mark_rows(program: &Program, position: u32, input: &str, dim: usize, read: &mut [bool]) {
+    let coordinates = program.mesh.coordinates(position);
+    let is_it = |buffer: &Buffer| matches!(&buffer.kind, BufferKind::Input { name } if name == input);
+    for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers).filter(|(_, buffer)| is_it(buffer)) {
+        // What is a neutral element here is another device's to read.
+        let Some(layout) = buffer.sharding.dims.get(dim) else { continue };
+        if summand_of(&buffer.sharding, &coordinates).is_some() {
+            continue;
+        }
+        let held = layout.global_indices(&program.mesh, &coordinates);
+        let size = buffer.ty.shape[dim];
+        let reads: Vec<bool> =
+            program.bodies.iter().map(|body| body.reads.iter().any(|&(_, read)| read == id)).collect();
+        for call in &program.schedule {
+            let Call::Run { body, microbatch } = *call else { continue };
+            if !reads.get(body as usize).copied().unwrap_or(false) {
+                continue;
+            }
+            let shift = if size == read.len() as u64 { 0 } else { size * u64::from(microbatch.unwrap_or(0)) };
+            for row in &held {
+                if let Some(read) = read.get_mut((row + shift) as usize) {
+                    *read = true;
+                }
+            }
+        }
+    }
 }
 
 /// Per dimension the global indices that a device holds.

@@ -29,6 +29,7 @@ pub mod measure;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod random;
+pub mod ranks;
 pub mod recording;
 mod roster;
 pub mod session;

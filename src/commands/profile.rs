@@ -2,7 +2,7 @@
 //! each other.
 
 use crate::commands::options::gpus;
-use crate::commands::ranks::EngineArguments;
+use crate::commands::ranks::MeasuringArguments;
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile as Measured;
@@ -32,7 +32,7 @@ pub struct Profile {
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(flatten)]
-    engine: EngineArguments,
+    engine: MeasuringArguments,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -85,14 +85,14 @@ impl Profile {
     fn measure_links(&self, profile: &Path, team: Team) -> Result<(), Error> {
         use altiplano::runtime::mpi::measure::measure_links;
         let leads = team.leads();
-        let Team::Ranks { world, .. } = team else { return Ok(()) };
+        let Team::Ranks { world, mpi: Some((all, _)), .. } = team else { return Ok(()) };
         let profile = leads.then(|| load_profile(profile)).transpose()?;
         self.output.as_deref().filter(|_| leads).map_or(Ok(()), expect_writable)?;
         world.expect_same("other options", if self.quick { "quick" } else { "" })?;
         let start = std::time::Instant::now();
         let bar = leads.then(Bar::new);
         let mut tell = |what: &str, done, total| bar.iter().for_each(|bar| bar.step(what, done, total));
-        let (links, world) = measure_links(world, self.quick, &mut tell)?;
+        let (links, world) = measure_links(world, all, self.quick, &mut tell)?;
         drop(bar);
         if let (Some(profile), Some(found)) = (profile, links.found) {
             let (count, taken_s) = (found.measured.len(), start.elapsed().as_secs_f64());

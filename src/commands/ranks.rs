@@ -1,14 +1,33 @@
-//! `--engine mpi`: this process as one of the ranks that run a plan together, and how it ends if one of them fails.
+//! `--engine`: this process alone, or as one of those that run a plan together, and how it ends if one of them fails.
 
 use altiplano::Error;
+use altiplano::runtime::RuntimeError;
+use altiplano::runtime::error::RendezvousError;
+use altiplano::runtime::ranks::World;
+use altiplano::runtime::ranks::rendezvous::{Place, Rendezvous, meet};
+use altiplano::runtime::ranks::watch::{Ends, leave};
 use altiplano::training::engine::Team;
 use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+use std::time::Duration;
 
-/// What a plan is run by, and how ranks that run it over MPI do so.
+/// What a plan is run by, and how processes that run it together do so.
 #[derive(Args, Clone, Debug)]
 pub struct RankArguments {
+    /// Run all devices as threads of this process; or GPUs of processes that srun or torchrun started, which find each other by
+    /// --rendezvous; or one device as a rank of MPI (docs/cluster.md) [default: threads; processes where a launcher started several and
+    /// --device is cuda]
+    #[arg(long, value_name = "ENGINE", value_enum)]
+    engine: Option<EngineName>,
     #[command(flatten)]
-    engine: EngineArguments,
+    lost: LostArguments,
+    /// A directory that all processes of --engine processes see, in which they find each other [default: under Slurm,
+    /// .altiplano-rendezvous where the job was submitted]
+    #[arg(long, value_name = "DIR")]
+    rendezvous: Option<PathBuf>,
+    /// Seconds for which processes wait there for all others
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    rendezvous_timeout: u64,
     /// Add up in the order of devices, so that losses of ranks are those of threads to the bit; slower
     #[arg(long)]
     reduce_in_order: bool,
@@ -17,12 +36,18 @@ pub struct RankArguments {
     ranks_anywhere: bool,
 }
 
-/// Whether this process is one of many.
+/// Whether this process measures alone, or with the other ranks of MPI.
 #[derive(Args, Clone, Debug)]
-pub struct EngineArguments {
-    /// Run all devices as threads of this process, or this process as one device, a rank of mpirun or srun (docs/cluster.md)
-    #[arg(long, value_name = "ENGINE", value_enum, default_value_t = EngineName::Threads)]
-    engine: EngineName,
+pub struct MeasuringArguments {
+    /// Measure the threads of this process, or the links between ranks of mpirun or srun (docs/cluster.md)
+    #[arg(long, value_name = "ENGINE", value_enum, default_value_t = MeasuringEngine::Threads)]
+    engine: MeasuringEngine,
+    #[command(flatten)]
+    lost: LostArguments,
+}
+
+#[derive(Args, Clone, Copy, Debug)]
+struct LostArguments {
     /// Seconds after which a rank that nothing is heard of is lost
     #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..))]
     lost_after: u64,
@@ -31,66 +56,128 @@ pub struct EngineArguments {
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum EngineName {
     Threads,
+    Processes,
+    Mpi,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum MeasuringEngine {
+    Threads,
     Mpi,
 }
 
 impl RankArguments {
-    pub fn is_mpi(&self) -> bool {
-        self.engine.is_mpi()
+    /// By what the plan is run, in which launchers have a say.
+    fn engine(&self, cuda: bool) -> Result<EngineName, Error> {
+        match self.engine {
+            Some(engine) => Ok(engine),
+            None if cuda && place()?.is_some_and(|place| place.size > 1) => Ok(EngineName::Processes),
+            None => Ok(EngineName::Threads),
+        }
     }
 
-    /// Runs something on those who run the plan. Where these are ranks and it fails on one, it ends on all, and this does not return.
-    pub fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
-        if self.is_mpi() {
-            return self.engine.on_ranks(self.reduce_in_order, self.ranks_anywhere, run);
+    /// The option that makes this process one of many, as the user would say it.
+    pub fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
+        Ok(match self.engine(cuda)? {
+            EngineName::Threads => None,
+            EngineName::Processes => Some("--engine processes"),
+            EngineName::Mpi => Some("--engine mpi"),
+        })
+    }
+
+    /// Runs something on those who run the plan, on GPUs or not. Where these are many and it fails on one, it ends on all, and this does
+    /// not return.
+    pub fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+        let engine = self.engine(cuda)?;
+        let of_ranks = "says how ranks run a plan; it needs --engine mpi";
+        let of_cpus = "says how ranks add up on CPUs; NCCL adds up as it likes";
+        let of_many = "says how several processes run a plan, which --engine processes or mpi makes of them";
+        let of_gpus = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
+        let of_processes = "is where the processes of --engine processes find each other";
+        let refused = [
+            (engine == EngineName::Processes && !cuda, "--engine processes", of_gpus),
+            (self.reduce_in_order && engine != EngineName::Mpi, "--reduce-in-order", of_ranks),
+            (self.reduce_in_order && cuda, "--reduce-in-order", of_cpus),
+            (self.ranks_anywhere && engine == EngineName::Threads, "--ranks-anywhere", of_many),
+            (self.rendezvous.is_some() && engine != EngineName::Processes, "--rendezvous", of_processes),
+        ];
+        if let Some((_, option, problem)) = refused.into_iter().find(|(refused, ..)| *refused) {
+            return Err(Error::Option { option, problem });
         }
-        for (given, option) in [(self.reduce_in_order, "--reduce-in-order"), (self.ranks_anywhere, "--ranks-anywhere")]
-        {
-            if given {
-                return Err(Error::Option { option, problem: "says how ranks run a plan; it needs --engine mpi" });
-            }
+        match engine {
+            EngineName::Threads => run(Team::Alone),
+            EngineName::Processes => self.on_processes(run),
+            EngineName::Mpi => on_ranks(self.lost, self.reduce_in_order, self.ranks_anywhere, run),
         }
-        run(Team::Alone)
+    }
+
+    fn on_processes(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+        let failed = |error| RuntimeError::Rendezvous(Box::new(error));
+        let place = place()?.ok_or_else(|| failed(RendezvousError::NoLauncher))?;
+        let none = || failed(RendezvousError::NoDirectory { rank: place.rank, size: place.size });
+        let directory = self.rendezvous.or_else(|| place.shared.clone()).ok_or_else(none)?;
+        let rendezvous = Rendezvous { directory, timeout: Duration::from_secs(self.rendezvous_timeout) };
+        let met = meet(&place, &rendezvous, Duration::from_secs(self.lost.lost_after), ends());
+        let world = match met {
+            // The first process has said why, and says it for all.
+            Err(RuntimeError::Rendezvous(error)) if matches!(*error, RendezvousError::Ended) => leave(2),
+            met => met?,
+        };
+        let team = |world| Team::Ranks {
+            world,
+            anywhere: self.ranks_anywhere,
+            #[cfg(feature = "mpi")]
+            mpi: None,
+        };
+        on_world(world, |world| run(team(world)))
     }
 }
 
-impl EngineArguments {
+impl MeasuringArguments {
     pub fn is_mpi(&self) -> bool {
-        self.engine == EngineName::Mpi
+        self.engine == MeasuringEngine::Mpi
     }
 
-    /// As [`RankArguments::on_team`], of ranks that run no plan.
+    /// As [`RankArguments::on_team`], of those that run no plan.
     pub fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
-        if self.is_mpi() { self.on_ranks(false, false, run) } else { run(Team::Alone) }
+        if self.is_mpi() { on_ranks(self.lost, false, false, run) } else { run(Team::Alone) }
     }
+}
 
-    #[cfg(not(feature = "mpi"))]
-    fn on_ranks(self, _: bool, _: bool, _: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
-        let problem = "this altiplano was built without MPI; where one is installed (Debian: libopenmpi-dev openmpi-bin libclang-dev), build it by `cargo build --release --features mpi`";
-        Err(Error::Option { option: "--engine mpi", problem })
-    }
+/// What a launcher says of this process.
+fn place() -> Result<Option<Place>, Error> {
+    let place = Place::of(|name| std::env::var(name).ok());
+    place.map_err(|error| RuntimeError::Rendezvous(Box::new(error)).into())
+}
 
-    #[cfg(feature = "mpi")]
-    fn on_ranks(
-        self,
-        in_order: bool,
-        anywhere: bool,
-        run: impl FnOnce(Team) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        use altiplano::runtime::mpi::watch::{Ends, leave};
-        use altiplano::runtime::mpi::{RankOptions, Started};
-        let ends = Ends { say: Box::new(|message| eprintln!("error: {message}")), exit: Box::new(|code| leave(code)) };
-        let world = Started::new()?.watched(std::time::Duration::from_secs(self.lost_after), ends)?;
-        let watch = world.watch();
-        let options = RankOptions { in_order, ..RankOptions::default() };
-        let done = run(Team::Ranks { world, options, anywhere });
-        match done {
-            Err(error) => {
-                let message =
-                    if error.is_of_all_ranks() { error.to_string() } else { format!("{}: {error}", watch.name) };
-                watch.fail(error.exit_code(), message, error.follows())
-            }
-            Ok(()) => Ok(()),
-        }
-    }
+fn ends() -> Ends {
+    Ends { say: Box::new(|message| eprintln!("error: {message}")), exit: Box::new(|code| leave(code)) }
+}
+
+/// Runs something as one of a world. An error of one ends all.
+fn on_world(world: World, run: impl FnOnce(World) -> Result<(), Error>) -> Result<(), Error> {
+    let watch = world.watch();
+    run(world).map_err(|error| {
+        let message = if error.is_of_all_ranks() { error.to_string() } else { format!("{}: {error}", watch.name) };
+        watch.fail(error.exit_code(), message, error.follows())
+    })
+}
+
+#[cfg(not(feature = "mpi"))]
+fn on_ranks(_: LostArguments, _: bool, _: bool, _: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+    let problem = "this altiplano was built without MPI; where one is installed (Debian: libopenmpi-dev openmpi-bin libclang-dev), build it by `cargo build --release --features mpi`; GPUs of several nodes need none, with --engine processes";
+    Err(Error::Option { option: "--engine mpi", problem })
+}
+
+#[cfg(feature = "mpi")]
+fn on_ranks(
+    lost: LostArguments,
+    in_order: bool,
+    anywhere: bool,
+    run: impl FnOnce(Team) -> Result<(), Error>,
+) -> Result<(), Error> {
+    use altiplano::runtime::mpi::{RankOptions, Started};
+    let (world, all) = Started::new()?.watched(Duration::from_secs(lost.lost_after), ends())?;
+    let mpi = Some((all, RankOptions { in_order, ..RankOptions::default() }));
+    on_world(world, |world| run(Team::Ranks { world, anywhere, mpi }))
 }

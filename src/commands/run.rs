@@ -15,9 +15,7 @@ use altiplano::simulate::Simulation;
 use altiplano::training::checkpoint::Checkpoints;
 use altiplano::training::engine::{Engine, Team};
 use altiplano::training::evaluation::EvaluationOptions;
-#[cfg(feature = "mpi")]
-use altiplano::training::train_on;
-use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, train_until};
+use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, train_on, train_until};
 use altiplano::units::{digits, percent, seconds};
 use altiplano::{Error, expect_writable, held, one_line, write_file};
 use clap::Args;
@@ -85,19 +83,18 @@ pub struct Run {
 
 impl Run {
     pub fn run(self) -> Result<(), Error> {
-        if self.ranks.is_mpi() && self.start.is_cuda() {
-            let problem = "ranks run on CPUs so far; one process runs all GPUs of a machine with --engine threads";
-            return Err(Error::Option { option: "--engine mpi", problem });
-        }
-        self.ranks.clone().on_team(|team| self.run_on(team))
+        let cuda = self.start.is_cuda();
+        let of_many = self.ranks.option_of_many(cuda)?;
+        self.ranks.clone().on_team(cuda, |team| self.run_on(team, of_many))
     }
 
-    fn run_on(self, team: Team) -> Result<(), Error> {
+    /// `of_many` is the option that makes this process one of several, if one does.
+    fn run_on(self, team: Team, of_many: Option<&'static str>) -> Result<(), Error> {
         let leads = team.leads();
         // One of many speaks for all.
         let say = |text: String| if leads { say(text) } else { Ok(()) };
-        if self.ranks.is_mpi() {
-            self.plan.expect_plan("--engine mpi")?;
+        if let Some(option) = of_many {
+            self.plan.expect_plan(option)?;
         }
         let mut cuda = self.start.cuda()?;
         let files = [&self.trace, &self.output, &self.metrics].into_iter().filter(|_| leads);
@@ -121,9 +118,9 @@ impl Run {
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;
-            if self.ranks.is_mpi() {
+            if let Some(option) = of_many {
                 let problem = "runs plans that train so far; without it this one runs on threads";
-                return Err(Error::Option { option: "--engine mpi", problem });
+                return Err(Error::Option { option, problem });
             }
         }
         if let Some(options) = &mut cuda {
@@ -199,7 +196,6 @@ impl Run {
         };
         let (ran, engine): (Ran, Option<Engine>) = match team {
             Team::Alone => (train_until(&plan, &training, signal, on_event)?, None),
-            #[cfg(feature = "mpi")]
             team => {
                 let mut engine = team.engine(&plan, &training)?;
                 (train_on(&mut engine, &plan, &training, signal, on_event)?, Some(engine))

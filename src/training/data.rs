@@ -7,7 +7,7 @@ use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, Floats, bound};
 use crate::training::checkpoint::{DataContent, Position};
 use crate::training::shuffle::Permutation;
-use crate::training::source::{Source, content, open};
+use crate::training::source::{BatchRows, Source, content, open};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
@@ -47,6 +47,10 @@ pub struct Batches {
     sample_index: Option<(String, HostTensor)>,
     /// Of the key that random bits are drawn with, where the model draws any.
     seed: Option<u64>,
+    /// By input, which rows of the batch are read from files; all where it is not said.
+    wanted: BTreeMap<String, Vec<bool>>,
+    /// Bytes that were read from files.
+    bytes_read: u64,
     /// In how many equal parts all inputs of a batch can be cut.
     units: u64,
     global_batch: u64,
@@ -79,6 +83,8 @@ impl Batches {
             state: BTreeMap::new(),
             sample_index: sample_index(plan),
             seed: random_seed(plan, seed),
+            wanted: BTreeMap::new(),
+            bytes_read: 0,
             units,
             global_batch: plan.global_batch,
             position: Position::default(),
@@ -156,6 +162,21 @@ impl Batches {
         self.position = position;
     }
 
+    /// From here on only those rows of an input are read from files that `rows` marks, given its name, the dimension of the batch and how
+    /// many rows that has; all where it says nothing. The others are zeros, which nobody here looks at.
+    pub fn read_only(&mut self, rows: impl Fn(&str, usize, usize) -> Option<Vec<bool>>) {
+        let of = |input: &InputType| {
+            let dim = input.batch_dim?;
+            Some((input.name.clone(), rows(&input.name, dim, input.ty.shape[dim] as usize)?))
+        };
+        self.wanted = self.inputs.iter().filter_map(of).collect();
+    }
+
+    /// Bytes of samples that were read from files so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read
+    }
+
     fn unit_samples(&self) -> u64 {
         (self.global_batch / self.units).max(1)
     }
@@ -171,7 +192,10 @@ impl Batches {
         for input in &self.inputs {
             let tensor = match (&self.source, self.state.get(&input.name)) {
                 (Some(source), _) => {
-                    let tensor = source.columns[&input.name].gather(input, &runs, &source.starts, self.units)?;
+                    let wanted = self.wanted.get(&input.name).map(Vec::as_slice);
+                    let batch = BatchRows { units: self.units, runs: &runs, starts: &source.starts, wanted };
+                    let (tensor, bytes) = source.columns[&input.name].gather(input, &batch)?;
+                    self.bytes_read += bytes;
                     check_bound(input, &tensor).map_err(|problem| {
                         let file = self.options.file.clone().unwrap_or_default();
                         Error::Data { file, problem: Box::new(problem) }

@@ -1,5 +1,6 @@
-//! What a plan is trained on, CPU workers, GPUs or one device of many ranks, behind one face, so that the loop of steps, checkpoints
-//! and data are written once. All ranks go through that loop together; what one must not decide alone is asked of all here.
+//! What a plan is trained on, CPU workers, GPUs of one process or of many, or one device of many ranks, behind one face, so that the
+//! loop of steps, checkpoints and data are written once. All processes of a run go through that loop together; what one must not decide
+//! alone is asked of all here, through their [`World`], whatever carries it.
 
 use crate::error::Error;
 use crate::simulate::Recorded;
@@ -10,15 +11,19 @@ use altiplano_ir::program::ALL_PARAMETERS;
 use altiplano_planner::programs;
 use altiplano_runtime::devices::cuda::{CudaOptions, CudaSession, CudaStep};
 #[cfg(feature = "mpi")]
-use altiplano_runtime::mpi::{Layout, RankOptions, RankSession, World};
+use altiplano_runtime::mpi::{Communicator, RankOptions, RankSession};
+use altiplano_runtime::ranks::{Layout, World};
 #[cfg(feature = "mpi")]
 use altiplano_runtime::recording::Recording;
 use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, StepReport};
 use std::collections::BTreeMap;
+#[cfg(feature = "mpi")]
+use std::sync::Arc;
 
 /// A session of either kind.
 pub enum Engine {
     Cpu(Session),
+    /// All GPUs, or this process's share of them.
     Cuda(CudaSession),
     /// This rank's part.
     #[cfg(feature = "mpi")]
@@ -36,9 +41,14 @@ pub enum Begun {
 pub enum Team {
     /// This process alone.
     Alone,
-    /// All ranks that were started together, wherever they are if `anywhere`.
-    #[cfg(feature = "mpi")]
-    Ranks { world: World, options: RankOptions, anywhere: bool },
+    /// All processes that were started together, wherever they are if `anywhere`. Where they are ranks of MPI, devices that are CPUs
+    /// exchange over it.
+    Ranks {
+        world: World,
+        anywhere: bool,
+        #[cfg(feature = "mpi")]
+        mpi: Option<(Arc<Communicator>, RankOptions)>,
+    },
 }
 
 impl Team {
@@ -46,41 +56,64 @@ impl Team {
     pub fn leads(&self) -> bool {
         match self {
             Team::Alone => true,
-            #[cfg(feature = "mpi")]
             Team::Ranks { world, .. } => world.leads(),
         }
     }
 
     /// Fails where not all are to run the same plan with the same options.
-    pub fn expect_same(&self, _plan: &Plan, _training: &Training) -> Result<(), Error> {
+    pub fn expect_same(&self, plan: &Plan, training: &Training) -> Result<(), Error> {
+        let Team::Ranks { world, anywhere, .. } = self else { return Ok(()) };
+        world.expect_same("another version", env!("CARGO_PKG_VERSION"))?;
+        world.expect_same("another plan", &fingerprint(&plan.to_json()))?;
+        // Libraries lie where they do on each host, and free GPUs are no option.
+        let cuda = training.cuda.as_ref().map(|options| options.running);
+        let said = format!("{:?} {cuda:?} {anywhere}{}", Training { cuda: None, ..training.clone() }, self.of_mpi());
+        Ok(world.expect_same("other options", &fingerprint(&said))?)
+    }
+
+    #[cfg(feature = "mpi")]
+    fn of_mpi(&self) -> String {
         match self {
-            Team::Alone => Ok(()),
-            #[cfg(feature = "mpi")]
-            Team::Ranks { world, options, anywhere } => {
-                world.expect_same("another version", env!("CARGO_PKG_VERSION"))?;
-                world.expect_same("another plan", &fingerprint(&_plan.to_json()))?;
-                let said = format!("{_training:?} {options:?} {anywhere}");
-                Ok(world.expect_same("other options", &fingerprint(&said))?)
-            }
+            Team::Ranks { mpi: Some((_, options)), .. } => format!(" {options:?}"),
+            _ => String::new(),
         }
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    fn of_mpi(&self) -> String {
+        String::new()
     }
 
     /// What runs this process's part, with nothing loaded yet.
     pub fn engine(self, plan: &Plan, training: &Training) -> Result<Engine, Error> {
-        match self {
-            Team::Alone => Engine::new(plan, training),
+        let (world, anywhere) = match self {
+            Team::Alone => return Engine::new(plan, training),
             #[cfg(feature = "mpi")]
-            Team::Ranks { world, options, anywhere } => {
+            Team::Ranks { world, anywhere, mpi: Some((all, options)) } if training.cuda.is_none() => {
                 let options = RankOptions { check_nan: training.check_nan, ..options };
                 let layout = Layout { nodes: nodes(plan), anywhere };
-                Ok(Engine::Ranks(Box::new(RankSession::new(world, &programs(plan)?, &layout, &options)?)))
+                let session = RankSession::new(world, &all, &programs(plan)?, &layout, &options)?;
+                return Ok(Engine::Ranks(Box::new(session)));
             }
-        }
+            Team::Ranks { world, anywhere, .. } => (world, anywhere),
+        };
+        let Some(options) = &training.cuda else {
+            let problem = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
+            return Err(Error::Option { option: "--engine processes", problem });
+        };
+        let layout = Layout { nodes: nodes(plan), anywhere };
+        let session = CudaSession::of_ranks(world, &programs(plan)?, &layout, &of_plan(plan, options))?;
+        Ok(Engine::Cuda(session))
     }
 }
 
+/// Options of GPUs with what the plan predicts of them.
+fn of_plan(plan: &Plan, options: &CudaOptions) -> CudaOptions {
+    let predicted_bytes = plan.lanes().iter().map(|lane| lane.predicted.peak_bytes).collect();
+    CudaOptions { predicted_bytes, ..options.clone() }
+}
+
 /// The devices that a plan uses, by node of its cluster.
-#[cfg(feature = "mpi")]
 fn nodes(plan: &Plan) -> Vec<Vec<u32>> {
     let used: std::collections::BTreeSet<u32> = plan.devices().into_iter().collect();
     let mut next = 0;
@@ -97,7 +130,6 @@ fn nodes(plan: &Plan) -> Vec<Vec<u32>> {
 }
 
 /// A short text that differs where a long one does.
-#[cfg(feature = "mpi")]
 fn fingerprint(text: &str) -> String {
     use std::hash::{DefaultHasher, Hash, Hasher};
     let mut hasher = DefaultHasher::new();
@@ -109,15 +141,21 @@ impl Engine {
     /// Workers or GPUs for a plan, with nothing loaded yet.
     pub fn new(plan: &Plan, training: &Training) -> Result<Engine, Error> {
         match &training.cuda {
-            Some(options) => {
-                let predicted_bytes = plan.lanes().iter().map(|lane| lane.predicted.peak_bytes).collect();
-                let options = CudaOptions { predicted_bytes, ..options.clone() };
-                Ok(Engine::Cuda(CudaSession::new(&programs(plan)?, &options)?))
-            }
+            Some(options) => Ok(Engine::Cuda(CudaSession::new(&programs(plan)?, &of_plan(plan, options))?)),
             None => {
                 let options = Options { record: true, check_nan: training.check_nan, ..Options::default() };
                 Ok(Engine::Cpu(session(plan, &options)?))
             }
+        }
+    }
+
+    /// All processes of the run, where there are several.
+    fn world(&self) -> Option<&World> {
+        match self {
+            Engine::Cpu(_) => None,
+            Engine::Cuda(session) => session.world(),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => Some(session.world()),
         }
     }
 
@@ -169,6 +207,8 @@ impl Engine {
             (Engine::Ranks(session), TensorOf::Parameter { name }) => session.parameter(name),
             #[cfg(feature = "mpi")]
             (Engine::Ranks(session), TensorOf::State { parameter, slot }) => session.state(parameter, slot),
+            (Engine::Cuda(session), TensorOf::Parameter { name }) => session.gather_parameter(name),
+            (Engine::Cuda(session), TensorOf::State { parameter, slot }) => session.gather_state(parameter, slot),
             (engine, TensorOf::Parameter { name }) => engine.parameter(name).map(Some),
             (engine, TensorOf::State { parameter, slot }) => engine.state(parameter, slot).map(Some),
         }
@@ -176,46 +216,53 @@ impl Engine {
 
     /// Whether this process speaks for all.
     pub fn leads(&self) -> bool {
-        match self {
-            #[cfg(feature = "mpi")]
-            Engine::Ranks(session) => session.world().leads(),
-            _ => true,
-        }
+        self.world().is_none_or(World::leads)
     }
 
     /// Whether a part of a parameter is held here.
-    pub fn holds(&self, _name: &str) -> bool {
+    pub fn holds(&self, name: &str) -> bool {
         match self {
+            Engine::Cpu(_) => true,
+            Engine::Cuda(session) => session.holds(name),
             #[cfg(feature = "mpi")]
-            Engine::Ranks(session) => session.holds(_name),
-            _ => true,
+            Engine::Ranks(session) => session.holds(name),
         }
+    }
+
+    /// Which rows of an input, along its batch, are read here, of so many; none where all are.
+    pub fn rows_read(&self, input: &str, dim: usize, rows: usize) -> Option<Vec<bool>> {
+        let mut read = vec![false; rows];
+        match self {
+            Engine::Cuda(session) if session.world().is_some() => session.mark_rows(input, dim, &mut read),
+            #[cfg(feature = "mpi")]
+            Engine::Ranks(session) => session.mark_rows(input, dim, &mut read),
+            _ => return None,
+        }
+        Some(read)
     }
 
     /// What the process that speaks for all says.
     pub fn hear_first(&self, text: String) -> Result<String, RuntimeError> {
-        match self {
-            #[cfg(feature = "mpi")]
-            Engine::Ranks(session) => session.world().hear_first(&text),
-            _ => Ok(text),
-        }
+        self.world().map_or(Ok(text.clone()), |world| world.hear_first(&text))
     }
 
     /// Waits until all processes of the run have come here.
     pub fn meet(&self) -> Result<(), RuntimeError> {
-        match self {
-            #[cfg(feature = "mpi")]
-            Engine::Ranks(session) => session.world().meet(),
-            _ => Ok(()),
-        }
+        self.world().map_or(Ok(()), World::meet)
     }
 
     /// Says what is done between steps, to those who would have to tell where this process was lost.
-    pub fn note(&self, _activity: impl FnOnce() -> String) {
-        #[cfg(feature = "mpi")]
-        if let Engine::Ranks(session) = self {
-            session.note(&_activity());
+    pub fn note(&self, activity: impl FnOnce() -> String) {
+        if let Some(world) = self.world() {
+            world.note(&activity());
         }
+    }
+
+    /// The signal that any process has got.
+    fn agreed(&self, signal: Option<i32>) -> Result<Option<i32>, RuntimeError> {
+        let Some(world) = self.world() else { return Ok(signal) };
+        let said = world.largest(signal.map_or(0, i32::unsigned_abs).into())?;
+        Ok(i32::try_from(said).ok().filter(|&signal| signal != 0))
     }
 
     /// What was recorded of the last step, of all processes.
@@ -235,7 +282,8 @@ impl Engine {
         match self {
             #[cfg(feature = "mpi")]
             Engine::Ranks(session) => session.finish(),
-            _ => Ok(()),
+            Engine::Cuda(session) => session.finish(),
+            Engine::Cpu(_) => Ok(()),
         }
     }
 
@@ -292,22 +340,21 @@ impl Engine {
     /// GPUs nothing is recorded but the time.
     pub fn end(&mut self, begun: Begun, signal: Option<i32>) -> Result<(f64, Recorded, Option<i32>), RuntimeError> {
         match (self, begun) {
-            (_, Begun::Done(loss, recorded)) => Ok((loss, recorded, signal)),
+            (engine, Begun::Done(loss, recorded)) => Ok((loss, recorded, engine.agreed(signal)?)),
             (Engine::Cpu(session), Begun::Running) => {
                 let StepReport { loss, seconds, recordings, .. } = session.end_step()?;
                 Ok((loss, Recorded { seconds, recordings }, signal))
             }
             (Engine::Cuda(_), Begun::Running) => Err(RuntimeError::NoStep),
             #[cfg(feature = "mpi")]
-            (Engine::Ranks(session), Begun::Running) => {
+            (engine @ Engine::Ranks(_), Begun::Running) => {
+                let Engine::Ranks(session) = &mut *engine else { return Err(RuntimeError::NoStep) };
                 let (report, said) = session.end_step()?;
                 let StepReport { loss, seconds, recordings, .. } = report;
-                let said = if session.overlaps() {
-                    said
-                } else {
-                    session.world().largest(signal.map_or(0, i32::unsigned_abs).into())?
+                let signal = match session.overlaps() {
+                    true => i32::try_from(said).ok().filter(|&signal| signal != 0),
+                    false => engine.agreed(signal)?,
                 };
-                let signal = i32::try_from(said).ok().filter(|&signal| signal != 0);
                 Ok((loss, Recorded { seconds, recordings }, signal))
             }
         }

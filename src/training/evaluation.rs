@@ -72,6 +72,16 @@ impl Evaluation {
             #[cfg(feature = "mpi")]
             Engine::Ranks(session) => Devices::Ranks(Box::new(session.evaluation(&programs(&plan)?)?)),
         };
+        #[cfg(feature = "mpi")]
+        let mut batches = batches;
+        #[cfg(feature = "mpi")]
+        if let Devices::Ranks(evaluation) = &devices {
+            batches.read_only(|input, dim, rows| {
+                let mut read = vec![false; rows];
+                evaluation.mark_rows(input, dim, &mut read);
+                Some(read)
+            });
+        }
         Ok(Evaluation { devices, plan, batches, steps: options.steps.max(1) })
     }
 

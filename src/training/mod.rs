@@ -261,6 +261,7 @@ fn train_in(
     if let Some(scales) = scales.as_mut().filter(|_| from.is_some()) {
         scales.read(plan, engine)?;
     }
+    batches.read_only(|input, dim, rows| engine.rows_read(input, dim, rows));
     let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
     let mut last = Recorded::default();
     let mut failed: Option<(u64, Error)> = None;

@@ -6,7 +6,8 @@ use crate::training::data::InputType;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::array_file::ArrayFile;
-use altiplano_runtime::{HostData, HostTensor, RuntimeError};
+use altiplano_runtime::element::Class;
+use altiplano_runtime::{HostTensor, RuntimeError};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -76,26 +77,43 @@ type Arrays = BTreeMap<String, ArrayFile>;
 /// Bytes at either end of a file by which it is told from others of its length.
 const ENDS: u64 = 64 << 10;
 
+/// Bytes of each sample in between, and how many of them there are over all files: what differs over a thousandth of the data is noticed,
+/// and no more than four megabytes are read.
+const SAMPLE: u64 = 4 << 10;
+const SAMPLES: u64 = 1 << 10;
+
 /// What tells data from other data: reading all of it would take too long.
 pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
     let files = if place.is_dir() { files_of(place)? } else { vec![place.to_path_buf()] };
-    let (mut bytes, mut crc) = (0, crc32fast::Hasher::new());
+    let (mut bytes, mut ends, mut between) = (0, crc32fast::Hasher::new(), crc32fast::Hasher::new());
+    let samples = (SAMPLES / files.len() as u64).max(1);
     for name in files {
-        let ends = || -> std::io::Result<(u64, Vec<u8>)> {
+        let mut add = || -> std::io::Result<()> {
             let mut file = File::open(&name)?;
             let length = file.metadata()?.len();
-            let mut ends = Vec::new();
-            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
-            file.seek(SeekFrom::Start(length.saturating_sub(ENDS).max(ENDS.min(length))))?;
-            Read::by_ref(&mut file).take(ENDS).read_to_end(&mut ends)?;
-            Ok((length, ends))
+            let mut part = Vec::new();
+            let mut read = |from: u64, count: u64, crc: &mut crc32fast::Hasher| -> std::io::Result<()> {
+                part.clear();
+                file.seek(SeekFrom::Start(from))?;
+                Read::by_ref(&mut file).take(count).read_to_end(&mut part)?;
+                crc.update(&part);
+                Ok(())
+            };
+            bytes += length;
+            ends.update(&length.to_le_bytes());
+            let last = length.saturating_sub(ENDS).max(ENDS.min(length));
+            read(0, ENDS, &mut ends)?;
+            read(last, ENDS, &mut ends)?;
+            let middle = last.saturating_sub(ENDS);
+            let samples = samples.min(middle.div_ceil(SAMPLE));
+            // A product of a file's length and a thousand may not fit.
+            let place = |i: u64| ENDS + (u128::from(middle) * u128::from(i) / u128::from(samples)) as u64;
+            (0..samples).try_for_each(|i| read(place(i), SAMPLE.min(last - place(i)), &mut between))
         };
-        let (length, ends) = ends().map_err(|error| Error::Read { file: name.clone(), error })?;
-        bytes += length;
-        crc.update(&length.to_le_bytes());
-        crc.update(&ends);
+        add().map_err(|error| Error::Read { file: name.clone(), error })?;
     }
-    Ok(DataContent { bytes, crc32: format!("{:08x}", crc.finalize()) })
+    let hex = |crc: crc32fast::Hasher| format!("{:08x}", crc.finalize());
+    Ok(DataContent { bytes, crc32: hex(ends), sampled_crc32: Some(hex(between)) })
 }
 
 /// The files of a folder, opened.
@@ -199,59 +217,102 @@ fn of_ids(inputs: &[InputType], ids: ArrayFile, file: &Path) -> Result<Source, E
     Ok(Source { columns, units, starts: vec![0, units], assumed })
 }
 
-impl Column {
-    /// The input of a batch, whose units are these runs of neighbours.
-    pub fn gather(
-        &self,
-        input: &InputType,
-        runs: &[(u64, u64)],
-        starts: &[u64],
-        batch_units: u64,
-    ) -> Result<HostTensor, RuntimeError> {
-        let (parts, dim) = match self {
-            Column::Same(tensor) => return Ok(tensor.clone()),
-            Column::Stretches { ids, length, stride, shift } => {
-                let mut bytes = Vec::new();
-                for unit in runs.iter().flat_map(|&(first, count)| first..first + count) {
-                    bytes.extend_from_slice(ids.read(unit * stride + shift, *length)?.as_bytes());
-                }
-                let ty = input.ty.with_dtype(ids.ty.dtype);
-                return Ok(from_bytes(ty, &bytes).cast(input.ty.dtype));
-            }
-            Column::Rows { parts, dim } => (parts, *dim),
-        };
-        let rows_each = rows_each(input, dim, batch_units);
-        let inner: u64 = input.ty.shape[dim + 1..].iter().product();
-        let outer: u64 = input.ty.shape[..dim].iter().product();
-        let dtype = parts[0].ty.dtype;
-        let mut bytes = Vec::new();
-        for block in 0..outer {
-            for &(first, count) in runs {
-                let (mut at, end) = (first, first + count);
-                while at < end {
-                    // The last file that starts at or before the unit; files without any are passed.
-                    let part = starts.partition_point(|&start| start <= at) - 1;
-                    let until = end.min(starts[part + 1]);
-                    let array = &parts[part];
-                    let row = block * array.ty.shape[dim] + (at - starts[part]) * rows_each;
-                    let read = array.read(row * inner, (until - at) * rows_each * inner)?;
-                    if array.ty.dtype == dtype {
-                        bytes.extend_from_slice(read.as_bytes());
-                    } else {
-                        let ty = TensorType::new(array.ty.dtype, [(until - at) * rows_each * inner]);
-                        bytes.extend_from_slice(HostTensor { ty, data: read }.cast(dtype).data.as_bytes());
+/// Which rows of files make a batch.
+pub(super) struct BatchRows<'a> {
+    /// In how many units the batch is cut.
+    pub units: u64,
+    /// The units, as runs of neighbours in the files: first and count.
+    pub runs: &'a [(u64, u64)],
+    /// The first unit of each file, and the end.
+    pub starts: &'a [u64],
+    /// The rows of the batch that are read; all of them where it is not said.
+    pub wanted: Option<&'a [bool]>,
+}
+
+/// Neighbours, in the batch and in the files.
+struct Run {
+    /// The first row in the batch.
+    to: u64,
+    /// The first row of all files.
+    from: u64,
+    count: u64,
+}
+
+impl BatchRows<'_> {
+    /// The rows that are read, of so many a unit, as runs.
+    fn read(&self, rows_each: u64) -> Vec<Run> {
+        let is_wanted = |row: u64| self.wanted.is_none_or(|wanted| wanted.get(row as usize).copied().unwrap_or(false));
+        let mut found: Vec<Run> = Vec::new();
+        let mut to = 0;
+        for &(first, count) in self.runs {
+            for from in first * rows_each..(first + count) * rows_each {
+                if is_wanted(to) {
+                    match found.last_mut() {
+                        Some(run) if run.to + run.count == to && run.from + run.count == from => run.count += 1,
+                        _ => found.push(Run { to, from, count: 1 }),
                     }
-                    at = until;
                 }
+                to += 1;
             }
         }
-        Ok(from_bytes(input.ty.with_dtype(dtype), &bytes).cast(input.ty.dtype))
+        found
     }
 }
 
-fn from_bytes(ty: TensorType, bytes: &[u8]) -> HostTensor {
-    let class = HostTensor::zeros(ty.with_shape([0])).data.class();
-    HostTensor { ty, data: HostData::from_bytes(class, bytes) }
+impl Column {
+    /// The input of a batch, with zeros for what is not read, and how many bytes were.
+    pub fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
+        let mut whole = HostTensor::zeros(input.ty.clone());
+        let width = size_of_element(&whole);
+        let mut bytes_read = 0;
+        // Elements of a file, in the type of the input, from this element of it on.
+        let mut put = |array: &ArrayFile, first: u64, count: u64, by_way_of: DType, to: u64| {
+            let ty = TensorType::new(array.ty.dtype, [count]);
+            bytes_read += ty.bytes();
+            let part = HostTensor { ty, data: array.read(first, count)? }.cast(by_way_of).cast(input.ty.dtype);
+            let target = (to * width) as usize;
+            whole.data.as_bytes_mut()[target..target + (count * width) as usize].copy_from_slice(part.data.as_bytes());
+            Ok::<(), RuntimeError>(())
+        };
+        match self {
+            Column::Same(tensor) => return Ok((tensor.clone(), 0)),
+            Column::Stretches { ids, length, stride, shift } => {
+                for Run { to, from, count } in batch.read(1) {
+                    for i in 0..count {
+                        put(ids, (from + i) * stride + shift, *length, ids.ty.dtype, (to + i) * length)?;
+                    }
+                }
+            }
+            Column::Rows { parts, dim } => {
+                let rows_each = rows_each(input, *dim, batch.units);
+                let inner: u64 = input.ty.shape[dim + 1..].iter().product();
+                let outer: u64 = input.ty.shape[..*dim].iter().product();
+                let runs = batch.read(rows_each);
+                let dtype = parts[0].ty.dtype;
+                for block in 0..outer {
+                    for Run { to, from, count } in &runs {
+                        let (mut at, end) = (*from, from + count);
+                        while at < end {
+                            // The last file that starts at or before the row's unit; files without any are passed.
+                            let part = batch.starts.partition_point(|&start| start <= at / rows_each) - 1;
+                            let until = end.min(batch.starts[part + 1] * rows_each);
+                            let array = &parts[part];
+                            let row = block * array.ty.shape[*dim] + at - batch.starts[part] * rows_each;
+                            let target = block * input.ty.shape[*dim] + to + at - from;
+                            put(array, row * inner, (until - at) * inner, dtype, target * inner)?;
+                            at = until;
+                        }
+                    }
+                }
+            }
+        }
+        Ok((whole, bytes_read))
+    }
+}
+
+/// Bytes of an element as a tensor of the host stores it.
+fn size_of_element(tensor: &HostTensor) -> u64 {
+    Class::of(tensor.ty.dtype).bytes() as u64
 }
 
 /// Rows along the batch that belong to one unit.
@@ -316,11 +377,24 @@ mod tests {
             let source = open(std::slice::from_ref(&x), &BTreeMap::new(), &folder, None, 4).unwrap();
             assert_eq!((source.units, source.starts.as_slice()), (13, &[0, 5, 6, 6, 13][..]));
             for runs in [&[(4, 4)][..], &[(12, 1), (0, 2), (5, 1)], &[(9, 1), (4, 3)]] {
-                let batch = source.columns["x"].gather(&x, runs, &source.starts, 4).unwrap();
+                let rows = |wanted| BatchRows { units: 4, runs, starts: &source.starts, wanted };
+                let (batch, _) = source.columns["x"].gather(&x, &rows(None)).unwrap();
                 batch.check().unwrap();
                 let units: Vec<u64> = runs.iter().flat_map(|&(first, count)| first..first + count).collect();
                 let inner: usize = shape[dim + 1..].iter().product::<u64>() as usize;
                 let outer: usize = shape[..dim].iter().product::<u64>() as usize;
+                // Rows that are not wanted are neither read nor there.
+                for wanted in [&[true, false, false, true], &[false, true, true, false], &[false; 4]] {
+                    let (part, read) = source.columns["x"].gather(&x, &rows(Some(wanted))).unwrap();
+                    let kept = |(i, x): (usize, f64)| if wanted[i / inner % 4] { x } else { 0.0 };
+                    let expected: Vec<f64> = batch.to_f64().into_iter().enumerate().map(kept).collect();
+                    assert_eq!(part.to_f64(), expected, "dimension {dim}, {runs:?}, {wanted:?}");
+                    // The second file has wider numbers.
+                    let width = |unit: &u64| if *unit == 5 { 8 } else { 4 };
+                    let each = (inner * outer) as u64;
+                    let of_rows = units.iter().zip(wanted).filter(|(_, wanted)| **wanted);
+                    assert_eq!(read, of_rows.map(|(unit, _)| each * width(unit)).sum::<u64>());
+                }
                 let row = |o: usize, u: &u64| whole[*u as usize][o * inner..(o + 1) * inner].to_vec();
                 let expected: Vec<f64> =
                     (0..outer).flat_map(|o| units.iter().flat_map(move |u| row(o, u)).collect::<Vec<_>>()).collect();
@@ -328,6 +402,32 @@ mod tests {
             }
         }
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    /// A difference over a thousandth of the data is noticed wherever it is, and one of any size in a file that is small.
+    #[test]
+    fn data_that_differs_in_between_is_other_data() {
+        let file = std::env::temp_dir().join(format!("altiplano-content-{}.u16", std::process::id()));
+        let large = (3 * SAMPLES * SAMPLE) as usize;
+        let small = (2 * ENDS + 3 * SAMPLE) as usize;
+        for (length, run) in [(large, 3 * SAMPLE as usize), (small, 1), (2 * ENDS as usize, 1), (100, 1)] {
+            let mut bytes: Vec<u8> = (0..length).map(|i| (i % 251) as u8).collect();
+            std::fs::write(&file, &bytes).unwrap();
+            let before = content(&file).unwrap();
+            assert!(content(&file).unwrap().is_same(&before));
+            for at in [length / 3, length / 2, length - length / 7] {
+                let at = at.min(length - run);
+                bytes[at..at + run].iter_mut().for_each(|byte| *byte ^= 1);
+                std::fs::write(&file, &bytes).unwrap();
+                let after = content(&file).unwrap();
+                assert!(!after.is_same(&before), "{length} bytes, {run} from {at}");
+                // A checkpoint that knows of the ends alone has no more to say.
+                let older = DataContent { sampled_crc32: None, ..before.clone() };
+                assert_eq!(after.is_same(&older), after.crc32 == before.crc32);
+                bytes[at..at + run].iter_mut().for_each(|byte| *byte ^= 1);
+            }
+        }
+        std::fs::remove_file(file).unwrap();
     }
 
     #[test]
@@ -339,8 +439,8 @@ mod tests {
         let source = open(&both, &BTreeMap::new(), &file, None, 2).unwrap();
         assert_eq!(source.units, 3);
         assert!(source.assumed.contains("'tokens' takes 4 ids each, 'labels' those one later"), "{}", source.assumed);
-        let of =
-            |i: usize| source.columns[&both[i].name].gather(&both[i], &[(2, 1), (0, 1)], &source.starts, 2).unwrap();
+        let batch = BatchRows { units: 2, runs: &[(2, 1), (0, 1)], starts: &source.starts, wanted: None };
+        let of = |i: usize| source.columns[&both[i].name].gather(&both[i], &batch).unwrap().0;
         assert_eq!(of(1).to_f64(), [1008.0, 1009.0, 1010.0, 1011.0, 1000.0, 1001.0, 1002.0, 1003.0]);
         assert_eq!(of(0).to_f64(), [1009.0, 1010.0, 1011.0, 1012.0, 1001.0, 1002.0, 1003.0, 1004.0]);
         // The label of a last id is not there; without labels it is not needed.

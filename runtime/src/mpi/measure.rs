@@ -8,8 +8,9 @@ use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::measure::network::collectives;
 use crate::measure::{Harness, Measurements};
-use crate::mpi::session::World;
+use crate::mpi::sys::Communicator;
 use crate::mpi::wire::RankWire;
+use crate::ranks::{Carrier, World};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::{MESSAGE, across_nodes};
@@ -31,6 +32,7 @@ type Group = Vec<usize>;
 
 struct Linked {
     world: World,
+    all: Arc<Communicator>,
     mailbox: Mailbox,
     /// The ranks of each node, in order, of as many as the smallest has.
     nodes: Vec<Vec<usize>>,
@@ -43,10 +45,11 @@ const POINT_S: f64 = 0.2;
 /// Measures all links; all ranks must take part. `tell` hears what is being measured and how far it is.
 pub fn measure_links(
     world: World,
+    all: Arc<Communicator>,
     quick: bool,
     tell: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<(Links, World), RuntimeError> {
-    let node_of = world.node_of()?;
+    let node_of = world.nodes().to_vec();
     let mut nodes: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     node_of.iter().enumerate().for_each(|(rank, &node)| nodes.entry(node).or_default().push(rank));
     let least = nodes.values().map(Vec::len).min().unwrap_or(0);
@@ -54,12 +57,12 @@ pub fn measure_links(
     if node_of.len() < 2 {
         return Err(RuntimeError::Ranks(Box::new(RanksError::NoLinks)));
     }
-    let mailbox = Mailbox::of_rank(RankWire::new(world.all(), false, world.watch()));
-    let mut linked = Linked { world, mailbox, nodes, harness: Harness::new(quick) };
+    let mailbox = Mailbox::of_rank(RankWire::new(all.clone(), false, world.watch()));
+    let mut linked = Linked { world, all, mailbox, nodes, harness: Harness::new(quick) };
     let measured = linked.measure(tell);
-    let Linked { world, mailbox, nodes, harness } = linked;
+    let Linked { world, mailbox, nodes, harness, .. } = linked;
     drop(mailbox);
-    measured.map_err(RuntimeError::Mpi)?;
+    measured.map_err(RuntimeError::Carrier)?;
     let found = world.leads().then_some(harness.found);
     Ok((Links { nodes: nodes.len(), ranks_on_node: least, found }, world))
 }
@@ -190,7 +193,7 @@ impl Linked {
         takes_part: bool,
         once: impl Fn(&mut Mailbox) -> Result<(), KernelError>,
     ) -> Result<f64, KernelError> {
-        let all = self.world.all();
+        let all = self.all.clone();
         all.barrier_asleep()?;
         let run = |mailbox: &mut Mailbox, times: u64| {
             let start = Instant::now();

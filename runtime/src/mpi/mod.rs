@@ -1,15 +1,13 @@
 //! Runs a plan with one MPI rank per device: the same [`crate::device::Device`] as of threads, with messages and collectives over MPI.
 //!
 //! Every rank holds the plan and compiles its own program; what the ranks must agree on is told over MPI, and what becomes of a rank
-//! that is lost is the [`watch`]'s. MPI is found when the crate is built, so all of this is behind the feature `mpi`.
+//! that is lost is the watch's ([`crate::ranks`]). MPI is found when the crate is built, so all of this is behind the feature `mpi`.
 
 pub mod collective;
 pub mod measure;
-pub mod place;
 pub mod session;
 mod sys;
-pub mod watch;
 pub mod wire;
 
-pub use place::Layout;
-pub use session::{RankEvaluation, RankOptions, RankSession, Started, World};
+pub use session::{RankEvaluation, RankOptions, RankSession, Started};
+pub use sys::Communicator;

@@ -8,11 +8,13 @@ use crate::device::{Command, Device, Reply, ResultPart};
 use crate::element::Class;
 use crate::error::{KernelError, Place, RanksError, RuntimeError, WatchError};
 use crate::host::{HostData, HostTensor};
+use crate::layout::mark_rows;
 use crate::mailbox::{Mailbox, Payload, Tag};
-use crate::mpi::place::Layout;
 use crate::mpi::sys::Communicator;
-use crate::mpi::watch::{Address, Ends, Peer, TOKEN, Watch, listen};
 use crate::mpi::wire::RankWire;
+use crate::ranks::connect::{Address, Channel, Hello, Hub};
+use crate::ranks::watch::{Ends, Peer, Watch};
+use crate::ranks::{Carrier, Layout, World};
 use crate::recording::{Recording, Span, What};
 use crate::roster::{Holder, Roster, first_ranks};
 use crate::session::StepReport;
@@ -22,7 +24,6 @@ use altiplano_ir::program::{Buffer, BufferId, BufferKind, Programs};
 use mpi::Threading;
 use mpi::environment::Universe;
 use std::collections::{BTreeMap, VecDeque};
-use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -43,22 +44,19 @@ pub struct Started {
     universe: Universe,
 }
 
-/// All ranks, by the order of the plan's programs, and what watches them. MPI ends with it.
-pub struct World {
+/// What carries the words of all ranks, in the launcher's order. MPI ends with it.
+struct Universal {
     all: Arc<Communicator>,
-    watch: Arc<Watch>,
-    /// The rank that speaks for all, which is the launcher's first.
-    lead: usize,
-    /// Ranks on this machine.
-    local: usize,
     _universe: Universe,
-    /// All calls to MPI come from the thread that initialised it.
-    _thread: PhantomData<*const ()>,
 }
 
 /// This rank's part of programs in execution.
 pub struct RankSession {
     world: World,
+    /// All ranks, in the order of the plan's programs.
+    all: Arc<Communicator>,
+    /// The place among them of the rank that speaks for all, which is the launcher's first.
+    lead: usize,
     roster: Roster,
     /// The program that this rank runs.
     own: usize,
@@ -74,6 +72,8 @@ pub struct RankSession {
 /// that its devices hold.
 pub struct RankEvaluation {
     roster: Roster,
+    /// The program that this rank runs.
+    own: usize,
     device: Device,
     /// Weights of the session's device, and where this one reads them.
     weights: Vec<(BufferId, BufferId)>,
@@ -90,7 +90,7 @@ impl Started {
         if threading < Threading::Funneled {
             return Err(ranks(RanksError::Threads));
         }
-        let all = Communicator::world(&universe).map_err(RuntimeError::Mpi)?;
+        let all = Communicator::world(&universe).map_err(RuntimeError::Carrier)?;
         Ok(Started { all, universe })
     }
 
@@ -103,107 +103,97 @@ impl Started {
         self.all.size
     }
 
-    /// Starts to watch all ranks, before any has read what it is to do. Ranks are in their launcher's order until [`World::place`].
-    pub fn watched(self, lost_after: Duration, ends: Ends) -> Result<World, RuntimeError> {
+    /// Starts to watch all ranks, before any has read what it is to do. What devices exchange goes over the communicator.
+    pub fn watched(self, lost_after: Duration, ends: Ends) -> Result<(World, Arc<Communicator>), RuntimeError> {
         let Started { all, universe } = self;
-        let local = all.node().map_err(RuntimeError::Mpi)?.size;
         let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
-        let hosts = all.tell_text(&host_name()).map_err(RuntimeError::Mpi)?;
+        let hosts = all.tell_text(&host_name()).map_err(RuntimeError::Carrier)?;
+        let hello = Hello {
+            channel: Channel::Watch,
+            rank: all.rank,
+            size: all.size,
+            pid: std::process::id(),
+            host: host_name(),
+        };
         let peer = |(rank, host): (usize, String)| Peer { rank, host };
         let peers: Vec<Peer> = hosts.into_iter().enumerate().map(peer).collect();
-        let hub = if all.rank == 0 { Some(listen().map_err(watch_error)?) } else { None };
-        let said = hub.as_ref().map(|(_, address)| encode(address)).unwrap_or_default();
-        let address = decode(&all.tell_text(&said).map_err(RuntimeError::Mpi)?[0]);
+        let hub = if all.rank == 0 { Some(Hub::listen().map_err(watch_error)?) } else { None };
+        let said = hub.as_ref().map(|hub| hub.address.encode()).unwrap_or_default();
+        let address = Address::decode(&all.tell_text(&said).map_err(RuntimeError::Carrier)?[0]);
         let address = address.ok_or_else(|| watch_error(WatchError::NoAddress))?;
-        let listener = hub.map(|(listener, _)| listener);
-        let watch = Watch::start(all.rank, peers, listener, &address, lost_after, ends).map_err(watch_error)?;
-        let (all, watch) = (Arc::new(all), Arc::new(watch));
-        Ok(World { all, watch, lead: 0, local, _universe: universe, _thread: PhantomData })
+        let links = match hub {
+            Some(hub) => hub.all(all.size),
+            None => address.join(&hello).map(|stream| vec![(0, stream)]),
+        };
+        let watch =
+            Watch::start(all.rank, peers, links.map_err(watch_error)?, lost_after, ends).map_err(watch_error)?;
+        let nodes = nodes(&all).map_err(RuntimeError::Carrier)?;
+        let all = Arc::new(all);
+        let carrier = Universal { all: all.clone(), _universe: universe };
+        Ok((World::new(Box::new(carrier), watch, nodes), all))
     }
 }
 
-impl World {
-    pub fn watch(&self) -> Arc<Watch> {
-        self.watch.clone()
+impl Carrier for Universal {
+    fn rank(&self) -> usize {
+        self.all.rank
     }
 
-    /// Whether this rank speaks for all.
-    pub fn leads(&self) -> bool {
-        self.all.rank == self.lead
+    fn size(&self) -> usize {
+        self.all.size
     }
 
-    /// Fails on all ranks alike where one differs from the first in what it is to do.
-    pub fn expect_same(&self, what: &'static str, text: &str) -> Result<(), RuntimeError> {
-        let all = self.all.tell_text(text).map_err(RuntimeError::Mpi)?;
-        let differs = all.iter().position(|other| *other != all[0]);
-        differs.map_or(Ok(()), |rank| Err(ranks(RanksError::Differs { rank, what })))
+    fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError> {
+        self.all.tell(words)
     }
 
-    /// What the first rank says, on all.
-    pub fn hear_first(&self, text: &str) -> Result<String, RuntimeError> {
-        let mut all = self.all.tell_text(if self.leads() { text } else { "" }).map_err(RuntimeError::Mpi)?;
-        Ok(all.swap_remove(self.lead))
+    fn gather(&self, words: Vec<u64>) -> Result<Option<Vec<Vec<u64>>>, KernelError> {
+        self.all.gather(words)
     }
+}
 
-    /// The largest of what the ranks say.
-    pub fn largest(&self, value: u64) -> Result<u64, RuntimeError> {
-        let all = self.all.tell(&[value]).map_err(RuntimeError::Mpi)?;
-        Ok(all.into_iter().flatten().max().unwrap_or(value))
-    }
+/// The first rank of the machine of each rank.
+fn nodes(all: &Communicator) -> Result<Vec<usize>, KernelError> {
+    let first = all.node()?.tell(&[all.rank as u64])?[0][0];
+    Ok(all.tell(&[first])?.iter().map(|words| words[0] as usize).collect())
+}
 
-    /// Waits for all ranks.
-    pub fn meet(&self) -> Result<(), RuntimeError> {
-        self.all.barrier().map_err(RuntimeError::Mpi)
-    }
+/// The ranks in the order of the programs' devices.
+fn placed(
+    world: &World,
+    all: &Communicator,
+    programs: &Programs,
+    layout: &Layout,
+) -> Result<Communicator, RuntimeError> {
+    let device = layout.devices(world.nodes()).map_err(ranks)?[all.rank];
+    let mut devices = programs.programs.iter().flat_map(|program| &program.devices);
+    let place = devices.position(|&id| id == device);
+    let count = programs.programs.iter().map(|program| program.devices.len()).sum::<usize>();
+    let place = place.filter(|_| count == all.size).ok_or_else(|| ranks(RanksError::Devices))?;
+    all.ordered(place).map_err(RuntimeError::Carrier)
+}
 
-    /// The first rank of the machine of each rank.
-    pub(crate) fn node_of(&self) -> Result<Vec<usize>, RuntimeError> {
-        let node = self.all.node().map_err(RuntimeError::Mpi)?;
-        let first = node.tell(&[self.all.rank as u64]).map_err(RuntimeError::Mpi)?[0][0];
-        let nodes = self.all.tell(&[first]).map_err(RuntimeError::Mpi)?;
-        Ok(nodes.iter().map(|words| words[0] as usize).collect())
-    }
-
-    pub(crate) fn all(&self) -> Arc<Communicator> {
-        self.all.clone()
-    }
-
-    /// Orders the ranks as the programs' devices are.
-    fn place(&mut self, programs: &Programs, layout: &Layout) -> Result<(), RuntimeError> {
-        let device = layout.devices(&self.node_of()?).map_err(ranks)?[self.all.rank];
-        let mut devices = programs.programs.iter().flat_map(|program| &program.devices);
-        let place = devices.position(|&id| id == device);
-        let count = programs.programs.iter().map(|program| program.devices.len()).sum::<usize>();
-        let place = place.filter(|_| count == self.all.size).ok_or_else(|| ranks(RanksError::Devices))?;
-        let led = self.leads();
-        self.all = Arc::new(self.all.ordered(place).map_err(RuntimeError::Mpi)?);
-        let leads = self.all.tell(&[u64::from(led)]).map_err(RuntimeError::Mpi)?;
-        self.lead = leads.iter().position(|words| words[0] == 1).unwrap_or(0);
-        Ok(())
-    }
-
-    /// Ends MPI, and then the watch, in that order: a rank may be lost until it has ended.
-    pub fn finish(self) -> Result<(), RuntimeError> {
-        self.meet()?;
-        let World { all, watch, _universe: universe, .. } = self;
-        drop(all);
-        drop(universe);
-        watch.finish();
-        Ok(())
+impl RankEvaluation {
+    /// As [`RankSession::mark_rows`], of what is evaluated.
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        mark_rows(&self.roster.plans[self.own].program, self.device.position, input, dim, read);
     }
 }
 
 impl RankSession {
     /// Checks the programs, compiles this rank's, and makes its device, with zeros in all parameters and state.
     pub fn new(
-        mut world: World,
+        world: World,
+        all: &Communicator,
         programs: &Programs,
         layout: &Layout,
         options: &RankOptions,
     ) -> Result<RankSession, RuntimeError> {
         check(programs)?;
-        world.place(programs, layout)?;
-        let rank = world.all.rank;
+        let all = Arc::new(placed(&world, all, programs, layout)?);
+        let leads = all.tell(&[u64::from(world.leads())]).map_err(RuntimeError::Carrier)?;
+        let lead = leads.iter().position(|words| words[0] == 1).unwrap_or(0);
+        let rank = all.rank;
         let own = first_ranks(programs).iter().rposition(|&first| first <= rank).unwrap_or(0);
         let roster = Roster::new(programs, options.check_nan, |p| p == own);
         let plan = roster.plans[own].clone();
@@ -211,17 +201,17 @@ impl RankSession {
         let id = plan.program.devices[position];
         let cores = options.cores.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get())).unwrap_or(1);
         let arena = Arena::new(options.memory_limit_bytes);
-        let mailbox = Mailbox::of_rank(RankWire::new(world.all.clone(), options.in_order, world.watch.clone()));
+        let mailbox = Mailbox::of_rank(RankWire::new(all.clone(), options.in_order, world.watch()));
         let failed = |error: KernelError| {
             let activity = "allocating parameters and state".to_string();
             let place = Place { device: id, program: own as u32, activity, microbatch: None, op: None };
             RuntimeError::Device { place: Box::new(place), error }
         };
-        let threads = threads_of_device(cores, world.local);
+        let threads = threads_of_device(cores, world.local());
         let mut device = Device::new(id, position as u32, plan, arena.clone(), mailbox, threads).map_err(failed)?;
         device.allocate_persistent().map_err(failed)?;
         let (spans, begun, last_end) = (Vec::new(), VecDeque::new(), None);
-        Ok(RankSession { world, roster, own, device, arena, spans, begun, last_end })
+        Ok(RankSession { world, all, lead, roster, own, device, arena, spans, begun, last_end })
     }
 
     pub fn world(&self) -> &World {
@@ -230,14 +220,19 @@ impl RankSession {
 
     /// Ends the session, with MPI.
     pub fn finish(self) -> Result<(), RuntimeError> {
-        let RankSession { world, device, .. } = self;
-        drop(device);
+        let RankSession { world, all, device, .. } = self;
+        drop((device, all));
         world.finish()
     }
 
     /// Whether this rank holds a part of a parameter.
     pub fn holds(&self, name: &str) -> bool {
         self.roster.parameter(name).is_ok_and(|holders| holders.iter().any(|&(p, _)| p == self.own))
+    }
+
+    /// Marks the rows of an input that this rank reads; see [`mark_rows`].
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        mark_rows(&self.roster.plans[self.own].program, self.device.position, input, dim, read);
     }
 
     /// Loads this rank's part of a parameter, and of its `master` state.
@@ -271,7 +266,7 @@ impl RankSession {
 
     fn gather(&mut self, (p, buffer): Holder) -> Result<Option<HostTensor>, RuntimeError> {
         let plan = self.roster.plans[p].clone();
-        let (me, lead) = (self.world.all.rank, self.world.lead);
+        let (me, lead) = (self.all.rank, self.lead);
         let mine = if p == self.own && !plan.repeats(buffer, me) {
             match self.device.answer_here(Command::Fetch { buffer })? {
                 Reply::Fetched(part) => Some(part.data),
@@ -285,7 +280,7 @@ impl RankSession {
             if let Some(part) = mine {
                 mailbox.send(lead, Tag::Channel, Payload::Words(words_of(part.as_bytes())));
                 // One tensor at a time, however far behind the first rank is.
-                mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+                mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
             }
             return Ok(None);
         }
@@ -298,12 +293,12 @@ impl RankSession {
                 mine.iter().for_each(|part| plan.place_part(buffer, rank, part, &mut whole));
                 continue;
             }
-            let Payload::Words(words) = mailbox.receive(rank, Tag::Channel).map_err(RuntimeError::Mpi)? else {
-                return Err(RuntimeError::Mpi(KernelError::Disconnected));
+            let Payload::Words(words) = mailbox.receive(rank, Tag::Channel).map_err(RuntimeError::Carrier)? else {
+                return Err(RuntimeError::Carrier(KernelError::Disconnected));
             };
             if words.len() != bytes.div_ceil(8) {
                 let error = KernelError::MessageSize { expected: bytes, found: 8 * words.len() };
-                return Err(RuntimeError::Mpi(error));
+                return Err(RuntimeError::Carrier(error));
             }
             let part = HostData::from_bytes(Class::of(part_ty.dtype), &bytemuck::cast_slice(&words)[..bytes]);
             plan.place_part(buffer, rank, &part, &mut whole);
@@ -356,16 +351,16 @@ impl RankSession {
                 if rank == mailbox.rank {
                     return Ok(words.clone());
                 }
-                match mailbox.receive(rank, Tag::Report).map_err(RuntimeError::Mpi)? {
+                match mailbox.receive(rank, Tag::Report).map_err(RuntimeError::Carrier)? {
                     Payload::Words(words) => Ok(words),
-                    _ => Err(RuntimeError::Mpi(KernelError::Disconnected)),
+                    _ => Err(RuntimeError::Carrier(KernelError::Disconnected)),
                 }
             };
             (0..self.roster.num_ranks()).map(&mut heard).collect::<Result<Vec<_>, _>>()?
         } else {
-            let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+            let all = self.all.tell(&words).map_err(RuntimeError::Carrier)?;
             // All others have come to the end of the step too, so that all messages of it were taken.
-            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
             all
         };
         let start = self.last_end.map_or(start, |end| end.max(start));
@@ -407,7 +402,7 @@ impl RankSession {
         };
         let mut device = Device::new(id, position, plan, Arena::new(None), mailbox, threads).map_err(place)?;
         device.first_message = MESSAGES_OF_EVALUATION;
-        Ok(RankEvaluation { roster, device, weights })
+        Ok(RankEvaluation { roster, own: self.own, device, weights })
     }
 
     /// The first result of the model for each microbatch of a global batch, which must be a scalar, as a loss is: the same on all
@@ -417,11 +412,11 @@ impl RankSession {
         evaluation: &mut RankEvaluation,
         inputs: &BTreeMap<String, HostTensor>,
     ) -> Result<Vec<f64>, RuntimeError> {
-        let RankEvaluation { roster, device, weights } = evaluation;
+        let RankEvaluation { roster, device, weights, .. } = evaluation;
         let plan = roster.plans[self.own].clone();
         let inputs = Arc::new(checked_inputs([&plan.program], plan.num_microbatches, inputs, &BTreeMap::new())?);
         for &(held, read) in &*weights {
-            device.hold(read, self.device.lend(held).map_err(RuntimeError::Mpi)?);
+            device.hold(read, self.device.lend(held).map_err(RuntimeError::Carrier)?);
         }
         let command = Command::Step { inputs, scalars: Arc::default(), results: true, origin: None };
         std::mem::swap(&mut self.device.mailbox, &mut device.mailbox);
@@ -434,14 +429,14 @@ impl RankSession {
             for ResultPart { buffer, microbatch, part } in results {
                 let is_first = plan.program.buffer(buffer).kind == BufferKind::Output { index: 0 };
                 if let (true, Some(&value)) = (is_first, part.to_f64().first())
-                    && !plan.repeats(buffer, self.world.all.rank)
+                    && !plan.repeats(buffer, self.all.rank)
                 {
                     words.extend([microbatch.map_or(0, |m| u64::from(m) + 1), value.to_bits()]);
                 }
             }
         }
-        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
-        self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+        let all = self.all.tell(&words).map_err(RuntimeError::Carrier)?;
+        self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
         let told = all.iter().flat_map(|words| words.chunks_exact(2)).map(|pair| (pair[0], f64::from_bits(pair[1])));
         Ok(told.collect::<BTreeMap<u64, f64>>().into_values().collect())
     }
@@ -452,7 +447,7 @@ impl RankSession {
         if self.overlaps() {
             self.device.answer_here(Command::Flush)?;
             self.world.meet()?;
-            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Mpi)?;
+            self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
         }
         Ok(())
     }
@@ -460,7 +455,7 @@ impl RankSession {
     /// The most bytes that each device has held so far, by its id; all ranks must ask.
     pub fn peak_bytes(&self) -> Result<Vec<u64>, RuntimeError> {
         let mine = [u64::from(self.device.id), self.arena.peak_bytes()];
-        let all = self.world.all.tell(&mine).map_err(RuntimeError::Mpi)?;
+        let all = self.all.tell(&mine).map_err(RuntimeError::Carrier)?;
         let mut peaks = vec![0; all.len()];
         for words in all {
             if let Some(peak) = peaks.get_mut(words[0] as usize) {
@@ -474,17 +469,12 @@ impl RankSession {
     pub fn recordings(&self) -> Result<Vec<Recording>, RuntimeError> {
         let spans: &[Span] = if self.device.position == 0 { &self.spans } else { &[] };
         let words: Vec<u64> = spans.iter().flat_map(span_words).collect();
-        let all = self.world.all.tell(&words).map_err(RuntimeError::Mpi)?;
+        let all = self.all.tell(&words).map_err(RuntimeError::Carrier)?;
         let of_program = |p: usize| {
             let words = all.get(self.roster.ranks(p).start).map_or(&[][..], Vec::as_slice);
             Recording { program: p as u32, spans: words.chunks_exact(SPAN).map(span_of).collect() }
         };
         Ok((0..self.roster.plans.len()).map(of_program).collect())
-    }
-
-    /// Says what this rank does between steps.
-    pub fn note(&self, activity: &str) {
-        self.world.watch.note(activity.to_string());
     }
 }
 
@@ -518,32 +508,12 @@ fn span_of(words: &[u64]) -> Span {
     Span { what, start_s, end_s, waited_s, held_bytes: words[5] }
 }
 
-/// An address as text: the token in hex, the port, and hosts.
-fn encode(address: &Address) -> String {
-    let token: String = address.token.iter().map(|byte| format!("{byte:02x}")).collect();
-    let hosts: Vec<String> = address.hosts.iter().map(ToString::to_string).collect();
-    format!("{token} {} {}", address.port, hosts.join(" "))
-}
-
-fn decode(text: &str) -> Option<Address> {
-    let mut words = text.split(' ');
-    let (hex, port) = (words.next()?, words.next()?.parse().ok()?);
-    let mut token = [0; TOKEN];
-    for (i, byte) in token.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok()?;
-    }
-    Some(Address { hosts: words.filter_map(|host| host.parse().ok()).collect(), port, token })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn addresses_and_spans_are_read_as_they_were_written() {
-        let address = Address { hosts: vec!["10.0.0.7".parse().expect("an address")], port: 40_000, token: [7; TOKEN] };
-        assert_eq!(decode(&encode(&address)), Some(address));
-        assert_eq!(decode("00 1 ::1"), None);
+    fn spans_are_read_as_they_were_written() {
         for what in [What::Call { position: 3 }, What::Kernel { position: 9, node: ValueId(0) }] {
             let span = Span { what, start_s: 0.25, end_s: 0.5, waited_s: 0.125, held_bytes: 17 };
             assert_eq!(span_of(&span_words(&span)), span);

@@ -1,8 +1,8 @@
 //! The edge to MPI: a communicator, and what is done on it, with sizes and types checked. All calls come from the thread that
 //! initialised MPI. Errors are returned; what a rank that is lost does to a call is for the watch to notice.
 
-use crate::collective::words_of;
 use crate::error::KernelError;
+use crate::ranks::Carrier;
 use mpi::environment::Universe;
 use mpi::ffi;
 use std::ffi::{c_int, c_void};
@@ -46,13 +46,15 @@ fn checked(call: &'static str, code: c_int) -> Result<(), KernelError> {
     // SAFETY: the buffer has room for the longest text.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut length) };
     text.truncate(length.max(0) as usize);
-    Err(KernelError::Mpi { call, message: String::from_utf8_lossy(&text).into_owned() })
+    Err(KernelError::Carrier { call: call.to_string(), message: String::from_utf8_lossy(&text).into_owned() })
 }
 
 /// A count as MPI takes it.
 fn count(call: &'static str, elements: usize) -> Result<c_int, KernelError> {
-    c_int::try_from(elements)
-        .map_err(|_| KernelError::Mpi { call, message: format!("{elements} elements are too many for one call") })
+    c_int::try_from(elements).map_err(|_| KernelError::Carrier {
+        call: call.to_string(),
+        message: format!("{elements} elements are too many for one call"),
+    })
 }
 
 /// Whether so many elements fit one call.
@@ -218,9 +220,18 @@ impl Communicator {
             std::thread::sleep(std::time::Duration::from_micros(200));
         }
     }
+}
 
-    /// What each rank has to say, by rank.
-    pub fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError> {
+impl Carrier for Communicator {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError> {
         let mut lengths = vec![0u64; self.size];
         self.all_gather(bytemuck::cast_slice(&[words.len() as u64]), bytemuck::cast_slice_mut(&mut lengths))?;
         let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
@@ -232,21 +243,19 @@ impl Communicator {
         Ok(lengths.iter().enumerate().map(part).collect())
     }
 
-    /// [`Self::tell`] of texts.
-    pub fn tell_text(&self, text: &str) -> Result<Vec<String>, KernelError> {
-        let mut words = vec![text.len() as u64];
-        words.extend(words_of(text.as_bytes()));
-        let read = |words: Vec<u64>| {
-            let (length, rest) = words.split_first().map_or((0, &[][..]), |(&n, rest)| (n as usize, rest));
-            String::from_utf8_lossy(&bytemuck::cast_slice(rest)[..length]).into_owned()
-        };
-        Ok(self.tell(&words)?.into_iter().map(read).collect())
+    fn gather(&self, words: Vec<u64>) -> Result<Option<Vec<Vec<u64>>>, KernelError> {
+        if self.rank > 0 {
+            self.send(0, words)?.is_done(true)?;
+            return Ok(None);
+        }
+        let others = (1..self.size).map(|rank| self.receive(rank));
+        std::iter::once(Ok(words)).chain(others).collect::<Result<_, _>>().map(Some)
     }
 }
 
 fn expect(call: &'static str, holds: bool) -> Result<(), KernelError> {
     let message = || "the ranks do not agree on sizes".to_string();
-    if holds { Ok(()) } else { Err(KernelError::Mpi { call, message: message() }) }
+    if holds { Ok(()) } else { Err(KernelError::Carrier { call: call.to_string(), message: message() }) }
 }
 
 impl Sending {

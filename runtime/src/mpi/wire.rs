@@ -4,7 +4,7 @@
 use crate::error::{KernelError, Place};
 use crate::mailbox::{Payload, Tag};
 use crate::mpi::sys::{Communicator, Sending};
-use crate::mpi::watch::Watch;
+use crate::ranks::watch::Watch;
 use altiplano_ir::program::TransferId;
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -40,6 +40,18 @@ pub enum ExecutorError {
     NoBuffer { rank: u32, buffer: BufferId, bytes: usize },
 }
 
+impl ExecutorError {
+    /// Whether a group of devices is at fault, of which another one may be gone.
+    pub fn is_of_group(&self) -> bool {
+        match self {
+            ExecutorError::SetUp { error, .. } | ExecutorError::Command { error, .. } => {
+                matches!(**error, CudaError::Group { .. })
+            }
+            _ => false,
+        }
+    }
+}
+
 /// A command of a tape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("command {command} of the tape of rank {rank} ({what})")]

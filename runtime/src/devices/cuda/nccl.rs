@@ -1,4 +1,5 @@
-//! NCCL: what devices on several GPUs exchange, without the host. A member of a group is a thread with a GPU of its own.
+//! NCCL: what devices on several GPUs exchange, without the host. A member of a group is a thread with a GPU of its own, in this process or
+//! in another one.
 //!
 //! What NCCL starts may wait for ever where another member is gone. So a watchdog asks every communicator for errors, and aborts all of
 //! them when one has an error or takes too long; calls that wait then return.
@@ -11,7 +12,7 @@ use crate::tape::{CollectiveKind, Communicator};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use cudarc::nccl::sys::{self, ncclDataType_t as Data, ncclRedOp_t as Reduction};
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -58,6 +59,29 @@ pub struct Watchdog {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
     found: Arc<Mutex<Option<CudaError>>>,
+}
+
+impl GroupId {
+    /// To be told to other processes.
+    pub fn words(&self) -> [u64; GroupId::WORDS] {
+        let mut words = [0; GroupId::WORDS];
+        for (word, bytes) in words.iter_mut().zip(self.0.internal.chunks_exact(8)) {
+            let byte = |(at, &byte): (usize, &c_char)| u64::from(byte as u8) << (8 * at);
+            *word = bytes.iter().enumerate().map(byte).sum();
+        }
+        words
+    }
+
+    pub fn of_words(words: &[u64; GroupId::WORDS]) -> GroupId {
+        // SAFETY: it is plain bytes.
+        let mut id: sys::ncclUniqueId = unsafe { std::mem::zeroed() };
+        for (bytes, word) in id.internal.chunks_exact_mut(8).zip(words) {
+            bytes.iter_mut().zip(word.to_le_bytes()).for_each(|(to, byte)| *to = byte as c_char);
+        }
+        GroupId(id)
+    }
+
+    pub const WORDS: usize = size_of::<sys::ncclUniqueId>() / 8;
 }
 
 impl Nccl {
@@ -122,6 +146,17 @@ impl Nccl {
             }
         }
         None
+    }
+
+    /// What members of this process have begun and not ended, in words: `all-reduce among ranks 0, 1`.
+    pub fn under_way(&self) -> Option<String> {
+        let members = lock(&self.members);
+        let busy = members.iter().filter_map(|member| Some((member, (*lock(&member.busy))?)));
+        let (member, (_, op)) = busy.min_by_key(|(_, (since, _))| *since)?;
+        const SHOWN: usize = 8;
+        let ranks: Vec<String> = member.group.ranks.iter().take(SHOWN).map(u32::to_string).collect();
+        let more = if member.group.ranks.len() > SHOWN { ", ..." } else { "" };
+        Some(format!("{op} among devices {}{more}", ranks.join(", ")))
     }
 
     /// Looks after all communicators, until the value that is returned goes.
@@ -334,6 +369,12 @@ fn reduction(reducer: Reducer, dtype: DType) -> Option<Reduction> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ids_are_told_as_words() {
+        let words: [u64; GroupId::WORDS] = std::array::from_fn(|i| (i as u64 + 1) * 0xfedc_ba98_7654_3210);
+        assert_eq!(GroupId::of_words(&words).words(), words);
+    }
 
     #[test]
     fn reductions_of_truth_values_stay_truth_values() {

@@ -1,7 +1,7 @@
-//! A session on GPUs: a thread for each device of the programs, each with the executor of its tape.
+//! A session on GPUs: a thread for each device of the programs, each with the executor of its tape, in one process or in several.
 //!
 //! Devices are spread over the GPUs that there are. Where each has one of its own they exchange through NCCL; where several share one,
-//! through the host.
+//! through the host. Devices of several processes always have their own, and what their hosts agree on goes through a [`World`].
 
 use super::bytes::{decode, encode};
 use super::compile::Compiler;
@@ -14,14 +14,17 @@ use super::nccl::{Channel, GroupId, Nccl, Watchdog};
 use super::nvtx::Ranges;
 use super::survey::Survey;
 use crate::check::{check, checked_inputs, expect_plain, step_loss};
-use crate::error::{KernelError, RuntimeError};
+use crate::collective::words_of;
+use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::host::HostTensor;
-use crate::layout::{held_indices, is_replica, summand_of};
+use crate::layout::{held_indices, is_replica, mark_rows, summand_of};
 use crate::mailbox::Mailbox;
+use crate::ranks::connect::host_name;
+use crate::ranks::{Layout, World};
 use crate::tape::{Communicator, Content, Given, Options as TapeOptions, Region, Taken, Tape, build};
 use altiplano_ir::program::{Buffer, BufferId, BufferKind, Program, Programs};
 use altiplano_ir::tensor::for_each_index;
-use altiplano_ir::types::{TensorType, strides};
+use altiplano_ir::types::strides;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -55,14 +58,24 @@ pub struct CudaStep {
 /// Programs in execution on GPUs. Dropping it ends its threads.
 pub struct CudaSession {
     programs: Arc<Programs>,
+    /// Of all devices, by rank.
     tapes: Vec<Arc<Tape>>,
-    /// By rank.
-    orders: Vec<Sender<Order>>,
+    /// To the devices of this process, by rank.
+    orders: BTreeMap<usize, Sender<Order>>,
     replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
     threads: Vec<JoinHandle<()>>,
     stopped: bool,
     /// Where devices exchange through NCCL.
     nccl: Option<Arc<Meeting>>,
+    /// Where other processes run the other devices.
+    world: Option<World>,
+}
+
+/// Which process runs which device, by the ranks of tapes.
+struct Shares {
+    process_of: Vec<usize>,
+    /// The devices of this process, each with the GPU that it takes of those that the process sees.
+    own: BTreeMap<usize, usize>,
 }
 
 /// How long members of a group may wait for each other before all are stopped: longer than any step that is worth running.
@@ -77,11 +90,31 @@ struct Meeting {
 }
 
 impl Meeting {
-    fn new(search: &Search, tapes: &[Arc<Tape>]) -> Result<Arc<Meeting>, CudaError> {
+    /// Each group has an id from the process of its first member, which all hear of.
+    fn new(
+        search: &Search,
+        tapes: &[Arc<Tape>],
+        shares: &Shares,
+        world: Option<&World>,
+    ) -> Result<Arc<Meeting>, RuntimeError> {
         let nccl = Nccl::open(search)?;
-        let groups: BTreeSet<&Communicator> = tapes.iter().flat_map(|tape| &tape.communicators).collect();
-        let with_id = |group: &Communicator| Ok((group.clone(), nccl.group_id()?));
-        let groups = groups.into_iter().map(with_id).collect::<Result<_, CudaError>>()?;
+        let all: BTreeSet<&Communicator> = tapes.iter().flat_map(|tape| &tape.communicators).collect();
+        let process = |group: &Communicator| group.ranks.first().map_or(0, |&first| shares.process_of[first as usize]);
+        let me = world.map_or(0, World::rank);
+        let mut words = Vec::new();
+        for _ in all.iter().filter(|group| process(group) == me) {
+            words.extend(nccl.group_id()?.words());
+        }
+        let told = match world {
+            Some(world) => world.tell(&words)?,
+            None => vec![words],
+        };
+        let mut told: Vec<_> = told.iter().map(|words| words.as_chunks::<{ GroupId::WORDS }>().0.iter()).collect();
+        let mut groups = BTreeMap::new();
+        for group in all {
+            let id = told.get_mut(process(group)).and_then(Iterator::next).map(GroupId::of_words);
+            groups.insert(group.clone(), id.ok_or_else(|| RuntimeError::Ranks(Box::new(RanksError::Devices)))?);
+        }
         let watchdog = nccl.watch(PATIENCE);
         Ok(Arc::new(Meeting { nccl, groups, watchdog }))
     }
@@ -99,8 +132,8 @@ impl Meeting {
     }
 }
 
-/// Elements of a tensor of the host, which devices cut their parts from.
-type Tensors = BTreeMap<String, (TensorType, Vec<f64>)>;
+/// Tensors of the host, which devices cut their parts from.
+type Tensors = BTreeMap<String, HostTensor>;
 
 enum Order {
     /// The groups of its tape.
@@ -129,30 +162,58 @@ enum Reply {
 impl CudaSession {
     /// Builds the tapes of programs and sets up a device for each. Parameters and state are zero.
     pub fn new(programs: &Programs, options: &CudaOptions) -> Result<CudaSession, RuntimeError> {
+        CudaSession::start(programs, options, None)
+    }
+
+    /// Sets up this process's share of the devices; all processes of the world must do it.
+    pub fn of_ranks(
+        world: World,
+        programs: &Programs,
+        layout: &Layout,
+        options: &CudaOptions,
+    ) -> Result<CudaSession, RuntimeError> {
+        CudaSession::start(programs, options, Some((world, layout)))
+    }
+
+    fn start(
+        programs: &Programs,
+        options: &CudaOptions,
+        team: Option<(World, &Layout)>,
+    ) -> Result<CudaSession, RuntimeError> {
         check(programs)?;
         expect_plain(programs)?;
         let survey = Survey::of(&options.search);
         let gpus = survey.usable()?;
+        let shares = Shares::of(programs, gpus.len(), team.as_ref().map(|(world, layout)| (world, *layout)))?;
+        let world = team.map(|(world, _)| world);
         let driver = Driver::open(&options.search)?;
-        let contexts = gpus.into_iter().map(|gpu| Context::new(&driver, gpu)).collect::<Result<Vec<_>, CudaError>>()?;
+        // Of several processes each leaves alone what is another's.
+        let wanted = |at: usize| world.is_none() || shares.own.values().any(|&gpu| gpu == at);
+        let context = |(at, gpu)| wanted(at).then(|| Context::new(&driver, gpu)).transpose();
+        let contexts = gpus.into_iter().enumerate().map(context).collect::<Result<Vec<_>, CudaError>>()?;
         let compiler = Arc::new(Compiler::open(&options.search, options.cache.clone())?);
         let programs = Arc::new(programs.clone());
         let tapes: Vec<Arc<Tape>> = build(&programs, &TapeOptions::default())?.into_iter().map(Arc::new).collect();
         let (reply, replies) = channel();
         // Each device has a GPU of its own, or some share one, which NCCL refuses.
-        let nccl = match tapes.len() > 1 && contexts.len() >= tapes.len() {
-            true => Some(Meeting::new(&options.search, &tapes)?),
+        let nccl = match tapes.len() > 1 && (world.is_some() || contexts.len() >= tapes.len()) {
+            true => Some(Meeting::new(&options.search, &tapes, &shares, world.as_ref())?),
             false => None,
         };
-        let (orders, threads, stopped) = (Vec::new(), Vec::new(), false);
-        let mut session = CudaSession { programs, tapes, orders, replies, threads, stopped, nccl };
+        if let (Some(world), Some(meeting)) = (&world, &nccl) {
+            let nccl = meeting.nccl.clone();
+            world.watch().explain(Box::new(move || nccl.under_way()));
+        }
+        let (orders, threads, stopped) = (BTreeMap::new(), Vec::new(), false);
+        let mut session = CudaSession { programs, tapes, orders, replies, threads, stopped, nccl, world };
         for (tape, mailbox) in session.tapes.iter().zip(Mailbox::network(session.tapes.len())) {
+            let Some(&gpu) = shares.own.get(&(tape.rank as usize)) else { continue };
+            let Some(context) = contexts.get(gpu).cloned().flatten() else { continue };
             let (order, orders) = channel();
             let device = Device {
                 programs: session.programs.clone(),
                 tape: tape.clone(),
-                // A survey that is usable has at least one GPU.
-                context: contexts[tape.rank as usize % contexts.len()].clone(),
+                context,
                 compiler: compiler.clone(),
                 options: options.clone(),
                 nccl: session.nccl.clone(),
@@ -163,15 +224,53 @@ impl CudaSession {
                 .spawn(move || device.serve(mailbox, &orders, &reply))
                 .map_err(|error| RuntimeError::Thread { device: rank, error })?;
             session.threads.push(thread);
-            session.orders.push(order);
+            session.orders.insert(rank as usize, order);
         }
-        session.answers(session.tapes.len())?;
+        session.answers(session.orders.len())?;
         // Groups are joined when all their members are there: who joins waits for the others.
         if session.nccl.is_some() {
-            let asked = session.orders.iter().filter(|device| device.send(Order::Join).is_ok()).count();
+            session.meet()?;
+            let asked = session.orders.values().filter(|device| device.send(Order::Join).is_ok()).count();
             session.answers(asked)?;
         }
         Ok(session)
+    }
+
+    /// All processes that run the devices, where there are several.
+    pub fn world(&self) -> Option<&World> {
+        self.world.as_ref()
+    }
+
+    fn meet(&self) -> Result<(), RuntimeError> {
+        self.world.as_ref().map_or(Ok(()), World::meet)
+    }
+
+    /// Ends the session, in all processes.
+    pub fn finish(mut self) -> Result<(), RuntimeError> {
+        let world = self.world.take();
+        if let Some(world) = &world {
+            world.meet()?;
+        }
+        drop(self);
+        world.map_or(Ok(()), World::finish)
+    }
+
+    /// Whether a device of this process holds a part of a parameter.
+    pub fn holds(&self, name: &str) -> bool {
+        let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Parameter { name: n } if n == name);
+        let of_device = |rank: &usize| {
+            let program = &self.programs.programs[self.tapes[*rank].program as usize];
+            program.buffers.iter().any(|buffer| is_it(&buffer.kind))
+        };
+        self.orders.keys().any(of_device)
+    }
+
+    /// Marks the rows of an input that devices of this process read; see [`mark_rows`].
+    pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
+        for rank in self.orders.keys() {
+            let tape = &self.tapes[*rank];
+            mark_rows(&self.programs.programs[tape.program as usize], tape.position, input, dim, read);
+        }
     }
 
     /// Loads a parameter into every device that holds a part of it, and into its `master` state.
@@ -195,7 +294,7 @@ impl CudaSession {
         }
     }
 
-    /// Loads a tensor into all buffers of a kind; returns how many there are.
+    /// Loads a tensor into all buffers of a kind that are held here; returns how many there are anywhere.
     fn load(
         &mut self,
         name: &str,
@@ -204,7 +303,7 @@ impl CudaSession {
     ) -> Result<usize, RuntimeError> {
         self.expect_running()?;
         tensor.check()?;
-        let mut asked = 0;
+        let (mut asked, mut found) = (0, 0);
         for (rank, tape) in self.tapes.iter().enumerate() {
             let program = &self.programs.programs[tape.program as usize];
             for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
@@ -216,25 +315,40 @@ impl CudaSession {
                     let found = tensor.ty.clone();
                     return Err(RuntimeError::TensorType { name: name.to_string(), expected, found });
                 }
+                found += 1;
+                let Some(order) = self.orders.get(&rank) else { continue };
                 let held = tensor.as_in(buffer);
-                let part = cut(&self.programs, tape, buffer, &held.ty.shape, &held.to_f64(), 0);
+                let part = cut(&self.programs, tape, buffer, &held, 0);
                 let bytes = encode(buffer.ty.dtype, part);
-                asked += usize::from(self.orders[rank].send(Order::Load { buffer: id, bytes }).is_ok());
+                asked += usize::from(order.send(Order::Load { buffer: id, bytes }).is_ok());
             }
         }
-        self.answers(asked).map(|_| asked)
+        self.answers(asked).map(|_| found)
     }
 
-    /// A parameter, put together from one program that holds it.
-    pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+    /// A parameter, put together from one program that holds it. Of several processes all must ask, and the first alone gets it.
+    pub fn gather_parameter(&mut self, name: &str) -> Result<Option<HostTensor>, RuntimeError> {
         let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Parameter { name: n } if n == name);
-        self.gathered(is_it)?.ok_or_else(|| RuntimeError::UnknownParameter { name: name.to_string() })
+        let holder = self.holder(is_it, || RuntimeError::UnknownParameter { name: name.to_string() })?;
+        self.gather(holder)
     }
 
-    /// One tensor of optimizer state.
-    pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
+    /// One tensor of optimizer state, as [`Self::gather_parameter`].
+    pub fn gather_state(&mut self, parameter: &str, slot: &str) -> Result<Option<HostTensor>, RuntimeError> {
         let unknown = || RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() };
-        self.gathered(is_state(parameter, slot))?.ok_or_else(unknown)
+        let holder = self.holder(is_state(parameter, slot), unknown)?;
+        self.gather(holder)
+    }
+
+    /// [`Self::gather_parameter`] where it is put together here.
+    pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
+        self.gather_parameter(name)?.ok_or_else(|| RuntimeError::Elsewhere { name: name.to_string() })
+    }
+
+    /// [`Self::gather_state`] where it is put together here.
+    pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
+        let elsewhere = || RuntimeError::Elsewhere { name: format!("{parameter}/{slot}") };
+        self.gather_state(parameter, slot)?.ok_or_else(elsewhere)
     }
 
     /// What was accumulated of a parameter's gradient in the last step, over all programs that hold a copy of it.
@@ -242,7 +356,7 @@ impl CudaSession {
         let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Accumulator { parameter: p } if p == parameter);
         let mut sum: Option<HostTensor> = None;
         for holder in self.holders(is_it) {
-            let part = self.gather(holder)?;
+            let Some(part) = self.gather(holder)? else { continue };
             sum = Some(match sum {
                 None => part,
                 Some(sum) => {
@@ -254,10 +368,13 @@ impl CudaSession {
         sum.ok_or_else(|| RuntimeError::UnknownParameter { name: parameter.to_string() })
     }
 
-    /// The first buffer of a kind, put together from one program that holds it.
-    fn gathered(&mut self, is_it: impl Fn(&BufferKind) -> bool) -> Result<Option<HostTensor>, RuntimeError> {
-        self.expect_running()?;
-        self.holders(is_it).first().map(|&holder| self.gather(holder)).transpose()
+    /// The first buffer of a kind.
+    fn holder(
+        &self,
+        is_it: impl Fn(&BufferKind) -> bool,
+        unknown: impl Fn() -> RuntimeError,
+    ) -> Result<(u32, BufferId), RuntimeError> {
+        self.holders(is_it).first().copied().ok_or_else(unknown)
     }
 
     /// Programs with a buffer of a kind, the first of each.
@@ -267,28 +384,50 @@ impl CudaSession {
         all.filter_map(|(p, program)| Some((p, BufferId(of(program)? as u32)))).collect()
     }
 
-    /// A buffer put together from the devices of its program; where it is a partial sum, added up.
-    fn gather(&mut self, (p, buffer_id): (u32, BufferId)) -> Result<HostTensor, RuntimeError> {
+    /// A buffer put together from the devices of its program; where it is a partial sum, added up. Of several processes the first puts
+    /// it together.
+    fn gather(&mut self, (p, buffer_id): (u32, BufferId)) -> Result<Option<HostTensor>, RuntimeError> {
         self.expect_running()?;
         let programs = self.programs.clone();
         let program = &programs.programs[p as usize];
         let buffer = &program.buffers[buffer_id.0 as usize];
-        let holds = |tape: &Arc<Tape>| tape.program == p && tape.lasting(buffer_id).is_some();
-        let holders: Vec<Arc<Tape>> = self.tapes.iter().filter(|tape| holds(tape)).cloned().collect();
-        let ask = |tape: &&Arc<Tape>| self.orders[tape.rank as usize].send(Order::Fetch { buffer: buffer_id }).is_ok();
-        let asked = holders.iter().filter(ask).count();
-        let mut whole = vec![0.0; buffer.ty.elements() as usize];
-        for (rank, reply) in self.answers(asked)? {
-            let Reply::Fetched(bytes) = reply else { continue };
-            let coordinates = program.mesh.coordinates(self.tapes[rank].position);
-            if is_replica(&buffer.sharding, &program.mesh, &coordinates) {
-                continue;
+        let is_first = |tape: &Tape| {
+            let coordinates = program.mesh.coordinates(tape.position);
+            !is_replica(&buffer.sharding, &program.mesh, &coordinates)
+        };
+        let holds = |tape: &&Arc<Tape>| tape.program == p && tape.lasting(buffer_id).is_some() && is_first(tape);
+        let holders = self.tapes.iter().filter(holds).filter_map(|tape| self.orders.get(&(tape.rank as usize)));
+        let asked = holders.filter(|order| order.send(Order::Fetch { buffer: buffer_id }).is_ok()).count();
+        let answers = self.answers(asked)?;
+        let fetched = answers.into_iter().filter_map(|(rank, reply)| match reply {
+            Reply::Fetched(bytes) => Some((rank, bytes)),
+            _ => None,
+        });
+        let mut parts: BTreeMap<usize, Vec<u8>> = fetched.collect();
+        if let Some(world) = &self.world {
+            let told =
+                |(rank, bytes): (&usize, &Vec<u8>)| [vec![*rank as u64, bytes.len() as u64], words_of(bytes)].concat();
+            let Some(all) = world.gather(parts.iter().flat_map(told).collect())? else { return Ok(None) };
+            for words in all.iter().skip(1) {
+                let mut rest = &words[..];
+                while let [rank, length, after @ ..] = rest {
+                    let length = *length as usize;
+                    let (part, after) = after.split_at_checked(length.div_ceil(8)).unwrap_or_default();
+                    let bytes: &[u8] = bytemuck::cast_slice(part);
+                    parts.insert(*rank as usize, bytes[..length.min(bytes.len())].to_vec());
+                    rest = after;
+                }
             }
+        }
+        let mut whole = vec![0.0; buffer.ty.elements() as usize];
+        for (rank, bytes) in parts {
+            let Some(tape) = self.tapes.get(rank) else { continue };
+            let coordinates = program.mesh.coordinates(tape.position);
             let mut part = decode(buffer.ty.dtype, &bytes).into_iter();
             let indices = held_indices(&buffer.sharding, &program.mesh, &coordinates);
             each_held(&indices, &buffer.ty.shape, |i| whole[i] += part.next().unwrap_or(f64::NAN));
         }
-        Ok(HostTensor::from_f64(buffer.ty.clone(), &whole).out_of(buffer))
+        Ok(Some(HostTensor::from_f64(buffer.ty.clone(), &whole).out_of(buffer)))
     }
 
     /// Runs one step on a global batch, as [`crate::Session::step`] takes it.
@@ -299,21 +438,29 @@ impl CudaSession {
     ) -> Result<CudaStep, RuntimeError> {
         self.expect_running()?;
         let Programs { programs, num_microbatches, .. } = &*self.programs;
-        let inputs = checked_inputs(programs, *num_microbatches, inputs, scalars)?;
-        let values = inputs.into_iter().map(|(name, tensor)| (name, (tensor.ty.clone(), tensor.to_f64())));
-        let inputs: Arc<Tensors> = Arc::new(values.collect());
+        let inputs: Arc<Tensors> = Arc::new(checked_inputs(programs, *num_microbatches, inputs, scalars)?);
         let scalars = Arc::new(scalars.clone());
         let start = Instant::now();
         let order = || Order::Step { inputs: inputs.clone(), scalars: scalars.clone() };
-        let asked = self.orders.iter().filter(|device| device.send(order()).is_ok()).count();
+        if let Some(world) = &self.world {
+            world.note(&format!("in step {}", scalars.get("step").copied().unwrap_or_default()));
+        }
+        let asked = self.orders.values().filter(|device| device.send(order()).is_ok()).count();
         let replies = self.answers(asked)?;
-        let seconds = start.elapsed().as_secs_f64();
         let mut losses: Vec<(Option<u32>, f64)> = Vec::new();
         for (_, reply) in replies {
             if let Reply::Stepped(of_device) = reply {
                 losses.extend(of_device);
             }
         }
+        if let Some(world) = &self.world {
+            let word =
+                |&(microbatch, loss): &(Option<u32>, f64)| [microbatch.map_or(0, |m| u64::from(m) + 1), loss.to_bits()];
+            let all = world.tell(&losses.iter().flat_map(word).collect::<Vec<u64>>())?;
+            let pair = |pair: &[u64]| (pair[0].checked_sub(1).map(|m| m as u32), f64::from_bits(pair[1]));
+            losses = all.iter().flat_map(|words| words.chunks_exact(2)).map(pair).collect();
+        }
+        let seconds = start.elapsed().as_secs_f64();
         losses.sort_by_key(|loss| loss.0);
         let losses: Vec<f64> = losses.into_iter().map(|loss| loss.1).collect();
         let loss = step_loss(&losses, self.programs.loss_is_mean);
@@ -359,6 +506,39 @@ impl CudaSession {
             Some(error) => Err(error),
             None => Ok(answers),
         }
+    }
+}
+
+impl Shares {
+    /// All devices here, or as the processes of a world share them, of whose GPUs this one sees so many.
+    fn of(programs: &Programs, gpus: usize, team: Option<(&World, &Layout)>) -> Result<Shares, RuntimeError> {
+        let devices: Vec<u32> = programs.programs.iter().flat_map(|program| &program.devices).copied().collect();
+        let Some((world, layout)) = team else {
+            // A survey that is usable has at least one GPU.
+            let own = (0..devices.len()).map(|rank| (rank, rank % gpus.max(1))).collect();
+            return Ok(Shares { process_of: vec![0; devices.len()], own });
+        };
+        let failed = |error| RuntimeError::Ranks(Box::new(error));
+        let shares = layout.shares(world.nodes()).map_err(failed)?;
+        let process = |device: &u32| shares.iter().position(|share| share.contains(device));
+        let process_of: Option<Vec<usize>> = devices.iter().map(process).collect();
+        let process_of = process_of.ok_or_else(|| failed(RanksError::Devices))?;
+        // A process sees all GPUs of its node, or its own alone.
+        let (me, nodes) = (world.rank(), world.nodes());
+        let on_node = |ranks: std::ops::Range<usize>| {
+            ranks.filter(|&rank| nodes[rank] == nodes[me]).map(|rank| shares[rank].len()).sum::<usize>()
+        };
+        let (before, all, count) = (on_node(0..me), on_node(0..world.size()), shares[me].len());
+        let first = match gpus {
+            gpus if gpus >= all => before,
+            gpus if gpus >= count => 0,
+            _ => {
+                let host = host_name();
+                return Err(failed(RanksError::Gpus { rank: me, host, devices: count, on_node: all, gpus }));
+            }
+        };
+        let own = (0..devices.len()).filter(|&rank| process_of[rank] == me);
+        Ok(Shares { own: own.zip(first..).collect(), process_of })
     }
 }
 
@@ -483,9 +663,9 @@ impl Device {
         let buffer = &buffers[buffer.0 as usize];
         let values = match (given, &buffer.kind) {
             (Given::Scalar { .. }, BufferKind::Scalar { name }) => scalars.get(name).map(|value| vec![*value]),
-            (Given::Input { microbatch, .. }, BufferKind::Input { name }) => inputs.get(name).map(|(ty, data)| {
-                cut(&self.programs, &self.tape, buffer, &ty.shape, data, microbatch.unwrap_or(0).into())
-            }),
+            (Given::Input { microbatch, .. }, BufferKind::Input { name }) => inputs
+                .get(name)
+                .map(|tensor| cut(&self.programs, &self.tape, buffer, tensor, microbatch.unwrap_or(0).into())),
             _ => None,
         };
         let encoded = encode(buffer.ty.dtype, values.unwrap_or_default());
@@ -496,17 +676,17 @@ impl Device {
 }
 
 /// A device's part of a tensor, or of the rows of a microbatch where it has more of them than the buffer.
-fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, shape: &[u64], data: &[f64], microbatch: u64) -> Vec<f64> {
+fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, tensor: &HostTensor, microbatch: u64) -> Vec<f64> {
     let mesh = &programs.programs[tape.program as usize].mesh;
     let coordinates = mesh.coordinates(tape.position);
     let mut indices = held_indices(&buffer.sharding, mesh, &coordinates);
-    for (d, list) in indices.iter_mut().enumerate().filter(|(d, _)| shape[*d] != buffer.ty.shape[*d]) {
+    for (d, list) in indices.iter_mut().enumerate().filter(|(d, _)| tensor.ty.shape[*d] != buffer.ty.shape[*d]) {
         list.iter_mut().for_each(|i| *i += buffer.ty.shape[d] * microbatch);
     }
-    let neutral = summand_of(&buffer.sharding, &coordinates).map(|reducer| reducer.neutral(buffer.ty.dtype));
-    let mut part = Vec::new();
-    each_held(&indices, shape, |i| part.push(neutral.unwrap_or(data[i])));
-    part
+    match summand_of(&buffer.sharding, &coordinates) {
+        Some(reducer) => vec![reducer.neutral(buffer.ty.dtype); indices.iter().map(Vec::len).product()],
+        None => tensor.at(&indices).to_f64(),
+    }
 }
 
 /// Visits the elements at the cross product of index lists, in row-major order.

@@ -1,13 +1,12 @@
 //! Notices that a rank is gone, hangs or is cut off, and ends all others with one message and one exit code.
 //!
-//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI, which says nothing when a peer is lost and may
-//! wait for it for ever. What each rank does is told over it twice a second. A process that dies closes its connection at once; one
+//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost peer for ever. What each rank does is told over it twice a second. A process that dies closes its connection at once; one
 //! that is stopped or cut off falls silent. A thread looks after this, so that it does not matter what the rank itself is doing.
 
 use crate::error::WatchError;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -21,14 +20,6 @@ pub struct Peer {
     pub host: String,
 }
 
-/// Where the hub is reached, and what a connection to it begins with, so that nobody else is taken for a rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Address {
-    pub hosts: Vec<IpAddr>,
-    pub port: u16,
-    pub token: [u8; TOKEN],
-}
-
 /// What is done when the run has to end. Both are called on the thread that watches.
 pub struct Ends {
     /// Tells the user why.
@@ -36,6 +27,9 @@ pub struct Ends {
     /// Ends the process, whatever its other threads wait for.
     pub exit: Box<dyn Fn(u8) + Send>,
 }
+
+/// What a rank is at, where it does not say so itself: nothing between steps.
+pub type Detail = Box<dyn Fn() -> Option<String> + Send>;
 
 /// Watches all ranks until [`Watch::finish`].
 pub struct Watch {
@@ -51,12 +45,8 @@ pub fn leave(code: u8) -> ! {
     unsafe { nix::libc::_exit(code.into()) }
 }
 
-pub const TOKEN: usize = 16;
-
 /// How often a rank says that it is there.
 const BEAT: Duration = Duration::from_millis(500);
-/// How long the ranks have for their first connection.
-const CONNECT: Duration = Duration::from_secs(8);
 /// How long an error that may only follow from the loss of another rank is held back for.
 const FOLLOWS: Duration = Duration::from_secs(1);
 /// What a rank writes, beside a message that is never longer.
@@ -65,6 +55,8 @@ const LONGEST: usize = 4096;
 #[derive(Default)]
 struct Shared {
     activity: String,
+    /// Says what more is known of the activity when somebody asks.
+    detail: Option<Detail>,
     /// This rank failed; the flag says that it may be since another one was lost.
     failed: Option<(u8, String, bool)>,
     finished: bool,
@@ -176,105 +168,24 @@ impl Link {
     }
 }
 
-/// Where a hub listens. Its address is what others [`join`].
-pub fn listen() -> Result<(TcpListener, Address), WatchError> {
-    let listener = TcpListener::bind("0.0.0.0:0").map_err(WatchError::Listen)?;
-    let port = listener.local_addr().map_err(WatchError::Listen)?.port();
-    let mut token = [0; TOKEN];
-    let random = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut token));
-    random.map_err(WatchError::Listen)?;
-    let interfaces = nix::ifaddrs::getifaddrs().map_err(|error| WatchError::Listen(error.into()))?;
-    let address = |i: nix::ifaddrs::InterfaceAddress| i.address?.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
-    let mut hosts: Vec<IpAddr> = interfaces.filter_map(address).collect();
-    // On one machine without a network there is nothing else.
-    hosts.sort_by_key(|host| host.is_loopback());
-    hosts.dedup();
-    Ok((listener, Address { hosts, port, token }))
-}
-
-/// The connections of all others to the hub.
-fn accept(listener: &TcpListener, address: &Address, ranks: usize) -> Result<Vec<Link>, WatchError> {
-    let end = Instant::now() + CONNECT;
-    let mut links: Vec<Link> = Vec::new();
-    listener.set_nonblocking(true).map_err(WatchError::Listen)?;
-    while links.len() + 1 < ranks {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                let Some(rank) = greeted(&stream, address) else { continue };
-                if rank > 0 && rank < ranks && links.iter().all(|link| link.peer != rank) {
-                    links.push(Link::new(rank, stream).map_err(WatchError::Listen)?);
-                }
-            }
-            Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(2)),
-            Err(error) => return Err(WatchError::Listen(error)),
-        }
-        if Instant::now() > end {
-            return Err(WatchError::NotAll { joined: links.len() + 1, ranks });
-        }
-    }
-    Ok(links)
-}
-
-/// The rank that a new connection says it is from, if it knows the token; it is told that it was understood.
-fn greeted(mut stream: &TcpStream, address: &Address) -> Option<usize> {
-    stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
-    let mut hello = [0; TOKEN + 4];
-    stream.read_exact(&mut hello).ok()?;
-    if hello[..TOKEN] != address.token {
-        return None;
-    }
-    stream.write_all(&address.token).ok()?;
-    Some(u32::from_le_bytes(hello[TOKEN..].try_into().ok()?) as usize)
-}
-
-/// The connection of a rank to the hub, by the first of its addresses at which it answers.
-fn join(address: &Address, rank: usize) -> Result<Link, WatchError> {
-    let end = Instant::now() + CONNECT;
-    loop {
-        let mut last = None;
-        for &host in &address.hosts {
-            match greet(SocketAddr::new(host, address.port), address, rank) {
-                Ok(stream) => return Link::new(0, stream).map_err(|error| WatchError::Join { host, error }),
-                Err(error) => last = Some(WatchError::Join { host, error }),
-            }
-        }
-        if Instant::now() > end || address.hosts.is_empty() {
-            return Err(last.unwrap_or(WatchError::NoAddress));
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}
-
-fn greet(place: SocketAddr, address: &Address, rank: usize) -> std::io::Result<TcpStream> {
-    let mut stream = TcpStream::connect_timeout(&place, Duration::from_secs(1))?;
-    stream.set_read_timeout(Some(Duration::from_secs(1)))?;
-    let mut hello = address.token.to_vec();
-    hello.extend((rank as u32).to_le_bytes());
-    stream.write_all(&hello)?;
-    let mut answer = [0; TOKEN];
-    stream.read_exact(&mut answer)?;
-    if answer == address.token { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
-}
-
 impl Watch {
-    /// Connects this rank, `me` of `peers`, and starts to watch. The hub, which is rank 0, gives what it [`listen`]s at.
+    /// Starts to watch as rank `me` of `peers`, over connections to the ranks that are named with them: the hub, which is rank 0, has
+    /// one to each other, and these have one to the hub.
     pub fn start(
         me: usize,
         peers: Vec<Peer>,
-        listener: Option<TcpListener>,
-        address: &Address,
+        links: Vec<(usize, TcpStream)>,
         lost_after: Duration,
         ends: Ends,
     ) -> Result<Watch, WatchError> {
-        let links = match listener {
-            Some(listener) => accept(&listener, address, peers.len())?,
-            None => vec![join(address, me)?],
-        };
+        let links = links.into_iter().map(|(peer, stream)| Link::new(peer, stream)).collect::<std::io::Result<_>>();
+        let links: Vec<Link> = links.map_err(WatchError::Listen)?;
         let shared = Arc::new(Mutex::new(Shared { activity: "starting".to_string(), ..Shared::default() }));
         let parent = std::os::unix::process::parent_id();
         let name = name(&peers, me);
-        let watcher = Watcher { me, peers, links, lost_after, ends, shared: shared.clone(), parent, slept: false };
+        let of_thread = shared.clone();
+        let watcher =
+            Watcher { me, peers, links, lost_after, ends, shared: of_thread, parent, slept: false, detail: None };
         let thread = std::thread::Builder::new().name("watch".to_string());
         let thread = thread.spawn(move || watcher.run()).map_err(WatchError::Listen)?;
         Ok(Watch { name, shared, thread: Mutex::new(Some(thread)) })
@@ -287,6 +198,11 @@ impl Watch {
     /// Says what this rank does now, for the message should it be lost.
     pub fn note(&self, activity: String) {
         self.shared(|shared| shared.activity = activity);
+    }
+
+    /// From here on what `detail` says follows what is noted.
+    pub fn explain(&self, detail: Detail) {
+        self.shared(|shared| shared.detail = Some(detail));
     }
 
     /// Ends all ranks with this message and exit code. `follows` says that the error may only be since another rank was lost, of which
@@ -323,6 +239,8 @@ struct Watcher {
     parent: u32,
     /// This process was stopped for so long that the others have taken it for lost.
     slept: bool,
+    /// What this process is at, where it is known beyond what is noted.
+    detail: Option<String>,
 }
 
 /// Why the run ends.
@@ -346,7 +264,9 @@ impl Watcher {
             turned = Instant::now();
             let (activity, failed, finished) = {
                 let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-                (shared.activity.clone(), shared.failed.clone(), shared.finished)
+                self.detail = shared.detail.as_ref().and_then(|detail| detail());
+                let detail = self.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
+                (format!("{}{detail}", shared.activity), shared.failed.clone(), shared.finished)
             };
             if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
                 self.links.iter_mut().for_each(|link| link.send(&Frame::Beat(activity.clone())));
@@ -454,6 +374,7 @@ impl Watcher {
         if lost.len() > SHOWN {
             parts.push(format!("and so with {} more", lost.len() - SHOWN));
         }
+        parts.extend(self.detail.as_ref().map(|at| format!("{} waits in {at}", name(&self.peers, self.me))));
         Some(Ending { code: 1, message: Some(parts.join("; ")) })
     }
 
@@ -505,7 +426,12 @@ fn name(peers: &[Peer], peer: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranks::connect::{Channel, Hello, Hub};
     use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+
+    fn hello(rank: usize, size: usize) -> Hello {
+        Hello { channel: Channel::Watch, rank, size, pid: 1, host: "here".to_string() }
+    }
 
     #[derive(Debug, PartialEq)]
     enum Did {
@@ -515,21 +441,26 @@ mod tests {
 
     /// Ranks of one process, and what they do in the end.
     fn ranks(count: usize) -> (Vec<Option<Watch>>, Receiver<Did>) {
-        let (listener, address) = listen().expect("a hub");
+        let hub = Hub::listen().expect("a hub");
+        let address = hub.address.clone();
         let peer = |rank| Peer { rank, host: "here".to_string() };
         let peers: Vec<Peer> = (0..count).map(peer).collect();
         let (did, all) = channel();
-        let mut listener = Some(listener);
+        let mut hub = Some(hub);
         let threads: Vec<_> = (0..count)
             .map(|me| {
                 let (peers, address, said, exited) = (peers.clone(), address.clone(), did.clone(), did.clone());
-                let listener = listener.take();
+                let hub = hub.take();
                 std::thread::spawn(move || {
+                    let links = match hub {
+                        Some(hub) => hub.all(count),
+                        None => address.join(&hello(me, count)).map(|stream| vec![(0, stream)]),
+                    };
                     let ends = Ends {
                         say: Box::new(move |text| drop(said.send(Did::Said(me, text.to_string())))),
                         exit: Box::new(move |code| drop(exited.send(Did::Exited(me, code)))),
                     };
-                    Watch::start(me, peers, listener, &address, Duration::from_secs(2), ends).expect("a watch")
+                    Watch::start(me, peers, links.expect("links"), Duration::from_secs(2), ends).expect("a watch")
                 })
             })
             .collect();
@@ -564,13 +495,14 @@ mod tests {
     #[test]
     fn a_rank_that_closes_its_connection_or_falls_silent_is_lost() {
         for (silent, how) in [(false, "is gone"), (true, "has not been heard of for 2 s")] {
-            let (listener, address) = listen().expect("a hub");
+            let hub = Hub::listen().expect("a hub");
             let peer = |rank| Peer { rank, host: "here".to_string() };
             let (did, all_did) = channel();
-            let place = address.clone();
+            let place = hub.address.clone();
             // A rank that joins, says what it does, and then nothing more.
             let lost = std::thread::spawn(move || {
-                let mut link = join(&place, 1).expect("a connection");
+                let stream = place.join(&hello(1, 2)).expect("a connection");
+                let mut link = Link::new(0, stream).expect("a link");
                 link.send(&Frame::Beat("in step 7".to_string()));
                 link
             });
@@ -581,7 +513,8 @@ mod tests {
             };
             let peers = vec![peer(0), peer(1)];
             let lost_after = Duration::from_secs(2);
-            let _watch = Watch::start(0, peers, Some(listener), &address, lost_after, ends).expect("a watch");
+            let links = hub.all(2).expect("links");
+            let _watch = Watch::start(0, peers, links, lost_after, ends).expect("a watch");
             let mut link = lost.join().ok();
             if !silent {
                 link = None;

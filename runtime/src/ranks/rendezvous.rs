@@ -1,0 +1,431 @@
+//! How processes that a launcher started on several hosts find each other without MPI: through a directory that all of them see.
+//!
+//! The first one writes a file there that says where it listens; the others connect and say who they are. A file that an earlier run
+//! left has a token that nobody who listens knows, so that it is passed over, and who finds the first process of another run
+//! there is told so. Nothing else goes through the directory: file systems of clusters show files late.
+
+use crate::error::{RendezvousError, RuntimeError, WatchError};
+use crate::ranks::connect::{Address, Channel, Hello, Hub, host_name};
+use crate::ranks::star::Star;
+use crate::ranks::watch::{Ends, Peer, Watch};
+use crate::ranks::world::World;
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// What a launcher says of this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub rank: usize,
+    pub size: usize,
+    /// What tells the run from others of the same directory, where the launcher says it.
+    pub run: Option<String>,
+    /// A directory that all hosts see, as a rule.
+    pub shared: Option<PathBuf>,
+}
+
+/// Where and for how long processes look for each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendezvous {
+    pub directory: PathBuf,
+    pub timeout: Duration,
+}
+
+/// The variables of a launcher: rank, size, and what its runs differ in.
+const LAUNCHERS: [(&str, &str, &[&str]); 4] = [
+    // torchrun, and what operators of Kubernetes set.
+    ("RANK", "WORLD_SIZE", &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", &["PMIX_NAMESPACE"]),
+    // Of Hydra, which starts processes of MPICH and Intel MPI.
+    ("PMI_RANK", "PMI_SIZE", &[]),
+    // Of a step of srun. A batch script has the number of its job's tasks, though it is one process.
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]),
+];
+
+impl Place {
+    /// What the variables of the first launcher say that has set any; none where none has.
+    pub fn of(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, RendezvousError> {
+        for (rank, size, of_run) in LAUNCHERS {
+            let (Some(of_rank), Some(of_size)) = (variable(rank), variable(size)) else { continue };
+            let number = |name, value: &str| {
+                let problem = "a number is expected";
+                value.trim().parse().map_err(|_| RendezvousError::Variable { name, value: value.to_string(), problem })
+            };
+            let at = Place { rank: number(rank, &of_rank)?, size: number(size, &of_size)?, run: None, shared: None };
+            if at.rank >= at.size {
+                let problem = "ranks are counted from 0 to one less than there are";
+                return Err(RendezvousError::Variable { name: rank, value: of_rank, problem });
+            }
+            let run: Vec<String> = of_run.iter().filter_map(|name| variable(name)).collect();
+            let run = Some(run.join("-")).filter(|run| !run.is_empty());
+            let submitted = variable("SLURM_SUBMIT_DIR").filter(|_| rank == "SLURM_PROCID");
+            let shared = submitted.map(|folder| Path::new(&folder).join(".altiplano-rendezvous"));
+            return Ok(Some(Place { run, shared, ..at }));
+        }
+        Ok(None)
+    }
+
+    /// Where the first process of the run says where it is.
+    fn file(&self, directory: &Path) -> PathBuf {
+        let allowed = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
+        let run = self.run.iter().map(|run| format!("-{}", run.chars().map(allowed).collect::<String>()));
+        directory.join(format!("rank-0{}", run.collect::<String>()))
+    }
+}
+
+/// What the first process writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Call {
+    address: Address,
+    pid: u32,
+    host: String,
+}
+
+/// The first line of it, with the version of everything that goes over the connections.
+const TITLE: &str = "altiplano rendezvous 1";
+
+/// How often processes look for news.
+const TURN: Duration = Duration::from_millis(20);
+/// For what the first process has to say to all when its patience has come to an end.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+/// What the first process says in the end: that all are there, with their hosts, or that there is no run.
+const GO: u8 = 1;
+const ENDED: u8 = 0;
+
+impl Call {
+    fn encode(&self) -> String {
+        format!("{TITLE}\n{}\n{}\n{}\n", self.address.encode(), self.pid, self.host)
+    }
+
+    fn decode(text: &str) -> Option<Call> {
+        let mut lines = text.lines();
+        lines.next().filter(|&title| title == TITLE)?;
+        let (address, pid) = (Address::decode(lines.next()?)?, lines.next()?.parse().ok()?);
+        Some(Call { address, pid, host: lines.next()?.to_string() })
+    }
+
+    /// What a file says now, if it is there and whole.
+    fn read(file: &Path) -> Option<Call> {
+        Call::decode(&std::fs::read_to_string(file).ok()?)
+    }
+
+    /// Who reads sees the file before or the whole new one.
+    fn write(&self, file: &Path) -> std::io::Result<()> {
+        let folder = file.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder)?;
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let other = folder.join(format!(".{name}.{}.{}", self.host, self.pid));
+        let write = || {
+            let mut open = std::fs::File::create(&other)?;
+            open.write_all(self.encode().as_bytes())?;
+            open.sync_all()?;
+            std::fs::rename(&other, file)
+        };
+        write().inspect_err(|_| drop(std::fs::remove_file(&other)))
+    }
+}
+
+/// One process while it looks for the others.
+struct Meeting<'a> {
+    place: &'a Place,
+    directory: &'a Path,
+    timeout: Duration,
+    start: Instant,
+    host: String,
+}
+
+/// Who is there, by rank, and this process's connections: for the watch, and for words.
+struct Met {
+    hosts: Vec<String>,
+    watch: Vec<(usize, TcpStream)>,
+    words: Vec<TcpStream>,
+}
+
+/// Waits until all processes of the run have found each other, and starts to watch them.
+pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: Ends) -> Result<World, RuntimeError> {
+    let Rendezvous { directory, timeout } = rendezvous;
+    let meeting = Meeting { place, directory, timeout: *timeout, start: Instant::now(), host: host_name() };
+    let failed = |error| RuntimeError::Rendezvous(Box::new(error));
+    let Met { hosts, watch, words } = match place.rank {
+        0 => meeting.as_first()?,
+        _ => meeting.as_other().map_err(failed)?,
+    };
+    let first_on = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
+    let nodes = hosts.iter().map(first_on).collect();
+    let peers = hosts.iter().cloned().enumerate().map(|(rank, host)| Peer { rank, host }).collect();
+    let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
+    let star = Star::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
+    let watch = Watch::start(place.rank, peers, watch, lost_after, ends).map_err(watch_error)?;
+    Ok(World::new(Box::new(star), watch, nodes))
+}
+
+impl Meeting<'_> {
+    fn hello(&self, channel: Channel) -> Hello {
+        let Place { rank, size, .. } = *self.place;
+        Hello { channel, rank, size, pid: std::process::id(), host: self.host.clone() }
+    }
+
+    fn is_over(&self) -> bool {
+        self.start.elapsed() > self.timeout
+    }
+
+    fn as_first(&self) -> Result<Met, RuntimeError> {
+        let failed = |error| RuntimeError::Rendezvous(Box::new(error));
+        let file = self.place.file(self.directory);
+        if let Some(Call { address, pid, host }) = Call::read(&file)
+            && address.connect(&self.hello(Channel::Probe)).is_ok()
+        {
+            return Err(failed(RendezvousError::Taken { directory: self.directory.to_path_buf(), pid, host }));
+        }
+        let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
+        let call = Call { address: hub.address.clone(), pid: std::process::id(), host: self.host.clone() };
+        call.write(&file).map_err(|error| {
+            let (host, directory) = (self.host.clone(), self.directory.to_path_buf());
+            failed(RendezvousError::Write { rank: 0, host, directory, error })
+        })?;
+        let mut come = BTreeMap::new();
+        let done = self.wait_for_all(&hub, &call, &file, &mut come);
+        // Nobody else is to find what is over. The file may be another run's by now.
+        if Call::read(&file).as_ref() == Some(&call) {
+            let _ = std::fs::remove_file(&file);
+        }
+        let mut hosts = vec![self.host.clone(); self.place.size];
+        for ((rank, _), (hello, _)) in &come {
+            hosts[*rank].clone_from(&hello.host);
+        }
+        let (mut watch, mut words) = (Vec::new(), Vec::new());
+        for ((rank, channel), (_, stream)) in come {
+            match channel {
+                Channel::Words => words.push(stream),
+                _ => watch.push((rank, stream)),
+            }
+        }
+        let said = if done.is_ok() { verdict(GO, &hosts.join("\n")) } else { verdict(ENDED, "") };
+        let told = words.iter().try_for_each(|mut stream| {
+            stream.set_nonblocking(false)?;
+            stream.write_all(&said)
+        });
+        done.map_err(failed)?;
+        // Who is gone now is the watch's to notice.
+        drop(told);
+        Ok(Met { hosts, watch, words })
+    }
+
+    /// Takes connections until all ranks have both of theirs.
+    fn wait_for_all(
+        &self,
+        hub: &Hub,
+        call: &Call,
+        file: &Path,
+        come: &mut BTreeMap<(usize, Channel), (Hello, TcpStream)>,
+    ) -> Result<(), RendezvousError> {
+        let size = self.place.size;
+        let directory = || self.directory.to_path_buf();
+        while come.len() < 2 * (size - 1) {
+            let next = hub.next().map_err(|error| RendezvousError::Listen { host: self.host.clone(), error })?;
+            if let Some((hello, stream)) = next {
+                let Hello { channel, rank, size: found, .. } = hello;
+                if channel == Channel::Probe {
+                    continue;
+                }
+                // Whoever is refused hears that there is no run.
+                let refused = || (&stream).write_all(&verdict(ENDED, ""));
+                if found != size || rank >= size {
+                    let _ = refused();
+                    let host = hello.host;
+                    return Err(RendezvousError::Size { rank, host, found, size, directory: directory() });
+                }
+                let earlier = match (rank, come.get(&(rank, channel))) {
+                    (0, _) => Some((call.pid, call.host.clone())),
+                    (_, earlier) => earlier.map(|(earlier, _)| (earlier.pid, earlier.host.clone())),
+                };
+                let second = (hello.pid, hello.host.clone());
+                // A process that did not hear the answer in time connects again.
+                if let Some(first) = earlier.filter(|first| *first != second) {
+                    let _ = refused();
+                    return Err(RendezvousError::Twice { rank, directory: directory(), first, second });
+                }
+                come.insert((rank, channel), (hello, stream));
+                continue;
+            }
+            // None of them has anything to say yet.
+            if let Some((hello, _)) = come.values().find(|(_, stream)| is_heard(stream)) {
+                let (rank, host) = (hello.rank, hello.host.clone());
+                return Err(RendezvousError::Gone { rank, host, size, directory: directory() });
+            }
+            match Call::read(file) {
+                Some(other) if other != *call => {
+                    let Call { pid, host, .. } = other;
+                    return Err(RendezvousError::Taken { directory: directory(), pid, host });
+                }
+                _ => {}
+            }
+            if self.is_over() {
+                let is_whole = |rank| [Channel::Watch, Channel::Words].iter().all(|&c| come.contains_key(&(rank, c)));
+                let missing = (1..size).filter(|&rank| !is_whole(rank)).collect();
+                let seconds = self.timeout.as_secs();
+                return Err(RendezvousError::Missing { missing, size, directory: directory(), seconds });
+            }
+            std::thread::sleep(TURN);
+        }
+        Ok(())
+    }
+
+    fn as_other(&self) -> Result<Met, RendezvousError> {
+        let file = self.place.file(self.directory);
+        let mut found: Option<(Call, WatchError)> = None;
+        loop {
+            if let Some(call) = Call::read(&file) {
+                match call.address.connect(&self.hello(Channel::Words)) {
+                    Ok(words) => {
+                        let watch = self.second_connection(&call, &words);
+                        return self.wait_for_first(call, watch, words);
+                    }
+                    // It may be what an earlier run left, until this one's first process has written its own.
+                    Err(error) => found = Some((call, error)),
+                }
+            }
+            if self.is_over() {
+                let (rank, host, directory) = (self.place.rank, self.host.clone(), self.directory.to_path_buf());
+                let seconds = self.timeout.as_secs();
+                return Err(match found {
+                    None => RendezvousError::NoFirst { rank, host, directory, seconds },
+                    Some((call, error)) => self.unreachable(call, error),
+                });
+            }
+            std::thread::sleep(TURN);
+        }
+    }
+
+    /// The connection for the watch, unless the first process has said by that for words that there is no run.
+    fn second_connection(&self, call: &Call, words: &TcpStream) -> Result<TcpStream, WatchError> {
+        loop {
+            match call.address.connect(&self.hello(Channel::Watch)) {
+                Err(WatchError::Join { .. }) if !self.is_over() && !is_heard(words) => std::thread::sleep(TURN),
+                done => return done,
+            }
+        }
+    }
+
+    fn unreachable(&self, call: Call, error: WatchError) -> RendezvousError {
+        RendezvousError::Unreachable {
+            rank: self.place.rank,
+            host: self.host.clone(),
+            directory: self.directory.to_path_buf(),
+            seconds: self.start.elapsed().as_secs(),
+            first_host: call.host,
+            first_pid: call.pid,
+            error: Box::new(error),
+        }
+    }
+
+    /// The first process has heard this one; now it waits for the others.
+    fn wait_for_first(
+        &self,
+        call: Call,
+        watch: Result<TcpStream, WatchError>,
+        mut words: TcpStream,
+    ) -> Result<Met, RendezvousError> {
+        let heard = words.set_read_timeout(Some(self.timeout + LAST_WORDS)).and_then(|()| heard(&mut words));
+        match heard {
+            Ok((GO, text)) => {
+                let hosts: Vec<String> = text.split('\n').map(String::from).collect();
+                match watch {
+                    Ok(watch) if hosts.len() == self.place.size => {
+                        Ok(Met { hosts, watch: vec![(0, watch)], words: vec![words] })
+                    }
+                    Ok(_) => Err(self.unreachable(call, WatchError::NoAddress)),
+                    Err(error) => Err(self.unreachable(call, error)),
+                }
+            }
+            Ok(_) => Err(RendezvousError::Ended),
+            Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
+                let host = call.address.hosts.first().copied().unwrap_or([0, 0, 0, 0].into());
+                Err(self.unreachable(call, WatchError::Join { host, error: ErrorKind::TimedOut.into() }))
+            }
+            Err(_) => {
+                let (size, directory) = (self.place.size, self.directory.to_path_buf());
+                Err(RendezvousError::Gone { rank: 0, host: call.host, size, directory })
+            }
+        }
+    }
+}
+
+/// What the first process says in the end, with its length.
+fn verdict(kind: u8, text: &str) -> Vec<u8> {
+    [&[kind][..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
+}
+
+fn heard(from: &mut TcpStream) -> Result<(u8, String), Error> {
+    let mut head = [0; 5];
+    from.read_exact(&mut head)?;
+    let mut text = vec![0; u32::from_le_bytes([head[1], head[2], head[3], head[4]]) as usize];
+    from.read_exact(&mut text)?;
+    Ok((head[0], String::from_utf8_lossy(&text).into_owned()))
+}
+
+/// Whether there is something to read, if it is only that the process at the other end is gone.
+fn is_heard(stream: &TcpStream) -> bool {
+    let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let back = stream.set_nonblocking(false);
+    match looked.and(back) {
+        Ok(()) => true,
+        Err(error) => ![ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &[(&str, &str)]) -> Result<Option<Place>, RendezvousError> {
+        Place::of(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
+    }
+
+    #[test]
+    fn launchers_say_who_a_process_is() {
+        let place = |rank, size, run: Option<&str>| {
+            let run = run.map(String::from);
+            Some(Place { rank, size, run, shared: None })
+        };
+        assert_eq!(of(&[("HOME", "/root")]).expect("nothing"), None);
+        assert_eq!(of(&[("RANK", "2"), ("WORLD_SIZE", "4")]).expect("a place"), place(2, 4, None));
+        // What mpirun says of a job's step counts, not what Slurm says of the process that it was started by.
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_JOB_ID", "9")];
+        let ompi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_NAMESPACE", "77")];
+        assert_eq!(of(&[&slurm[..], &ompi].concat()).expect("a place"), place(1, 2, Some("77")));
+        let step = [("SLURM_STEP_ID", "3"), ("SLURM_SUBMIT_DIR", "/home/u")];
+        let found = of(&[&slurm[..], &step].concat()).expect("a place").expect("a place");
+        assert_eq!((found.run.as_deref(), found.shared), (Some("9-3"), Some("/home/u/.altiplano-rendezvous".into())));
+        // A batch script is no step.
+        assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).expect("nothing"), None);
+        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "counted from 0")] {
+            let error = of(&[("RANK", rank), ("WORLD_SIZE", size)]).expect_err("it is refused").to_string();
+            assert!(error.contains(problem), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_of_runs_stay_in_the_directory() {
+        let place = Place { rank: 1, size: 2, run: Some("../a b/7".to_string()), shared: None };
+        assert_eq!(place.file(Path::new("d")), Path::new("d/rank-0-.._a_b_7"));
+    }
+
+    #[test]
+    fn calls_are_read_as_they_were_written() {
+        let address = Address { hosts: vec!["10.0.0.7".parse().expect("an address")], port: 4, token: [9; 16] };
+        let call = Call { address, pid: 17, host: "node-b".to_string() };
+        assert_eq!(Call::decode(&call.encode()), Some(call.clone()));
+        for cut in ["altiplano rendezvous 2", "", "altiplano rendezvous 1\n"] {
+            assert_eq!(Call::decode(cut), None);
+        }
+        let folder = std::env::temp_dir().join(format!("altiplano-call-{}", std::process::id()));
+        let file = folder.join("deeper/rank-0");
+        call.write(&file).expect("it is written");
+        assert_eq!(Call::read(&file), Some(call));
+        assert_eq!(std::fs::read_dir(folder.join("deeper")).expect("a folder").count(), 1);
+        std::fs::remove_dir_all(folder).expect("it goes");
+    }
+}
