@@ -214,8 +214,14 @@ impl CostModel for Roofline {
             Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter),
             Collective::AllGather { .. } => seconds(Operation::AllGather),
             Collective::AllToAll { .. } => seconds(Operation::AllToAll),
-            // Every device sends all that it has to one other.
-            Collective::Shift { .. } => seconds(Operation::SendReceive),
+            // Every device sends all that it has to one other. Between nodes a ring has the network for one device of a node, and who
+            // sends further shares it with the others of its node that do.
+            Collective::Shift { by, .. } => {
+                let by = by % link.devices;
+                let leave_node = by.min(link.devices - by).min(link.devices_on_node);
+                let sharing = if link.nodes > 1 { leave_node.max(1) } else { 1 };
+                collective::best(Operation::SendReceive, bytes.saturating_mul(sharing), link).seconds
+            }
             // Only the edges are sent, to neighbours, all at once; the block is copied.
             Collective::Halo { .. } => {
                 let edges = result_bytes.saturating_sub(operand_bytes);

@@ -398,15 +398,29 @@ fn ring_attention() {
     let auto = request(&graph, cluster());
     let (plan, programs) = chosen(&auto);
     let (gathering, _) = chosen(&Request { ring: Ring::None, ..auto.clone() });
-    let p = |plan: &Plan| (plan.predicted.step_time_s, plan.predicted.peak_bytes.clone());
-    println!("ring {:?}, gathered {:?}", p(&plan), p(&gathering));
-    for phase in [Phase::Forward, Phase::Backward] {
-        println!("{phase:?} {:?}", sent(&programs, phase));
-    }
+    let block = tokens / DEVICES * 3 * 128;
+    let rounds = 2 * found.len() * (DEVICES as usize - 1);
     for &[_, x] in &found {
         assert_eq!(parts_of(&plan, x), [1, DEVICES, 1]);
     }
-    let _ = attentions;
+    assert_eq!(count(&sent(&programs, Phase::Forward), "shift", block), rounds);
+    // Keys and values go round again, and their gradients home.
+    assert_eq!(count(&sent(&programs, Phase::Backward), "shift", block), 2 * rounds);
+    let bodies = programs.programs.iter().flat_map(|p| &p.bodies);
+    let of_tokens = bodies.filter(|b| b.phase != Phase::Update).flat_map(|b| &b.graph.nodes);
+    let largest = of_tokens.filter(|n| !n.ty.shape.ends_with(&[tokens / DEVICES])).map(|n| n.ty.elements()).max();
+    assert_eq!(largest, Some(block), "keys and values are there in blocks");
+    // With keys gathered before they are used a step takes longer, and a device holds more.
+    let gathered = sent(&altiplano_planner::programs(&gathering).expect("programs"), Phase::Forward);
+    assert_eq!(count(&gathered, "all_gather", block * DEVICES), 2 * found.len(), "{gathered:?}");
+    assert!(plan.predicted.step_time_s < gathering.predicted.step_time_s);
+    assert!(plan.predicted.peak_bytes < gathering.predicted.peak_bytes);
+    println!("{:?} {:?}", plan.predicted.peak_bytes, gathering.predicted.peak_bytes);
+    // By hand it is the graph with blocks, split.
+    let (by_hand, found) = attentions(tokens, DEVICES);
+    let pins: Vec<(ValueId, &[u64])> =
+        found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
+    assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
 }
 
 /// Samples are split, and so are the experts: tokens travel to their experts and back (Lepikhin et al. 2021).

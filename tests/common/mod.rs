@@ -8,6 +8,7 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Goal, Offload, Plan, Schedule, Update};
 use altiplano::planner::Silent;
+use altiplano::planner::rings::Ring;
 use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;
@@ -196,6 +197,9 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     };
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
+    }
+    if let Some(blocks) = number("ring") {
+        request.ring = Ring::Blocks(blocks.into());
     }
     if has("offload") {
         request.offload = Some(Offload::Optimizer);

@@ -49,7 +49,7 @@ pub fn ring_attention(
     let q = reshape(g, q, &grouped([b, blocks, rows, kv, group, d]))?;
     let k = reshape(g, k, &[b, blocks, columns, kv, width])?;
     let v = reshape(g, v, &[b, blocks, columns, kv, value_width])?;
-    let mask = match mask {
+    let mut mask = match mask {
         Some(mask) => Some(blocks_of_mask(g, mask, [b, heads, s, t], [kv, group, blocks])?),
         None => None,
     };
@@ -66,17 +66,15 @@ pub fn ring_attention(
         lhs_contract: vec![last],
         rhs_contract: vec![2],
     };
-    let around = |g: &mut Graph, x: ValueId, round: u64| match round {
-        0 => Ok(x),
-        by => g.push(Op::Roll(Roll { dim: 1, by }), &[x]),
-    };
+    // What the neighbour has.
+    let around = |g: &mut Graph, x: ValueId| g.push(Op::Roll(Roll { dim: 1, by: 1 }), &[x]);
     let mut mixed: Option<Mixed> = None;
     let mut next = (k, v);
     for round in 0..blocks {
         let (keys, values) = next;
         // They are on their way while this round is computed.
         if round + 1 < blocks {
-            next = (around(g, k, round + 1)?, around(g, v, round + 1)?);
+            next = (around(g, keys)?, around(g, values)?);
         }
         let scores = g.push(Op::DotGeneral(of_keys.clone()), &[q, keys])?;
         let mut scores = scaled(g, scores, scale)?;
@@ -85,8 +83,10 @@ pub fn ring_attention(
             scores = masked(g, scores, seen)?;
         }
         let mut bounded = false;
-        if let Some(mask) = mask {
-            let of_block = if g.shape(mask)[1] == 1 { mask } else { around(g, mask, round)? };
+        if let Some(of_block) = mask {
+            if round + 1 < blocks && g.shape(of_block)[1] > 1 {
+                mask = Some(around(g, of_block)?);
+            }
             scores = match g.ty(of_block).dtype {
                 DType::Bool => masked(g, scores, of_block)?,
                 _ => {
