@@ -149,8 +149,8 @@ fn fused_attention_trains_as_on_the_cpu_runtime() {
 #[test]
 fn rings_of_attention_train_as_on_the_cpu_runtime() {
     let scratch = Scratch::new();
-    let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24").replace("\"n_head\": 2", "\"n_head\": 1");
-    let import = ImportOptions { batch: Some(2), sequence: Some(24), ..ImportOptions::default() };
+    let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 96").replace("\"n_head\": 2", "\"n_head\": 1");
+    let import = ImportOptions { batch: Some(2), sequence: Some(96), ..ImportOptions::default() };
     let model = Model { file: PathBuf::from(scratch.file("gpt2.json", &one_head)), import };
     for (words, rounds) in [("dgx-h100/2 dp1 tp2 pp1 ring2 sgd", 2), ("dgx-h100/4 dp1 tp4 pp1 ring4 sgd", 4)] {
         trains_alike(&model, words, 0..2);

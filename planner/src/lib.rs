@@ -79,11 +79,12 @@ fn planned(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
+    let in_blocks = rings::asked_for(request)?;
+    let request = in_blocks.as_ref().unwrap_or(request);
     if let Some(over) = request.servers {
         return servers::planned(request, over, costs, progress);
     }
-    let aimed = target::aimed(request)?;
-    let request = &rings::asked_for(&aimed)?.unwrap_or(aimed);
+    let request = &target::aimed(request)?;
     let mut padded = padded(request);
     // What hardly grows costs next to nothing, is faster on tensor cores, and spares a second search where models are large.
     let better = request.graph.len() > LARGE_MODEL || has_gpus(request);

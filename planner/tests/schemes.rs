@@ -415,7 +415,12 @@ fn ring_attention() {
     assert_eq!(count(&gathered, "all_gather", block * DEVICES), 2 * found.len(), "{gathered:?}");
     assert!(plan.predicted.step_time_s < gathering.predicted.step_time_s);
     assert!(plan.predicted.peak_bytes < gathering.predicted.peak_bytes);
-    println!("{:?} {:?}", plan.predicted.peak_bytes, gathering.predicted.peak_bytes);
+    // Between what the two hold there is a plan with a ring alone.
+    let mut small = auto.clone();
+    small.cluster.groups[0].device.memory_bytes =
+        u64::midpoint(plan.predicted.peak_bytes[0], gathering.predicted.peak_bytes[0]);
+    assert!(altiplano_planner::plan(&Request { ring: Ring::None, ..small.clone() }, &Silent).is_err());
+    assert_eq!(chosen(&small).0.predicted.peak_bytes, plan.predicted.peak_bytes);
     // By hand it is the graph with blocks, split.
     let (by_hand, found) = attentions(tokens, DEVICES);
     let pins: Vec<(ValueId, &[u64])> =
