@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// Families of terms whose threads are the devices of a group.
-const COLLECTIVES: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo"];
+const COLLECTIVES: [&str; 6] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo", "shift"];
 
 /// What the families of collectives among several nodes end with.
 const ACROSS: &str = "_across";

@@ -276,7 +276,7 @@ impl Simulation {
                                 Collective::ReduceScatter { .. } => Operation::ReduceScatter,
                                 Collective::AllGather { .. } => Operation::AllGather,
                                 Collective::AllToAll { .. } => Operation::AllToAll,
-                                Collective::Halo { .. } => Operation::SendReceive,
+                                Collective::Halo { .. } | Collective::Shift { .. } => Operation::SendReceive,
                                 _ => Operation::AllReduce,
                             };
                             let sent = *operand.max(result);

@@ -308,6 +308,22 @@ fn pins_of_what_is_not_there() {
     }
 }
 
+#[test]
+fn rings_that_cannot_be() {
+    let cases = [
+        ("some", "expected a number of blocks, auto or none"),
+        ("1", "must be between 2 and 64"),
+        ("65", "must be between 2 and 64"),
+        // Positions are a power of two.
+        ("63", "what no attention of the model can be cut into"),
+    ];
+    for (blocks, expected) in cases {
+        for command in ["plan", "run", "verify"] {
+            refused(&[command, DEMO, "--ring", blocks], &["--ring", expected]);
+        }
+    }
+}
+
 /// On GPUs attention keeps no scores; here it would keep more of them than any machine has room for.
 #[test]
 fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {

@@ -50,6 +50,9 @@ fn plans_train_on_gpus_as_on_the_cpu() {
 fn plans_with_fused_attention_train_on_a_gpu_as_on_the_cpu() {
     let long = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24");
     trains(1, (&long, 24), &["dgx-h100/1 micro2"]);
+    // And around a ring, each of whose rounds is one.
+    let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 48").replace("\"n_head\": 2", "\"n_head\": 1");
+    trains(2, (&one_head, 48), &["dgx-h100/2 dp1 tp2 pp1 ring2"]);
 }
 
 fn trains_alike(gpus: u32, plans: &[&str]) {

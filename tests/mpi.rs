@@ -417,7 +417,7 @@ fn links_are_measured_by_ranks_and_used() {
         let series = profile.series.iter().filter(|series| series.family == family);
         series.map(|series| (series.threads, series.seconds.clone())).collect()
     };
-    for family in ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo"] {
+    for family in ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo", "shift"] {
         let (threads, ranks) = (of(&before, family), of(&after, family));
         assert_eq!(ranks.iter().map(|r| r.0).collect::<Vec<_>>(), [2], "{family}");
         assert_ne!(threads, ranks, "{family} is of ranks");

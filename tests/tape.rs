@@ -5,8 +5,9 @@ mod common;
 
 use altiplano::ImportOptions;
 use altiplano::ir::cluster::DeviceKind;
+use altiplano::ir::kernels::{Kernel, KernelKind};
 use altiplano::ir::plan::Plan;
-use altiplano::ir::program::Programs;
+use altiplano::ir::program::{Phase, Programs};
 use altiplano::ir::storage::launched;
 use altiplano::planner::memory::LaneMemory;
 use altiplano::planner::programs;
@@ -144,6 +145,34 @@ fn fused_attention_trains_as_on_the_cpu_runtime() {
 }
 
 /// Experts of which each device has some take their part of what all devices hold, inside of the kernels over tiles that they are.
+/// Every round of a ring is a kernel of its own, which never writes its scores, and a message of its own beside the round before.
+#[test]
+fn rings_of_attention_train_as_on_the_cpu_runtime() {
+    let scratch = Scratch::new();
+    let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 96").replace("\"n_head\": 2", "\"n_head\": 1");
+    let import = ImportOptions { batch: Some(2), sequence: Some(96), ..ImportOptions::default() };
+    let model = Model { file: PathBuf::from(scratch.file("gpt2.json", &one_head)), import };
+    for (words, rounds) in [("dgx-h100/2 dp1 tp2 pp1 ring2 sgd", 2), ("dgx-h100/4 dp1 tp4 pp1 ring4 sgd", 4)] {
+        trains_alike(&model, words, 0..2);
+        let plan = planned(&model.file, &model.import, words).expect("a plan");
+        for program in &programs(&plan).expect("programs").programs {
+            let ordered = ordered(program, 1);
+            let in_phase = |phase: Phase, fits: &dyn Fn(&Kernel) -> bool| {
+                let of_phase = program.bodies.iter().zip(&ordered).filter(|(b, _)| b.phase == phase);
+                of_phase.flat_map(|(_, kernels)| kernels).filter(|k| fits(k)).count()
+            };
+            let attends = |k: &Kernel| matches!(k.kind, KernelKind::Attention { .. });
+            assert_eq!(in_phase(Phase::Forward, &attends), 2 * rounds, "{words}");
+            assert_eq!(in_phase(Phase::Backward, &attends), 2 * rounds, "{words}");
+        }
+        for tape in tapes(&plan) {
+            let exchanges = tape.commands.iter().filter(|c| matches!(c.what, What::Exchange { .. })).count();
+            // Of keys and values forward and backward, and of the gradients of both.
+            assert_eq!(exchanges, 2 * 3 * 2 * (rounds - 1), "{words}");
+        }
+    }
+}
+
 #[test]
 #[ignore = "slow: the host interprets each product of 512 tokens"]
 fn experts_that_are_split_train_as_on_the_cpu_runtime() {

@@ -105,7 +105,7 @@ fn launches(op: &Op, operands: &[&TensorType]) -> f64 {
             let inside = graph.values().filter(|&v| !body.is_constant(v));
             inside.map(|v| launches(&graph.node(v).op, &graph.operand_types(v))).sum()
         }),
-        Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => 1.0 / OPS_PER_FUSED_KERNEL,
+        Op::Transpose(_) | Op::Reverse(_) | Op::Roll(_) | Op::Slice(_) | Op::Pad(_) => 1.0 / OPS_PER_FUSED_KERNEL,
         op if op.is_elementwise() => 1.0 / OPS_PER_FUSED_KERNEL,
         Op::ArgSort(_) => operands.iter().map(|t| t.dtype.bytes()).sum::<u64>() as f64,
         _ => 1.0,
@@ -154,7 +154,7 @@ impl CostModel for Roofline {
             Op::BitcastConvert(_) | Op::ReducePrecision(_) => self.fused_s(largest + written),
             Op::Threefry(_) => self.memory_s(THREEFRY_TENSORS * written) + self.fused_s(written),
             // Matmuls read operands in either order, and other readers index through a transpose, a slice or a pad.
-            Op::Transpose(_) | Op::Reverse(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
+            Op::Transpose(_) | Op::Reverse(_) | Op::Roll(_) | Op::Slice(_) | Op::Pad(_) => self.fused_s(2.0 * written),
             Op::Reduce(_) | Op::Cumulative(_) => self.launched(self.memory_s(read + written)),
             // A radix sort: each byte of a key is a pass that reads and writes keys and positions.
             Op::ArgSort(_) => {
@@ -214,6 +214,14 @@ impl CostModel for Roofline {
             Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter),
             Collective::AllGather { .. } => seconds(Operation::AllGather),
             Collective::AllToAll { .. } => seconds(Operation::AllToAll),
+            // Every device sends all that it has to one other. Between nodes a ring has the network for one device of a node, and who
+            // sends further shares it with the others of its node that do.
+            Collective::Shift { by, .. } => {
+                let by = by % link.devices;
+                let leave_node = by.min(link.devices - by).min(link.devices_on_node);
+                let sharing = if link.nodes > 1 { leave_node.max(1) } else { 1 };
+                collective::best(Operation::SendReceive, bytes.saturating_mul(sharing), link).seconds
+            }
             // Only the edges are sent, to neighbours, all at once; the block is copied.
             Collective::Halo { .. } => {
                 let edges = result_bytes.saturating_sub(operand_bytes);

@@ -383,6 +383,7 @@ fn aggregate(graph: &Graph, v: ValueId, kinds: &[Aggregate], counts: &[Option<u6
         {
             Aggregate::Mixed
         }
+        Op::Roll(op) if node.batch_dims >> op.dim & 1 == 1 => Aggregate::Mixed,
         Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
         // Looking up one sample's value at a place that another says (the edges of a graph).
         Op::Gather(op) if indexes_batch(&op.dims, graph.node(node.operands[0])) => Aggregate::Mixed,

@@ -80,6 +80,7 @@ pub fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> 
                 let neutral = reducer.neutral(ty.dtype);
                 Tensor::splat(ty, neutral)
             }
+            Collective::Shift { by, .. } => members[((me + by % n) % n) as usize].clone(),
             Collective::Halo { dim, low, high, reducer, .. } => {
                 let (dim, whole) = (*dim as usize, join(&members, *dim as usize, 1));
                 let block = members[0].shape()[dim];

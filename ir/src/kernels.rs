@@ -10,7 +10,8 @@
 //! products that consume it are one kernel, which never writes the large values (Dao et al. 2022, FlashAttention).
 //!
 //! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
-//! own, out of a reduction that needs every row). A kernel is a connected set of nodes of one level, so kernels never
+//! own, out of a reduction that needs every row, and where rows of several products that grow are combined, as the rounds of a
+//! ring of attention are, which are kernels of their own). A kernel is a connected set of nodes of one level, so kernels never
 //! depend on each other in a circle.
 
 use crate::dtype::DType;
@@ -223,10 +224,7 @@ fn with_products_fused(
     for v in graph.values().filter(|v| computes(roles[v.index()]) && !written.contains(v)) {
         let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
         let is_large = match (&graph.node(v).op, roles[v.index()]) {
-            (Op::DotGeneral(dot), _) => {
-                let [lhs, rhs] = [0, 1].map(|i| graph.shape(graph.node(v).operands[i]));
-                dot.grows(lhs, rhs, graph.shape(v))
-            }
+            (Op::DotGeneral(_), _) => grows(graph, v),
             (_, Role::Map) => operands.iter().any(|&o| large.contains(&o) && elements(o) == elements(v)),
             _ => false,
         };
@@ -353,6 +351,12 @@ fn with_products_fused(
     kept.chain(fused).collect()
 }
 
+/// Whether a value is a product that is larger than its factors ([`crate::op::DotGeneral::grows`]).
+fn grows(graph: &Graph, v: ValueId) -> bool {
+    let shape = |i: usize| graph.shape(graph.node(v).operands[i]);
+    matches!(&graph.node(v).op, Op::DotGeneral(dot) if dot.grows(shape(0), shape(1), graph.shape(v)))
+}
+
 fn computes(role: Role) -> bool {
     matches!(role, Role::Map | Role::Row | Role::Reduction | Role::Alone)
 }
@@ -448,6 +452,8 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> 
         }
         at
     }
+    // The product that grows of which a kernel's value is made.
+    let mut made_of: Vec<Option<ValueId>> = vec![None; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         let alone = roles[v.index()] == Role::Alone;
         let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
@@ -455,6 +461,21 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> 
         for o in operands.iter().filter(|o| computes(roles[o.index()])) {
             let barrier = alone || matches!(roles[o.index()], Role::Alone | Role::Reduction);
             at = at.max(level[o.index()] + u32::from(barrier));
+        }
+        if grows(graph, v) {
+            made_of[v.index()] = Some(v);
+        } else if !alone {
+            let here = |o: &&ValueId| roles[o.index()] == Role::Alone || level[o.index()] == at;
+            let mut of: Vec<ValueId> = operands.iter().filter(here).filter_map(|o| made_of[o.index()]).collect();
+            of.dedup();
+            match of[..] {
+                [first, second, ..]
+                    if graph.ty(v).elements() < graph.ty(first).elements().max(graph.ty(second).elements()) =>
+                {
+                    at += 1
+                }
+                _ => made_of[v.index()] = of.first().copied(),
+            }
         }
         level[v.index()] = at;
         if alone {

@@ -68,7 +68,7 @@ fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
             g.reshape(part, &[2, 3, 5, 4])
         })
         .collect();
-    let attended = g.emit(Function::Attention { scale: Real(0.5), causal: true }.into(), &parts);
+    let attended = g.emit(Function::Attention { scale: Real(0.5), causal: true, blocks: 1 }.into(), &parts);
     let attended = g.reshape(attended, &[2, 3, 20]);
     let wo = parameter(g, "wo", &[20, 20]);
     let out = matmul(g, attended, wo, 0);

@@ -34,6 +34,8 @@ pub enum Collective {
     /// Each device gets its block of `dim` with the `low` elements before it and the `high` ones after it, from as many
     /// neighbours as hold them; beyond the ends of the dimension there is the reducer's neutral element.
     Halo { axes: Vec<AxisId>, dim: u8, low: u64, high: u64, reducer: Reducer },
+    /// Each device gets what the device `by` places after it in its group has, the first following the last: a round of a ring.
+    Shift { axes: Vec<AxisId>, by: u64 },
 }
 
 impl Collective {
@@ -45,7 +47,8 @@ impl Collective {
             | Collective::AllToAll { axes, .. }
             | Collective::LocalSlice { axes, .. }
             | Collective::KeepFirst { axes, .. }
-            | Collective::Halo { axes, .. } => axes,
+            | Collective::Halo { axes, .. }
+            | Collective::Shift { axes, .. } => axes,
         }
     }
 
@@ -63,6 +66,7 @@ impl Collective {
             Collective::LocalSlice { .. } => "local_slice",
             Collective::KeepFirst { .. } => "keep_first",
             Collective::Halo { .. } => "halo",
+            Collective::Shift { .. } => "shift",
         }
     }
 
@@ -84,7 +88,10 @@ impl Collective {
                 [unless(is_run(split_dim, split_outer), all(operand)), unless(joined, all(&result))]
             }
             Collective::Halo { .. } => [0, all(operand).saturating_mul(mesh.product(self.axes()))],
-            Collective::AllReduce { .. } | Collective::LocalSlice { .. } | Collective::KeepFirst { .. } => [0, 0],
+            Collective::AllReduce { .. }
+            | Collective::LocalSlice { .. }
+            | Collective::KeepFirst { .. }
+            | Collective::Shift { .. } => [0, 0],
         }
     }
 
@@ -93,7 +100,7 @@ impl Collective {
         let n = mesh.product(self.axes());
         let mut shape = operand.to_vec();
         match self {
-            Collective::AllReduce { .. } | Collective::KeepFirst { .. } => {}
+            Collective::AllReduce { .. } | Collective::KeepFirst { .. } | Collective::Shift { .. } => {}
             Collective::ReduceScatter { dim, .. } | Collective::LocalSlice { dim, .. } => shape[*dim as usize] /= n,
             Collective::AllGather { dim, .. } => shape[*dim as usize] = shape[*dim as usize].saturating_mul(n),
             Collective::AllToAll { split_dim, concat_dim, .. } => {

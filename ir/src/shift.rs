@@ -5,6 +5,9 @@
 //! stop it; an exported graph no longer says so). That is found by following the derivative with respect to the
 //! maximum forwards: it is a constant along differences, a constant times the value itself through an exponential,
 //! its sums and products, and a constant again behind a logarithm. Where it cancels on every path, it is zero.
+//!
+//! So it is for maxima of maxima, by which parts of a softmax are brought to one scale before they are added: what depends on
+//! one of them through another that does not matter does not depend on it.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Binary, Op, Reducer, Unary};
@@ -36,13 +39,22 @@ struct Dependent {
 /// For each value whether it is a maximum on which nothing depends, as far as derivatives are concerned.
 pub fn irrelevant_maxima(graph: &Graph) -> Vec<bool> {
     let users = graph.users();
-    let is_maximum = |v: ValueId| matches!(&graph.node(v).op, Op::Reduce(r) if r.reducer == Reducer::Max);
-    graph.values().map(|v| is_maximum(v) && graph.ty(v).dtype.is_float() && cancels(graph, &users, v)).collect()
+    let is_maximum = |v: ValueId| match &graph.node(v).op {
+        Op::Reduce(r) => r.reducer == Reducer::Max,
+        Op::Binary(op) => *op == Binary::Maximum,
+        _ => false,
+    };
+    let mut irrelevant = vec![false; graph.len()];
+    for v in graph.values().rev().filter(|&v| is_maximum(v) && graph.ty(v).dtype.is_float()) {
+        irrelevant[v.index()] = cancels(graph, &users, v, &irrelevant);
+    }
+    irrelevant
 }
 
-/// Whether the derivative with respect to `maximum` vanishes on every path.
-fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId) -> bool {
-    let rows = (0..graph.shape(maximum).len()).map(Some).collect();
+/// Whether the derivative with respect to `maximum` vanishes on every path, where later ones are known that are `irrelevant`.
+fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId, irrelevant: &[bool]) -> bool {
+    // Along a dimension of one element there is one row.
+    let rows = graph.shape(maximum).iter().enumerate().map(|(d, &size)| (size > 1).then_some(d)).collect();
     let mut dependents = BTreeMap::from([(maximum, Dependent { slope: Slope::Constant(1.0), rows })]);
     // Users come after what they use, so the next one in order has all its dependent operands decided.
     let mut pending: std::collections::BTreeSet<ValueId> = users[maximum.index()].iter().copied().collect();
@@ -50,6 +62,9 @@ fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId) -> bool {
         return false;
     }
     while let Some(v) = pending.pop_first() {
+        if irrelevant[v.index()] {
+            continue;
+        }
         match derivative(graph, &dependents, graph.node(v)) {
             None => return false,
             Some(d) if d.slope.is_zero() => {}
@@ -105,6 +120,26 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
             let d = of(0)?;
             let within_rows = r.dims.iter().all(|&dim| d.rows[dim].is_none());
             let rows = (0..d.rows.len()).filter(|dim| !r.dims.contains(dim)).map(|dim| d.rows[dim]).collect();
+            match d.slope {
+                Proportional(_) if within_rows => Some(Dependent { slope: d.slope, rows }),
+                _ => None,
+            }
+        }
+        // A sum of products with what does not depend on the maximum.
+        Op::DotGeneral(dot) => {
+            let (d, batch, contract, first) = match (of(0), of(1)) {
+                (Some(d), None) => (d, &dot.lhs_batch, &dot.lhs_contract, true),
+                (None, Some(d)) => (d, &dot.rhs_batch, &dot.rhs_contract, false),
+                _ => return None,
+            };
+            let rank = |i: usize| graph.shape(node.operands[i]).len();
+            let free = |dims: Vec<usize>, own: bool| {
+                dims.into_iter().map(|dim| if own { d.rows[dim] } else { None }).collect::<Vec<_>>()
+            };
+            let mut rows: Vec<Option<usize>> = batch.iter().map(|&dim| d.rows[dim]).collect();
+            rows.extend(free(dot.lhs_free(rank(0)), first));
+            rows.extend(free(dot.rhs_free(rank(1)), !first));
+            let within_rows = contract.iter().all(|&dim| d.rows[dim].is_none());
             match d.slope {
                 Proportional(_) if within_rows => Some(Dependent { slope: d.slope, rows }),
                 _ => None,

@@ -37,6 +37,7 @@ pub fn across_nodes(collective: &Collective) -> Option<&'static str> {
         Collective::AllGather { .. } => "all_gather_across",
         Collective::AllToAll { .. } => "all_to_all_across",
         Collective::Halo { .. } => "halo_across",
+        Collective::Shift { .. } => "shift_across",
         Collective::LocalSlice { .. } | Collective::KeepFirst { .. } => return None,
     })
 }

@@ -25,6 +25,7 @@ pub mod offload;
 pub mod predict;
 pub mod refine;
 pub mod request;
+pub mod rings;
 pub mod servers;
 pub mod sweep;
 pub mod target;
@@ -78,6 +79,8 @@ fn planned(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
+    let in_blocks = rings::asked_for(request)?;
+    let request = in_blocks.as_ref().unwrap_or(request);
     if let Some(over) = request.servers {
         return servers::planned(request, over, costs, progress);
     }
@@ -130,6 +133,23 @@ fn planned_among(
             let layered = |count: u32| sizes.at(count);
             let choice = choose(&larger, &freedom, costs, &layered, progress);
             found.push(Choice { plan: choice.plan.map(|plan| with_padding(plan, padding)), ..choice });
+        }
+        // Of the better graph with its keys gathered, whether they had better go around a ring.
+        let best = best_of(&found);
+        let (base, padding) = match best.checked_sub(1).and_then(|at| padded.get(at)) {
+            Some((larger, padding)) => (Request { offload: request.offload, ..larger.clone() }, Some(padding)),
+            None => (request.clone(), None),
+        };
+        if !progress.stopped()
+            && let Some(ringed) = rings::variant(&base, &found[best].plan)
+        {
+            let sizes = Sizes::new(&ringed);
+            let layered = |count: u32| sizes.at(count);
+            let mut choice = choose(&ringed, &freedom, costs, &layered, progress);
+            if let Some(padding) = padding {
+                choice.plan = choice.plan.map(|plan| with_padding(plan, padding));
+            }
+            found.push(choice);
         }
         // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
         let several = request.cluster.groups.len() > 1;
@@ -210,6 +230,12 @@ struct Choice {
     baselines: Vec<Alternative>,
     /// Plans of the search that were not chosen.
     others: Vec<Plan>,
+}
+
+/// Of choices, that of the fastest plan; the first where none has a plan.
+fn best_of(choices: &[Choice]) -> usize {
+    let step_s = |c: &Choice| c.plan.as_ref().map_or(f64::INFINITY, |plan| plan.predicted.step_time_s);
+    (0..choices.len()).min_by(|&a, &b| step_s(&choices[a]).total_cmp(&step_s(&choices[b]))).unwrap_or(0)
 }
 
 /// The best of choices of the same request, each on other groups, with the better of their lines; the first failure where all fail.

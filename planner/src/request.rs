@@ -1,6 +1,7 @@
 //! What the user asks of the planner, and why it may say no.
 
 use crate::cache::Cache;
+use crate::rings::{self, Ring};
 use altiplano_cost_models::catalogue::fuses_attention;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
@@ -26,6 +27,8 @@ pub struct Request {
     pub reduction: Option<Reduction>,
     /// Whether sizes that devices do not divide may be made larger (see [`altiplano_ir::padding`]).
     pub pad: bool,
+    /// Whether attention may go around a ring (see [`crate::rings`]).
+    pub ring: Ring,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
     pub global_batch: Option<u64>,
@@ -80,6 +83,7 @@ impl Request {
             stop_gradients: Vec::new(),
             reduction: None,
             pad: true,
+            ring: Ring::Auto,
             cluster,
             global_batch: None,
             microbatch: None,
@@ -111,7 +115,7 @@ impl Request {
     /// when it was made no plan says.
     pub fn of_plan(plan: &Plan) -> Self {
         let (graph, stop_gradients) = plan.own();
-        let mut request = Request::new(plan.model.clone(), graph.clone(), plan.loss, plan.cluster.clone());
+        let mut request = Request::new(plan.model.clone(), rings::without(graph), plan.loss, plan.cluster.clone());
         request.stop_gradients = stop_gradients.to_vec();
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);

@@ -7,7 +7,8 @@ use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
-use altiplano_ir::op::{Cumulative, Direction, DotGeneral, Input, Op, Parameter, Reducer, Unary};
+use altiplano_ir::literal::Real;
+use altiplano_ir::op::{Cumulative, Direction, DotGeneral, Function, Input, Op, Parameter, Reducer, Unary};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Storage};
 use altiplano_ir::program::{Phase, Programs};
@@ -15,6 +16,7 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use altiplano_planner::rings::Ring;
 use altiplano_planner::{Request, Silent, plan, programs};
 
 const DEVICES: u64 = 4;
@@ -361,6 +363,69 @@ fn context_parallelism() {
     let of_scores = scores.iter().map(|&s| (s, &[1, DEVICES, 1, 1][..]));
     let pins: Vec<(ValueId, &[u64])> = of_scores.chain(kept.iter().map(|&x| (x, &[1, DEVICES, 1][..]))).collect();
     assert_priced_alike(&request, &plan, &pins);
+}
+
+/// Layers of causal attention with as many keys as queries, of more devices than heads, and for each the attention and what it adds.
+fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
+    let (heads, size) = (3, 128);
+    let width = heads * size;
+    let mut g = Graph::new("attention");
+    let mut x = input(&mut g, "x", &[1, tokens, width]);
+    let mut found = Vec::new();
+    for i in 0..2 {
+        let [q, k, v, o] = ["q", "k", "v", "o"].map(|n| weight(&mut g, &format!("{n}{i}"), &[width, width]));
+        let operands = [q, k, v].map(|w| {
+            let y = project(&mut g, x, w);
+            g.reshape(y, &[1, tokens, heads, size])
+        });
+        let scale = Real((size as f64).sqrt().recip());
+        let mixed = g.emit(Function::Attention { scale, causal: true, blocks }.into(), &operands);
+        let joined = g.reshape(mixed, &[1, tokens, width]);
+        let y = project(&mut g, joined, o);
+        x = g.add(x, y);
+        found.push([mixed, x]);
+    }
+    let loss = mean_square(&mut g, x);
+    (batched(g, loss), found)
+}
+
+/// One long sample and as many keys as queries: these go around a ring beside what is computed (Liu et al. 2023), so that no device
+/// ever has all of them.
+#[test]
+fn ring_attention() {
+    let tokens = 32768;
+    let (graph, found) = attentions(tokens, 1);
+    let auto = request(&graph, cluster());
+    let (plan, programs) = chosen(&auto);
+    let (gathering, _) = chosen(&Request { ring: Ring::None, ..auto.clone() });
+    let block = tokens / DEVICES * 3 * 128;
+    let rounds = 2 * found.len() * (DEVICES as usize - 1);
+    for &[_, x] in &found {
+        assert_eq!(parts_of(&plan, x), [1, DEVICES, 1]);
+    }
+    assert_eq!(count(&sent(&programs, Phase::Forward), "shift", block), rounds);
+    // Keys and values go round again, and their gradients home.
+    assert_eq!(count(&sent(&programs, Phase::Backward), "shift", block), 2 * rounds);
+    let bodies = programs.programs.iter().flat_map(|p| &p.bodies);
+    let of_tokens = bodies.filter(|b| b.phase != Phase::Update).flat_map(|b| &b.graph.nodes);
+    let largest = of_tokens.filter(|n| !n.ty.shape.ends_with(&[tokens / DEVICES])).map(|n| n.ty.elements()).max();
+    assert_eq!(largest, Some(block), "keys and values are there in blocks");
+    // With keys gathered before they are used a step takes longer, and a device holds more.
+    let gathered = sent(&altiplano_planner::programs(&gathering).expect("programs"), Phase::Forward);
+    assert_eq!(count(&gathered, "all_gather", block * DEVICES), 2 * found.len(), "{gathered:?}");
+    assert!(plan.predicted.step_time_s < gathering.predicted.step_time_s);
+    assert!(plan.predicted.peak_bytes < gathering.predicted.peak_bytes);
+    // Between what the two hold there is a plan with a ring alone.
+    let mut small = auto.clone();
+    small.cluster.groups[0].device.memory_bytes =
+        u64::midpoint(plan.predicted.peak_bytes[0], gathering.predicted.peak_bytes[0]);
+    assert!(altiplano_planner::plan(&Request { ring: Ring::None, ..small.clone() }, &Silent).is_err());
+    assert_eq!(chosen(&small).0.predicted.peak_bytes, plan.predicted.peak_bytes);
+    // By hand it is the graph with blocks, split.
+    let (by_hand, found) = attentions(tokens, DEVICES);
+    let pins: Vec<(ValueId, &[u64])> =
+        found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
+    assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
 }
 
 /// Samples are split, and so are the experts: tokens travel to their experts and back (Lepikhin et al. 2021).

@@ -91,6 +91,13 @@ impl Member<'_> {
         Ok(())
     }
 
+    /// To which member a shift by so many places takes what this one has, and from which this one gets what it then has.
+    fn shifted(&self, by: u64) -> (usize, usize) {
+        let n = self.ranks.len();
+        let by = (by % n as u64) as usize;
+        ((self.me + n - by) % n, (self.me + by) % n)
+    }
+
     /// Runs a collective on the operand of `shape`. Where `in_place`, the operand's storage becomes the result.
     pub fn run(
         &mut self,
@@ -178,6 +185,38 @@ impl Member<'_> {
                 let mut result = own(operand, class, in_place)?;
                 if self.me != 0 {
                     fill_neutral(&mut result, *reducer, dtype);
+                }
+                Ok(result)
+            }
+            Collective::Shift { by, .. } => {
+                // Each lends what it has to one and copies what another lends.
+                let mut result = arena.allocate(class, elements)?;
+                let (to, from) = self.shifted(*by);
+                if from == self.me {
+                    with_width!(class, T => result.slice_mut::<T>().copy_from_slice(operand.slice::<T>()));
+                    return Ok(result);
+                }
+                let payload = match self.mailbox.copies() {
+                    true => Payload::Words(operand.words().to_vec()),
+                    false => Payload::Shared(operand.clone()),
+                };
+                self.mailbox.send(self.ranks[to], Tag::Collective, payload);
+                match self.mailbox.receive(self.ranks[from], Tag::Collective)? {
+                    Payload::Shared(lent) => {
+                        with_width!(class, T => result.slice_mut::<T>().copy_from_slice(lent.slice::<T>()));
+                    }
+                    Payload::Words(words) => {
+                        let bytes = bytemuck::cast_slice::<u64, u8>(&words);
+                        expect_bytes(bytes, operand.bytes())?;
+                        result.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(&bytes[..operand.bytes()]);
+                    }
+                    Payload::Lent(_) | Payload::Done => return Err(KernelError::Disconnected),
+                }
+                if !self.mailbox.copies() {
+                    self.mailbox.send(self.ranks[from], Tag::Collective, Payload::Done);
+                    let Payload::Done = self.mailbox.receive(self.ranks[to], Tag::Collective)? else {
+                        return Err(KernelError::Disconnected);
+                    };
                 }
                 Ok(result)
             }

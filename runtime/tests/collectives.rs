@@ -64,6 +64,9 @@ fn collectives_agree_with_the_interpreter() {
                     check(scatter(0, 1), &mesh, dtype, &[2 * n, 3], &mut random);
                     check(scatter(1, 2), &mesh, dtype, &[3, 4 * n, 2], &mut random);
                 }
+                for by in 0..=n {
+                    check(Collective::Shift { axes: axes.clone(), by }, &mesh, dtype, &[3, 5], &mut random);
+                }
                 for (dim, outer) in [(0u8, 1u64), (0, 2), (1, 1), (1, 3)] {
                     let axes = axes.clone();
                     check(

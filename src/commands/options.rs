@@ -10,6 +10,7 @@ use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
+use altiplano::planner::rings::Ring;
 use altiplano::planner::{OverServers, Progress, Request, SearchKind};
 use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
@@ -231,6 +232,10 @@ pub struct PlanOptions {
     /// Make sizes larger that devices do not divide, a vocabulary of 50257 one of 50304, where the plan is faster for it [default: auto]
     #[arg(long)]
     pad: Option<PadName>,
+    /// Send keys and values of attention around a ring, block by block, where the plan is better for it [default: auto], nowhere, or in
+    /// so many blocks wherever they can be cut
+    #[arg(long, value_parser = ring, value_name = "N|auto|none")]
+    ring: Option<Ring>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -397,6 +402,14 @@ enum PadName {
     None,
 }
 
+fn ring(text: &str) -> Result<Ring, String> {
+    match text {
+        "auto" => Ok(Ring::Auto),
+        "none" => Ok(Ring::None),
+        _ => text.parse().map(Ring::Blocks).map_err(|_| "expected a number of blocks, auto or none".to_string()),
+    }
+}
+
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum SearchName {
     Whole,
@@ -496,6 +509,7 @@ impl PlanOptions {
             Some(TargetName::Xla) => Target::Xla,
         };
         request.pad = self.pad != Some(PadName::None);
+        request.ring = self.ring.unwrap_or_default();
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }

@@ -30,8 +30,8 @@ use crate::simulate::Simulation;
 use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
-use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::Op;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Function, Op};
 use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
     Alternative, Goal, Memory, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
@@ -74,6 +74,20 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
 }
 
 /// The sizes that became larger, with the parameters that have them: `50257 -> 50264 (wte.weight)`.
+/// In how many blocks keys and values go around rings.
+fn rings(graph: &Graph) -> Option<String> {
+    let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
+    for node in &graph.nodes {
+        if let Op::Composite(op) = &node.op
+            && let Function::Attention { blocks: blocks @ 2.., .. } = op.function
+        {
+            *counts.entry(blocks).or_default() += 1;
+        }
+    }
+    let words = |(blocks, count): (&u64, &u64)| format!("{} in {blocks} blocks", plural(*count, "ring"));
+    (!counts.is_empty()).then(|| counts.iter().map(words).collect::<Vec<_>>().join(", "))
+}
+
 fn padded(padding: &Padding) -> String {
     let mut sizes: BTreeMap<(u64, u64), Vec<&str>> = BTreeMap::new();
     for (name, extents) in &padding.parameters {
@@ -121,6 +135,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     )?;
     if let Some(padding) = &plan.padding {
         writeln!(out, "  padding         {}", padded(padding))?;
+    }
+    if let Some(rings) = rings(&plan.graph) {
+        writeln!(out, "  attention       {rings}")?;
     }
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),

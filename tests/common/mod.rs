@@ -5,9 +5,12 @@
 pub mod steps;
 
 use altiplano::ir::dtype::DType;
+use altiplano::ir::graph::{Node, Pin, PinnedDim};
+use altiplano::ir::op::{Function, Op};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Goal, Offload, Plan, Schedule, Update};
 use altiplano::planner::Silent;
+use altiplano::planner::rings::Ring;
 use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;
@@ -196,6 +199,18 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     };
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
+    }
+    if let Some(blocks) = number("ring") {
+        request.ring = Ring::Blocks(blocks.into());
+        // Positions are split, however little there is to gain.
+        let attends =
+            |n: &Node| matches!(&n.op, Op::Composite(op) if matches!(op.function, Function::Attention { .. }));
+        let graph = &mut request.graph;
+        for value in graph.values().filter(|v| attends(graph.node(*v))).collect::<Vec<_>>() {
+            let dim = |axes: &[&str]| PinnedDim { axes: axes.iter().map(ToString::to_string).collect(), open: false };
+            let dims = vec![dim(&[]), dim(&["ring"]), dim(&[]), dim(&[])];
+            graph.pin(Pin { value, mesh: vec![("ring".into(), blocks.into())], dims });
+        }
     }
     if has("offload") {
         request.offload = Some(Offload::Optimizer);

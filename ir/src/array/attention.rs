@@ -97,10 +97,7 @@ pub fn attention_weights(
         rhs_contract: vec![3],
     };
     let scores = g.push(Op::DotGeneral(dot), &[q, k])?;
-    // Narrow floats lose too much of a large score.
-    let narrow = g.ty(scores).dtype.is_float() && g.ty(scores).dtype.bytes() < DType::F32.bytes();
-    let scores = if narrow { g.convert(scores, DType::F32) } else { scores };
-    let mut scores = if scale == 1.0 { scores } else { with_number(g, Binary::Multiply, scores, scale)? };
+    let mut scores = scaled(g, scores, scale)?;
     if causal {
         let seen = causal_mask(g, s, t, 0)?;
         let seen = if group > 1 { reshape(g, seen, &[s, 1, t])? } else { seen };
@@ -144,15 +141,27 @@ pub fn attend(g: &mut Graph, weights: ValueId, v: ValueId, shape: [u64; 4]) -> B
     reshape(g, mixed, &shape)
 }
 
-fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {
+pub(super) fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {
     let error = ShapeError::Attribute("attention takes queries, keys and values of four dimensions");
     <[u64; 4]>::try_from(g.shape(x)).map_err(|_| error)
 }
 
+/// Products of queries and keys as scores, in a type that holds large ones.
+pub(super) fn scaled(g: &mut Graph, scores: ValueId, scale: f64) -> Built {
+    // Narrow floats lose too much of a large score.
+    let narrow = g.ty(scores).dtype.is_float() && g.ty(scores).dtype.bytes() < DType::F32.bytes();
+    let scores = if narrow { g.convert(scores, DType::F32) } else { scores };
+    if scale == 1.0 { Ok(scores) } else { with_number(g, Binary::Multiply, scores, scale) }
+}
+
+/// The least number of a type of scores.
+pub(super) fn least(dtype: DType) -> f64 {
+    if dtype == DType::F64 { f64::MIN } else { f64::from(f32::MIN) }
+}
+
 /// Scores that are not seen become the least number of their type: a row of which nothing is seen stays finite.
-fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
-    let least = if g.ty(scores).dtype == DType::F64 { f64::MIN } else { f64::from(f32::MIN) };
-    let hidden = full_like(g, scores, least)?;
+pub(super) fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
+    let hidden = full_like(g, scores, least(g.ty(scores).dtype))?;
     select(g, seen, scores, hidden)
 }
 

@@ -13,6 +13,7 @@ mod norm;
 mod pool;
 mod recurrent;
 mod reduction;
+mod ring;
 mod shape;
 
 #[cfg(test)]
@@ -30,6 +31,7 @@ pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
+pub use ring::{MOST_BLOCKS, ring_attention};
 pub use shape::*;
 
 pub use crate::op::ShapeError;

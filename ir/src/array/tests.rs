@@ -215,6 +215,59 @@ fn attention_of_grouped_queries_sees_what_the_masks_leave() {
     }
 }
 
+/// In any number of rounds attention is what it is in one, also where rows see nothing of some blocks, and so are its gradients.
+#[test]
+fn attention_around_a_ring_is_attention() {
+    let (batch, positions, heads, width) = (2, 12, 4, 3);
+    // Of the last keys of either sample nothing is seen, among them whole blocks.
+    let seen = Tensor::from_fn(TensorType::new(DType::Bool, [batch, 1, 1, positions]), |i| f64::from(i[3] < 7 + i[0]));
+    let infinite = Tensor::from_fn(TensorType::new(DType::F64, seen.shape()), |i| match seen.at(i) {
+        1.0 => number(9, i[3] as usize),
+        _ => f64::NEG_INFINITY,
+    });
+    for (kv_heads, causal) in [(4, false), (2, true), (1, false), (1, true)] {
+        for mask in [None, Some(&seen), Some(&infinite)] {
+            let computed = |blocks: u64| {
+                let mut case = Case::new();
+                let mut leaf = |heads: u64, width: u64| {
+                    let ty = TensorType::new(DType::F64, [batch, positions, heads, width]);
+                    let seed = case.leaves.len();
+                    let values = (0..ty.elements() as usize).map(|i| number(seed, i)).collect();
+                    let name = format!("w{seed}");
+                    case.leaves.push(Tensor::new(ty.clone(), values));
+                    case.graph.push(Op::Parameter(crate::op::Parameter { name, ty }), &[]).unwrap()
+                };
+                let mut operands = vec![leaf(heads, width), leaf(kv_heads, width), leaf(kv_heads, 2)];
+                operands.extend(mask.map(|mask| case.given(mask.clone())));
+                let attention = crate::op::Function::Attention { scale: crate::literal::Real(1.5), causal, blocks };
+                let result = case.graph.push(attention.into(), &operands).unwrap();
+                let square = case.graph.mul(result, result);
+                let loss = sum(&mut case.graph, square, &[0, 1, 2, 3], false).unwrap();
+                case.graph.outputs = vec![loss];
+                let graph = crate::expand::expand(&case.graph).graph;
+                let trained = crate::autodiff::differentiate(&graph, &[]).unwrap();
+                // No maximum is differentiated: each would be compared with what it is the maximum of.
+                let equal =
+                    |n: &crate::graph::Node| matches!(&n.op, Op::Compare(c) if c.direction == crate::op::Direction::Eq);
+                assert!(!trained.graph.nodes.iter().any(equal), "{}", trained.graph);
+                let values = crate::interpret::run_all(&trained.graph, |v| case.leaves[v.index()].clone());
+                let of_leaves = (0..3).map(|leaf| {
+                    let parts = trained.contributions[leaf].iter().map(|(_, part)| values[part.index()].data.clone());
+                    parts.reduce(|a, b| a.iter().zip(&b).map(|(a, b)| a + b).collect()).unwrap()
+                });
+                [values[trained.loss.index()].data.clone()].into_iter().chain(of_leaves).collect::<Vec<_>>()
+            };
+            let expected = computed(1);
+            for blocks in [2, 3, 4, 12] {
+                for (what, (found, expected)) in computed(blocks).iter().zip(&expected).enumerate() {
+                    let near = |(f, e): (&f64, &f64)| (f - e).abs() <= 1e-11 * (1.0 + e.abs());
+                    assert!(found.iter().zip(expected).all(near), "{what} of {blocks} blocks: {found:?} {expected:?}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn lookups_take_rows_and_elements() {
     let index = |shape: &[u64]| {

@@ -44,10 +44,13 @@ pub enum Function {
         dim: usize,
         eps: Real,
     },
-    /// `attention(q, k, v)` or `attention(q, k, v, mask)`: see [`array::attention_of_heads`].
+    /// `attention(q, k, v)` or `attention(q, k, v, mask)`: see [`array::attention_of_heads`], and for several blocks, of which keys
+    /// and values go around a ring, [`array::ring_attention`].
     Attention {
         scale: Real,
         causal: bool,
+        #[serde(default = "whole", skip_serializing_if = "is_whole")]
+        blocks: u64,
     },
     /// `rotary(x, cosine, sine)`: see [`array::rotary`].
     Rotary {
@@ -63,6 +66,15 @@ pub enum Function {
     CrossEntropy {
         dim: usize,
     },
+}
+
+/// Attention as one block.
+fn whole() -> u64 {
+    1
+}
+
+fn is_whole(blocks: &u64) -> bool {
+    *blocks == whole()
 }
 
 /// A [`Function`] of a node's operands.
@@ -154,8 +166,11 @@ impl Function {
                 _ => Err(ShapeError::OperandCount { expected: most, found: x.len() }),
             },
             Function::Gates { chosen, normalised } => array::gates(g, x[0], *chosen, *normalised),
-            Function::Attention { scale, causal } => {
+            Function::Attention { scale, causal, blocks: 1 } => {
                 array::attention_of_heads(g, x[0], x[1], x[2], x.get(3).copied(), scale.0, *causal)
+            }
+            Function::Attention { scale, causal, blocks } => {
+                array::ring_attention(g, [x[0], x[1], x[2]], x.get(3).copied(), scale.0, *causal, *blocks)
             }
             Function::Rotary { halves } => array::rotary(g, x[0], x[1], x[2], *halves),
             Function::CrossEntropy { dim } => array::label_losses(g, x[0], x[1], *dim),

@@ -20,6 +20,7 @@ mod reduce;
 mod reduce_window;
 mod reshape;
 mod reverse;
+mod roll;
 mod scatter;
 mod slice;
 mod sort;
@@ -48,6 +49,7 @@ pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
 pub use reshape::Reshape;
 pub(crate) use reshape::gcd;
 pub use reverse::Reverse;
+pub use roll::Roll;
 pub use scatter::{Combine, Scatter};
 pub use slice::Slice;
 pub use sort::ArgSort;
@@ -164,6 +166,7 @@ pub enum Op {
     Reshape(Reshape),
     Transpose(Transpose),
     Reverse(Reverse),
+    Roll(Roll),
     Slice(Slice),
     Concatenate(Concatenate),
     Pad(Pad),
@@ -202,6 +205,7 @@ impl Op {
             Op::Reshape(op) => op,
             Op::Transpose(op) => op,
             Op::Reverse(op) => op,
+            Op::Roll(op) => op,
             Op::Slice(op) => op,
             Op::Concatenate(op) => op,
             Op::Pad(op) => op,
@@ -246,6 +250,7 @@ impl Op {
             Op::Reshape(_) => "reshape",
             Op::Transpose(_) => "transpose",
             Op::Reverse(_) => "reverse",
+            Op::Roll(_) => "roll",
             Op::Slice(_) => "slice",
             Op::Concatenate(_) => "concatenate",
             Op::Pad(_) => "pad",

@@ -65,7 +65,7 @@ impl Operator for CollectiveOp {
             }
         };
         match &self.collective {
-            Collective::AllReduce { .. } | Collective::KeepFirst { .. } => {}
+            Collective::AllReduce { .. } | Collective::KeepFirst { .. } | Collective::Shift { .. } => {}
             Collective::AllGather { dim, outer, .. } => divides(*dim, *outer, 1)?,
             Collective::Halo { dim, .. } => divides(*dim, 1, 1)?,
             Collective::ReduceScatter { dim, outer, .. } | Collective::LocalSlice { dim, outer, .. } => {

@@ -51,11 +51,12 @@ fn variant(op: &Op) -> usize {
         Op::SelectAndScatter(_) => 29,
         Op::Composite(_) => 30,
         Op::AxisIndex(_) => 31,
+        Op::Roll(_) => 32,
         Op::HostCopy(_) => NUM_VARIANTS - 1,
     }
 }
 
-const NUM_VARIANTS: usize = 33;
+const NUM_VARIANTS: usize = 34;
 
 #[test]
 fn every_op_has_a_case() {
@@ -81,7 +82,7 @@ fn every_op_has_a_case() {
     }
     let collectives: BTreeSet<&str> =
         cases.iter().filter(|c| matches!(c.op, Op::Collective(_))).map(|c| c.op.name()).collect();
-    assert_eq!(collectives.len(), 7, "collectives with a case: {collectives:?}");
+    assert_eq!(collectives.len(), 8, "collectives with a case: {collectives:?}");
 }
 
 /// The lists `ALL` are what the test above iterates, so they must be complete and in order. The matches below

@@ -11,7 +11,8 @@ use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
     Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, HostCopy, HostRoute, ImageDims, Input,
     Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape,
-    Reverse, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
+    Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary,
+    WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -40,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 50] = [
+const OTHERS: [&str; 52] = [
     "host_load",
     "host_store",
     "softmax",
@@ -74,6 +75,7 @@ const OTHERS: [&str; 50] = [
     "reshape",
     "transpose",
     "reverse",
+    "roll",
     "slice",
     "concatenate",
     "pad",
@@ -91,6 +93,7 @@ const OTHERS: [&str; 50] = [
     "all_to_all",
     "local_slice",
     "keep_first",
+    "shift",
 ];
 
 /// All op names, sorted.
@@ -165,6 +168,7 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         Op::Reshape(op) => shape_unless_typed(&op.shape),
         Op::Transpose(op) => vec![("permutation", list(&op.permutation))],
         Op::Reverse(op) => vec![("dims", list(&op.dims))],
+        Op::Roll(op) => vec![("dim", op.dim.into()), ("by", op.by.into())],
         Op::Slice(op) => {
             let mut all = vec![("start", list(&op.start)), ("limit", list(&op.limit))];
             if op.stride.len() != op.start.len() || op.stride.iter().any(|&s| s != 1) {
@@ -292,9 +296,10 @@ fn function(function: &Function) -> Vec<Attribute> {
             let normalised = normalised.then(|| ("normalised", true.into()));
             [("chosen", (*chosen).into())].into_iter().chain(normalised).collect()
         }
-        Function::Attention { scale, causal } => {
+        Function::Attention { scale, causal, blocks } => {
             let causal = causal.then(|| ("causal", true.into()));
-            [("scale", real(*scale))].into_iter().chain(causal).collect()
+            let blocks = (*blocks != 1).then(|| ("blocks", (*blocks).into()));
+            [("scale", real(*scale))].into_iter().chain(causal).chain(blocks).collect()
         }
         Function::Rotary { halves: RotaryHalves::Split } => Vec::new(),
         Function::Rotary { halves: RotaryHalves::Interleaved } => vec![("interleaved", true.into())],
@@ -342,6 +347,7 @@ fn collective(collective: &Collective) -> Vec<Attribute> {
             all.extend([("dim", (*dim).into()), ("low", (*low).into()), ("high", (*high).into())]);
             all.push(("reducer", word(reducer.name())));
         }
+        Collective::Shift { by, .. } => all.push(("by", (*by).into())),
         Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
             all.extend([("split_dim", (*split_dim).into()), ("split_outer", (*split_outer).into())]);
             all.extend([("concat_dim", (*concat_dim).into()), ("concat_outer", (*concat_outer).into())]);
@@ -390,6 +396,7 @@ pub(crate) fn op_from(
         "reshape" => Op::Reshape(Reshape { shape: f.shape(ty)? }),
         "transpose" => Op::Transpose(Transpose { permutation: f.dims("permutation")? }),
         "reverse" => Op::Reverse(Reverse { dims: f.dims("dims")? }),
+        "roll" => Op::Roll(Roll { dim: f.size("dim")?, by: f.number("by")? }),
         "slice" => {
             let start = f.sizes("start")?;
             let stride = f.sizes_or("stride", || vec![1; start.len()])?;
@@ -465,7 +472,10 @@ pub(crate) fn op_from(
         "rms_norm" => Function::RmsNorm { eps: f.real("eps")? }.into(),
         "batch_norm" => Function::BatchNorm { dim: f.size("dim")?, eps: f.real("eps")? }.into(),
         "gates" => Function::Gates { chosen: f.number("chosen")?, normalised: f.flag("normalised")? }.into(),
-        "attention" => Function::Attention { scale: f.real("scale")?, causal: f.flag("causal")? }.into(),
+        "attention" => {
+            let (scale, causal) = (f.real("scale")?, f.flag("causal")?);
+            Function::Attention { scale, causal, blocks: f.number_or("blocks", 1)? }.into()
+        }
         "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
         "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),
         "host_load" => Op::HostCopy(HostCopy { route: HostRoute::Load }),
@@ -746,6 +756,7 @@ impl<'a> Fields<'a> {
                 high: self.number("high")?,
                 reducer: self.reducer()?,
             },
+            "shift" => Collective::Shift { axes, by: self.number("by")? },
             "local_slice" => Collective::LocalSlice { axes, dim: self.number("dim")?, outer: self.number("outer")? },
             _ => Collective::KeepFirst { axes, reducer: self.reducer()? },
         })

@@ -133,11 +133,35 @@ impl<'a> BodyBuilder<'a> {
         self.define(value, shardings.result.clone(), local);
     }
 
+    /// [`BodyBuilder::emit`] of a value that another op makes as well, of other operands of the same types.
+    pub fn emit_as(
+        &mut self,
+        value: ValueId,
+        (op, operands): (&Op, &[ValueId]),
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) {
+        let local = self.applied(value, (op, operands), rule, strategy, shardings);
+        self.define(value, shardings.result.clone(), local);
+    }
+
     fn apply(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) -> ValueId {
+        let node = self.stage.training.graph.node(value);
+        self.applied(value, (&node.op, &node.operands), rule, strategy, shardings)
+    }
+
+    fn applied(
+        &mut self,
+        value: ValueId,
+        (op, operands): (&Op, &[ValueId]),
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> ValueId {
         let stage = self.stage;
         let node = stage.training.graph.node(value);
-        let operands: Vec<ValueId> =
-            node.operands.iter().zip(&shardings.operands).map(|(&o, s)| self.want(o, s)).collect();
+        let operands: Vec<ValueId> = operands.iter().zip(&shardings.operands).map(|(&o, s)| self.want(o, s)).collect();
         let mut cx = Local {
             graph: &mut self.graph,
             mesh: &stage.mesh,
@@ -146,7 +170,7 @@ impl<'a> BodyBuilder<'a> {
             result_shape: shardings.result.local_shape(&stage.mesh),
             factor_axes: strategy.factor_axes(rule.factors.len()),
         };
-        let local = node.op.local(&mut cx);
+        let local = op.local(&mut cx);
         self.graph.nodes[local.index()].name.clone_from(&node.name);
         local
     }

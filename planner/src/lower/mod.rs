@@ -25,12 +25,13 @@ use altiplano_ir::cluster::Group;
 use altiplano_ir::expand::{Expanded, expand};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Local, Op, Operator};
+use altiplano_ir::op::{Binary, Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
 use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
+use altiplano_ir::shift::irrelevant_maxima;
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;
@@ -304,7 +305,9 @@ impl<'a> Prices<'a> {
             return self.inside(op, operands, rule, strategy, shardings).forward_s;
         }
         let follows = |f: &u8| rule.windows.iter().any(|w| w.followers.contains(f));
-        let fetches = strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor)));
+        let rolls = |f: u8| matches!(op, Op::Roll(roll) if rule.operands[0][roll.dim].contains(&f));
+        let fetches =
+            strategy.0.iter().any(|u| matches!(u, AxisUse::Factor { factor, .. } if follows(factor) || rolls(*factor)));
         let compute_s = self.compute_s(op, operands, result, shardings);
         if !fetches {
             return compute_s;
@@ -391,14 +394,28 @@ impl<'a> Prices<'a> {
     /// What a composite costs with what its parts send over the links of this mesh.
     fn with_sent(&self, Parts { alone, sent }: &Parts) -> Inside {
         let mut inside = *alone;
+        let mut shifts_s = 0.0;
         for (collective, operand_bytes, result_bytes) in sent {
             let seconds = self.waited_s(collective, *operand_bytes, *result_bytes);
             let issue_s = if seconds > 0.0 { self.collective_issue_s } else { 0.0 };
-            inside.forward_s += seconds;
-            inside.backward_s += seconds;
             inside.issue_s += issue_s;
             inside.backward_issue_s += issue_s;
+            if matches!(collective, Collective::Shift { .. }) {
+                shifts_s += seconds;
+                inside.backward_issue_s += issue_s;
+                continue;
+            }
+            inside.forward_s += seconds;
+            inside.backward_s += seconds;
         }
+        // Rounds of a ring are sent while others are computed, where a device does both at once; backward they are sent again, and
+        // gradients on their way home.
+        let exposed_s = |shifts_s: f64, compute_s: f64| match self.cost.runtime() {
+            Some(_) => shifts_s,
+            None => (shifts_s - compute_s).max(0.0),
+        };
+        inside.forward_s += exposed_s(shifts_s, alone.forward_s);
+        inside.backward_s += exposed_s(2.0 * shifts_s, alone.backward_s);
         inside
     }
 
@@ -407,6 +424,7 @@ impl<'a> Prices<'a> {
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
         let (mut inside, mut sent) = (Inside::default(), Vec::new());
         let mut in_kernel = vec![false; graph.len()];
+        let only_scaled = only_scaled(graph);
         for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
             let node = graph.node(v);
             let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
@@ -417,7 +435,8 @@ impl<'a> Prices<'a> {
             inside.backward_s += compute_s * wanted as f64;
             inside.issue_s += issue_s;
             inside.backward_issue_s += issue_s * wanted as f64;
-            inside.kept_bytes += if is_kept(&node.op) { node.ty.bytes() as f64 } else { 0.0 };
+            inside.kept_bytes +=
+                if is_kept(&node.op) && !only_scaled[v.index()] { node.ty.bytes() as f64 } else { 0.0 };
             if repeat::grows(graph, v) {
                 inside.growing_s += compute_s;
                 inside.growing_bytes += node.ty.bytes() as f64;
@@ -467,6 +486,33 @@ impl Inside {
     pub fn largest(&self, fused_attention: bool) -> f64 {
         if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
     }
+}
+
+/// Values that are only multiplied by what depends on maxima that do not matter, as what each round of a ring gives is: what comes
+/// back to them needs the factor and not the value.
+fn only_scaled(graph: &Graph) -> Vec<bool> {
+    let irrelevant = irrelevant_maxima(graph);
+    let mut varies = vec![false; graph.len()];
+    for v in graph.values() {
+        let node = graph.node(v);
+        let source = node.op.is_leaf() || node.operands.iter().any(|o| varies[o.index()]);
+        varies[v.index()] = source && node.ty.dtype.is_float() && !irrelevant[v.index()];
+    }
+    let depends = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let by_maxima = |o: ValueId| depends[o.index()] && !varies[o.index()];
+    let mut scaled = vec![false; graph.len()];
+    let users = graph.users();
+    for v in graph.values().rev().filter(|v| !users[v.index()].is_empty() && varies[v.index()]) {
+        scaled[v.index()] = users[v.index()].iter().all(|&u| {
+            let node = graph.node(u);
+            match &node.op {
+                Op::Convert(_) | Op::Reshape(_) => scaled[u.index()],
+                Op::Binary(Binary::Multiply) => node.operands.iter().any(|o| by_maxima(*o)),
+                _ => false,
+            }
+        });
+    }
+    scaled
 }
 
 /// Whether an op's result is worth keeping for the backward pass: elementwise ops are repeated instead.

@@ -23,7 +23,7 @@ impl Repeats<'_> {
     /// The values among `nodes`, which are in order, that are computed again.
     ///
     /// With full recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
-    /// within a layer: they are cheap, and what they are made of is mostly kept anyway; and with selective recomputation the
+    /// within a layer, and what a ring brings: they are cheap, and what they are made of is mostly kept anyway; and with selective recomputation the
     /// products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would otherwise be kept
     /// for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
@@ -63,7 +63,8 @@ impl Repeats<'_> {
 
     /// Whether a result is cheap to make: by its op, or by the last op of what a composite is made of.
     pub fn is_cheap(&self, v: ValueId) -> bool {
-        let cheap = |op: &Op| op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_));
+        // What goes around a ring goes round again, so that no device keeps all of it.
+        let cheap = |op: &Op| op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Roll(_));
         match &self.graph.node(v).op {
             Op::Composite(op) => op
                 .body(&self.graph.operand_types(v))

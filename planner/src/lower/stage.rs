@@ -10,7 +10,7 @@ use super::repeat::Repeats;
 use super::split::split;
 use super::{Cut, StageContext, by_layout};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::Op;
+use altiplano_ir::op::{Op, Roll};
 use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
@@ -249,6 +249,11 @@ impl<'a> StageLowering<'a> {
             if b.layouts(v).is_empty() {
                 let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
                 let shardings = rule.shardings(strategy, &cx.mesh);
+                if let Some((from, roll)) = self.rolled_from(v) {
+                    self.fetch(b, forward, from, &shardings.operands[0]);
+                    b.emit_as(v, (&Op::Roll(roll), &[from]), &rule, strategy, &shardings);
+                    return;
+                }
                 for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
                     self.fetch(b, forward, o, to);
                 }
@@ -276,6 +281,24 @@ impl<'a> StageLowering<'a> {
         };
         let local = b.read(buffer, &sharding, ty);
         b.define(v, sharding, local);
+    }
+
+    /// What a value is rolled from, however often, and by how much in all. The backward pass begins with the last round of a ring, and
+    /// so fetches each block from where it is, not by way of all devices between, whose blocks would all be there at once.
+    fn rolled_from(&self, v: ValueId) -> Option<(ValueId, Roll)> {
+        let cx = self.cx;
+        let Op::Roll(roll) = &cx.graph.node(v).op else { return None };
+        let (mut from, mut roll) = (cx.graph.node(v).operands[0], roll.clone());
+        let size = cx.graph.shape(v)[roll.dim].max(1);
+        while let Op::Roll(before) = &cx.graph.node(from).op
+            && before.dim == roll.dim
+            && self.again.contains(&from)
+            && cx.strategy(from) == cx.strategy(v)
+        {
+            roll.by = (roll.by % size + before.by % size) % size;
+            from = cx.graph.node(from).operands[0];
+        }
+        Some((from, roll))
     }
 
     /// The layouts in which an operand of a backward op can be had.

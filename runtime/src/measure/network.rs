@@ -14,7 +14,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
 /// Collectives of a tensor `[devices, width]` on each device, with the bytes by which each is priced, in bytes of the tensor.
-pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 5] {
+pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 6] {
     let (axes, reducer) = (vec![AxisId(0)], Reducer::Sum);
     [
         (Collective::AllReduce { axes: axes.clone(), reducer }, 1.0),
@@ -24,7 +24,8 @@ pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 5] {
             Collective::AllToAll { axes: axes.clone(), split_dim: 0, split_outer: 1, concat_dim: 1, concat_outer: 1 },
             1.0,
         ),
-        (Collective::Halo { axes, dim: 0, low: 1, high: 1, reducer }, 1.0 + 2.0 / devices as f64),
+        (Collective::Halo { axes: axes.clone(), dim: 0, low: 1, high: 1, reducer }, 1.0 + 2.0 / devices as f64),
+        (Collective::Shift { axes, by: 1 }, 1.0),
     ]
 }
 

@@ -526,6 +526,17 @@ impl<'a> Device<'a> {
                 let receives = (0..members).map(message(to)).collect();
                 (Stream::Collectives, What::Exchange { communicator, dtype: *dtype, sends, receives })
             }
+            Piece::Shift { axes, by, dtype, elements, from, to } => {
+                let (from, to, communicator) = (find(*from)?, find(*to)?, self.group(axes));
+                let members = self.communicators[communicator.0 as usize].ranks.len() as u64;
+                let me = mesh.index_along(axes, &self.coordinates);
+                let message = |member: u64, region| {
+                    let part = Part { region, from: 0, elements: *elements };
+                    vec![Message { member: (member % members) as u32, part }]
+                };
+                let (sends, receives) = (message(me + members - by, from), message(me + by, to));
+                (Stream::Collectives, What::Exchange { communicator, dtype: *dtype, sends, receives })
+            }
             Piece::Fill { place, value } => (Stream::Compute, What::Fill { region: find(*place)?, value: *value }),
             Piece::HostCopy { route, from, to } => {
                 let stream = match route {

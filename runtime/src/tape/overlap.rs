@@ -1,7 +1,7 @@
 //! Orders of kernels in which what is sent overlaps with what is computed.
 //!
 //! Streams run their commands in order, so that a collective behind one that is not ready waits with it. Gathers of stored
-//! parameters go ahead of the kernels that read those before them; what follows the last backward of a step goes in the order in which
+//! parameters, and shifts that bring a backward pass the keys of a ring, go ahead of the kernels that read those before them; what follows the last backward of a step goes in the order in which
 //! that finishes gradients. Every device of a program has the same order.
 
 use crate::loops::launches;
@@ -13,12 +13,15 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::launched;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// The kernels of a body with each gather of a leaf before the first kernel that reads the result of the gather `ahead` places before
+/// The kernels of a body with each gather or shift of a leaf before the first kernel that reads the result of the gather `ahead` places before
 /// it. That costs the memory of so many gathered values.
 fn gathers_ahead(graph: &Graph, kernels: Vec<Kernel>, ahead: usize) -> Vec<Kernel> {
     let is_gather = |kernel: &Kernel| {
         let node = graph.node(kernel.nodes[0]);
-        let gathers = matches!(&node.op, Op::Collective(c) if matches!(c.collective, Collective::AllGather { .. }));
+        let gathers = match &node.op {
+            Op::Collective(c) => matches!(c.collective, Collective::AllGather { .. } | Collective::Shift { .. }),
+            _ => false,
+        };
         gathers
             && matches!(kernel.kind, KernelKind::Collective)
             && kernel.reads.iter().all(|r| graph.node(r.0).op.is_leaf())

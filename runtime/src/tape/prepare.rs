@@ -84,6 +84,15 @@ pub enum Piece {
         from: Place,
         to: Place,
     },
+    /// All of it goes from every member of a group to the one so many places before it.
+    Shift {
+        axes: Vec<AxisId>,
+        by: u64,
+        dtype: DType,
+        elements: u64,
+        from: Place,
+        to: Place,
+    },
     Fill {
         place: Place,
         value: f64,
@@ -504,6 +513,9 @@ impl OfBody<'_> {
                 if into != to {
                     self.joined(pieces, [n, pre, concat_outer, size / concat_outer, post], dtype, into, to);
                 }
+            }
+            Collective::Shift { by, .. } => {
+                pieces.pieces.push(Piece::Shift { axes, by: by % n, dtype, elements: ty.elements(), from, to });
             }
             Collective::Halo { dim, low, high, reducer, .. } => {
                 self.halo(pieces, (&ty, dim), (low, high, reducer), axes, from, to);

@@ -83,7 +83,7 @@ into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select,
     Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
     Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
     ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
-    Threefry => Threefry, Reverse => Reverse, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
+    Threefry => Threefry, Reverse => Reverse, Roll => Roll, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
     AxisIndex => AxisIndex, HostCopy => HostCopy);
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -222,6 +222,7 @@ fn shapes() -> Vec<Case> {
     let slice = |from: &str, start: &[u64], limit: &[u64], stride: &[u64], to: &str| {
         case(Slice { start: start.to_vec(), limit: limit.to_vec(), stride: stride.to_vec() }, from, to)
     };
+    let roll = |of: &str, dim: usize, by: u64| case(Roll { dim, by }, of, of);
     let concatenate = |from: &str, dim: usize, to: &str| case(Concatenate { dim }, from, to);
     let pad = |from: &str, low: &[i64], high: &[i64], interior: &[u64], to: &str| {
         let scalar = format!("{}[]", ty(from).dtype);
@@ -229,6 +230,10 @@ fn shapes() -> Vec<Case> {
         case(op, &format!("{from} {scalar}"), to)
     };
     vec![
+        roll("f32[4,6]", 0, 1),
+        roll("f32[4,12]", 1, 5),
+        roll("i32[6,2]", 0, 9),
+        roll("f32[2,6,3]", 1, 0),
         broadcast("f32[6]", &[1], "f32[4,6]"),
         broadcast("f32[]", &[], "f32[4,6]"),
         broadcast("f32[1,6]", &[0, 1], "f32[4,6]"),
@@ -546,7 +551,8 @@ fn scatters() -> Vec<Case> {
 }
 
 fn composites() -> Vec<Case> {
-    let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal };
+    let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal, blocks: 1 };
+    let ring = |blocks: u64, causal: bool| Function::Attention { scale: Real(0.5), causal, blocks };
     let (half, eps) = (Real(0.5), Real(0.1));
     // More than any variance that is drawn is below zero.
     let wide = Real(4.0);
@@ -582,6 +588,12 @@ fn composites() -> Vec<Case> {
             "f32[2,4,2,6] f32[4,1,3] f32[4,1,3]",
             "f32[2,4,2,6]",
         ),
+        case(ring(2, false), "f32[2,4,2,3] f32[2,6,2,3] f32[2,6,2,4]", "f32[2,4,2,4]"),
+        case(ring(3, true), "f32[1,6,4,2] f32[1,6,2,2] f32[1,6,2,3]", "f32[1,6,4,3]"),
+        case(ring(2, true), "f32[1,4,4,2] f32[1,6,2,2] f32[1,6,2,3]", "f32[1,4,4,3]"),
+        case(ring(4, true), "f32[1,8,2,2] f32[1,8,2,2] f32[1,8,2,2]", "f32[1,8,2,2]"),
+        case(ring(2, false), "f32[2,4,4,3] f32[2,6,2,3] f32[2,6,2,3] f32[2,1,1,6]", "f32[2,4,4,3]"),
+        case(ring(2, true), "bf16[2,4,2,3] bf16[2,4,1,3] bf16[2,4,1,3]", "bf16[2,4,2,3]"),
         case(attention(0.5, true), "bf16[2,4,2,3] bf16[2,4,1,3] bf16[2,4,1,3]", "bf16[2,4,2,3]"),
         case(Function::Rotary { halves: RotaryHalves::Split }, "bf16[2,4,2,6] f32[4,1,6] f32[4,1,6]", "bf16[2,4,2,6]"),
         case(Function::RmsNorm { eps }, "bf16[2,4,6] bf16[6]", "bf16[2,4,6]"),
@@ -617,5 +629,6 @@ fn local_ops() -> Vec<Case> {
             "f32[2,4]",
             "f32[2,12]",
         ),
+        on_mesh(Collective::Shift { axes: vec![b], by: 2 }, "f32[2,4]", "f32[2,4]"),
     ]
 }

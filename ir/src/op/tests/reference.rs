@@ -47,7 +47,8 @@ fn stablehlo(op: &Op) -> String {
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
         "axis_index" => "`stablehlo.partition_id`".to_string(),
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
-        "keep_first" | "halo" | "stop_gradient" | "host_load" | "host_store" => "-".to_string(),
+        "shift" => "`stablehlo.collective_permute`".to_string(),
+        "keep_first" | "halo" | "roll" | "stop_gradient" | "host_load" | "host_store" => "-".to_string(),
         _ if matches!(op, Op::Composite(_)) => "several ops".to_string(),
         name => format!("`stablehlo.{name}`"),
     }

@@ -319,7 +319,7 @@ fn assembled(
     }
     // As the decomposition writes it: narrow floats are scaled in f32.
     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-    let function = Function::Attention { scale: Real(wide.round(scores.scale)), causal };
+    let function = Function::Attention { scale: Real(wide.round(scores.scale)), causal, blocks: 1 };
     let mixed = b.add(function, &operands)?;
     // [B, S, H, D] in the order of the product's dimensions.
     let width = b.shape(mixed)[3];

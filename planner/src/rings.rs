@@ -1,0 +1,129 @@
+//! Attention around a ring, as another graph of the same model (see [`array::ring_attention`]).
+//!
+//! A plan that splits the positions of an attention gathers its keys and values, which every device then holds. With as many blocks as
+//! there are parts the same strategy sends them around a ring, beside what is computed and a block at a time. Such a graph is searched
+//! where the plan that was found splits positions, or where nothing fits and keys are a good part of what does not; the judge decides.
+//!
+//! [`array::ring_attention`]: altiplano_ir::array::ring_attention
+
+use crate::request::{PlanFailure, Request, SearchKind};
+use altiplano_ir::array::MOST_BLOCKS;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Function, Op, Operator};
+use altiplano_ir::plan::{Plan, Target};
+use std::collections::BTreeMap;
+
+/// How many blocks an attention's keys and values are cut into.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ring {
+    /// As many as the plan is better for.
+    #[default]
+    Auto,
+    /// One: they are gathered where positions are split.
+    None,
+    /// So many, of every attention that can be cut into as many.
+    Blocks(u64),
+}
+
+/// Of a device's memory, the part that the keys and values of one sample must have for a ring to be tried where nothing fits.
+const WORTH_A_RING: f64 = 1.0 / 32.0;
+
+/// Of a node that is an attention, whether it is one block.
+fn is_whole_attention(op: &Op) -> Option<bool> {
+    match op {
+        Op::Composite(op) => match op.function {
+            Function::Attention { blocks, .. } => Some(blocks == 1),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// The graph with these attentions in so many blocks; none where that changes nothing.
+fn in_blocks(graph: &Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Graph> {
+    let mut cut = graph.clone();
+    let mut changed = false;
+    for (&v, &blocks) in blocks {
+        let Op::Composite(op) = &graph.node(v).op else { continue };
+        let Function::Attention { scale, causal, .. } = op.function else { continue };
+        let op: Op = Function::Attention { scale, causal, blocks }.into();
+        // A mask that is not the same for all queries allows no blocks, nor do positions that do not divide.
+        if op != graph.node(v).op && op.infer(&graph.operand_types(v)).is_ok_and(|ty| ty == *graph.ty(v)) {
+            cut.nodes[v.index()].op = op;
+            changed = true;
+        }
+    }
+    changed.then_some(cut)
+}
+
+/// The attentions of a graph, if they have this in common.
+fn attentions(graph: &Graph, whole: bool) -> impl Iterator<Item = ValueId> + '_ {
+    graph.values().filter(move |v| is_whole_attention(&graph.node(*v).op) == Some(whole))
+}
+
+/// The request with as many blocks as it asks for; an error where no attention can be cut so.
+pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
+    let Ring::Blocks(blocks) = request.ring else { return Ok(None) };
+    let refused = |problem| Err(PlanFailure::Option { option: "ring", value: blocks, problem });
+    if !(2..=MOST_BLOCKS).contains(&blocks) {
+        return refused("must be between 2 and 64, or 'auto' or 'none'");
+    }
+    let all = attentions(&request.graph, true).map(|v| (v, blocks)).collect();
+    match in_blocks(&request.graph, &all) {
+        Some(graph) => Ok(Some(Request { graph, ring: Ring::None, ..request.clone() })),
+        None => refused("blocks are what no attention of the model can be cut into"),
+    }
+}
+
+/// The same request with rings where a plan of it gathers keys, or where none fits and rings may help.
+pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Request> {
+    let searches =
+        request.ring == Ring::Auto && request.target == Target::Altiplano && request.search != SearchKind::Alpa;
+    if !searches || !request.graph.pins.is_empty() {
+        return None;
+    }
+    let blocks = match plan {
+        Ok(plan) => gathered(plan),
+        Err(PlanFailure::Memory { .. }) => of_memory(request),
+        Err(_) => return None,
+    };
+    let graph = in_blocks(&request.graph, &blocks)?;
+    Some(Request { graph, baselines: false, ..request.clone() })
+}
+
+/// The attentions whose positions a plan splits, and into how many parts.
+fn gathered(plan: &Plan) -> BTreeMap<ValueId, u64> {
+    let mut found = BTreeMap::new();
+    for v in attentions(&plan.graph, true) {
+        let rule = plan.graph.rule(v);
+        let stage = plan.stages.iter().find_map(|stage| Some((stage, stage.shardings.get(&v)?)));
+        let Some((stage, sharding)) = stage else { continue };
+        let axes = sharding.strategy.factor_axes(rule.factors.len());
+        let positions = rule.operands[0][1].iter().flat_map(|&f| axes[usize::from(f)].iter().copied());
+        let parts = stage.mesh.product(&positions.collect::<Vec<_>>());
+        if parts > 1 {
+            found.insert(v, parts);
+        }
+    }
+    found
+}
+
+/// Where keys and values are large, as many blocks as a node has devices.
+fn of_memory(request: &Request) -> BTreeMap<ValueId, u64> {
+    let Some(group) = request.cluster.groups.iter().max_by_key(|g| g.num_devices()) else { return BTreeMap::new() };
+    let blocks = u64::from(if group.devices_per_node > 1 { group.devices_per_node } else { group.nodes });
+    let graph = &request.graph;
+    let bytes = |v: ValueId| -> u64 { graph.node(v).operands[1..3].iter().map(|&o| graph.ty(o).bytes()).sum() };
+    let all: u64 = attentions(graph, true).map(bytes).sum();
+    let of_sample = all as f64 / graph.batch.max(1) as f64;
+    if blocks < 2 || of_sample < WORTH_A_RING * group.device.memory_bytes as f64 {
+        return BTreeMap::new();
+    }
+    attentions(graph, true).map(|v| (v, blocks)).collect()
+}
+
+/// A graph without rings: what a plan with them was asked to be for.
+pub fn without(graph: &Graph) -> Graph {
+    let all = attentions(graph, false).map(|v| (v, 1)).collect();
+    in_blocks(graph, &all).unwrap_or_else(|| graph.clone())
+}
