@@ -324,12 +324,14 @@ fn with_products_fused(
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
-        // A mask that is known beforehand leaves half: what lies ahead is not computed.
-        let masked = |v: &&ValueId| {
-            let node = graph.node(**v);
-            matches!(node.op, Op::Select(_)) && roles[source[node.operands[0].index()].0.index()] == Role::Constant
+        // What a mask that is known beforehand hides is not computed.
+        let share = |&v: &ValueId| {
+            let node = graph.node(v);
+            let known =
+                matches!(node.op, Op::Select(_)) && roles[source[node.operands[0].index()].0.index()] == Role::Constant;
+            known.then(|| seen(graph, node.operands[0]))
         };
-        let share = if nodes.iter().any(|v| masked(&v)) { 0.5 } else { 1.0 };
+        let share = nodes.iter().filter_map(share).fold(1.0, f64::min);
         let read_bytes = reads.iter().map(|r| r.1).sum();
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
         let kind = KernelKind::Attention { flop, share, dtype };
@@ -349,6 +351,29 @@ fn with_products_fused(
     }
     let kept = kernels.into_iter().zip(replaced).filter(|(_, replaced)| !replaced).map(|(kernel, _)| kernel);
     kept.chain(fused).collect()
+}
+
+/// The part of a known mask that a device sees at most, as others wait for it: of what lies ahead of each position, half of all; where
+/// positions are split, of the last part all but half a part; and of a block whose positions are alike, all of it.
+fn seen(graph: &Graph, mask: ValueId) -> f64 {
+    let mut parts = 1;
+    let mut by_position = false;
+    let mut open = vec![mask];
+    let mut found: BTreeSet<ValueId> = BTreeSet::from([mask]);
+    while let Some(v) = open.pop() {
+        let node = graph.node(v);
+        match &node.op {
+            Op::AxisIndex(op) => parts = parts.max(op.mesh.product(&op.axes)),
+            Op::Iota(_) => by_position |= node.ty.elements() > 1,
+            _ => {}
+        }
+        open.extend(node.operands.iter().filter(|o| found.insert(**o)));
+    }
+    match parts {
+        1 => 0.5,
+        _ if by_position => 1.0 - 0.5 / parts as f64,
+        _ => 1.0,
+    }
 }
 
 /// Whether a value is a product that is larger than its factors ([`crate::op::DotGeneral::grows`]).

@@ -1,7 +1,8 @@
 //! Which kernels graphs become, by hand; and what must hold of any.
 
 use super::*;
-use crate::op::{DotGeneral, Input, Reducer, Slice, Unary};
+use crate::mesh::{AxisId, Mesh};
+use crate::op::{AxisIndex, Direction, DotGeneral, Input, Iota, Reducer, Select, Slice, Unary};
 use crate::types::TensorType;
 
 fn input(g: &mut Graph, shape: &[u64]) -> ValueId {
@@ -115,6 +116,45 @@ fn fused_attention_never_writes_scores() {
     // No product sums the other one that grows up again, so that it is written as any product is.
     assert_eq!(found.len(), 3, "{found:?}");
     assert!(found.iter().any(|kernel| kernel.writes == [wide]), "{found:?}");
+}
+
+/// Scores of queries of a device that come after those of the devices before it, as the mask says.
+#[test]
+fn the_device_that_sees_most_says_how_much_is_computed() {
+    let share = |parts: u32, alike: bool| {
+        let mut g = Graph::new("masked");
+        let [q, k, v] = [0; 3].map(|_| input(&mut g, &[16, 1024, 64]));
+        let scores = product(&mut g, q, k, 2);
+        let shape = g.shape(scores).to_vec();
+        let iota = |g: &mut Graph, dim: usize| {
+            let ty = TensorType::new(DType::I32, shape.clone());
+            g.emit(Op::Iota(Iota { ty, dim }), &[])
+        };
+        let (mut row, column) = (iota(&mut g, 1), iota(&mut g, 2));
+        let mut first = column;
+        if parts > 1 {
+            let mesh = Mesh::new(&[("data", parts)]);
+            let index = g.emit(Op::AxisIndex(AxisIndex { axes: vec![AxisId(0)], mesh, dtype: DType::I32 }), &[]);
+            let block = g.broadcast(index, &shape, &[]);
+            row = if alike { block } else { g.add(row, block) };
+            first = if alike { g.div(block, block) } else { column };
+        }
+        let seen = g.compare(Direction::Ge, row, first);
+        let hidden = g.sub(scores, scores);
+        let scores = g.emit(Op::Select(Select {}), &[seen, scores, hidden]);
+        let weights = softmax(&mut g, scores);
+        let mixed = product(&mut g, weights, v, 1);
+        let found = of(&g, &[mixed], true);
+        let kernels = found.iter().filter_map(|kernel| match kernel.kind {
+            KernelKind::Attention { share, .. } => Some(share),
+            _ => None,
+        });
+        kernels.collect::<Vec<f64>>()
+    };
+    assert_eq!(share(4, false), [0.875]);
+    assert_eq!(share(2, false), [0.75]);
+    assert_eq!(share(4, true), [1.0]);
+    assert_eq!(share(1, false), [0.5]);
 }
 
 #[test]

@@ -372,7 +372,7 @@ mod tests {
 
     #[test]
     fn ids_are_told_as_words() {
-        let words: [u64; GroupId::WORDS] = std::array::from_fn(|i| (i as u64 + 1) * 0xfedc_ba98_7654_3210);
+        let words: [u64; GroupId::WORDS] = std::array::from_fn(|i| (i as u64 + 1).wrapping_mul(0xfedc_ba98_7654_3210));
         assert_eq!(GroupId::of_words(&words).words(), words);
     }
 
