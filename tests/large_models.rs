@@ -104,15 +104,16 @@ fn every_model_has_a_twin_that_computes() {
 }
 
 /// GPT-2 124M as JAX, `torch.export` and PyTorch's ONNX exporter write it: few ops a block, and the same predicted time and
-/// memory within 2 %. The exporter merged what starts out equal, and the tables beside the ONNX file are not there. Where state is
-/// stored is given: of levels that are predicted nearly alike, half a percent decides which plan is the leanest of the fastest.
+/// memory within 2 %. The exporter merged what starts out equal, and the tables beside the ONNX file are not there. Memory is compared
+/// where the storage of state is given: of levels that are predicted nearly alike, half a percent decides which plan is the leanest of
+/// the fastest.
 #[test]
 fn one_model_from_three_exporters_is_one_plan() {
     let models = ["gpt2-small.mlir", "gpt2-small.pt2", "gpt2-small.onnx"].map(shared_model);
     let [Some(jax), Some(torch), Some(onnx)] = models else { return };
     for cluster in ["dgx-a100:1", "p3.16xlarge:1", "local:4"] {
         let predicted = |model: &str, options: &[&str]| {
-            let options = [&["--cluster", cluster, "--global-batch", "8", "--zero", "0"], options].concat();
+            let options = [&["--cluster", cluster, "--global-batch", "8"], options].concat();
             let plan = planned(model, &options).expect("it fits");
             let nodes = plan["graph"]["nodes"].as_array().expect("nodes");
             let leaf = |node: &&Value| node["op"]["parameter"].is_object() || node["op"]["input"].is_object();
@@ -124,11 +125,14 @@ fn one_model_from_three_exporters_is_one_plan() {
             let peak = peaks.filter_map(Value::as_f64).fold(0.0, f64::max);
             (plan["predicted"]["step_time_s"].as_f64().expect("seconds"), peak)
         };
-        let a = predicted(&jax, &[]);
-        for other in [&torch, &onnx] {
-            let b = predicted(other, &["--loss", "cross-entropy"]);
-            let near = |a: f64, b: f64| (a / b - 1.0).abs() <= 0.02;
-            assert!(near(a.0, b.0) && near(a.1, b.1), "{other} on {cluster}: {a:?} and {b:?}");
+        for storage in [&[][..], &["--zero", "0"]] {
+            let a = predicted(&jax, storage);
+            for other in [&torch, &onnx] {
+                let b = predicted(other, &[&["--loss", "cross-entropy"], storage].concat());
+                let near = |a: f64, b: f64| (a / b - 1.0).abs() <= 0.02;
+                let held = storage.is_empty() || near(a.1, b.1);
+                assert!(near(a.0, b.0) && held, "{other} on {cluster} {storage:?}: {a:?} and {b:?}");
+            }
         }
     }
 }

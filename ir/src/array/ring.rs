@@ -23,7 +23,8 @@ struct Mixed {
     values: ValueId,
 }
 
-/// [`attention_of_heads`] in `blocks` rounds. They must divide the positions of queries and of keys. The mask is the same for all queries: its last dimension but one is one, or it has none.
+/// [`attention_of_heads`] in `blocks` rounds. They must divide the positions of queries and of keys. The mask is the same for all
+/// queries: its last dimension but one is one, or it has none.
 pub fn ring_attention(
     g: &mut Graph,
     [q, k, v]: [ValueId; 3],

@@ -23,9 +23,9 @@ impl Repeats<'_> {
     /// The values among `nodes`, which are in order, that are computed again.
     ///
     /// With full recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
-    /// within a layer, and what a ring brings: they are cheap, and what they are made of is mostly kept anyway; and with selective recomputation the
-    /// products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would otherwise be kept
-    /// for it alone.
+    /// within a layer, and what a ring brings: they are cheap, and what they are made of is mostly kept anyway; and with selective
+    /// recomputation the products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would
+    /// otherwise be kept for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention } = *self;
         let mut again = BTreeSet::new();
