@@ -5,7 +5,7 @@ use crate::report::words::parameter;
 use crate::report::{Grid, pattern};
 use crate::units::{bytes, count, digits, plural, seconds};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Offload, Plan, Stage, Storage};
+use altiplano_ir::plan::{Plan, Stage, Storage};
 use altiplano_planner::lost::shape;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -155,11 +155,8 @@ pub fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
         for (i, s) in p.stages.iter().enumerate() {
             let layers = plural(u64::from(s.layers.end - s.layers.start), "layer");
             let devices = format!("{} x {}", s.devices.len(), p.group_of(s).device.name);
-            let away = if s.offload == Offload::None {
-                String::new()
-            } else {
-                format!(", {} in host memory", s.offload.name())
-            };
+            let away =
+                if s.offload.is_none() { String::new() } else { format!(", {} in host memory", s.offload.words()) };
             let like = [layers, devices, s.mesh.to_string(), s.recompute.to_string() + &away];
             match lines.last_mut() {
                 Some((_, last, same)) if *same == like => *last = i,

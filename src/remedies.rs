@@ -203,9 +203,11 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     }
     // Of devices that have a memory of their own.
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
-    if request.trains() && apart && request.offload == Some(Offload::None) {
-        let change = "--offload optimizer, whose state is then in the memory of the hosts";
-        changes.push(changed(change, &|r| r.offload = Some(Offload::Optimizer)));
+    if request.trains() && apart && request.offload == Some(Offload::NONE) {
+        for what in Offload::EACH.into_iter().filter(|what| !what.is_none()) {
+            let change = format!("--offload {}, with {} in the memory of the hosts", what.name(), what.words());
+            changes.push(changed(&change, &|r| r.offload = Some(what)));
+        }
     }
     // Of sizes that grow or shrink the first that fits.
     let samples = global_batch(request);

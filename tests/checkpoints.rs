@@ -33,6 +33,7 @@ const PLANS: [&str; 14] = [
     "local:4 dp2 pp2 micro2 zero3",
     "local:1 offload",
     "local:4 dp2 pp2 micro2 zero1 offload",
+    "local:2 pp2 micro4 offload away",
 ];
 
 /// What all plans of a pair share: the type of the weights, and the optimizer.

@@ -23,6 +23,7 @@ fn plans_train_on_a_gpu_as_on_the_cpu() {
         &[
             "local:1 micro2",
             "local:1 offload",
+            "local:1 micro2 away",
             "local:2 dp2 tp1 pp1 zero3",
             "local:2 dp1 tp2 pp1",
             "local:2 dp1 tp1 pp2 micro4",
@@ -41,6 +42,7 @@ fn plans_train_on_gpus_as_on_the_cpu() {
             "local:4 dp2 tp2 pp1",
             "local:4 dp2 tp1 pp2 micro2",
             "local:2 dp2 tp1 pp1 zero1 offload",
+            "local:2 dp1 tp1 pp2 micro4 offload away",
         ],
     );
 }
@@ -49,7 +51,7 @@ fn plans_train_on_gpus_as_on_the_cpu() {
 #[test]
 fn plans_with_fused_attention_train_on_a_gpu_as_on_the_cpu() {
     let long = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24");
-    trains(1, (&long, 24), &["dgx-h100/1 micro2"]);
+    trains(1, (&long, 24), &["dgx-h100/1 micro2", "dgx-h100/1 micro2 away"]);
     // And around a ring, each of whose rounds is one.
     let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 48").replace("\"n_head\": 2", "\"n_head\": 1");
     trains(2, (&one_head, 48), &["dgx-h100/2 dp1 tp2 pp1 ring2"]);

@@ -64,6 +64,11 @@ const MORE: [&str; 33] = [
     "local:2 dp1 tp1 pp2 micro8 virtual2 offload",
     "local:2 dp1 tp1 pp2 micro4 pipedream offload",
     "local:2 dp1 tp1 pp2 micro4 recompute zb bf16 offload",
+    "local:1 away",
+    "local:2 dp2 tp1 pp1 zero3 bf16 micro2 away",
+    "local:2 dp1 tp1 pp2 micro8 virtual2 away offload",
+    "local:2 dp1 tp1 pp2 micro4 zb away",
+    "local:2 dp1 tp1 pp2 micro4 pipedream away",
 ];
 
 /// What each worker of a plan holds at most over three steps: as many as overlap, and one before.
@@ -148,6 +153,7 @@ fn the_timeline_adds_up_to_the_peak() {
         "p3.16xlarge:1 dp8 tp1 pp1 zero3",
         "p3.16xlarge:1 dp8 tp1 pp1 zero1 offload",
         "p3.16xlarge:1 dp2 tp1 pp4 micro8 offload",
+        "p3.16xlarge:1 dp2 tp1 pp4 micro8 away",
         "local:2 dp1 tp1 pp2 recompute",
     ];
     for words in plans {

@@ -5,7 +5,7 @@ mod common;
 
 use altiplano::ir::plan::{Offload, Plan};
 use altiplano::planner::account::{Work, accounts};
-use altiplano::planner::memory::{cpu_peaks, host_bytes};
+use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano::planner::offload::{of_nodes, only_where_needed};
 use altiplano::planner::{PlanFailure, Request, Silent, fits, judged_again, plan, programs};
 use altiplano::runtime::tape::host::Host;
@@ -14,7 +14,6 @@ use altiplano::runtime::{Options, Session};
 use altiplano::training::{Training, scalars, start};
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_cost_models::Rooflines;
-use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{HostCopy, HostRoute, Op, Unary};
 use altiplano_ir::program::{BufferKind, Phase, Program};
@@ -31,7 +30,7 @@ fn import() -> ImportOptions {
 /// The same plan with its state in host memory.
 fn offloaded(plan: &Plan) -> Plan {
     let mut plan = plan.clone();
-    plan.stages.iter_mut().for_each(|stage| stage.offload = Offload::Optimizer);
+    plan.stages.iter_mut().for_each(|stage| stage.offload = Offload::OPTIMIZER);
     let costs = Rooflines::of(&plan.cluster);
     judged_again(plan, &costs).expect("it is judged")
 }
@@ -95,7 +94,7 @@ fn state_in_host_memory_changes_no_bit() {
         let programs = programs(&away).expect("programs");
         let predicted = cpu_peaks(&programs);
         for (lane, (state, largest)) in state_bytes(&away).into_iter().enumerate() {
-            let in_host = host_bytes(&programs.programs[lane], DeviceKind::Cpu);
+            let in_host = cpu_host_peaks(&programs)[lane];
             assert!(state > 0 && in_host == state, "{words}: {in_host} of {state} in host memory");
             assert_eq!(away.stages[lane].predicted.host_bytes, in_host);
             for &device in &away.stages[lane].devices {
@@ -176,21 +175,21 @@ fn what_does_not_fit_otherwise_is_offloaded() {
     let scratch = Scratch::new();
     let file = scratch.file("gpt2.json", GPT2.replace("\"n_embd\": 32", "\"n_embd\": 64"));
     let ask = |memory: Option<u64>, offload| plan(&asked(&file, "dgx-a100/1", memory, offload), &Silent);
-    let here = ask(None, Some(Offload::None)).expect("a plan");
-    let away = ask(None, Some(Offload::Optimizer)).expect("a plan");
-    assert!(away.stages[0].offload == Offload::Optimizer && here.stages[0].offload == Offload::None);
+    let here = ask(None, Some(Offload::NONE)).expect("a plan");
+    let away = ask(None, Some(Offload::OPTIMIZER)).expect("a plan");
+    assert!(away.stages[0].offload == Offload::OPTIMIZER && here.stages[0].offload == Offload::NONE);
     assert!(away.predicted.step_time_s > here.predicted.step_time_s);
     assert!(away.predicted.peak_bytes[0] < here.predicted.peak_bytes[0]);
     // What fits stays where it is.
     assert_eq!(ask(None, None).expect("a plan"), here);
     let between = (away.predicted.peak_bytes[0] + here.predicted.peak_bytes[0]) / 2;
-    assert!(matches!(ask(Some(between), Some(Offload::None)), Err(PlanFailure::Memory { .. })));
+    assert!(matches!(ask(Some(between), Some(Offload::NONE)), Err(PlanFailure::Memory { .. })));
     let found = ask(Some(between), None).expect("a plan");
-    assert!(fits(&found) && found.stages[0].offload == Offload::Optimizer);
+    assert!(fits(&found) && found.stages[0].offload == Offload::OPTIMIZER);
     let all = Plan::from_json(&found.to_json()).expect("it reads back");
     assert_eq!(all, found);
     // Where the node has no room either there is none.
-    let mut request = asked(&file, "dgx-a100/1", Some(between), None);
+    let mut request = asked(&file, "dgx-a100/1", Some(between), Some(Offload::OPTIMIZER));
     request.cluster.groups[0].host_memory_bytes = Some(found.stages[0].predicted.host_bytes - 1);
     let Err(PlanFailure::HostMemory { required_bytes, limit_bytes }) = plan(&request, &Silent) else {
         panic!("the node has too little");
@@ -215,13 +214,13 @@ fn stages_with_room_keep_their_state() {
     assert!(fits(&away));
     let costs = Rooflines::of(&away.cluster);
     let found = only_where_needed(away.clone(), &costs).expect("it is judged");
-    assert_eq!((found.stages[small].offload, found.stages[large].offload), (Offload::None, Offload::Optimizer));
+    assert_eq!((found.stages[small].offload, found.stages[large].offload), (Offload::NONE, Offload::OPTIMIZER));
     assert!(fits(&found) && found.stages[small].predicted.host_bytes == 0);
     assert!(found.predicted.step_time_s <= away.predicted.step_time_s);
     // With room for both, both do.
     away.cluster.groups[0].device.memory_bytes = 1 << 30;
     let found = only_where_needed(away, &costs).expect("it is judged");
-    assert!(found.stages.iter().all(|stage| stage.offload == Offload::None));
+    assert!(found.stages.iter().all(|stage| stage.offload == Offload::NONE));
 }
 
 /// The update takes as long as the slower of its own work and the link, each way by itself.
@@ -230,7 +229,7 @@ fn copies_cost_what_the_link_takes() {
     let scratch = Scratch::new();
     let file = scratch.file("gpt2.json", GPT2.replace("\"n_embd\": 32", "\"n_embd\": 256"));
     let step = |rate: f64| {
-        let mut request = asked(&file, "dgx-a100/1", None, Some(Offload::Optimizer));
+        let mut request = asked(&file, "dgx-a100/1", None, Some(Offload::OPTIMIZER));
         request.cluster.groups[0].device.host_bytes_per_s = Some(rate);
         plan(&request, &Silent).expect("a plan")
     };
@@ -316,7 +315,7 @@ fn only_copies_reach_host_memory() {
     let said = refused(&|p| p.buffers[state].host = false);
     assert!(said.contains("no buffer in host memory") || said.contains("another memory"), "{said}");
     let said = refused(&|p| p.buffers[weight.expect("a parameter")].host = true);
-    assert!(said.contains("only optimizer state"), "{said}");
+    assert!(said.contains("only optimizer state and values"), "{said}");
     // A copy that computes instead.
     for route in [HostRoute::Load, HostRoute::Store] {
         let said = refused(&|p| {

@@ -100,6 +100,10 @@ fn transformers_train_as_on_the_cpu_runtime() {
         "local:2 dp2 tp1 pp1 zero3 offload",
         "local:2 dp1 tp2 pp1 offload",
         "local:2 dp1 tp1 pp2 micro4 virtual2 offload",
+        "local:1 micro2 away",
+        "local:2 dp1 tp2 pp1 recompute away",
+        "local:2 dp1 tp1 pp2 micro4 zb away",
+        "local:2 dp1 tp1 pp2 micro4 gpipe offload away",
         "local:2 dp2 tp1 pp1 sgd clip",
         "local:4 dp1 tp2 pp2 micro2 sgd clip",
     ] {
@@ -284,7 +288,7 @@ fn broken_tapes_are_found() {
     let gpt2 = transformer(&scratch, "gpt2", GPT2);
     let plan = |words| planned(&gpt2.file, &gpt2.import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
     let (mut waits, mut swaps, mut moves) = (0, 0, 0);
-    for words in ["local:4 dp2 tp2 pp1 zero3 micro2", "local:4 dp1 tp2 pp2 micro2", "local:2 dp1 tp2 pp1 offload"] {
+    for words in ["local:4 dp2 tp2 pp1 zero3 micro2", "local:4 dp1 tp2 pp2 micro2", "local:2 dp1 tp2 pp1 offload", "local:2 dp1 tp1 pp2 micro4 away"] {
         let good = tapes(&plan(words));
         assert_eq!(check(&good), []);
         let changed = |change: &dyn Fn(&mut Vec<Tape>)| {
@@ -382,6 +386,7 @@ fn arenas_are_as_large_as_predicted() {
             "dgx-h100/4 dp2 tp2 pp1 zero1 recompute",
             "dgx-h100/1 offload",
             "dgx-h100/2 dp2 tp1 pp1 zero1 f16 offload",
+            "dgx-h100/2 dp1 tp1 pp2 micro4 f16 away",
         ] {
             let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let plan = match planned(&file, &ImportOptions::default(), words) {

@@ -167,6 +167,9 @@ pub fn kernels_where(
     written: &BTreeSet<ValueId>,
     fuses: &mut dyn FnMut(&Kernel) -> bool,
 ) -> Vec<Kernel> {
+    // What goes to the host must be laid out in memory as what stays is.
+    let stored = graph.nodes.iter().filter(|node| node.op.stores_in_host()).map(|node| node.operands[0]);
+    let written = &written.iter().copied().chain(stored).collect();
     let roles = roles(graph, written);
     let source = sources(graph, &roles);
     let group = groups(graph, &roles, &source);

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// The `format` of a plan file.
@@ -135,29 +136,97 @@ impl Goal {
     }
 }
 
-/// What of a stage is in the memory of its devices' hosts rather than in their own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Offload {
-    #[default]
-    None,
+/// What of a stage is in the memory of its devices' hosts rather than in their own: any of two parts. Written as the names of the
+/// parts, `optimizer` and `activations`, with a comma between them, or `none`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Offload {
     /// The optimizer's state, with the f32 copies of half-precision parameters: all that only the update reads. The update
     /// brings the state of a few parameters at a time to the device, and back.
-    Optimizer,
+    pub optimizer: bool,
+    /// What the forward pass of a microbatch leaves for its backward pass, which goes to the host as it is made and comes back ahead
+    /// of its use.
+    pub activations: bool,
 }
 
-impl Offload {
-    pub const ALL: [Offload; 2] = [Offload::None, Offload::Optimizer];
+/// A word that names no part of a stage that can be in host memory.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "`{0}` is none of optimizer and activations, which go with a comma between them, and none and all, which stand alone"
+)]
+pub struct UnknownOffload(pub String);
 
+impl Offload {
+    pub const NONE: Offload = Offload { optimizer: false, activations: false };
+    pub const OPTIMIZER: Offload = Offload { optimizer: true, activations: false };
+    pub const ACTIVATIONS: Offload = Offload { optimizer: false, activations: true };
+    pub const ALL: Offload = Offload { optimizer: true, activations: true };
+
+    /// All that there may be, least first.
+    pub const EACH: [Offload; 4] = [Offload::NONE, Offload::OPTIMIZER, Offload::ACTIVATIONS, Offload::ALL];
+
+    /// As options and files have it.
     pub fn name(self) -> &'static str {
-        match self {
-            Offload::None => "none",
-            Offload::Optimizer => "optimizer",
+        self.said("none", "optimizer", "activations", "optimizer,activations")
+    }
+
+    /// What is in host memory, in words; of nothing, nothing.
+    pub fn words(self) -> &'static str {
+        self.said("", "optimizer state", "activations", "optimizer state and activations")
+    }
+
+    fn said(
+        self,
+        none: &'static str,
+        optimizer: &'static str,
+        activations: &'static str,
+        both: &'static str,
+    ) -> &'static str {
+        match (self.optimizer, self.activations) {
+            (false, false) => none,
+            (true, false) => optimizer,
+            (false, true) => activations,
+            (true, true) => both,
         }
     }
 
-    fn is_none(&self) -> bool {
-        *self == Offload::None
+    pub fn is_none(&self) -> bool {
+        *self == Offload::NONE
+    }
+}
+
+impl FromStr for Offload {
+    type Err = UnknownOffload;
+
+    fn from_str(text: &str) -> Result<Offload, UnknownOffload> {
+        match text {
+            "none" => return Ok(Offload::NONE),
+            "all" => return Ok(Offload::ALL),
+            _ => {}
+        }
+        let mut offload = Offload::NONE;
+        for part in text.split(',') {
+            match part.trim() {
+                "optimizer" => offload.optimizer = true,
+                "activations" => offload.activations = true,
+                other => return Err(UnknownOffload(other.to_string())),
+            }
+        }
+        Ok(offload)
+    }
+}
+
+impl TryFrom<String> for Offload {
+    type Error = UnknownOffload;
+
+    fn try_from(text: String) -> Result<Offload, UnknownOffload> {
+        text.parse()
+    }
+}
+
+impl From<Offload> for String {
+    fn from(offload: Offload) -> String {
+        offload.name().to_string()
     }
 }
 
@@ -730,10 +799,10 @@ impl Plan {
             if stage.zero > 3 {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
             }
-            if stage.offload != Offload::None && self.servers.is_some() {
+            if !stage.offload.is_none() && self.servers.is_some() {
                 fail(here("offload"), "must be none where servers hold the state");
             }
-            if stage.offload != Offload::None && !self.schedule.trains() {
+            if !stage.offload.is_none() && !self.schedule.trains() {
                 fail(here("offload"), "is of training, and the plan runs the model alone");
             }
             if let Recomputation::ByLayer(levels) = &stage.recompute

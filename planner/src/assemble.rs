@@ -118,7 +118,7 @@ fn stage(
         mesh: way.mesh.clone(),
         recompute: way.again.levels(chosen.layers.len()),
         zero: way.variant.zero,
-        offload: if request.trains() { request.offload.unwrap_or_default() } else { Offload::None },
+        offload: if request.trains() { request.offload.unwrap_or_default() } else { Offload::NONE },
         shardings: BTreeMap::new(),
         parameters: BTreeMap::new(),
         receives: BTreeMap::new(),

@@ -164,10 +164,17 @@ fn planned_among(
     };
     let mut choice = chosen(request);
     if matches!(choice.plan, Err(PlanFailure::Memory { .. })) && offload::may_help(request) && !progress.stopped() {
-        let offloaded = Request { offload: Some(Offload::Optimizer), baselines: false, ..request.clone() };
-        let Choice { plan, others, .. } = chosen(&offloaded);
-        choice.plan = plan.and_then(|plan| offload::only_where_needed(plan, costs));
-        choice.others = others;
+        let mut tried: Vec<Choice> = Vec::new();
+        for what in Offload::EACH.into_iter().filter(|what| !what.is_none()) {
+            if progress.stopped() && tried.iter().any(|choice| choice.plan.is_ok()) {
+                break;
+            }
+            let mut offloaded = chosen(&Request { offload: Some(what), baselines: false, ..request.clone() });
+            offloaded.plan = offloaded.plan.and_then(|plan| offload::only_where_needed(plan, costs));
+            tried.push(offloaded);
+        }
+        let Choice { plan, others, .. } = best_choice(tried);
+        (choice.plan, choice.others) = (plan, others);
     }
     let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;

@@ -11,7 +11,7 @@ use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Memory;
 use altiplano_ir::program::{
-    Body, Buffer, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
+    Body, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
 };
 use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
@@ -154,6 +154,8 @@ pub struct LaneMemory {
     /// Held before the step.
     pub lasting_bytes: u64,
     pub peak_bytes: u64,
+    /// The most that is in the memory of the host.
+    pub host_peak_bytes: u64,
     /// The played call in which most is held, and the point in it.
     pub peak_at: (usize, u32),
 }
@@ -194,10 +196,40 @@ pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
     programs.programs.iter().enumerate().map(peak).collect()
 }
 
-/// Bytes that a device of a program keeps in its host's memory.
-pub fn host_bytes(program: &Program, device: DeviceKind) -> u64 {
-    let local = |buffer: &Buffer| held_bytes(&buffer.sharding.local_type(&buffer.ty, &program.mesh), device);
-    program.buffers.iter().filter(|b| b.host).map(local).sum()
+/// The most that each device of each program keeps in the memory of its host where the CPU runtime runs them.
+pub fn cpu_host_peaks(programs: &Programs) -> Vec<u64> {
+    let peak = |program: &Program| {
+        let (played, _) = played(program, program, program.overlap(&program.bodies));
+        host_peak_bytes(program, played.iter().map(|&at| &program.schedule[at]), DeviceKind::Cpu)
+    };
+    programs.programs.iter().map(peak).collect()
+}
+
+/// The most that is in the memory of a device's host while it runs calls: what lasts, and of values those that some call has left there
+/// and no call after it has let go of. Bodies either leave such values or let go of them.
+fn host_peak_bytes<'a>(program: &Program, calls: impl Iterator<Item = &'a Call>, device: DeviceKind) -> u64 {
+    let bytes = |id: BufferId| {
+        let buffer = program.buffer(id);
+        let bytes = || held_bytes(&buffer.sharding.local_type(&buffer.ty, &program.mesh), device);
+        if buffer.host { bytes() } else { 0 }
+    };
+    let lasting = (0..).map(BufferId).zip(&program.buffers).filter(|(_, b)| !b.kind.is_of_step());
+    let mut held: u64 = lasting.map(|(id, _)| bytes(id)).sum();
+    let of_step = |id: &BufferId| program.buffer(*id).kind.is_of_step();
+    let change = |body: &Body| -> (u64, u64) {
+        let left = body.writes.iter().map(|w| w.0).filter(of_step).map(bytes).sum();
+        (left, body.frees.iter().copied().filter(of_step).map(bytes).sum())
+    };
+    let changes: Vec<(u64, u64)> = program.bodies.iter().map(change).collect();
+    let mut peak = held;
+    for call in calls {
+        let Call::Run { body, .. } = call else { continue };
+        let (left, freed) = changes.get(*body as usize).copied().unwrap_or_default();
+        held += left;
+        peak = peak.max(held);
+        held = held.saturating_sub(freed);
+    }
+    peak
 }
 
 /// What a tensor takes of a memory.
@@ -302,8 +334,10 @@ impl LaneMemory {
             before,
             lasting_bytes,
             peak_bytes,
+            host_peak_bytes: 0,
             peak_at,
         };
+        memory.host_peak_bytes = host_peak_bytes(program, memory.played.iter().map(|&at| &schedule[at]), device);
         // What no call of a step lets go of is gone when all of them are over.
         let left_bytes: i64 = memory.calls.iter().map(|&kind| memory.kinds[kind as usize].left_bytes).sum();
         // What is left when no step follows is as it was.

@@ -210,7 +210,7 @@ impl Layered {
             blocks: &self.blocks,
             saved: self.saved(),
             optimizer,
-            offload: Offload::None,
+            offload: Offload::NONE,
         }
     }
 

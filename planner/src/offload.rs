@@ -1,22 +1,26 @@
-//! Optimizer state in the memory of hosts: where that may help, which stages need it, and whether their nodes have room for it.
+//! Optimizer state and activations in the memory of hosts: where that may help, which stages need it, and whether their nodes have
+//! room for it.
 //!
-//! A search assumes one place for the state of all stages. Where that is the host because nothing fits otherwise, stages whose
-//! devices have room for it take it back, since all that it costs is time.
+//! A search assumes one place for what all stages may leave in host memory. Where that is the host because nothing fits otherwise,
+//! stages whose devices have room for all of it, or for a part, take it back, since all that it costs is time.
 
 use crate::request::{PlanFailure, Request};
 use crate::{fits, judged_again};
 use altiplano_cost_models::Costs;
 use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::{Offload, Plan};
 use std::collections::BTreeMap;
 
-/// Whether a request leaves open where state is, and its devices have a memory that is not the host's.
+/// Whether a request leaves open what is in host memory, and its devices have a memory that is not the host's.
 pub fn may_help(request: &Request) -> bool {
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
     request.offload.is_none() && request.trains() && apart
 }
 
-/// A plan of which all stages leave state in the host, with that of stages on their devices where these have room for it.
+/// A plan of which all stages leave something in the host, with that of stages on their devices where these have room for it: all of it,
+/// or else the activations, which go to and fro for each microbatch, or else the state.
 ///
 /// # Errors
 /// Where the plan that this makes cannot be judged.
@@ -24,10 +28,19 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
     let mut back = plan.clone();
     for lane in 0..plan.num_lanes() {
         let stage = &plan.stages[lane];
+        let state_bytes: u64 = plan.stages_of(lane).map(|s| state_bytes(&plan, s)).sum();
+        let host_bytes = stage.predicted.host_bytes;
+        let parts = [
+            (Offload::NONE, host_bytes),
+            (Offload::OPTIMIZER, host_bytes.saturating_sub(state_bytes)),
+            (Offload::ACTIVATIONS, state_bytes),
+        ];
         // Whenever most is held, what is in the host now would be held as well.
-        let held = stage.predicted.peak_bytes.saturating_add(stage.predicted.host_bytes);
-        if held <= plan.group_of(stage).device.memory_bytes {
-            plan.stages_of(lane).for_each(|s| back.stages[s].offload = Offload::None);
+        let fits =
+            |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.group_of(stage).device.memory_bytes;
+        let less = parts.into_iter().filter(|(left, _)| *left == Offload::NONE || stage.offload == Offload::ALL);
+        if let Some((left, _)) = less.into_iter().find(|(_, more)| fits(*more)) {
+            plan.stages_of(lane).for_each(|s| back.stages[s].offload = left);
         }
     }
     if back.stages == plan.stages {
@@ -35,6 +48,20 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
     }
     let back = judged_again(back, costs)?;
     Ok(if fits(&back) { back } else { plan })
+}
+
+/// Bytes of optimizer state on each device of a stage that are in host memory.
+fn state_bytes(plan: &Plan, stage: usize) -> u64 {
+    let stage = &plan.stages[stage];
+    let of_parameter = |(p, name): (ValueId, &str)| {
+        let (ty, storage) = (plan.graph.ty(p), stage.parameters.get(name)?);
+        let slots = plan.optimizer.slots(ty.dtype).len() as u64;
+        Some(slots * storage.state.local_bytes(&ty.with_dtype(DType::F32), &stage.mesh))
+    };
+    match stage.offload.optimizer {
+        true => plan.graph.parameters().filter_map(of_parameter).sum(),
+        false => 0,
+    }
 }
 
 /// Bytes that devices keep in the memory of each node that has any of them, by the node's first device.

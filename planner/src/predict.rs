@@ -9,7 +9,7 @@ mod exchange;
 pub use exchange::Exchanged;
 
 use crate::lower::{Prices, Sketch};
-use crate::memory::{LaneMemory, host_bytes, steps};
+use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
@@ -347,7 +347,6 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         let is_shared = plan.servers.is_none() && plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
         let part = if is_shared { played.busy_s / whole_s.max(f64::MIN_POSITIVE) } else { 1.0 };
         whole_s *= part;
-        let host_bytes = host_bytes(sketch.written(lane), plan.group_of(&plan.stages[lane]).device.kind);
         for i in plan.stages_of(lane) {
             let times = &timings[i].0;
             plan.stages[i].predicted = StagePredicted {
@@ -358,7 +357,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
                 communication_s: part * parts[i].1,
                 bubble_s: (timeline.step_s - whole_s).max(0.0),
                 peak_bytes: memory.peak_bytes,
-                host_bytes,
+                host_bytes: memory.host_peak_bytes,
                 memory: memory.memory(),
             };
         }

@@ -99,7 +99,7 @@ impl Request {
             zero: None,
             recompute: None,
             optimizer: Optimizer::adamw(),
-            offload: Some(Offload::None),
+            offload: Some(Offload::NONE),
             clip_norm: None,
             loss_scale,
             execution: Execution { fused_attention, ..Execution::default() },
@@ -129,8 +129,8 @@ impl Request {
             .map(|over| OverServers { count: over.servers.len() as u32, asynchronous: over.asynchronous });
         request.goal = plan.goal;
         request.optimizer = plan.optimizer;
-        let is_offloaded = plan.stages.iter().any(|stage| stage.offload != Offload::None);
-        request.offload = (!is_offloaded).then_some(Offload::None);
+        let is_offloaded = plan.stages.iter().any(|stage| !stage.offload.is_none());
+        request.offload = (!is_offloaded).then_some(Offload::NONE);
         request.clip_norm = plan.clip_norm;
         request.loss_scale = plan.loss_scale;
         request.execution = plan.execution;

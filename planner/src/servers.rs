@@ -8,7 +8,7 @@ use crate::request::{OverServers, PlanFailure, Progress, Request};
 use crate::{fits, global_batch, judged_as, lost, peak_bytes};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
-use altiplano_ir::plan::{Alternative, Offload, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Alternative, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::servers::ParameterServers;
 use rayon::prelude::*;
@@ -96,7 +96,7 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
             request.zero.is_some_and(|z| z != 0),
             "must be 0: the servers hold all state, and workers whole weights",
         ),
-        ("offload", request.offload == Some(Offload::Optimizer), "must be none: workers have no state"),
+        ("offload", request.offload.is_some_and(|o| !o.is_none()), "must be none: workers have no state"),
         ("loss", !request.trains(), "none runs the model, and servers train it"),
         (
             "schedule",

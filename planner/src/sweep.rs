@@ -14,7 +14,7 @@ use crate::{fits, global_batch, peak_bytes, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Offload, Plan, Schedule, Stage};
+use altiplano_ir::plan::{Plan, Schedule, Stage};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -214,7 +214,7 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     let held = |(p, _): (ValueId, &str)| {
         let ty = request.graph.ty(p);
         let state = ty.elements() * request.optimizer.state_bytes_per_element(ty.dtype);
-        let state = if request.offload == Some(Offload::Optimizer) { 0 } else { state };
+        let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
         let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
         ty.bytes() + request.execution.accumulator(ty).bytes() + state
     };

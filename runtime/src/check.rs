@@ -117,8 +117,8 @@ fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
         if scalar && buffer.ty.elements() != 1 {
             return fail("must be a scalar");
         }
-        if buffer.host && !matches!(buffer.kind, BufferKind::State { .. }) {
-            return fail("is in host memory, where only optimizer state may be");
+        if buffer.host && !matches!(buffer.kind, BufferKind::State { .. } | BufferKind::Value) {
+            return fail("is in host memory, where only optimizer state and values between bodies may be");
         }
     }
     Ok(())

@@ -6,7 +6,7 @@ use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, Update};
+use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, UnknownOffload, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::frontier::Point;
@@ -330,9 +330,10 @@ pub struct FixedOptions {
     /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
     #[arg(long, value_name = "0..3")]
     zero: Option<u8>,
-    /// Where the optimizer's state is: optimizer: in the memory of the hosts, from which the update brings it to the devices and back;
-    /// auto: there where nothing fits otherwise, on GPUs [default: none]
-    #[arg(long)]
+    /// What is in the memory of the hosts while the devices do not need it: optimizer: its state, activations: what forward passes
+    /// leave for backward passes, or both with a comma between, or all; auto: what it takes where nothing fits otherwise, on GPUs
+    /// [default: none]
+    #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse)]
     offload: Option<OffloadName>,
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
@@ -350,11 +351,19 @@ pub struct FixedOptions {
     goal: Option<GoalName>,
 }
 
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 enum OffloadName {
     Auto,
-    None,
-    Optimizer,
+    These(Offload),
+}
+
+impl OffloadName {
+    fn parse(text: &str) -> Result<OffloadName, UnknownOffload> {
+        match text {
+            "auto" => Ok(OffloadName::Auto),
+            _ => text.parse().map(OffloadName::These),
+        }
+    }
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -548,7 +557,7 @@ impl FixedOptions {
             ("--update", self.update.is_some()),
             ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
-            ("--offload", self.offload == Some(OffloadName::Optimizer)),
+            ("--offload", matches!(self.offload, Some(OffloadName::These(these)) if !these.is_none())),
             ("--zero", matches!(self.zero, Some(1 | 2))),
         ];
         if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !request.trains()) {
@@ -574,8 +583,7 @@ impl FixedOptions {
         request.offload = match self.offload {
             None => request.offload,
             Some(OffloadName::Auto) => None,
-            Some(OffloadName::None) => Some(Offload::None),
-            Some(OffloadName::Optimizer) => Some(Offload::Optimizer),
+            Some(OffloadName::These(these)) => Some(these),
         };
         request.recompute = self.recompute.map(|r| match r {
             RecomputeName::None => Recompute::None,

@@ -332,6 +332,12 @@ fn memory(plan: &Plan) -> String {
     format!("{}\n  {classes}; up to | is what a device has{}", table.right_but_last(), in_hosts(plan))
 }
 
+/// All that any stage has in the memory of its hosts.
+fn offloaded(plan: &Plan) -> Offload {
+    let any = |is: &dyn Fn(Offload) -> bool| plan.stages.iter().any(|stage| is(stage.offload));
+    Offload { optimizer: any(&|o| o.optimizer), activations: any(&|o| o.activations) }
+}
+
 /// What devices keep in the memory of their hosts, a line where there is any.
 fn in_hosts(plan: &Plan) -> String {
     let Some((&node, &held)) = of_nodes(plan).iter().max_by_key(|node| node.1) else { return String::new() };
@@ -339,11 +345,9 @@ fn in_hosts(plan: &Plan) -> String {
     let has =
         has.and_then(|(_, group)| group.host_memory_bytes).map_or(String::new(), |has| format!(" of {}", bytes(has)));
     let each = plan.stages.iter().map(|s| s.predicted.host_bytes).max().unwrap_or(0);
-    format!(
-        "\n  in host memory: {} of optimizer state for a device, {}{has} on a node at most",
-        bytes(each),
-        bytes(held)
-    )
+    let what = offloaded(plan).words();
+    let (each, held) = (bytes(each), bytes(held));
+    format!("\n  in host memory: {each} of {what} for a device, {held}{has} on a node at most")
 }
 
 /// Bytes by what they hold, as parts of a line that is as long as what a device has; what is too much stands behind its end.
@@ -410,9 +414,9 @@ impl<'a> Layouts<'a> {
                     level => format!("ZeRO-{level}"),
                 },
             };
-            let away = match stage.offload {
-                Offload::None => "",
-                Offload::Optimizer => ", optimizer state in host memory",
+            let away = match stage.offload.is_none() {
+                true => String::new(),
+                false => format!(", {} in host memory", stage.offload.words()),
             };
             let cells = [
                 format!("stage{i}"),
@@ -425,7 +429,7 @@ impl<'a> Layouts<'a> {
                 },
                 stage.mesh.to_string(),
                 stage.recompute.to_string(),
-                zero + away,
+                zero + &away,
             ];
             table.row(cells.into_iter().enumerate().filter(|(c, _)| shown(*c)).map(|(_, cell)| cell));
         }

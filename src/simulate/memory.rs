@@ -216,7 +216,8 @@ impl Simulation {
         lines.push(format!("  {}", sums.join(", ")));
         let host_bytes = self.host_bytes(lane);
         if host_bytes > 0 {
-            lines.push(format!("  in the memory of its host: optimizer state {}", bytes(host_bytes)));
+            let what = self.plan.lanes()[lane].offload.words();
+            lines.push(format!("  in the memory of its host: {what} {}", bytes(host_bytes)));
         }
         let mut table = Grid::new(&["category", "held", "each", "microbatches", "from", "to", "what"]);
         for tensor in memory.held.iter().take(LISTED) {

@@ -19,12 +19,11 @@ pub use loader::{InputSpeed, input_speed};
 
 use crate::error::{DataProblem, Error};
 use crate::simulate::Recorded;
-use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::loss_scale::{self, LossScale};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
-use altiplano_planner::memory::{cpu_peaks, host_bytes};
+use altiplano_planner::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano_planner::programs;
 use altiplano_runtime::data::{read_weights, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
@@ -475,8 +474,8 @@ pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
 /// Fails where workers would hold more than there is: the system would kill the process without a word.
 pub(crate) fn expect_memory(who: &'static str, programs: &Programs) -> Result<(), Error> {
     // What workers leave in the memory of their hosts is in this machine too.
-    let peaks = programs.programs.iter().zip(cpu_peaks(programs));
-    let held = peaks.map(|(p, bytes)| p.devices.len() as u64 * (bytes + host_bytes(p, DeviceKind::Cpu)));
+    let peaks = cpu_peaks(programs).into_iter().zip(cpu_host_peaks(programs)).map(|(own, host)| own + host);
+    let held = programs.programs.iter().zip(peaks).map(|(p, bytes)| p.devices.len() as u64 * bytes);
     let needed_bytes = held.sum();
     match memory_of_this_machine() {
         Some(has_bytes) if needed_bytes > has_bytes => Err(Error::TooLargeForMachine { who, needed_bytes, has_bytes }),

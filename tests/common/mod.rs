@@ -212,8 +212,9 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
             graph.pin(Pin { value, mesh: vec![("ring".into(), blocks.into())], dims });
         }
     }
-    if has("offload") {
-        request.offload = Some(Offload::Optimizer);
+    let offload = Offload { optimizer: has("offload"), activations: has("away") };
+    if !offload.is_none() {
+        request.offload = Some(offload);
     }
     if has("zb") {
         request.schedule = Some(Schedule::ZbH1);

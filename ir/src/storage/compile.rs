@@ -274,6 +274,11 @@ impl Compiler<'_> {
             }
             // The runtime refuses programs with composites.
             Op::Composite(_) => {}
+            // Steps run in order, so that there is nothing to wait for.
+            Op::HostCopy(_) => {
+                let input = self.stored(node.operands[0]);
+                self.whole_step(v, Work::Node, vec![input]);
+            }
             _ => {
                 let inputs: Vec<ValueId> = node.operands.iter().map(|&o| self.stored(o)).collect();
                 let replaceable = match &node.op {

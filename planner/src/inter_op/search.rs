@@ -16,6 +16,7 @@ use crate::lower::{Insides, Prices};
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
+use crate::timing::host_copy_s;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
@@ -161,6 +162,7 @@ fn candidates_of_mesh(
         l => ways_across(request) * inside_s(cost, group, shape, layered.entering_bytes(l)),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
+    let away = request.offload.is_some_and(|offload| offload.activations);
     let (mut ways, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
@@ -175,9 +177,13 @@ fn candidates_of_mesh(
                 if !again.is_distinct(length) {
                     continue;
                 }
-                let passes_s = terms.passes_s(again, length, cost.runtime().is_some());
-                let microbatch_s = passes_s.0 + passes_s.1 + entering[kind];
-                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, again, length);
+                let in_order = cost.runtime().is_some();
+                let passes_s = terms.passes_s(again, length, in_order);
+                let copies_s = if away { host_copy_s(cost, terms.in_flight_bytes(again, length)) } else { 0.0 };
+                // Stored while the forward pass computes, loaded while the backward pass does.
+                let with_copies_s = |pass_s: f64| if in_order { pass_s + copies_s } else { pass_s.max(copies_s) };
+                let microbatch_s = with_copies_s(passes_s.0) + with_copies_s(passes_s.1) + entering[kind];
+                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, again, length, away);
                 found.push((sequence, Candidate { id, ..candidate }));
             }
         }
@@ -185,12 +191,25 @@ fn candidates_of_mesh(
     (ways, found)
 }
 
-fn candidate(terms: &Terms, transient_bytes: f64, microbatch_s: f64, again: Again, layers: usize) -> Candidate {
+/// `away`: activations are in host memory between passes.
+fn candidate(
+    terms: &Terms,
+    transient_bytes: f64,
+    microbatch_s: f64,
+    again: Again,
+    layers: usize,
+    away: bool,
+) -> Candidate {
     let inflight = terms.in_flight_bytes(again, layers);
     // What is computed again of one layer is alive while its backward runs.
     let transient = match again.shares(layers) {
         (0.0, _) => transient_bytes,
         _ => transient_bytes + terms.kept_bytes / layers as f64,
+    };
+    // Of what goes to the host, one layer's is used, and as much again on its way.
+    let (inflight, transient) = match away {
+        true => (0.0, transient + inflight.min(2.0 * inflight / layers as f64)),
+        false => (inflight, transient),
     };
     Candidate {
         microbatch_s,

@@ -19,7 +19,7 @@ use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::plan::{Execution, Offload, Plan};
+use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::rule::Strategy;
 use std::cmp::Reverse;
@@ -335,16 +335,10 @@ impl Lives<'_, '_, '_> {
         if !flows {
             // What later stages wait for is there until the forward pass has ended.
             self.hold(id, at..if leaves { self.num_nodes.max(from) } else { from }, own.clone());
-            let until = match saved {
-                Some(read) => self.back(read.first) + 1,
-                None => last_user + 1,
-            };
-            let others = u64::from(self.demand.in_flight.saturating_sub(1));
-            if saved.is_some() && others > 0 {
-                let all = 0..2 * self.num_nodes;
-                self.hold(holder, all, copies.iter().map(|b| b.saturating_mul(others)).collect());
+            match saved {
+                Some(read) => self.saved(holder, (from, last_user), read, copies),
+                None => self.hold(holder, from..last_user + 1, copies),
             }
-            self.hold(holder, from..until, copies);
             // What is made again on the way to something else is gone at once.
             if let Some(read) = read.filter(|r| again && r.by_gradient) {
                 self.hold(id, self.back(read.last)..self.back(read.first) + 1, own.clone());
@@ -380,9 +374,7 @@ impl Lives<'_, '_, '_> {
         if level == Recompute::Full {
             self.hold(id, self.back(at)..self.back(at) + 1, kept);
         } else {
-            let others = u64::from(self.demand.in_flight.saturating_sub(1));
-            self.hold(id, 0..2 * self.num_nodes, kept.iter().map(|b| b.saturating_mul(others)).collect());
-            self.hold(id, at..self.back(at) + 1, kept);
+            self.saved(id, (at, at), Read { first: at, last: at, by_gradient: true }, kept);
         }
     }
 
@@ -391,17 +383,31 @@ impl Lives<'_, '_, '_> {
         let own: Vec<u64> = layouts.iter().map(|&l| self.spaces.local_bytes(ty, l)).collect();
         let last_user = self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().max();
         let last_user = last_user.unwrap_or(0);
-        if let Some(read) = read {
-            let others = u64::from(self.demand.in_flight.saturating_sub(1));
-            self.hold(id, 0..2 * self.num_nodes, own.iter().map(|b| b.saturating_mul(others)).collect());
-            self.hold(id, 0..self.back(read.first) + 1, own.clone());
-        } else {
-            self.hold(id, 0..last_user + 1, own.clone());
+        match read {
+            Some(read) => self.saved(id, (0, last_user), read, own.clone()),
+            None => self.hold(id, 0..last_user + 1, own.clone()),
         }
         if self.trains && self.model.needs_gradient[v.index()] {
             // Its cotangent goes back when the backward pass has ended.
             self.hold(id, self.back(last_user)..2 * self.num_nodes, own);
         }
+    }
+
+    /// What the forward pass makes at a point, uses up to another and leaves for the backward pass: there for each microbatch in
+    /// flight, or where it is in host memory between, while it is used, and while one more node runs for which it is brought.
+    fn saved(&mut self, id: usize, (from, last_user): (u32, u32), read: Read, bytes: Vec<u64>) {
+        let end = self.back(read.first) + 1;
+        if self.model.offload.activations {
+            let begin = self.back(read.last).saturating_sub(1).max(last_user + 1);
+            self.hold(id, from..last_user + 1, bytes.clone());
+            self.hold(id, begin..end, bytes);
+            return;
+        }
+        let others = u64::from(self.demand.in_flight.saturating_sub(1));
+        if others > 0 {
+            self.hold(id, 0..2 * self.num_nodes, bytes.iter().map(|b| b.saturating_mul(others)).collect());
+        }
+        self.hold(id, from..end, bytes);
     }
 
     /// What lasts of a parameter, its copies that are gathered for use, and what its update needs.
@@ -426,10 +432,7 @@ impl Lives<'_, '_, '_> {
             let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state);
             let state = elements * optimizer.state_bytes_per_element(ty.dtype);
             // What is in the host is there for the update, with that of the next parameter.
-            let (lasts, brought) = match self.model.offload {
-                Offload::None => (state, 0),
-                Offload::Optimizer => (0, 2 * state),
-            };
+            let (lasts, brought) = if self.model.offload.optimizer { (0, 2 * state) } else { (state, 0) };
             lasting.push(parameter + gradient + lasts);
             scattered.push(if rests.gradient == k.layout { 0 } else { whole });
             // A sum is reduced into a shard, and shards that are updated are gathered.

@@ -600,12 +600,11 @@ impl Builder<'_, '_, '_> {
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
         let mut update_s = update_s(self.spaces.prices.cost, traffic);
         // What is in the host is loaded and stored while other parameters are updated.
-        let held_bytes = match self.model.offload {
-            Offload::None => state_bytes,
-            Offload::Optimizer => {
-                update_s = update_s.max(host_copy_s(self.spaces.prices.cost, state_bytes));
-                0.0
-            }
+        let held_bytes = if self.model.offload.optimizer {
+            update_s = update_s.max(host_copy_s(self.spaces.prices.cost, state_bytes));
+            0.0
+        } else {
+            state_bytes
         };
         let bucket_bytes = self.execution.bucket_bytes;
         let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;

@@ -58,7 +58,7 @@ impl<'a> Stages<'a> {
         let plan = self.cut.plan;
         let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
         if plan.lanes()[first].mesh != plan.lanes()[second].mesh
-            || !stages.iter().all(|&(a, b)| self.planned_alike(a, b))
+            || !stages.iter().all(|&(a, b)| self.planned_alike(a, b) && self.offloaded_alike(a, b))
         {
             return None;
         }
@@ -77,6 +77,11 @@ impl<'a> Stages<'a> {
             && a.offload == b.offload
             && a.shardings.len() == b.shardings.len()
             && a.shardings.iter().zip(&b.shardings).all(|((v, s), (w, t))| s.strategy == t.strategy && op(v) == op(w))
+    }
+
+    /// Whether activations of two stages that go to the host are the same: with one microbatch in flight some stay.
+    fn offloaded_alike(&self, a: usize, b: usize) -> bool {
+        !self.cut.plan.stages[a].offload.activations || self.cut.apart(a) == self.cut.apart(b)
     }
 }
 

@@ -17,6 +17,7 @@ mod stage;
 
 use crate::cache::{Digest, Key};
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
+use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, Costs, axis_link};
 use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
@@ -115,6 +116,11 @@ impl<'a> Cut<'a> {
         Cut { plan, derived, stage_of, layer_of, nodes }
     }
 
+    /// Whether other microbatches may run between the forward and the backward pass of one on a stage.
+    fn apart(&self, stage: usize) -> bool {
+        Order::of(self.plan).in_flight(stage) > 1 || self.plan.staleness() > 0
+    }
+
     fn context(&'a self, index: usize, costs: &'a dyn Costs) -> StageContext<'a> {
         let Cut { plan, derived, .. } = self;
         let stage = &plan.stages[index];
@@ -138,6 +144,7 @@ impl<'a> Cut<'a> {
                 peer: index as u32,
                 peers: plan.stages.len() as u32,
             },
+            apart: self.apart(index),
             prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
             choices: RefCell::new(FxHashMap::default()),
         }
@@ -166,6 +173,8 @@ struct StageContext<'a> {
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],
     updates: Updates,
+    /// Whether other microbatches may run between the forward and the backward pass of one.
+    apart: bool,
     prices: Prices<'a>,
     choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
 }

@@ -1,5 +1,6 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 
+mod activations;
 mod offload;
 mod server;
 mod update;
@@ -9,6 +10,7 @@ use super::choose::Available;
 use super::repeat::Repeats;
 use super::split::split;
 use super::{Cut, StageContext, by_layout};
+use activations::Passes;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Op, Roll};
 use altiplano_ir::plan::Schedule;
@@ -571,14 +573,21 @@ impl<'a> StageLowering<'a> {
             writes: backward_writes,
             frees: backward_frees,
         };
-        let (backward, weights) = match cx.plan.schedule {
-            Schedule::ZbH1 => {
-                let sent = sends_backward.values().copied().collect();
-                let (backward, weights) = split(backward, &sent, &mut self.buffers);
-                (backward, Some(weights))
-            }
-            _ => (backward, None),
-        };
+        let (mut forward, mut backward, mut weights) = (forward, backward, None);
+        if cx.plan.schedule == Schedule::ZbH1 {
+            let sent = sends_backward.values().copied().collect();
+            let (first, second) = split(backward, &sent, &mut self.buffers);
+            (backward, weights) = (first, Some(second));
+        }
+        if cx.stage.offload.activations {
+            let passes = Passes {
+                forward: &mut forward,
+                later: [&mut backward].into_iter().chain(&mut weights).collect(),
+                sent: sends_forward.values().copied().collect(),
+                apart: cx.apart,
+            };
+            activations::offload(passes, &mut self.buffers, &cx.mesh);
+        }
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let mut gradients = Gradients::accumulated(&accumulators, &sends_tied, &receives_tied, cx.index);
         let shares = self.norm(&mut gradients, variance.as_ref());

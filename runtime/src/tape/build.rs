@@ -432,7 +432,12 @@ impl<'a> Device<'a> {
                     replaced.push(old);
                     self.in_slot(content, dtype, elements, slot)
                 }
-                None => self.region(content, dtype, elements, false),
+                None => {
+                    let region = self.region(content, dtype, elements, false);
+                    let slot = self.slot(region);
+                    self.slots[slot].host = output.host;
+                    region
+                }
             };
             made.insert(v, region);
         }

@@ -15,7 +15,7 @@ pub struct Slot {
     pub born: u32,
     pub dies: u32,
     pub lasts: bool,
-    /// It is in the memory of the host, where all lasts.
+    /// It is in the memory of the host.
     pub host: bool,
 }
 
@@ -26,16 +26,23 @@ const MAX_BY_SIZE: usize = 20_000;
 const MAX_PLACED: usize = 40_000_000;
 const MAX_ROUNDS: usize = 50;
 
-/// The offset of each slot.
+/// The offset of each slot. Those in the memory of the host come after all of the device's.
 pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     let mut offsets = vec![0; slots.len()];
+    let own = place_in(slots, false, 0, &mut offsets);
+    let host = place_in(slots, true, own.bytes, &mut offsets);
+    (offsets, Arena { host_bytes: host.bytes, ..own })
+}
+
+/// Offsets of the slots of one memory, from `first` on, and what they take.
+fn place_in(slots: &[Slot], host: bool, first: u64, offsets: &mut [u64]) -> Arena {
     let mut lasting_bytes = 0;
-    for (slot, offset) in slots.iter().zip(&mut offsets).filter(|(s, _)| s.lasts && !s.host) {
-        *offset = lasting_bytes;
+    for (slot, offset) in slots.iter().zip(offsets.iter_mut()).filter(|(s, _)| s.lasts && s.host == host) {
+        *offset = first + lasting_bytes;
         lasting_bytes += block_bytes(slot.bytes);
     }
     let of_step: Vec<usize> =
-        (0..slots.len()).filter(|&i| !slots[i].lasts && !slots[i].host && slots[i].bytes > 0).collect();
+        (0..slots.len()).filter(|&i| !slots[i].lasts && slots[i].host == host && slots[i].bytes > 0).collect();
     let live_bytes = lasting_bytes + most_live(slots, &of_step);
     let end_of = |placed: &[u64], k: usize| placed[k] + block_bytes(slots[of_step[k]].bytes);
     let end = |placed: &Vec<u64>| (0..of_step.len()).map(|k| end_of(placed, k)).max().unwrap_or(0);
@@ -61,13 +68,8 @@ pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     }
     let best = tried.into_iter().min_by_key(end).unwrap_or_default();
     let bytes = lasting_bytes + end(&best);
-    of_step.iter().zip(best).for_each(|(&i, at)| offsets[i] = lasting_bytes + at);
-    let mut host_bytes = 0;
-    for (slot, offset) in slots.iter().zip(&mut offsets).filter(|(s, _)| s.host) {
-        *offset = bytes + host_bytes;
-        host_bytes += block_bytes(slot.bytes);
-    }
-    (offsets, Arena { bytes, lasting_bytes, live_bytes, host_bytes })
+    of_step.iter().zip(best).for_each(|(&i, at)| offsets[i] = first + lasting_bytes + at);
+    Arena { bytes, lasting_bytes, live_bytes, host_bytes: 0 }
 }
 
 /// The most bytes of these slots that live at once.
@@ -167,8 +169,7 @@ mod tests {
         #[test]
         fn slots_that_live_at_once_lie_apart(made in proptest::collection::vec((1u64..5000, 0u32..50, 1u32..30), 1..60)) {
             let slot = |&(bytes, born, life): &(u64, u32, u32)| {
-                let host = born == 9;
-                Slot { bytes, born, dies: born + life, lasts: born == 7 || host, host }
+                Slot { bytes, born, dies: born + life, lasts: born % 10 == 7, host: bytes % 3 == 0 }
             };
             let slots: Vec<Slot> = made.iter().map(slot).collect();
             let (offsets, arena) = place(&slots);

@@ -13,7 +13,6 @@ use altiplano_ir::loss_scale::{self, ScaleState};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Direction, HostCopy, HostRoute, Op, Reducer};
 use altiplano_ir::optimizer::{self, Given, clip_factor, squares};
-use altiplano_ir::plan::Offload;
 use altiplano_ir::program::{
     ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES,
     OVERFLOWS, Phase,
@@ -183,10 +182,7 @@ impl<'p> States<'p> {
             let state = &cx.stage.parameters[parameter_name(cx, *p)].state;
             slots * state.local_bytes(&ty.with_dtype(DType::F32), &cx.mesh)
         };
-        let window = match cx.stage.offload {
-            Offload::None => None,
-            Offload::Optimizer => Some(Window::new(&parameters.iter().map(bytes).collect::<Vec<_>>())),
-        };
+        let window = cx.stage.offload.optimizer.then(|| Window::new(&parameters.iter().map(bytes).collect::<Vec<_>>()));
         States { parameters, window, buffers: Vec::new(), values: Vec::new(), stored: vec![None; parameters.len()] }
     }
 
@@ -512,7 +508,7 @@ impl<'a> StageLowering<'a> {
         let mut frees: Vec<BufferId> = Vec::new();
         let mut parameters: Vec<ValueId> =
             if cx.updates.here { accumulators.keys().copied().collect() } else { Vec::new() };
-        if cx.stage.offload == Offload::Optimizer {
+        if cx.stage.offload.optimizer {
             // Backward passes complete the gradients of what is used last first.
             parameters.reverse();
         }
