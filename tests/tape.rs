@@ -386,7 +386,7 @@ fn arenas_are_as_large_as_predicted() {
             "dgx-h100/4 dp2 tp2 pp1 zero1 recompute",
             "dgx-h100/1 offload",
             "dgx-h100/2 dp2 tp1 pp1 zero1 f16 offload",
-            "dgx-h100/2 dp1 tp1 pp2 micro4 f16 away",
+            "dgx-a100/2 dp1 tp1 pp2 micro4 away",
         ] {
             let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let plan = match planned(&file, &ImportOptions::default(), words) {
