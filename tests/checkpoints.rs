@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Plans of the demo's model, which differ in degrees, microbatches and storage.
-const PLANS: [&str; 14] = [
+const PLANS: [&str; 15] = [
     "local:1",
     "local:1 micro4",
     "local:2 dp2",

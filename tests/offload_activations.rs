@@ -4,12 +4,16 @@
 mod common;
 
 use altiplano::ir::plan::{Offload, Plan};
+use altiplano::planner::account::{Work, accounts};
 use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
-use altiplano::planner::{judged_again, programs};
-use altiplano::runtime::{Options, Session};
+use altiplano::planner::{Request, Silent, fits, judged_again, plan, programs};
+use altiplano::runtime::tape::{self, build};
+use altiplano::runtime::{HostTensor, Options, Session};
 use altiplano::training::{Training, scalars, start};
-use altiplano::{ImportOptions, runtime::HostTensor};
+use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_cost_models::Rooflines;
+use altiplano_ir::program::Programs;
+use altiplano_ir::recompute::Recompute;
 use common::{Scratch, planned};
 use std::path::Path;
 
@@ -149,4 +153,125 @@ fn devices_hold_a_window() {
     let [here, deeper] = [6, 12].map(|layers| activations(layers, Offload::NONE));
     let [away, deeper_away] = [6, 12].map(|layers| activations(layers, Offload::ACTIVATIONS));
     assert!(deeper > 1.7 * here && deeper_away < 1.1 * away, "{here} and {deeper}, {away} and {deeper_away}");
+}
+
+/// A model of which one GPU with so much memory runs one microbatch at a time, or one GPU as it is.
+fn asked(file: &str, memory_bytes: Option<u64>, offload: Option<Offload>) -> Request {
+    let model = load_model(Path::new(file), &import()).expect("a model");
+    let mut request = request(&model, load_cluster("dgx-a100/1").expect("a cluster"));
+    request.baselines = false;
+    (request.num_microbatches, request.virtual_stages) = (Some(1), Some(1));
+    request.offload = offload;
+    let device = &mut request.cluster.groups[0].device;
+    device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
+    request
+}
+
+/// What `auto` finds is what is fastest of what fits, wherever nothing does without.
+#[test]
+fn auto_takes_the_fastest_that_fits() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    let ask = |memory: Option<u64>, offload| plan(&asked(&file, memory, offload), &Silent);
+    let peak = |offload| {
+        let mut request = asked(&file, None, Some(offload));
+        request.recompute = Some(Recompute::Full);
+        plan(&request, &Silent).expect("a plan").predicted.peak_bytes[0]
+    };
+    let least = Offload::EACH.map(peak);
+    assert!(least[1] < least[0] && least[2] < least[0] && least[3] < least[1].min(least[2]), "{least:?}");
+    let mut memories = least.to_vec();
+    memories.push(least[0].midpoint(least[1].max(least[2])));
+    for memory in memories {
+        let fixed = Offload::EACH.map(|what| ask(Some(memory), Some(what)).ok().filter(fits));
+        let found = ask(Some(memory), None).expect("a plan");
+        assert!(fits(&found), "{memory}");
+        let step_s = |plan: &Plan| plan.predicted.step_time_s;
+        let best_s = match &fixed[0] {
+            Some(here) => step_s(here),
+            None => fixed.iter().flatten().map(step_s).fold(f64::INFINITY, f64::min),
+        };
+        // Of plans that are as fast the leanest is taken.
+        assert!(step_s(&found) <= best_s * 1.02, "{memory}: {} and {best_s}", step_s(&found));
+        assert_eq!(found.stages[0].offload.is_none(), fixed[0].is_some(), "{memory}");
+        let read = Plan::from_json(&found.to_json()).expect("it reads back");
+        assert_eq!(read, found);
+    }
+}
+
+/// Passes take as long as the slower of what they compute and the link, one way forward and the other way back.
+#[test]
+fn copies_cost_what_the_link_takes() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2.replace("\"n_embd\": 32", "\"n_embd\": 256"));
+    let step = |rate: f64| {
+        let mut request = asked(&file, None, Some(Offload::ACTIVATIONS));
+        request.recompute = Some(Recompute::None);
+        request.cluster.groups[0].device.host_bytes_per_s = Some(rate);
+        plan(&request, &Silent).expect("a plan")
+    };
+    let [slow, slower] = [1e8, 5e7].map(step);
+    let bytes = slow.stages[0].predicted.host_bytes as f64;
+    for (pass, of) in [("forward", 0), ("backward", 1)] {
+        let seconds = |plan: &Plan| [plan.stages[0].predicted.forward_s, plan.stages[0].predicted.backward_s][of];
+        let more_s = seconds(&slower) - seconds(&slow);
+        assert!((more_s / (bytes / 1e8) - 1.0).abs() < 0.1, "{pass}: {more_s} for {bytes} bytes");
+    }
+    let account = &accounts(&slow, &Rooflines::of(&slow.cluster)).expect("accounts")[0];
+    let copies_s = account.0[&Work::HostCopies];
+    assert!((copies_s / (2.0 * bytes / 1e8) - 1.0).abs() < 0.2, "{copies_s} for {bytes} bytes");
+}
+
+/// On GPUs the arena in the host's memory is as large as predicted, and what is in it is under no other command than copies.
+#[test]
+fn arenas_of_gpus_are_as_predicted() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    for words in ["dgx-a100/1 bf16", "dgx-a100/2 dp1 tp1 pp2 micro4 gpipe", "dgx-h100/2 dp1 tp1 pp2 micro4 zb bf16"] {
+        let here = planned(Path::new(&file), &import(), words).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let away = offloaded(&here, Offload::ACTIVATIONS);
+        let tapes = build(&programs(&away).expect("programs"), &tape::Options::default()).expect("tapes");
+        assert_eq!(tape::check(&tapes), [], "{words}");
+        for tape in &tapes {
+            let predicted = &away.stages[tape.program as usize].predicted;
+            let (held, said) = (tape.arena.host_bytes as f64, predicted.host_bytes as f64);
+            assert!(said > 0.0 && held >= said && held <= 1.02 * said, "{words}: {held} and {said}");
+        }
+    }
+}
+
+/// Plans that were changed by hand to what cannot be say where they are wrong.
+#[test]
+fn wrong_plans_say_where() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    let good = planned(Path::new(&file), &import(), "local:2 dp1 tp1 pp2 micro2 away").expect("a plan").to_json();
+    assert!(good.contains("\"offload\": \"activations\""), "the plan says what is offloaded");
+    let said = |text: &str| Plan::from_json(text).map_or_else(|error| error.to_string(), |_| "nothing".into());
+    assert_eq!(said(&good), "nothing");
+    let named = said(&good.replacen("\"activations\"", "\"weights\"", 1));
+    assert!(named.contains("`weights`") && named.contains("line "), "{named}");
+    let serving = said(&good.replace("\"schedule\": \"1f1b\"", "\"schedule\": \"forward\""));
+    assert!(serving.contains("stages[0].offload"), "{serving}");
+}
+
+/// Programs that send what is in host memory, or touch it by other ops than copies, do not start.
+#[test]
+fn only_copies_reach_activations_in_the_host() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    let plan = planned(Path::new(&file), &import(), "local:2 dp1 tp1 pp2 micro2 away").expect("a plan");
+    let good = programs(&plan).expect("programs");
+    assert!(Session::new(&good, &Options::default()).is_ok());
+    let refused = |change: &dyn Fn(&mut Programs)| {
+        let mut programs = good.clone();
+        change(&mut programs);
+        Session::new(&programs, &Options::default()).err().map_or_else(String::new, |error| error.to_string())
+    };
+    let (program, sent) = good.transfers[0].source;
+    let said = refused(&|p| p.programs[program as usize].buffers[sent.0 as usize].host = true);
+    assert!(said.contains("is sent or received"), "{said}");
+    let away = good.programs[0].buffers.iter().position(|b| b.host).expect("an activation");
+    let said = refused(&|p| p.programs[0].buffers[away].host = false);
+    assert!(said.contains("another memory") || said.contains("no buffer in host memory"), "{said}");
 }

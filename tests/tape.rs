@@ -288,7 +288,12 @@ fn broken_tapes_are_found() {
     let gpt2 = transformer(&scratch, "gpt2", GPT2);
     let plan = |words| planned(&gpt2.file, &gpt2.import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
     let (mut waits, mut swaps, mut moves) = (0, 0, 0);
-    for words in ["local:4 dp2 tp2 pp1 zero3 micro2", "local:4 dp1 tp2 pp2 micro2", "local:2 dp1 tp2 pp1 offload", "local:2 dp1 tp1 pp2 micro4 away"] {
+    for words in [
+        "local:4 dp2 tp2 pp1 zero3 micro2",
+        "local:4 dp1 tp2 pp2 micro2",
+        "local:2 dp1 tp2 pp1 offload",
+        "local:2 dp1 tp1 pp2 micro4 away",
+    ] {
         let good = tapes(&plan(words));
         assert_eq!(check(&good), []);
         let changed = |change: &dyn Fn(&mut Vec<Tape>)| {

@@ -27,6 +27,9 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
         if source.sharding.is_partial() || target.sharding.is_partial() {
             return fail("a value that is partial cannot be transferred");
         }
+        if source.host || target.host {
+            return fail("a value in host memory is sent or received, which only values on devices are");
+        }
     }
     check_schedules(programs)
 }
