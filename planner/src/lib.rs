@@ -48,7 +48,7 @@ use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{DeviceKind, Group};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::padding::{self, Padded, Padding};
-use altiplano_ir::plan::{Alternative, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
+use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
 use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, search};
@@ -163,18 +163,22 @@ fn planned_among(
         best_choice(found)
     };
     let mut choice = chosen(request);
-    if matches!(choice.plan, Err(PlanFailure::Memory { .. })) && offload::may_help(request) && !progress.stopped() {
-        let mut tried: Vec<Choice> = Vec::new();
-        for what in Offload::EACH.into_iter().filter(|what| !what.is_none()) {
-            if progress.stopped() && tried.iter().any(|choice| choice.plan.is_ok()) {
-                break;
-            }
-            let mut offloaded = chosen(&Request { offload: Some(what), baselines: false, ..request.clone() });
-            offloaded.plan = offloaded.plan.and_then(|plan| offload::only_where_needed(plan, costs));
-            tried.push(offloaded);
+    let mut tried: Vec<Choice> = Vec::new();
+    for what in offload::worth_trying(request, &choice.plan) {
+        if progress.stopped() {
+            break;
         }
+        let mut offloaded = chosen(&Request { offload: Some(what), baselines: false, ..request.clone() });
+        offloaded.plan = offloaded.plan.and_then(|plan| offload::only_where_needed(plan, costs));
+        tried.push(offloaded);
+    }
+    if !tried.is_empty() {
         let Choice { plan, others, .. } = best_choice(tried);
-        (choice.plan, choice.others) = (plan, others);
+        let step_s =
+            |plan: &Result<Plan, PlanFailure>| plan.as_ref().map_or(f64::INFINITY, |p| p.predicted.step_time_s);
+        if choice.plan.is_err() || step_s(&plan) < step_s(&choice.plan) {
+            (choice.plan, choice.others) = (plan, others);
+        }
     }
     let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;

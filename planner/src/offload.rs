@@ -11,12 +11,22 @@ use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::{Offload, Plan};
+use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 
-/// Whether a request leaves open what is in host memory, and its devices have a memory that is not the host's.
-pub fn may_help(request: &Request) -> bool {
+/// What is worth a search with it in host memory, where a request leaves that open, its devices have a memory that is not the host's, and
+/// a search without has come to this: anything where nothing fits, and activations where they are recomputed.
+pub fn worth_trying(request: &Request, without: &Result<Plan, PlanFailure>) -> Vec<Offload> {
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
-    request.offload.is_none() && request.trains() && apart
+    if request.offload.is_some() || !request.trains() || !apart {
+        return Vec::new();
+    }
+    let recomputes = |plan: &Plan| plan.stages.iter().any(|stage| stage.recompute.most() > Recompute::None);
+    match without {
+        Err(PlanFailure::Memory { .. }) => Offload::EACH.into_iter().filter(|what| !what.is_none()).collect(),
+        Ok(plan) if request.recompute.is_none() && recomputes(plan) => vec![Offload::ACTIVATIONS],
+        _ => Vec::new(),
+    }
 }
 
 /// A plan of which all stages leave something in the host, with that of stages on their devices where these have room for it: all of it,
