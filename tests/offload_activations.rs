@@ -41,7 +41,7 @@ struct Ran {
 }
 
 fn ran(plan: &Plan) -> Ran {
-    let training = Training { steps: 2, learning_rate: 1e-2, ..Training::default() };
+    let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
     let programs = programs(plan).expect("programs");
     let (weights, mut batches) = start(plan, &training).expect("weights and batches");
     let mut session = Session::new(&programs, &Options::default()).expect("the programs run");

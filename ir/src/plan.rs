@@ -800,7 +800,7 @@ impl Plan {
                 fail(here("zero"), "must be 0, 1, 2 or 3");
             }
             if !stage.offload.is_none() && self.servers.is_some() {
-                fail(here("offload"), "must be none where servers hold the state");
+                fail(here("offload"), "must be none where servers hold the state and workers keep their activations");
             }
             if !stage.offload.is_none() && !self.schedule.trains() {
                 fail(here("offload"), "is of training, and the plan runs the model alone");

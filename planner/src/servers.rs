@@ -96,7 +96,11 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
             request.zero.is_some_and(|z| z != 0),
             "must be 0: the servers hold all state, and workers whole weights",
         ),
-        ("offload", request.offload.is_some_and(|o| !o.is_none()), "must be none: workers have no state"),
+        (
+            "offload",
+            request.offload.is_some_and(|o| !o.is_none()),
+            "must be none: workers have no state, and keep their activations",
+        ),
         ("loss", !request.trains(), "none runs the model, and servers train it"),
         (
             "schedule",

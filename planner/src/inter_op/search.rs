@@ -206,9 +206,13 @@ fn candidate(
         (0.0, _) => transient_bytes,
         _ => transient_bytes + terms.kept_bytes / layers as f64,
     };
-    // Of what goes to the host, one layer's is used, and as much again on its way.
+    // Of what goes to the host, one layer's is used, and as much again on its way, beside temporaries of about that size; where larger
+    // ones are, as around a loss, little is kept.
     let (inflight, transient) = match away {
-        true => (0.0, transient + inflight.min(2.0 * inflight / layers as f64)),
+        true => {
+            let window = inflight.min(2.0 * inflight / layers as f64);
+            (0.0, transient.max(window + transient.min(window)))
+        }
         false => (inflight, transient),
     };
     Candidate {

@@ -32,6 +32,7 @@ pub struct Passes<'a> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Used {
     leaf: ValueId,
+    buffer: BufferId,
     bytes: u64,
     first: usize,
     last: usize,
@@ -54,22 +55,13 @@ pub fn offload(passes: Passes<'_>, buffers: &mut Vec<Buffer>, mesh: &Mesh) {
         passing.into_iter().filter(read_later).map(|b| (b, local_bytes(b))).collect();
     let largest = away.values().copied().max().unwrap_or(0);
     away.retain(|_, bytes| bytes.saturating_mul(SMALL) >= largest && *bytes > 0);
-    if !apart && let Some(body) = later.first() {
-        let used = used(body, &away);
-        let room = room(&used);
-        let mut stays = 0;
-        for used in &used {
-            stays += used.bytes;
-            if stays > room {
-                break;
-            }
-            let buffer = body.reads.iter().find(|r| r.0 == used.leaf).map(|r| r.1);
-            buffer.and_then(|buffer| away.remove(&buffer));
-        }
-    }
+    let stays: BTreeSet<BufferId> = match later.first() {
+        Some(body) if !apart => used_first(body, &away),
+        _ => BTreeSet::new(),
+    };
     // What is sent from the device, or received there, has a buffer in each memory.
     let mut in_host: BTreeMap<BufferId, BufferId> = BTreeMap::new();
-    for &buffer in away.keys() {
+    for &buffer in away.keys().filter(|b| !stays.contains(b)) {
         let own = &mut buffers[buffer.0 as usize];
         if written.contains(&buffer) && !sent.contains(&buffer) {
             own.host = true;
@@ -82,7 +74,10 @@ pub fn offload(passes: Passes<'_>, buffers: &mut Vec<Buffer>, mesh: &Mesh) {
     }
     store(forward, &in_host);
     for body in &mut later {
-        let used = used(body, &away);
+        let mut used = used(body, &away);
+        for used in &mut used {
+            used.loads = !stays.contains(&used.buffer);
+        }
         load(body, &used);
         let moved = |b: &mut BufferId| *b = in_host.get(b).copied().unwrap_or(*b);
         body.reads.iter_mut().for_each(|r| moved(&mut r.1));
@@ -158,7 +153,6 @@ fn renamed(node: &Node, map: &[ValueId]) -> Node {
 /// How a body uses these buffers, those used first first.
 fn used(body: &Body, away: &BTreeMap<BufferId, u64>) -> Vec<Used> {
     let graph = &body.graph;
-    let leaves: BTreeMap<ValueId, u64> = body.reads.iter().filter_map(|(v, b)| Some((*v, *away.get(b)?))).collect();
     let end = graph.len();
     let (mut first, mut last) = (vec![end; graph.len()], vec![0; graph.len()]);
     body.writes.iter().for_each(|w| last[w.1.index()] = end);
@@ -170,13 +164,24 @@ fn used(body: &Body, away: &BTreeMap<BufferId, u64>) -> Vec<Used> {
             last[o.index()] = last[o.index()].max(until);
         }
     }
-    let of = |(&leaf, &bytes): (&ValueId, &u64)| {
+    let of = |&(leaf, buffer): &(ValueId, BufferId)| {
         let (first, last) = (first[leaf.index()], last[leaf.index()]);
-        Used { leaf, bytes, first, last, loads: true }
+        Some(Used { leaf, buffer, bytes: *away.get(&buffer)?, first, last, loads: true })
     };
-    let mut used: Vec<Used> = leaves.iter().map(of).collect();
+    let mut used: Vec<Used> = body.reads.iter().filter_map(of).collect();
     used.sort_by_key(|u| (u.first, u.leaf));
     used
+}
+
+/// What a body uses first, as much as there is room for.
+fn used_first(body: &Body, away: &BTreeMap<BufferId, u64>) -> BTreeSet<BufferId> {
+    let used = used(body, away);
+    let room = room(&used);
+    let sums = used.iter().scan(0, |sum, u| {
+        *sum += u.bytes;
+        Some(*sum)
+    });
+    used.iter().zip(sums).take_while(|(_, sum)| *sum <= room).map(|(u, _)| u.buffer).collect()
 }
 
 /// Bytes that are on the device at once, as far as uses allow.
@@ -224,4 +229,77 @@ fn gates(graph: &Graph, used: &[Used]) -> Vec<Option<usize>> {
 /// Whether an op only says anew which elements of its operand are where.
 fn is_view(op: &Op) -> bool {
     matches!(op, Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::BroadcastInDim(_))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_ir::array::matmul;
+    use altiplano_ir::dtype::DType;
+    use altiplano_ir::optimizer::leaf;
+    use altiplano_ir::types::TensorType;
+    use proptest::prelude::*;
+
+    /// So many products one after the other, and where they are.
+    fn products(count: usize) -> (Graph, Vec<usize>) {
+        let mut graph = Graph::new("products");
+        let ty = TensorType::new(DType::F32, vec![4, 4]);
+        let weight = leaf(&mut graph, "weight".into(), ty.clone());
+        let mut value = leaf(&mut graph, "value".into(), ty);
+        let mut at = Vec::new();
+        for _ in 0..count {
+            value = matmul(&mut graph, value, weight).expect("a product");
+            at.push(value.index());
+        }
+        (graph, at)
+    }
+
+    /// Values of these bytes, used from one product to another.
+    fn used_at(at: &[usize], values: &[(u64, usize, usize)]) -> Vec<Used> {
+        let of = |&(bytes, first, last): &(u64, usize, usize)| Used {
+            leaf: ValueId(0),
+            buffer: BufferId(0),
+            bytes,
+            first: at[first],
+            last: at[last],
+            loads: true,
+        };
+        values.iter().map(of).collect()
+    }
+
+    #[test]
+    fn equal_values_are_double_buffered() {
+        let (graph, at) = products(5);
+        let used = used_at(&at, &[(8, 0, 0), (8, 1, 1), (8, 2, 2), (8, 3, 3), (8, 4, 4)]);
+        let waits = [None, None, Some(at[0]), Some(at[1]), Some(at[2])];
+        assert_eq!(gates(&graph, &used), waits);
+    }
+
+    #[test]
+    fn what_is_used_for_long_is_beside_what_passes() {
+        let (graph, at) = products(4);
+        let used = used_at(&at, &[(8, 0, 3), (8, 0, 0), (8, 1, 1), (8, 2, 2), (8, 3, 3)]);
+        // Room for two in use and one on its way.
+        assert_eq!(gates(&graph, &used), [None, None, None, Some(at[0]), Some(at[1])]);
+    }
+
+    proptest! {
+        /// Values are there in time, in order, and never more of them than there is room for.
+        #[test]
+        fn room_is_never_exceeded(values in proptest::collection::vec((1u64..50, 0usize..20, 0usize..6), 1..40)) {
+            let (graph, at) = products(20);
+            let mut values: Vec<(u64, usize, usize)> =
+                values.into_iter().map(|(bytes, first, more)| (bytes, first, (first + more).min(19))).collect();
+            values.sort_by_key(|v| v.1);
+            let used = used_at(&at, &values);
+            let (gates, room) = (gates(&graph, &used), room(&used));
+            prop_assert!(gates.is_sorted() && gates.len() == used.len());
+            prop_assert!(gates.iter().zip(&used).all(|(gate, u)| gate.is_none_or(|gate| gate < u.first)));
+            for &now in &at {
+                let there = gates.iter().zip(&used).filter(|(gate, u)| gate.is_none_or(|g| g < now) && u.last >= now);
+                let held: u64 = there.map(|(_, u)| u.bytes).sum();
+                prop_assert!(held <= room, "{held} of {room} at {now}");
+            }
+        }
+    }
 }
