@@ -6,11 +6,14 @@ mod common;
 
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Plan, Schedule, Update};
-use altiplano::planner::Silent;
+use altiplano::planner::{Silent, programs};
 use altiplano::runtime::Options;
+use altiplano::runtime::recording::{Span, What};
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::program::{BufferKind, Call, Phase, Program};
 use altiplano_ir::recompute::Recompute;
 use common::steps::{OneByOne, Tensors, batch_of, difference, trained};
 use common::{DEMO, Scratch, altiplano, succeeds};
@@ -173,6 +176,101 @@ fn what_is_exchanged_once_a_step_is_late_too() {
         check(&Case { model: GPT, clip_norm: Some(0.5), ..replicas }, &[], 1e-5);
     }
     check(&Case { dp: 4, pp: 1, schedule: Schedule::OneFOneB, update: Update::Stale, ..replicas }, &[], 1e-5);
+}
+
+/// Devices that send each other copies, as processes do, reduce the gradients of a step while they make the calls of the next: begun before
+/// any of them, and ended before the update. Losses and weights are those of devices that do one after the other, to the bit.
+#[test]
+fn late_reductions_go_on_behind_the_calls_of_the_next_step() {
+    let stale = |dp, pp, zero, schedule| Case { dp, pp, zero, schedule, update: Update::Stale, ..Case::new(2, 2) };
+    let cases = [
+        stale(2, 1, 0, Schedule::OneFOneB),
+        stale(4, 1, 1, Schedule::OneFOneB),
+        stale(2, 2, 1, Schedule::PipeDream),
+        Case { model: GPT, clip_norm: Some(0.5), ..stale(2, 2, 0, Schedule::OneFOneB) },
+    ];
+    for case in cases {
+        let plan = case.plan();
+        let what = format!("{} dp {} pp {} zero {}", plan.schedule, case.dp, case.pp, case.zero);
+        let programs = programs(&plan).expect("programs");
+        let (weights, _) = start(&plan, &Training::default()).expect("weights");
+        let run = |by_messages: bool| {
+            let options = Options { record: true, by_messages, ..Options::default() };
+            let mut workers = session(&plan, &options).expect("a session");
+            for (name, tensor) in &weights {
+                workers.load_parameter(name, tensor).expect("loaded");
+            }
+            let (mut losses, mut behind) = (Vec::new(), 0);
+            for step in 1..=5 {
+                workers.begin_step(&batch_of(&plan, step), &scalars(RATE, step)).expect("begun");
+                let report = workers.end_step().expect("a step");
+                losses.push(report.loss);
+                for recording in &report.recordings {
+                    let program = &programs.programs[recording.program as usize];
+                    behind += reduced_behind(program, &recording.spans, &what);
+                }
+                if step == 3 {
+                    workers.flush().expect("a flush");
+                }
+            }
+            workers.flush().expect("a flush");
+            let updated: Tensors =
+                weights.keys().map(|name| (name.clone(), workers.parameter(name).expect("a parameter"))).collect();
+            let held = workers.peak_bytes();
+            for (stage, &device) in plan.lanes().iter().flat_map(|stage| stage.devices.iter().map(move |d| (stage, d)))
+            {
+                let (held, predicted) = (held[device as usize], stage.predicted.peak_bytes);
+                assert!(held <= predicted, "{what}: device {device} held {held} bytes of {predicted}");
+            }
+            (losses, updated, behind)
+        };
+        let (in_turns, overlapped) = (run(false), run(true));
+        assert_eq!(in_turns.0, overlapped.0, "{what}");
+        assert!(in_turns.1 == overlapped.1, "{what}: {}", difference(&in_turns.1, &overlapped.1));
+        // The first step has no gradients from before, nor the one after the flush.
+        let sums: usize = programs.programs.iter().map(sums_over_devices).sum();
+        assert!(sums >= plan.graph.parameters().count() / 2, "{what}: {sums}");
+        assert_eq!((in_turns.2, overlapped.2), (0, 3 * sums), "{what}");
+    }
+}
+
+/// How many sums of gradients are added up over devices once a step.
+fn sums_over_devices(program: &Program) -> usize {
+    let once = program.bodies.iter().filter(|body| !body.phase.is_of_microbatch());
+    let sums = once.flat_map(|body| {
+        let is_sum = |v: &ValueId| {
+            let read = body.reads.iter().find(|(leaf, _)| leaf == v);
+            read.is_some_and(|&(_, b)| matches!(program.buffer(b).kind, BufferKind::Accumulator { .. }))
+        };
+        let reduces = |name: &str| name == "all_reduce" || name == "reduce_scatter";
+        body.graph.nodes.iter().filter(move |node| reduces(node.op.name()) && node.operands.first().is_some_and(is_sum))
+    });
+    sums.count()
+}
+
+/// How many collectives of the step before went on behind the calls of a step, of each of which it is checked when.
+fn reduced_behind(program: &Program, spans: &[Span], what: &str) -> usize {
+    let phase = |position: usize| match program.schedule[position] {
+        Call::Run { body, .. } => Some(program.bodies[body as usize].phase),
+        Call::Send { .. } | Call::Receive { .. } => None,
+    };
+    let called = |wanted: Phase| {
+        let is_it = move |span: &&Span| matches!(span.what, What::Call { position } if phase(position) == Some(wanted));
+        spans.iter().filter(is_it)
+    };
+    let behind: Vec<&Span> = spans.iter().filter(|span| matches!(span.what, What::Behind { .. })).collect();
+    // Late backward passes come before the first, whose gradients it reduces.
+    let prompt = program.num_prompt();
+    let is_first = !(prompt..program.schedule.len()).any(|p| phase(p) == Some(Phase::Backward));
+    let calls = called(if is_first { Phase::Forward } else { Phase::Backward }).map(|call| call.start_s);
+    let reference = if is_first { calls.fold(f64::INFINITY, f64::min) } else { calls.fold(0.0, f64::max) };
+    for (number, span) in behind.iter().enumerate() {
+        let What::Behind { position, .. } = span.what else { continue };
+        assert!(matches!(phase(position), Some(Phase::Reduce | Phase::Norm | Phase::Update)), "{what}");
+        assert!(number > 0 || span.start_s <= reference, "{what}: begun at {} after {reference}", span.start_s);
+        assert!(called(Phase::Update).all(|call| span.end_s <= call.end_s), "{what}: ended at {}", span.end_s);
+    }
+    behind.len()
 }
 
 /// After a flush, as for a checkpoint, the next step is like a first one.

@@ -387,7 +387,7 @@ fn taken_at_once(elements: usize, n: usize) -> usize {
 
 /// The elements that member `i` of `n` reduces. Ranges begin at multiples of sixteen elements, so that they are whole words in every
 /// format, and that two members seldom write to one line of a cache.
-fn range_of(elements: usize, n: usize, i: usize) -> Range<usize> {
+pub(crate) fn range_of(elements: usize, n: usize, i: usize) -> Range<usize> {
     let size = elements.div_ceil(n).next_multiple_of(16);
     (i * size).min(elements)..((i + 1) * size).min(elements)
 }

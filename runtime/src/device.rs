@@ -1,6 +1,7 @@
 //! One device: a thread that walks its program's schedule with its own mesh coordinates, and the buffers that it holds.
 
 use crate::arena::{Arena, Storage};
+use crate::behind::{Begun, Behind, Early, Operand, early};
 use crate::collective::{Member, own};
 use crate::element::{Class, Element, with_class, with_width};
 use crate::error::{KernelError, Place, RuntimeError};
@@ -13,6 +14,7 @@ use crate::step::{Compiled, Kernel, Step};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Overlap, Phase, Program, Transfer, TransferId};
+use altiplano_ir::reshard::Collective;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -106,6 +108,9 @@ pub struct Device {
     now: StepState,
     /// The step before, of which there are calls left.
     before: Option<StepState>,
+    /// The late call that all before must have been made for anything to go on behind others, and what then does.
+    early: (usize, Arc<[Early]>),
+    behind: Behind,
     losses: Vec<f64>,
     /// Parts of results, where they are asked for.
     results: Option<Vec<ResultPart>>,
@@ -133,6 +138,7 @@ impl Device {
         let works = |call: &Call| matches!(call, Call::Run { body, .. } if program.bodies[*body as usize].phase.is_of_microbatch());
         let last_of_microbatch = program.schedule.iter().rposition(works);
         let overlap = program.overlap(&program.bodies);
+        let (first, all) = early(program, &plan.bodies, &plan.transfers);
         Ok(Device {
             id,
             position,
@@ -148,6 +154,8 @@ impl Device {
             last_of_microbatch,
             now: StepState::default(),
             before: None,
+            early: (first, all.into()),
+            behind: Behind::default(),
             losses: Vec::new(),
             results: None,
             recorder: None,
@@ -368,17 +376,20 @@ impl Device {
                 _ => {}
             }
         }
+        let mut made = 0;
+        self.begin_behind(program.num_prompt(), made)?;
         for (position, late) in program.turns() {
             if !late {
                 self.call(position)?;
-            } else if let Some(before) = self.before.take() {
-                let now = std::mem::replace(&mut self.now, before);
-                let called = self.call(position);
-                self.before = Some(std::mem::replace(&mut self.now, now));
-                called?;
+                made += 1;
+            } else if self.before.is_some() {
+                self.of_step_before(|device| device.call(position))?;
+                self.begin_behind(position + 1, made)?;
             }
         }
         self.before = None;
+        // A flush makes the calls that are left one after the other.
+        self.behind = Behind::default();
         if program.late.is_empty() {
             self.end();
         } else {
@@ -427,6 +438,101 @@ impl Device {
         }
         self.record(What::Call { position }, start);
         Ok(())
+    }
+
+    /// Does something with what is held of the step before.
+    fn of_step_before(&mut self, with: impl FnOnce(&mut Device) -> Result<(), KernelError>) -> Result<(), KernelError> {
+        let Some(before) = self.before.take() else { return Ok(()) };
+        let now = std::mem::replace(&mut self.now, before);
+        let done = with(self);
+        self.before = Some(std::mem::replace(&mut self.now, now));
+        done
+    }
+
+    /// Before the late call at `position`, after `made` calls of this step: begins to reduce the gradients of the step before, where they are
+    /// all there and needed later only. Devices that exchange over a network compute meanwhile; those that exchange through the memory
+    /// in which they compute have nothing to gain. All devices of a program decide alike.
+    fn begin_behind(&mut self, position: usize, made: usize) -> Result<(), KernelError> {
+        let program = &self.plan.program;
+        let due = position.checked_sub(program.num_prompt()).and_then(|late| program.late.get(late));
+        let is_later = due.is_some_and(|&due| due as usize > made);
+        if position != self.early.0 || self.before.is_none() || !is_later || !self.mailbox.copies() {
+            return Ok(());
+        }
+        self.behind.on = true;
+        self.look_behind()
+    }
+
+    /// Gives what goes on behind the present call a chance to.
+    fn look_behind(&mut self) -> Result<(), KernelError> {
+        if !self.behind.on || self.behind.next >= self.early.1.len() {
+            return Ok(());
+        }
+        self.of_step_before(|device| device.advance_behind(None))
+    }
+
+    /// Goes on with the collectives behind other calls as far as they get without waiting, or waits for the result that the step of a
+    /// call needs. The present state is that of their step.
+    fn advance_behind(&mut self, needed: Option<(usize, usize)>) -> Result<(), KernelError> {
+        let (plan, all) = (self.plan.clone(), self.early.1.clone());
+        while let Some(item) = all.get(self.behind.next) {
+            if needed.is_some_and(|needed| self.behind.results.contains_key(&needed)) {
+                return Ok(());
+            }
+            let body = &plan.bodies[item.body as usize];
+            let step = &body.steps[item.step];
+            let advanced = self.advance_collective(item, step, needed.is_some());
+            let result = match advanced {
+                Ok(Some(result)) => Arc::new(result),
+                Ok(None) => return Ok(()),
+                Err(error) => {
+                    let name = plan.program.bodies[item.body as usize].graph.nodes.get(step.node.index());
+                    self.place.activity = format!("body '{}'", body.name);
+                    (self.place.microbatch, self.place.op) =
+                        (None, Some((step.node, name.map_or("", |n| n.op.name()))));
+                    return Err(error);
+                }
+            };
+            let since = self.behind.since.take();
+            self.record(What::Behind { position: item.position, node: step.node }, since);
+            self.behind.next += 1;
+            match all.get(self.behind.next) {
+                Some(next) if next.operand == Operand::Before => self.behind.carried = Some(result),
+                _ => drop(self.behind.results.insert((item.position, item.step), result)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins a collective that is not under way. Its result, if it has come.
+    fn advance_collective(&mut self, item: &Early, step: &Step, wait: bool) -> Result<Option<Storage>, KernelError> {
+        let Kernel::Collective { collective, dtype, shape, .. } = &step.kernel else { return Ok(None) };
+        if self.behind.begun.is_none() {
+            let operand = match item.operand {
+                Operand::Sum { buffer, .. } => {
+                    let sum = self.bring(buffer, None, Phase::Update)?;
+                    self.remove(buffer, None);
+                    sum
+                }
+                Operand::Before => self.behind.carried.take().ok_or(KernelError::Disconnected)?,
+            };
+            self.behind.since = self.start();
+            let mut member = self.member(collective);
+            match Begun::new(&member, collective, *dtype, shape, operand) {
+                Ok(begun) => self.behind.begun = Some(begun),
+                // It needs nobody else.
+                Err(operand) => {
+                    let mut result = member.run(collective, *dtype, shape, operand, true)?;
+                    round_stored(&mut result, *dtype);
+                    return Ok(Some(result));
+                }
+            }
+        }
+        let Some(begun) = &mut self.behind.begun else { return Ok(None) };
+        let Some(mut result) = begun.advance(&mut self.mailbox, wait)? else { return Ok(None) };
+        self.behind.begun = None;
+        round_stored(&mut result, *dtype);
+        Ok(Some(result))
     }
 
     /// Where the instance of a buffer that a call sees is kept in the step: the microbatch's, or else the step's.
@@ -502,10 +608,17 @@ impl Device {
     ) -> Result<(), KernelError> {
         let mut values: Vec<Option<Arc<Storage>>> = vec![None; body.num_values];
         let phase = self.plan.program.bodies[index as usize].phase;
-        for leaf in &body.leaves {
+        // Of what goes on behind other calls, the results are taken where the steps of it come.
+        let all = self.early.1.clone();
+        let of_call = all.iter().filter(|item| self.behind.on && item.position == position);
+        let early: Vec<&Early> = of_call.collect();
+        let is_taken = |value: ValueId| {
+            early.iter().any(|item| matches!(item.operand, Operand::Sum { leaf, .. } if leaf == value))
+        };
+        for leaf in body.leaves.iter().filter(|leaf| !is_taken(leaf.value)) {
             values[leaf.value.index()] = Some(self.bring(leaf.buffer, microbatch, phase)?);
         }
-        for leaf in body.leaves.iter().filter(|l| l.owned) {
+        for leaf in body.leaves.iter().filter(|leaf| leaf.owned && !is_taken(leaf.value)) {
             self.remove(leaf.buffer, microbatch);
         }
         let plan = self.plan.clone();
@@ -513,11 +626,24 @@ impl Device {
         if plan.check_nan {
             self.check_leaves(body, &values)?;
         }
-        for step in &body.steps {
+        for (number, step) in body.steps.iter().enumerate() {
             self.place.op = Some((step.node, graph.nodes.get(step.node.index()).map_or("", |n| n.op.name())));
             self.mailbox.check()?;
             let start = self.start();
-            self.execute(step, &mut values)?;
+            if early.iter().any(|item| item.step == number) {
+                // One that another goes on from is done with that.
+                let continues = |pair: &[Early]| {
+                    (pair[0].position, pair[0].step) == (position, number) && pair[1].operand == Operand::Before
+                };
+                if all.windows(2).any(continues) {
+                    continue;
+                }
+                self.advance_behind(Some((position, number)))?;
+                values[step.outputs[0].value.index()] = self.behind.results.remove(&(position, number));
+            } else {
+                self.execute(step, &mut values)?;
+                self.look_behind()?;
+            }
             if plan.check_nan {
                 self.check_outputs(step, graph, &values)?;
             }
@@ -583,6 +709,16 @@ impl Device {
         Ok(())
     }
 
+    /// This device among those that run a collective together.
+    fn member(&mut self, collective: &Collective) -> Member<'_> {
+        let mesh = &self.plan.program.mesh;
+        let first = self.plan.first_rank[self.plan.index as usize];
+        let group = mesh.group(collective.axes(), self.position);
+        let me = group.iter().position(|&p| p == self.position).unwrap_or(0);
+        let ranks = group.iter().map(|&p| first + p as usize).collect();
+        Member { mailbox: &mut self.mailbox, ranks, me }
+    }
+
     fn execute(&mut self, step: &Step, values: &mut [Option<Arc<Storage>>]) -> Result<(), KernelError> {
         if let Kernel::Collective { collective, dtype, shape, .. } = &step.kernel {
             let output = step.outputs[0].value;
@@ -591,13 +727,7 @@ impl Device {
             let slot = &mut values[operand.index()];
             let storage = if in_place { slot.take() } else { slot.clone() };
             let storage = storage.ok_or(KernelError::Disconnected)?;
-            let mesh = &self.plan.program.mesh;
-            let first = self.plan.first_rank[self.plan.index as usize];
-            let group = mesh.group(collective.axes(), self.position);
-            let me = group.iter().position(|&p| p == self.position).unwrap_or(0);
-            let ranks = group.iter().map(|&p| first + p as usize).collect();
-            let mut member = Member { mailbox: &mut self.mailbox, ranks, me };
-            let mut result = member.run(collective, *dtype, shape, storage, in_place)?;
+            let mut result = self.member(collective).run(collective, *dtype, shape, storage, in_place)?;
             round_stored(&mut result, *dtype);
             values[output.index()] = Some(Arc::new(result));
             return Ok(());

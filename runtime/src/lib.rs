@@ -6,6 +6,7 @@
 
 pub mod arena;
 pub mod array_file;
+mod behind;
 mod check;
 pub mod collective;
 pub mod compile;

@@ -24,6 +24,8 @@ pub enum Tag {
         message: u32,
     },
     Collective,
+    /// Of collectives that go on while their devices do other things, which are the same on all members in the same order too.
+    Behind,
     /// From one device to another, in an order that both know.
     Channel,
     /// What a device tells all others of a step that it has run.
@@ -50,8 +52,8 @@ enum Packet {
 
 /// What carries messages.
 enum Wire {
-    /// Devices are threads of this process, and lend each other what they send.
-    Threads { receiver: Receiver<Packet>, senders: Vec<Sender<Packet>>, stopped: Arc<AtomicBool> },
+    /// Devices are threads of this process, and lend each other what they send, unless they are to send copies.
+    Threads { receiver: Receiver<Packet>, senders: Vec<Sender<Packet>>, stopped: Arc<AtomicBool>, copies: bool },
     /// Devices are processes, and send copies.
     #[cfg(feature = "mpi")]
     Ranks(Box<RankWire>),
@@ -67,13 +69,13 @@ pub struct Mailbox {
 }
 
 impl Mailbox {
-    /// Mailboxes for all ranks, connected to each other.
-    pub fn network(ranks: usize) -> Vec<Mailbox> {
+    /// Mailboxes for all ranks, connected to each other; whether they send copies as processes do.
+    pub fn network(ranks: usize, copies: bool) -> Vec<Mailbox> {
         let stopped = Arc::new(AtomicBool::new(false));
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| channel()).unzip();
         let mailbox = |(rank, receiver)| Mailbox {
             rank,
-            wire: Wire::Threads { receiver, senders: senders.clone(), stopped: stopped.clone() },
+            wire: Wire::Threads { receiver, senders: senders.clone(), stopped: stopped.clone(), copies },
             waiting: HashMap::new(),
             waited: Duration::ZERO,
         };
@@ -99,7 +101,7 @@ impl Mailbox {
 
     /// Whether others get copies of what is sent to them, so that nobody need wait until they have read it.
     pub fn copies(&self) -> bool {
-        !matches!(self.wire, Wire::Threads { .. })
+        !matches!(self.wire, Wire::Threads { copies: false, .. })
     }
 
     pub fn send(&self, to: usize, tag: Tag, payload: Payload) {
@@ -125,6 +127,11 @@ impl Mailbox {
                     Ok(Packet::Stop) | Err(_) => Err(KernelError::Disconnected),
                 },
                 #[cfg(feature = "mpi")]
+                Wire::Ranks(wire) if tag == Tag::Behind => wire.receive_behind(from).map(|words| {
+                    let payload = Payload::Words(words);
+                    (from, tag, payload)
+                }),
+                #[cfg(feature = "mpi")]
                 Wire::Ranks(wire) => wire.receive(from).map(|(tag, words)| (from, tag, Payload::Words(words))),
             };
             self.waited += start.elapsed();
@@ -133,6 +140,21 @@ impl Mailbox {
                 return Ok(payload);
             }
             self.waiting.entry((f, t)).or_default().push_back(payload);
+        }
+    }
+
+    /// The next message of a collective behind others from `from`, if it has come.
+    pub fn try_receive_behind(&mut self, from: usize) -> Result<Option<Payload>, KernelError> {
+        match &self.wire {
+            Wire::Threads { receiver, .. } => {
+                for packet in receiver.try_iter() {
+                    let Packet::Message { from, tag, payload } = packet else { return Err(KernelError::Disconnected) };
+                    self.waiting.entry((from, tag)).or_default().push_back(payload);
+                }
+                Ok(self.waiting.get_mut(&(from, Tag::Behind)).and_then(VecDeque::pop_front))
+            }
+            #[cfg(feature = "mpi")]
+            Wire::Ranks(wire) => Ok(wire.try_receive_behind(from)?.map(Payload::Words)),
         }
     }
 

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 pub enum What {
     /// The call at a position of its program's schedule.
     Call { position: usize },
+    /// The collective that makes a node's value, of the call at a position, while others are made: from where it is begun until all has come.
+    Behind { position: usize, node: ValueId },
     /// The kernel that makes a node's value, within the call at a position.
     Kernel { position: usize, node: ValueId },
 }

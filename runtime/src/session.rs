@@ -28,6 +28,8 @@ pub struct Options {
     pub record: bool,
     /// Stop at the first op that makes a NaN of numbers.
     pub check_nan: bool,
+    /// Devices send each other copies, as those of several processes do, and neither lend nor wait until others have read.
+    pub by_messages: bool,
 }
 
 /// What a step did.
@@ -94,7 +96,7 @@ impl Session {
             ended: VecDeque::new(),
             pending: false,
         };
-        let mut mailboxes = Mailbox::network(ranks).into_iter();
+        let mut mailboxes = Mailbox::network(ranks, options.by_messages).into_iter();
         for plan in session.roster.plans.clone() {
             for (position, &id) in plan.program.devices.iter().enumerate() {
                 let Some(mailbox) = mailboxes.next() else { break };

@@ -93,6 +93,15 @@ impl Simulation {
             for (stage, (start_s, end_s)) in once {
                 events.push(self.call_event(lane, stage as usize, Phase::Update, None, start_s, end_s));
             }
+            for span in &recording.spans {
+                if let What::Behind { position, node } = span.what
+                    && let Some(&Call::Run { body, .. }) = program.schedule.get(position)
+                    && let Some(node) = program.bodies[body as usize].graph.nodes.get(node.index())
+                {
+                    let name = format!("{} of the step before", node.op.name());
+                    events.push(event(name, lane, track(true), span.start_s, span.end_s));
+                }
+            }
             let held = calls(recording).map(|(_, span)| (span.end_s, span.held_bytes));
             events.extend(held.map(|(at_s, held)| self.held_event(lane, at_s, held)));
         }
@@ -321,7 +330,7 @@ fn track(is_sent: bool) -> u32 {
 fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
     recording.spans.iter().filter_map(|span| match span.what {
         What::Call { position } => Some((position, span)),
-        What::Kernel { .. } => None,
+        What::Behind { .. } | What::Kernel { .. } => None,
     })
 }
 
@@ -330,13 +339,13 @@ fn kernels_of(recording: &Recording, call: usize) -> impl Iterator<Item = (Value
     // Calls of the step before may be among those of a step, so that positions do not rise.
     recording.spans.iter().filter(move |span| position(span) == call).filter_map(|span| match span.what {
         What::Kernel { node, .. } => Some((node, span)),
-        What::Call { .. } => None,
+        What::Call { .. } | What::Behind { .. } => None,
     })
 }
 
 fn position(span: &Span) -> usize {
     match span.what {
-        What::Call { position } | What::Kernel { position, .. } => position,
+        What::Call { position } | What::Behind { position, .. } | What::Kernel { position, .. } => position,
     }
 }
 

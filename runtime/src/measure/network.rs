@@ -76,7 +76,7 @@ fn together(harness: &mut Harness, collective: &Collective, devices: usize, widt
                 }
             }
         };
-        for mailbox in Mailbox::network(devices) {
+        for mailbox in Mailbox::network(devices, false) {
             match first {
                 None => first = Some(mailbox),
                 Some(_) => drop(scope.spawn(move || run(mailbox, None))),

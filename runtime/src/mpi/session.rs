@@ -394,7 +394,7 @@ impl RankSession {
         }
         let Device { id, position, threads, .. } = self.device;
         // Its messages go through the session's mailbox, while it runs.
-        let mailbox = Mailbox::network(1).pop().ok_or(RuntimeError::Stopped)?;
+        let mailbox = Mailbox::network(1, false).pop().ok_or(RuntimeError::Stopped)?;
         let place = |error| {
             let activity = "preparing to evaluate".to_string();
             let place = Place { device: id, program: self.own as u32, activity, microbatch: None, op: None };
@@ -486,6 +486,8 @@ fn host_name() -> String {
     mpi::environment::processor_name().unwrap_or_else(|_| "an unnamed host".to_string())
 }
 
+/// Marks the nodes of collectives that went on behind others.
+const BEHIND: u64 = 1 << 32;
 /// Words of a span.
 const SPAN: usize = 6;
 
@@ -493,6 +495,7 @@ fn span_words(span: &Span) -> [u64; SPAN] {
     let Span { what, start_s, end_s, waited_s, held_bytes } = *span;
     let (position, node) = match what {
         What::Call { position } => (position as u64, 0),
+        What::Behind { position, node } => (position as u64, BEHIND | node.index() as u64),
         What::Kernel { position, node } => (position as u64, node.index() as u64 + 1),
     };
     [position, node, start_s.to_bits(), end_s.to_bits(), waited_s.to_bits(), held_bytes]
@@ -502,6 +505,7 @@ fn span_of(words: &[u64]) -> Span {
     let position = words[0] as usize;
     let what = match words[1].checked_sub(1) {
         None => What::Call { position },
+        _ if words[1] & BEHIND != 0 => What::Behind { position, node: ValueId(words[1] as u32) },
         Some(node) => What::Kernel { position, node: ValueId(node as u32) },
     };
     let [start_s, end_s, waited_s] = [words[2], words[3], words[4]].map(f64::from_bits);
@@ -514,7 +518,11 @@ mod tests {
 
     #[test]
     fn spans_are_read_as_they_were_written() {
-        for what in [What::Call { position: 3 }, What::Kernel { position: 9, node: ValueId(0) }] {
+        for what in [
+            What::Call { position: 3 },
+            What::Behind { position: 4, node: ValueId(5) },
+            What::Kernel { position: 9, node: ValueId(0) },
+        ] {
             let span = Span { what, start_s: 0.25, end_s: 0.5, waited_s: 0.125, held_bytes: 17 };
             assert_eq!(span_of(&span_words(&span)), span);
         }

@@ -28,9 +28,23 @@ unsafe impl Send for Communicator {}
 unsafe impl Sync for Communicator {}
 // SAFETY: as above; the words belong to the value.
 unsafe impl Send for Sending {}
+// SAFETY: as above.
+unsafe impl Send for Receiving {}
 
-/// The tag of all messages: what they belong to is in them.
-const TAG: c_int = 0;
+/// Words on their way from another rank.
+pub struct Receiving {
+    /// None where they have come.
+    request: Option<ffi::MPI_Request>,
+    words: Vec<u64>,
+}
+
+/// Which messages keep their order among each other, and wait for none of the others: MPI's tag. What they belong to is in them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    Main = 0,
+    /// Of what goes on behind something else.
+    Behind = 2,
+}
 
 /// The tag of what members of a new group tell each other. The standard keeps it apart from messages; Open MPI 4 takes a message of
 /// the same tag for it, and hangs.
@@ -122,13 +136,13 @@ impl Communicator {
     }
 
     /// Starts to send words to a rank.
-    pub fn send(&self, to: usize, words: Vec<u64>) -> Result<Sending, KernelError> {
+    pub fn send(&self, to: usize, words: Vec<u64>, stream: Stream) -> Result<Sending, KernelError> {
         let length = count("MPI_Isend", words.len())?;
         let mut request = MaybeUninit::uninit();
         // SAFETY: the words are kept with the request until it is done; a vector's elements do not move with it.
         unsafe {
             let (data, kind) = (words.as_ptr().cast::<c_void>(), ffi::RSMPI_UINT64_T);
-            let code = ffi::MPI_Isend(data, length, kind, to as c_int, TAG, self.raw, request.as_mut_ptr());
+            let code = ffi::MPI_Isend(data, length, kind, to as c_int, stream as c_int, self.raw, request.as_mut_ptr());
             checked("MPI_Isend", code)?;
             Ok(Sending { request: request.assume_init(), _words: words })
         }
@@ -139,7 +153,13 @@ impl Communicator {
         let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
         // SAFETY: message and status are written by the probe before they are read, and the vector has room for all of the message.
         unsafe {
-            let code = ffi::MPI_Mprobe(from as c_int, TAG, self.raw, message.as_mut_ptr(), status.as_mut_ptr());
+            let code = ffi::MPI_Mprobe(
+                from as c_int,
+                Stream::Main as c_int,
+                self.raw,
+                message.as_mut_ptr(),
+                status.as_mut_ptr(),
+            );
             checked("MPI_Mprobe", code)?;
             let (mut message, status) = (message.assume_init(), status.assume_init());
             let mut length: c_int = 0;
@@ -148,6 +168,29 @@ impl Communicator {
             let (data, kind) = (words.as_mut_ptr().cast::<c_void>(), ffi::RSMPI_UINT64_T);
             checked("MPI_Mrecv", ffi::MPI_Mrecv(data, length, kind, &mut message, ffi::RSMPI_STATUS_IGNORE))?;
             Ok(words)
+        }
+    }
+
+    /// Starts to receive the next words that a rank sends behind something else, if it has begun to.
+    pub fn begin_receive(&self, from: usize) -> Result<Option<Receiving>, KernelError> {
+        let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        let mut found: c_int = 0;
+        // SAFETY: message and status are written by a probe that finds something, and read only then; the vector has room for all of
+        // the message, and its elements do not move with it, as long as the request lives.
+        unsafe {
+            let (tag, message, status) = (Stream::Behind as c_int, message.as_mut_ptr(), status.as_mut_ptr());
+            let code = ffi::MPI_Improbe(from as c_int, tag, self.raw, &mut found, message, status);
+            checked("MPI_Improbe", code)?;
+            if found == 0 {
+                return Ok(None);
+            }
+            let mut length: c_int = 0;
+            checked("MPI_Get_count", ffi::MPI_Get_count(status, ffi::RSMPI_UINT64_T, &mut length))?;
+            let mut words = vec![0u64; length.max(0) as usize];
+            let (data, mut request) = (words.as_mut_ptr().cast::<c_void>(), MaybeUninit::uninit());
+            let code = ffi::MPI_Imrecv(data, length, ffi::RSMPI_UINT64_T, message, request.as_mut_ptr());
+            checked("MPI_Imrecv", code)?;
+            Ok(Some(Receiving { request: Some(request.assume_init()), words }))
         }
     }
 
@@ -245,7 +288,7 @@ impl Carrier for Communicator {
 
     fn gather(&self, words: Vec<u64>) -> Result<Option<Vec<Vec<u64>>>, KernelError> {
         if self.rank > 0 {
-            self.send(0, words)?.is_done(true)?;
+            self.send(0, words, Stream::Main)?.is_done(true)?;
             return Ok(None);
         }
         let others = (1..self.size).map(|rank| self.receive(rank));
@@ -270,6 +313,31 @@ impl Sending {
             }
         }
         Ok(done != 0)
+    }
+}
+
+impl Receiving {
+    /// The words, where all of them have come.
+    pub fn done(mut self) -> Result<Result<Vec<u64>, Receiving>, KernelError> {
+        let Some(request) = &mut self.request else { return Ok(Ok(std::mem::take(&mut self.words))) };
+        let mut done: c_int = 0;
+        // SAFETY: the request is one that was started and that is not done.
+        checked("MPI_Test", unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+        if done == 0 {
+            return Ok(Err(self));
+        }
+        self.request = None;
+        Ok(Ok(std::mem::take(&mut self.words)))
+    }
+}
+
+impl Drop for Receiving {
+    /// The words must not go while MPI may write them. A rank that ends with some on their way ends all.
+    fn drop(&mut self) {
+        if let Some(mut request) = self.request.take() {
+            // SAFETY: the request is one that was started and that is not done.
+            let _ = checked("MPI_Wait", unsafe { ffi::MPI_Wait(&mut request, ffi::RSMPI_STATUS_IGNORE) });
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::error::{KernelError, Place};
 use crate::mailbox::{Payload, Tag};
-use crate::mpi::sys::{Communicator, Sending};
+use crate::mpi::sys::{Communicator, Receiving, Sending, Stream};
 use crate::ranks::watch::Watch;
 use altiplano_ir::program::TransferId;
 use std::cell::RefCell;
@@ -17,6 +17,8 @@ pub struct RankWire {
     /// Those that run collectives together, by their ranks.
     groups: HashMap<Vec<usize>, Arc<Communicator>>,
     sending: RefCell<Outbox>,
+    /// What is on its way of collectives behind others, by who sends it.
+    receiving: RefCell<HashMap<usize, Receiving>>,
     /// Whether collectives reduce in the order of their groups.
     pub in_order: bool,
     watch: Arc<Watch>,
@@ -33,7 +35,8 @@ struct Outbox {
 
 impl RankWire {
     pub(super) fn new(all: Arc<Communicator>, in_order: bool, watch: Arc<Watch>) -> RankWire {
-        RankWire { all, groups: HashMap::new(), sending: RefCell::default(), in_order, watch, step: 0 }
+        let (sending, receiving) = (RefCell::default(), RefCell::default());
+        RankWire { all, groups: HashMap::new(), sending, receiving, in_order, watch, step: 0 }
     }
 
     pub fn rank(&self) -> usize {
@@ -47,8 +50,12 @@ impl RankWire {
             // What is copied is neither lent nor answered for.
             Payload::Lent(_) | Payload::Done => return,
         };
-        words.extend(encode(tag));
-        let sent = self.all.send(to, words);
+        // Nobody who waits for something else is to wait until this has come.
+        let stream = if tag == Tag::Behind { Stream::Behind } else { Stream::Main };
+        if stream == Stream::Main {
+            words.extend(encode(tag));
+        }
+        let sent = self.all.send(to, words, stream);
         let mut outbox = self.sending.borrow_mut();
         match sent {
             Ok(sending) => outbox.sending.push(sending),
@@ -64,6 +71,33 @@ impl RankWire {
         let tag = decode([words[split], words[split + 1]]);
         words.truncate(split);
         Ok((tag, words))
+    }
+
+    /// The next words of a collective behind others from a rank, if all of them have come.
+    pub fn try_receive_behind(&self, from: usize) -> Result<Option<Vec<u64>>, KernelError> {
+        let mut receiving = self.receiving.borrow_mut();
+        let begun = match receiving.remove(&from) {
+            Some(begun) => Some(begun),
+            None => self.all.begin_receive(from)?,
+        };
+        match begun.map(Receiving::done).transpose()? {
+            Some(Ok(words)) => return Ok(Some(words)),
+            Some(Err(begun)) => drop(receiving.insert(from, begun)),
+            None => {}
+        }
+        Ok(None)
+    }
+
+    /// Waits for them.
+    pub fn receive_behind(&self, from: usize) -> Result<Vec<u64>, KernelError> {
+        loop {
+            if let Some(words) = self.try_receive_behind(from)? {
+                return Ok(words);
+            }
+            // What this rank sends has to get on too.
+            self.settle(false)?;
+            std::thread::yield_now();
+        }
     }
 
     /// Lets go of what has left. Between kernels this also gives MPI a chance to send large messages.
@@ -116,6 +150,7 @@ fn encode(tag: Tag) -> [u64; 2] {
         Tag::Collective => [1 << 32, 0],
         Tag::Channel => [2 << 32, 0],
         Tag::Report => [3 << 32, 0],
+        Tag::Behind => [4 << 32, 0],
     }
 }
 
@@ -128,7 +163,8 @@ fn decode([first, second]: [u64; 2]) -> Tag {
         },
         1 => Tag::Collective,
         2 => Tag::Channel,
-        _ => Tag::Report,
+        3 => Tag::Report,
+        _ => Tag::Behind,
     }
 }
 
@@ -147,6 +183,7 @@ mod tests {
             Tag::Collective,
             Tag::Channel,
             Tag::Report,
+            Tag::Behind,
         ];
         for tag in all {
             assert_eq!(decode(encode(tag)), tag);

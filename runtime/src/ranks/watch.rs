@@ -396,9 +396,11 @@ impl Watcher {
 
     fn end(mut self, Ending { code, message }: Ending) {
         if let Some(message) = &message {
-            // Without the hub, which the first of the others speaks for, most will be ended by the launcher while they wait.
+            // Without the hub, which the first of the others speaks for, most will be ended by the launcher while they wait. Over several
+            // hosts that takes mpirun some three seconds; where the hub fell silent, some have passed.
             if self.me > 1 {
-                std::thread::sleep(Duration::from_millis(2500 + 100 * (self.me as u64).min(5)));
+                let patience_ms = if self.links.iter().any(|link| link.closed) { 4500 } else { 2500 };
+                std::thread::sleep(Duration::from_millis(patience_ms + 100 * (self.me as u64).min(5)));
             }
             (self.ends.say)(message);
         }

@@ -90,7 +90,7 @@ mod tests {
                         decode(DType::F32, &got)
                     })
                 };
-                let threads: Vec<_> = Mailbox::network(3).into_iter().map(run).collect();
+                let threads: Vec<_> = Mailbox::network(3, false).into_iter().map(run).collect();
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             assert_eq!(got, expected, "{kind:?}");

@@ -206,7 +206,7 @@ impl CudaSession {
         }
         let (orders, threads, stopped) = (BTreeMap::new(), Vec::new(), false);
         let mut session = CudaSession { programs, tapes, orders, replies, threads, stopped, nccl, world };
-        for (tape, mailbox) in session.tapes.iter().zip(Mailbox::network(session.tapes.len())) {
+        for (tape, mailbox) in session.tapes.iter().zip(Mailbox::network(session.tapes.len(), false)) {
             let Some(&gpu) = shares.own.get(&(tape.rank as usize)) else { continue };
             let Some(context) = contexts.get(gpu).cloned().flatten() else { continue };
             let (order, orders) = channel();
