@@ -244,8 +244,8 @@ mod tests {
     fn products(count: usize) -> (Graph, Vec<usize>) {
         let mut graph = Graph::new("products");
         let ty = TensorType::new(DType::F32, vec![4, 4]);
-        let weight = leaf(&mut graph, "weight".into(), ty.clone());
-        let mut value = leaf(&mut graph, "value".into(), ty);
+        let weight = leaf(&mut graph, "weight", ty.clone());
+        let mut value = leaf(&mut graph, "value", ty);
         let mut at = Vec::new();
         for _ in 0..count {
             value = matmul(&mut graph, value, weight).expect("a product");
