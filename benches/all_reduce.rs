@@ -67,7 +67,8 @@ fn memory_s(threads: usize, elements: usize, work: impl Fn(&[f32], &mut [f32]) +
 
 /// Seconds of an all-reduce in place, as that of a gradient is.
 fn all_reduce_s(workers: usize, elements: usize) -> f64 {
-    let mailboxes: Vec<_> = Mailbox::network(workers).into_iter().map(|m| std::sync::Mutex::new(Some(m))).collect();
+    let mailboxes: Vec<_> =
+        Mailbox::network(workers, false).into_iter().map(|m| std::sync::Mutex::new(Some(m))).collect();
     let collective = Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum };
     together(workers, |me| {
         let taken = mailboxes[me].lock().expect("a mailbox").take();

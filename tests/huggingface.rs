@@ -166,23 +166,29 @@ fn weights_load_from_checkpoints_with_and_without_a_head() {
     assert_ne!(whole, run(&["verify", &config], "--global-batch 2 --seq 8 --cluster local:1"));
 }
 
-/// GPT-2 small as JAX exports it, and as its config says it is.
+/// GPT-2 small as JAX exports it, and as its config says it is. Memory is compared where the storage of state is given: of plans that are
+/// predicted alike to half a percent, either may be the leaner.
 #[test]
 fn a_config_plans_like_an_export() {
     let Some(exported) = shared_model("gpt2-small.mlir") else { return };
     let scratch = Scratch::new();
     let config = r#"{"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}"#;
     let config = scratch.file("config.json", config);
-    for options in
-        ["--cluster dgx-a100:1", "--cluster dgx-a100:2 --pp 4 --dp 4", "--cluster p3.16xlarge:1 --dp 4 --tp 2"]
-    {
+    let free = "--cluster dgx-a100:1";
+    for options in [
+        free,
+        "--cluster dgx-a100:1 --zero 0",
+        "--cluster dgx-a100:2 --pp 4 --dp 4",
+        "--cluster p3.16xlarge:1 --dp 4 --tp 2",
+    ] {
         let predicted = |model: &str| {
             let said = run(&["plan", model, "--json", "--global-batch", "64"], options);
             let plan: Value = serde_json::from_str(&said).expect("JSON");
             let bytes = plan["predicted"]["peak_bytes"].as_array().expect("a list").iter().filter_map(Value::as_f64);
             [plan["predicted"]["step_time_s"].as_f64().expect("seconds"), bytes.fold(0.0, f64::max)]
         };
-        for (ours, theirs) in predicted(&config).into_iter().zip(predicted(&exported)) {
+        let compared = if options == free { 1 } else { 2 };
+        for (ours, theirs) in predicted(&config).into_iter().zip(predicted(&exported)).take(compared) {
             assert!((ours / theirs - 1.0).abs() < 0.02, "{options}: {ours} and {theirs}");
         }
     }

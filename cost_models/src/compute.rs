@@ -84,13 +84,10 @@ impl Compute {
 
     /// Seconds that the first of `devices` waits for the last where they meet.
     pub fn waiting_s(&self, devices: u64) -> f64 {
-        // The sum is the logarithm and a constant but for its first few terms.
-        let harmonic: f64 = match devices {
-            0..=1 => return 0.0,
-            2..=64 => (1..=devices).map(|i| 1.0 / i as f64).sum(),
-            n => (n as f64).ln() + 0.5772156649,
-        };
-        self.constants.skew_s * harmonic
+        match devices {
+            0..=1 => 0.0,
+            n => self.constants.skew_s * n as f64 / (n as f64 + 1.0),
+        }
     }
 
     /// Seconds for `bytes` read and written.

@@ -52,6 +52,11 @@ pub trait CostModel: Sync {
         0.0
     }
 
+    /// Kernels that the host has issued and the device has not done, at most.
+    fn queued_kernels(&self) -> usize {
+        usize::MAX
+    }
+
     /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
     fn kernel(&self, kernel: &Kernel) -> Price;
 

@@ -199,6 +199,13 @@ impl CostModel for Roofline {
         launches(op, operands) * self.compute.constants.dispatch_s
     }
 
+    fn queued_kernels(&self) -> usize {
+        match self.compute.constants.queued_kernels {
+            most if most >= 1.0 => most as usize,
+            _ => usize::MAX,
+        }
+    }
+
     fn waiting_s(&self, devices: u64) -> f64 {
         self.compute.waiting_s(devices)
     }

@@ -36,6 +36,32 @@ pub struct Task {
     pub ready_s: f64,
 }
 
+/// Who issues tasks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Host {
+    /// By how much it is ahead of the device when it begins, in seconds.
+    pub ahead_s: f64,
+    /// Tasks that it has issued and the device has not done, at most.
+    pub queued: usize,
+}
+
+impl Host {
+    /// Even with the device at first, and never waiting for it.
+    pub const FREE: Host = Host { ahead_s: 0.0, queued: usize::MAX };
+}
+
+impl Task {
+    /// Whether it is sent or copied as soon as what it sends is there: what is brought from outside is asked for ahead of its use, and
+    /// gradients leave as they are made. The rest has its turn among what the host issues.
+    fn runs_ahead(&self) -> bool {
+        match self.stream {
+            Stream::Compute => false,
+            Stream::Communication => self.after.is_empty(),
+            Stream::Gradients | Stream::Load | Stream::Store => true,
+        }
+    }
+}
+
 /// When each of some tasks ran, and what the streams were doing.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Played {
@@ -53,25 +79,35 @@ pub struct Played {
 }
 
 /// Plays tasks that are issued in this order. Tasks of one stream run one after the other, from time 0; the host began to issue them
-/// `ahead_s` before that.
-pub fn play(tasks: &[Task], ahead_s: f64) -> Played {
+/// by what it is ahead before that.
+pub fn play(tasks: &[Task], host: Host) -> Played {
     let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
-    let (mut host_s, mut free_s) = (-ahead_s, [0.0f64; 5]);
+    let (mut host_s, mut free_s) = (-host.ahead_s, [0.0f64; 5]);
+    // When each of those was done that have their turn.
+    let mut done_s: Vec<f64> = Vec::new();
     for task in tasks {
+        let runs_ahead = task.runs_ahead();
+        if !runs_ahead && done_s.len() >= host.queued {
+            host_s = host_s.max(done_s[done_s.len() - host.queued]);
+        }
         host_s += task.issue_s;
         let stream = &mut free_s[task.stream as usize];
         let after_s = task.after.iter().map(|&t| played.spans[t as usize].1).fold(task.ready_s, f64::max);
-        let start_s = host_s.max(*stream).max(after_s);
+        let issued_s = if runs_ahead { 0.0 } else { host_s };
+        let start_s = issued_s.max(*stream).max(after_s);
         *stream = start_s + task.seconds;
         played.spans.push((start_s, *stream));
+        if !runs_ahead {
+            done_s.push(*stream);
+        }
         match task.stream {
             Stream::Compute => played.compute_s += task.seconds,
             _ => played.communication_s += task.seconds,
         }
     }
-    played.host_s = host_s + ahead_s;
+    played.host_s = tasks.iter().map(|task| task.issue_s).sum();
     played.seconds = free_s.into_iter().fold(host_s, f64::max);
-    played.ahead_s = [ahead_s, played.seconds - host_s];
+    played.ahead_s = [host.ahead_s, played.seconds - host_s];
     played.exposed_s = exposed_s(tasks, &played.spans);
     played
 }

@@ -16,7 +16,7 @@ fn what_does_not_wait_is_hidden() {
         task(Stream::Compute, 2.0, &[]),
         task(Stream::Compute, 1.0, &[1]),
     ];
-    let played = play(&tasks, 0.0);
+    let played = play(&tasks, Host::FREE);
     assert_eq!(played.seconds, 6.0);
     assert_eq!((played.compute_s, played.communication_s, played.exposed_s), (4.0, 4.0, 2.0));
 }
@@ -24,7 +24,7 @@ fn what_does_not_wait_is_hidden() {
 #[test]
 fn a_slow_host_is_what_small_kernels_take() {
     let tasks: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
-    let played = play(&tasks, 0.0);
+    let played = play(&tasks, Host::FREE);
     assert!((played.seconds - 10.1).abs() < 1e-12 && played.host_s == 10.0);
 }
 
@@ -32,21 +32,38 @@ fn a_slow_host_is_what_small_kernels_take() {
 fn a_host_that_is_ahead_hides_its_own_time() {
     let small: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
     // Of a large one the device is busy long after the host has issued it.
-    let before = play(&[Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) }], 0.0);
+    let before = play(&[Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) }], Host::FREE);
     assert_eq!((before.seconds, before.ahead_s), (6.0, [0.0, 5.0]));
-    let played = play(&small, before.ahead_s[1]);
+    let played = play(&small, Host { ahead_s: before.ahead_s[1], ..Host::FREE });
     assert_eq!(played.host_s, 10.0);
     assert!((played.seconds - 5.1).abs() < 1e-12, "{played:?}");
     // One play of both is the same.
     let large = Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) };
     let both: Vec<Task> = [large].into_iter().chain(small).collect();
-    assert!((play(&both, 0.0).seconds - before.seconds - played.seconds).abs() < 1e-12);
+    assert!((play(&both, Host::FREE).seconds - before.seconds - played.seconds).abs() < 1e-12);
+}
+
+#[test]
+fn a_host_that_waits_for_the_device_is_soon_caught_up_with() {
+    // A long kernel, then short ones: with two queued, the host issues the second short one when the long one is done.
+    let long = Task { issue_s: 1.0, ..task(Stream::Compute, 10.0, &[]) };
+    let short = Task { issue_s: 1.0, ..task(Stream::Compute, 0.5, &[]) };
+    let tasks = [long, short.clone(), short.clone(), short];
+    let seconds = |queued: usize| play(&tasks, Host { queued, ..Host::FREE }).seconds;
+    assert_eq!([1, 2, 3].map(seconds), [15.5, 13.5, 12.5]);
+    assert_eq!((seconds(4), seconds(usize::MAX)), (12.5, 12.5));
+    // What is brought from outside, and gradients on their way, do not wait for the host's turn.
+    let mut tasks = tasks.to_vec();
+    tasks.push(task(Stream::Communication, 3.0, &[]));
+    tasks.push(task(Stream::Gradients, 2.0, &[0]));
+    let played = play(&tasks, Host { queued: 1, ..Host::FREE });
+    assert_eq!((played.spans[4], played.spans[5]), ((0.0, 3.0), (11.0, 13.0)));
 }
 
 #[test]
 fn two_streams_that_send_at_once_are_exposed_once() {
     let tasks = [task(Stream::Communication, 3.0, &[]), task(Stream::Gradients, 5.0, &[])];
-    let played = play(&tasks, 0.0);
+    let played = play(&tasks, Host::FREE);
     assert_eq!((played.seconds, played.exposed_s, played.communication_s), (5.0, 5.0, 8.0));
 }
 
@@ -66,7 +83,13 @@ proptest! {
                 ready_s: f64::NEG_INFINITY,
             })
             .collect();
-        let played = play(&tasks, 0.0);
+        let played = play(&tasks, Host::FREE);
+        let mut before = f64::INFINITY;
+        for queued in 1..6 {
+            let held_up = play(&tasks, Host { queued, ..Host::FREE }).seconds;
+            prop_assert!(held_up <= before && held_up >= played.seconds, "{queued} queued: {held_up} s");
+            before = held_up;
+        }
         let mut path: Vec<f64> = Vec::new();
         for task in &tasks {
             let before = task.after.iter().map(|&a| path[a as usize]).fold(0.0, f64::max);

@@ -73,8 +73,11 @@ pub struct Constants {
     pub dispatch_s: f64,
     /// Seconds of the host for each collective that it issues, beyond a kernel's.
     pub collective_dispatch_s: f64,
-    /// Seconds by which devices that work alike are apart when they meet in a collective, each by itself: the last of `n`
-    /// comes `1 + 1/2 + ... + 1/n` times as late, as if waits were exponential.
+    /// Kernels that the host has issued and the device has not done, at most: software that looks at results now and then lets
+    /// it wait. 0 where it never waits.
+    pub queued_kernels: f64,
+    /// Seconds within which devices that work alike come to where they meet in a collective, as if each came at any moment of them: the
+    /// last of `n` at `n / (n + 1)` of them.
     pub skew_s: f64,
     /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
     pub multiprocessors: f64,
@@ -93,6 +96,7 @@ impl Default for Constants {
             misaligned_loss: 0.3,
             dispatch_s: 0.0,
             collective_dispatch_s: 0.0,
+            queued_kernels: 0.0,
             skew_s: 0.0,
             multiprocessors: 0.0,
             tail_loss: 1.0,
@@ -109,13 +113,14 @@ pub const MATMUL_EFFICIENCY: f64 = 0.7;
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 impl Constants {
-    pub const NAMES: [&str; 10] = [
+    pub const NAMES: [&str; 11] = [
         "matmul_efficiency",
         "attention_efficiency",
         "memory_efficiency",
         "misaligned_loss",
         "dispatch_s",
         "collective_dispatch_s",
+        "queued_kernels",
         "skew_s",
         "multiprocessors",
         "tail_loss",
@@ -131,6 +136,7 @@ impl Constants {
             "misaligned_loss" => &mut self.misaligned_loss,
             "dispatch_s" => &mut self.dispatch_s,
             "collective_dispatch_s" => &mut self.collective_dispatch_s,
+            "queued_kernels" => &mut self.queued_kernels,
             "skew_s" => &mut self.skew_s,
             "multiprocessors" => &mut self.multiprocessors,
             "tail_loss" => &mut self.tail_loss,

@@ -8,7 +8,7 @@
 use crate::lower::Prices;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::pipeline::StageTimes;
-use altiplano_cost_models::timeline::{Played, Price, Stream, Task, play, tasks};
+use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, tasks};
 use altiplano_cost_models::{CostModel, Runtime};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{HostRoute, Op};
@@ -173,6 +173,14 @@ pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     cost.kernel(&kernel).seconds - cost.device().launch_s * shared
 }
 
+/// Seconds of the host for all kernels that it may be ahead of the device.
+pub fn queue_s(cost: &dyn CostModel) -> f64 {
+    match cost.queued_kernels() {
+        usize::MAX => f64::INFINITY,
+        most => most as f64 * cost.kernel(&Kernel::moving(KernelKind::Indexed, 0)).issue_s,
+    }
+}
+
 /// Seconds of so many bytes between a device and the memory of its host, one way.
 pub fn host_copy_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     match bytes > 0.0 {
@@ -247,6 +255,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         return timing;
     }
     let mut timing = StageTiming::default();
+    let host = |ahead_s: f64| Host { ahead_s, queued: prices.cost.queued_kernels() };
     let mut list: Vec<Task> = Vec::new();
     // The task after which each buffer holds its last value of the step.
     let mut written: FxHashMap<BufferId, u32> = FxHashMap::default();
@@ -257,13 +266,13 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         let costs = body.prices(prices, execution);
         let tasks = tasks(&body.kernels, &costs);
         match body.phase {
-            Phase::Forward => timing.forward = play(&tasks, 0.0),
+            Phase::Forward => timing.forward = play(&tasks, host(0.0)),
             Phase::Backward | Phase::Weights => {
                 let before = match body.phase {
                     Phase::Weights => &timing.backward,
                     _ => &timing.forward,
                 };
-                let played = play(&tasks, before.ahead_s[1]);
+                let played = play(&tasks, host(before.ahead_s[1]));
                 before_s += played.seconds;
                 let barrier = (body.phase == Phase::Weights).then_some(timing.backward.seconds);
                 match body.phase {
@@ -310,7 +319,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         }
     }
     let ahead_s = if late.is_some() { 0.0 } else { timing.forward.ahead_s[1] };
-    let played = play(&list, ahead_s);
+    let played = play(&list, host(ahead_s));
     timing.finish_s = (played.seconds - before_s).max(0.0);
     timing.finish_spans =
         played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();

@@ -16,7 +16,7 @@ use crate::lower::{Insides, Prices};
 use crate::model::Layered;
 use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
-use crate::timing::host_copy_s;
+use crate::timing::{host_copy_s, queue_s};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
@@ -163,6 +163,7 @@ fn candidates_of_mesh(
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
     let away = request.offload.is_some_and(|offload| offload.activations);
+    let queue_s = queue_s(cost);
     let (mut ways, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
         let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
@@ -178,7 +179,7 @@ fn candidates_of_mesh(
                     continue;
                 }
                 let in_order = cost.runtime().is_some();
-                let passes_s = terms.passes_s(again, length, in_order);
+                let passes_s = terms.passes_s(again, length, in_order, queue_s);
                 let copies_s = if away { host_copy_s(cost, terms.in_flight_bytes(again, length)) } else { 0.0 };
                 // Stored while the forward pass computes, loaded while the backward pass does.
                 let with_copies_s = |pass_s: f64| if in_order { pass_s + copies_s } else { pass_s.max(copies_s) };

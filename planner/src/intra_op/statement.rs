@@ -189,8 +189,8 @@ impl Terms {
 
     /// Seconds of a microbatch's forward, and of its backward with what of the forward of `layers` layers is repeated for it: those
     /// of the stream that takes longest, or on a runtime that does one thing after the other, of all. The host issues the backward as soon
-    /// as it is done with the forward.
-    pub fn passes_s(&self, again: Again, layers: usize, in_order: bool) -> (f64, f64) {
+    /// as it is done with the forward, ahead of the device by as many kernels at most as it issues in `queue_s`.
+    pub fn passes_s(&self, again: Again, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
         let full = again.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
             true => device_s + sent_s,
@@ -199,7 +199,8 @@ impl Terms {
         let backward_s = self.backward_s + self.again_s(again, layers);
         let backward_issue_s = self.backward_issue_s + full * self.forward_issue_s;
         let pass_s = whole(self.forward_s, self.forward_sent_s, self.forward_issue_s);
-        let ahead_s = pass_s - self.forward_issue_s;
+        let queued_s = pass_s * queue_s / self.forward_issue_s;
+        let ahead_s = (pass_s - self.forward_issue_s).min(queued_s);
         (pass_s, whole(backward_s, self.backward_sent_s, backward_issue_s - ahead_s))
     }
 }

@@ -5,7 +5,7 @@
 use crate::lower::{Prices, Sketch};
 use crate::timing::{BodyWork, played_in_order};
 use altiplano_cost_models::pipeline::StageTimes;
-use altiplano_cost_models::timeline::{play, tasks};
+use altiplano_cost_models::timeline::{Host, play, tasks};
 use altiplano_cost_models::{CostModel, Costs, transfer_path};
 use altiplano_ir::cluster::Group;
 use altiplano_ir::plan::Plan;
@@ -105,7 +105,7 @@ fn seconds_of_bodies(plan: &Plan, group: &Group, program: &Program, cost: &dyn C
         let priced = work.prices(&prices, &plan.execution);
         match cost.runtime() {
             Some(_) => played_in_order(&work.kernels, &priced).seconds,
-            None => play(&tasks(&work.kernels, &priced), 0.0).seconds,
+            None => play(&tasks(&work.kernels, &priced), Host::FREE).seconds,
         }
     };
     program.bodies.iter().map(seconds).collect()
