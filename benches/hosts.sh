@@ -67,9 +67,10 @@ AGENT
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         list=""
         for ((i = 0; i < $(count); i++)); do list+="$(address "$i"):$ranks,"; done
-        # They have the cores of one machine between them, which mpirun does not know.
+        # They have the cores of one machine between them, which mpirun does not know. It is to miss a host before ranks end, since it
+        # does not once it waits for an answer of the daemon there, but to end them, two seconds later, only when they have said which.
         on 0 mpirun -q --oversubscribe --mca mpi_yield_when_idle 1 --mca plm_rsh_agent "$agent" \
-            --mca oob_tcp_keepalive_time 2 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3 \
+            --mca oob_tcp_keepalive_time 1 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 4 \
             --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 --host "${list%,}" --map-by "ppr:$ranks:node" "$@"
         ;;
     start)

@@ -214,7 +214,8 @@ fn ranks_look_at_held_out_data_as_threads_do() {
     let scratch = Scratch::new();
     let ids: Vec<u8> = (0..3000u32).flat_map(|i| ((i * i * 31 + 7 * i) % 1000).to_le_bytes()[..2].to_vec()).collect();
     let data = scratch.file("ids.u16", &ids);
-    for degrees in [&["--dp", "2", "--pp", "2"][..], &["--tp", "4"], &["--dp", "4", "--zero", "3"], LATE[0], LATE[1]] {
+    let others: [&[&str]; 3] = [&["--dp", "2", "--pp", "2"], &["--tp", "4"], &["--dp", "4", "--zero", "3"]];
+    for degrees in others.into_iter().chain(LATE).chain(SERVERS) {
         let plan = plan(&scratch, DEMO, 4, degrees);
         let run = |file: &str| -> Vec<String> {
             let words = ["run", &plan, "--steps", "6", "--data", &data, "--eval-data", &data, "--eval-every", "2"];

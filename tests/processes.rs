@@ -410,3 +410,27 @@ fn who_is_lost_or_told_to_end_ends_all() {
     assert_eq!(both.each_ref().map(|ended| ended.code), [Some(2), Some(2)], "{both:?}");
     assert!(both[0].stderr.contains("rank 1 has another plan than rank 0"), "{both:?}");
 }
+
+/// Nobody is there to end those who are left but themselves.
+#[test]
+fn one_of_the_others_says_that_the_first_is_lost() {
+    let scratch = Scratch::new();
+    if emulator(&scratch, 1).is_none() {
+        return;
+    }
+    let plan = plan(&scratch, "local:4", &["--dp", "4", "--tp", "1", "--pp", "1"]);
+    for (signal, how) in [("KILL", "is gone"), ("STOP", "has not been heard of for 2 s")] {
+        let mut all = processes(&scratch, 4, &["run", &plan, "--device", "cuda", "--steps", "100000"]);
+        all[0].wait_for("step   20");
+        all[0].signal(signal);
+        let first = all.remove(0);
+        let others: Vec<Ended> = all.into_iter().map(Process::end).collect();
+        first.signal("KILL");
+        first.end();
+        assert!(others.iter().all(|ended| ended.code == Some(1)), "{others:?}");
+        let errors: Vec<&str> = others.iter().flat_map(|ended| ended.stderr.lines()).collect();
+        assert_eq!(errors.len(), 1, "{errors:?}");
+        assert!(errors[0].starts_with("error: rank 0 on ") && errors[0].contains(how), "{errors:?}");
+        assert!(others[0].stderr.contains(errors[0]), "{others:?}");
+    }
+}

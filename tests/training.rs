@@ -138,6 +138,7 @@ fn held_out_data_is_looked_at() {
         &["--cluster", "local:4", "--dp", "4", "--zero", "3"],
         &["--cluster", "local:4", "--tp", "2", "--pp", "2", "--schedule", "zb-h1"],
         &["--cluster", "local:2", "--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
+        &["--cluster", "local:6", "--parameter-servers", "2"],
     ] {
         let many = run("many.jsonl", &[&["--data", &data], words, &eval].concat());
         assert!(near(&of(&many, "eval_loss"), &of(&one, "eval_loss")), "{words:?}: {many:?}");
@@ -146,6 +147,14 @@ fn held_out_data_is_looked_at() {
     let every = ["--data", &one_batch, "--eval-data", &one_batch, "--eval-every", "1", "--eval-steps", "3"];
     let known = run("known.jsonl", &[&every[..], &["--cluster", "local:2"]].concat());
     assert!(near(&of(&known, "eval_loss")[..4], &of(&known, "loss")[1..]), "{known:?}");
+    // Servers that no worker waits for have newer weights than workers: those that a checkpoint has.
+    let (folder, weights) = (path("checkpoints"), path("weights.safetensors"));
+    let asynchronous = ["--cluster", "local:6", "--parameter-servers", "2", "--asynchronous", "--checkpoint", &folder];
+    let newest = run("newest.jsonl", &[&["--data", &data][..], &asynchronous, &eval].concat());
+    succeeds(&["checkpoint", &folder, "-o", &weights]);
+    let from = run("from.jsonl", &["--data", &one_batch, "--cluster", "local:1", "--weights", &weights]);
+    let (found, expected) = (of(&newest, "eval_loss")[2], of(&from, "loss")[0]);
+    assert!((found - expected).abs() < 1e-6 * expected, "{found} and {expected}");
 
     let output = altiplano(&["run", DEMO, "--loss", "none", "--eval-data", &one_batch]);
     assert_eq!(output.code, Some(2), "{}", output.stderr);

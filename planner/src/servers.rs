@@ -209,7 +209,8 @@ fn judged(
             let storages = plan.stages.iter_mut().flat_map(|stage| stage.parameters.values_mut());
             storages.for_each(|storage| storage.gradient = storage.gradient.reduced());
         }
-        Ok(judged_as(plan, layered.derived()?, costs))
+        let derived = layered.derived(plan.execution)?;
+        Ok(judged_as(plan, derived, costs))
     };
     let mut plans: Vec<Plan> = ways.par_iter().map(judge).collect::<Result<_, PlanFailure>>()?;
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));

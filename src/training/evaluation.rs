@@ -1,7 +1,8 @@
 //! The loss on held-out data, between steps: the plan run forward, with the weights that training has come to.
 //!
 //! What is run is the plan's own stages, layouts and microbatches without a backward, so that it fits where training fits and needs
-//! no lowering of its own. Workers that are threads hold the weights once more; ranks evaluate with those that they train.
+//! no lowering of its own. Workers that are threads hold the weights once more; ranks evaluate with those that they train, and with
+//! those that they pull where servers have newer ones.
 
 use crate::error::Error;
 use crate::training::engine::Engine;
@@ -50,13 +51,10 @@ impl Evaluation {
         options: &EvaluationOptions,
         engine: &Engine,
     ) -> Result<Evaluation, Error> {
-        let refused = |problem| Err(Error::Option { option: "--eval-data", problem });
         let (_, batches) = start(trained, &Training { data: options.data.clone(), ..training.clone() })?;
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
         let mut plan =
             Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
-        // The stage of parameter servers' workers is run by one of them.
-        plan.servers = None;
         // Results beside the loss are not asked for.
         plan.graph.outputs.truncate(1);
         let devices = match engine {
@@ -64,10 +62,9 @@ impl Evaluation {
                 let options = Options { check_nan: training.check_nan, ..Options::default() };
                 Devices::Own(Box::new(session(&plan, &options)?))
             }
-            Engine::Cuda(_) => return refused("held-out data is looked at by CPU workers only so far"),
-            #[cfg(feature = "mpi")]
-            Engine::Ranks(_) if trained.servers.is_some() => {
-                return refused("held-out data is looked at by ranks of plans without parameter servers only so far");
+            Engine::Cuda(_) => {
+                let problem = "held-out data is looked at by CPU workers only so far";
+                return Err(Error::Option { option: "--eval-data", problem });
             }
             #[cfg(feature = "mpi")]
             Engine::Ranks(session) => Devices::Ranks(Box::new(session.evaluation(&programs(&plan)?)?)),

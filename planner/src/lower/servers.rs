@@ -1,13 +1,14 @@
 //! Programs of a plan with parameter servers: one for each worker, a replica that computes gradients of its microbatches alone, and one
-//! for each server. Pushes and pulls are transfers like any other, so that whatever runs or prices programs knows them already.
+//! for each server. Pushes and pulls are transfers like any other, so that whatever runs or prices programs knows them already. Where
+//! nothing is trained, workers pull the weights and run the model on their microbatches.
 
-use super::stage::{self, Lowered, Server, lower_server};
+use super::stage::{self, Lowered, Server, lower_server, weights_alone};
 use super::{Cut, StageContext, Updates};
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::{Order, PipelineCall};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::program::{BufferId, Call, Program, Programs, Transfer, TransferId};
+use altiplano_ir::program::{Body, BufferId, Call, Program, Programs, Transfer, TransferId};
 use altiplano_ir::servers::ParameterServers;
 use std::collections::BTreeMap;
 
@@ -36,7 +37,7 @@ fn lowered_server(cut: &Cut<'_>, over: &ParameterServers, server: u32, costs: &d
     cx.stage.parameters.retain(|name, _| over.holds.get(name) == Some(&server));
     cx.nodes = &[];
     cx.updates = Updates { here: true, peer: server, peers: over.servers.len() as u32 };
-    lower_server(&cx, cut.plan.updates_of_step())
+    if cut.plan.schedule.trains() { lower_server(&cx, cut.plan.updates_of_step()) } else { weights_alone(&cx) }
 }
 
 /// What passes between workers and servers. Workers are programs from 0 on, and servers those after them.
@@ -60,12 +61,14 @@ impl Links {
             for (s, server) in servers.iter().enumerate() {
                 // The first push of a step is where the others are added to.
                 let targets = if w == 0 { &server.sums } else { &server.pushes };
-                for (p, &target) in targets {
+                for (p, &held) in &server.parameters {
                     let name = names[p];
                     let to = (num_workers + s) as u32;
-                    let push = links.link((w as u32, gradients[name]), (to, target));
-                    let pull = links.link((to, server.parameters[p]), (w as u32, parameters[name]));
-                    links.pushes.entry((w, s)).or_default().push(push);
+                    if let Some(&target) = targets.get(p) {
+                        let push = links.link((w as u32, gradients[name]), (to, target));
+                        links.pushes.entry((w, s)).or_default().push(push);
+                    }
+                    let pull = links.link((to, held), (w as u32, parameters[name]));
                     links.pulls.entry((w, s)).or_default().push(pull);
                 }
             }
@@ -86,7 +89,7 @@ impl Links {
         TransferId((self.transfers.len() - 1) as u32)
     }
 
-    /// All of a worker's microbatches, then a push to each server and a pull from each.
+    /// All of a worker's microbatches, then a push to each server and a pull from each; or first the pulls, where nothing is trained.
     fn worker(&self, cut: &Cut<'_>, over: &ParameterServers, w: usize, lowered: &Lowered, whole: bool) -> Program {
         let plan = cut.plan;
         let first = w as u32 * plan.microbatches_of_worker();
@@ -95,16 +98,18 @@ impl Links {
             PipelineCall::Backward { microbatch } => Some(Call::Run { body: 1, microbatch: Some(first + microbatch) }),
             PipelineCall::Weights { .. } | PipelineCall::Update { .. } => None,
         };
-        let mut schedule: Vec<Call> = Order::of(plan).calls(0).filter_map(run).collect();
+        let runs: Vec<Call> = Order::of(plan).calls(0).filter_map(run).collect();
         let of = |links: &BTreeMap<(usize, usize), Vec<TransferId>>| -> Vec<TransferId> {
             let of_server = |s: usize| links.get(&(w, s)).into_iter().flatten().copied().collect::<Vec<_>>();
             (0..over.servers.len()).flat_map(of_server).collect()
         };
-        schedule.extend(of(&self.pushes).into_iter().map(send));
+        let pushes: Vec<Call> = of(&self.pushes).into_iter().map(send).collect();
         let pulls: Vec<Call> = of(&self.pulls).into_iter().map(receive).collect();
-        schedule.extend(&pulls);
+        let trains = plan.schedule.trains();
+        let schedule = if trains { [runs, pushes, pulls.clone()] } else { [pulls.clone(), runs, pushes] }.concat();
+        let backward = Some(&lowered.backward).filter(|_| trains);
         let (buffers, bodies) = match whole {
-            true => (lowered.buffers.clone(), vec![lowered.forward.clone(), lowered.backward.clone()]),
+            true => (lowered.buffers.clone(), std::iter::once(&lowered.forward).chain(backward).cloned().collect()),
             false => (Vec::new(), Vec::new()),
         };
         Program {
@@ -114,18 +119,18 @@ impl Links {
             bodies,
             schedule,
             late: Vec::new(),
-            flush: if over.asynchronous { pulls } else { Vec::new() },
+            flush: if trains && over.asynchronous { pulls } else { Vec::new() },
             fused_attention: plan.execution.fused_attention,
         }
     }
 
-    /// Pushes in the order of workers: added up, used and answered together, or each at once.
+    /// Pushes in the order of workers: added up, used and answered together, or each at once. Where nothing is trained, the answers alone.
     fn server(&self, cx: &StageContext<'_>, over: &ParameterServers, s: usize, lowered: Server) -> Program {
         let Server { buffers, add, norm, numbers, update, .. } = lowered;
         let once = |body: usize| Call::Run { body: body as u32, microbatch: None };
         // The update is the first body, then those of workers' numbers, and those that there need not be.
-        let mut bodies = vec![update];
-        bodies.extend(numbers);
+        let trains = update.is_some();
+        let mut bodies: Vec<Body> = update.into_iter().chain(numbers).collect();
         let mut position = |body| {
             bodies.push(body);
             bodies.len() - 1
@@ -138,7 +143,9 @@ impl Links {
         let pulls: Vec<Vec<Call>> =
             workers.clone().map(|w| of(&self.pulls, w).into_iter().map(send).collect()).collect();
         let mut schedule = Vec::new();
-        if over.asynchronous {
+        if !trains {
+            schedule.extend(pulls.iter().flatten());
+        } else if over.asynchronous {
             for w in workers {
                 schedule.extend(of(&self.pushes, w).into_iter().map(receive));
                 // A lone worker's updates have the numbers of its steps.
@@ -169,7 +176,7 @@ impl Links {
             bodies,
             schedule,
             late: Vec::new(),
-            flush: if over.asynchronous { pulls.into_iter().flatten().collect() } else { Vec::new() },
+            flush: if trains && over.asynchronous { pulls.into_iter().flatten().collect() } else { Vec::new() },
             fused_attention: cx.plan.execution.fused_attention,
         }
     }

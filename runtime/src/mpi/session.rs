@@ -75,7 +75,7 @@ pub struct RankEvaluation {
     /// The program that this rank runs.
     own: usize,
     device: Device,
-    /// Weights of the session's device, and where this one reads them.
+    /// Weights of the session's device, and where this one reads them; all others come from other ranks.
     weights: Vec<(BufferId, BufferId)>,
 }
 
@@ -130,7 +130,7 @@ impl Started {
         let nodes = nodes(&all).map_err(RuntimeError::Carrier)?;
         let all = Arc::new(all);
         let carrier = Universal { all: all.clone(), _universe: universe };
-        Ok((World::new(Box::new(carrier), watch, nodes), all))
+        Ok((World::new(Box::new(carrier), watch, nodes)?, all))
     }
 }
 
@@ -374,7 +374,7 @@ impl RankSession {
     }
 
     /// Prepares programs that run this session's model forward on the same ranks: each device has the weights that it holds here, in
-    /// the same layout.
+    /// the same layout, but for those that it receives.
     pub fn evaluation(&self, programs: &Programs) -> Result<RankEvaluation, RuntimeError> {
         check(programs)?;
         let trained = self.roster.plans[self.own].clone();
@@ -385,8 +385,12 @@ impl RankSession {
         }
         let plan = roster.plans[self.own].clone();
         let mut weights = Vec::new();
+        let receives = |id: BufferId| programs.transfers.iter().any(|t| t.target == (self.own as u32, id));
         for (id, buffer) in (0u32..).map(BufferId).zip(&plan.program.buffers) {
             let BufferKind::Parameter { name } = &buffer.kind else { continue };
+            if receives(id) {
+                continue;
+            }
             let is_it = |b: &&Buffer| b.kind == buffer.kind && (&b.ty, &b.sharding) == (&buffer.ty, &buffer.sharding);
             let held = trained.program.buffers.iter().position(|b| is_it(&b));
             let unknown = || RuntimeError::UnknownParameter { name: name.clone() };

@@ -6,6 +6,7 @@
 //! through NCCL.
 
 pub mod connect;
+mod deputy;
 pub mod place;
 pub mod rendezvous;
 mod star;

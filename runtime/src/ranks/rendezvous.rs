@@ -158,7 +158,7 @@ pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: 
     let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
     let star = Star::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
     let watch = Watch::start(place.rank, peers, watch, lost_after, ends).map_err(watch_error)?;
-    Ok(World::new(Box::new(star), watch, nodes))
+    World::new(Box::new(star), watch, nodes)
 }
 
 impl Meeting<'_> {

@@ -1,9 +1,12 @@
 //! Notices that a rank is gone, hangs or is cut off, and ends all others with one message and one exit code.
 //!
-//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost peer for ever. What each rank does is told over it twice a second. A process that dies closes its connection at once; one
-//! that is stopped or cut off falls silent. A thread looks after this, so that it does not matter what the rank itself is doing.
+//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost peer for ever. What
+//! each rank does is told over it twice a second. A process that dies closes its connection at once; one that is stopped or cut off falls
+//! silent. A thread looks after this, so that it does not matter what the rank itself is doing. Where the hub is lost, those who are left
+//! find out who speaks (`deputy.rs`).
 
 use crate::error::WatchError;
+use crate::ranks::deputy::Deputy;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -60,6 +63,8 @@ struct Shared {
     /// This rank failed; the flag says that it may be since another one was lost.
     failed: Option<(u8, String, bool)>,
     finished: bool,
+    /// Finds out who speaks where the hub is lost.
+    deputy: Option<Deputy>,
     /// Connections of a rank that needs no others any more, which are open as long as its process is there.
     kept: Vec<Link>,
 }
@@ -203,6 +208,11 @@ impl Watch {
     /// From here on what `detail` says follows what is noted.
     pub fn explain(&self, detail: Detail) {
         self.shared(|shared| shared.detail = Some(detail));
+    }
+
+    /// From here on one rank alone speaks where the hub is lost.
+    pub fn deputy(&self, deputy: Deputy) {
+        self.shared(|shared| shared.deputy = Some(deputy));
     }
 
     /// Ends all ranks with this message and exit code. `follows` says that the error may only be since another rank was lost, of which
@@ -395,14 +405,15 @@ impl Watcher {
     }
 
     fn end(mut self, Ending { code, message }: Ending) {
+        let mut deputy = self.shared.lock().unwrap_or_else(PoisonError::into_inner).deputy.take();
         if let Some(message) = &message {
-            // Without the hub, which the first of the others speaks for, most will be ended by the launcher while they wait. Over several
-            // hosts that takes mpirun some three seconds; where the hub fell silent, some have passed.
-            if self.me > 1 {
-                let patience_ms = if self.links.iter().any(|link| link.closed) { 4500 } else { 2500 };
-                std::thread::sleep(Duration::from_millis(patience_ms + 100 * (self.me as u64).min(5)));
+            if self.me > 0 && deputy.as_mut().is_some_and(Deputy::is_spoken_for) {
+                return (self.ends.exit)(code);
             }
             (self.ends.say)(message);
+            if self.me > 0 {
+                deputy.into_iter().for_each(Deputy::spoken);
+            }
         }
         if self.me == 0 {
             self.links.iter_mut().for_each(|link| link.send(&Frame::End(code)));

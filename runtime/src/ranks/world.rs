@@ -3,6 +3,8 @@
 
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
+use crate::ranks::connect::{Address, Hub};
+use crate::ranks::deputy::Deputy;
 use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -45,8 +47,13 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(carrier: Box<dyn Carrier>, watch: Watch, nodes: Vec<usize>) -> World {
-        World { carrier, watch: Arc::new(watch), nodes, _thread: PhantomData }
+    /// All processes must come here, who tell each other where they listen should the first be lost.
+    pub fn new(carrier: Box<dyn Carrier>, watch: Watch, nodes: Vec<usize>) -> Result<World, RuntimeError> {
+        let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
+        let addresses = carrier.tell_text(&hub.address.encode()).map_err(RuntimeError::Carrier)?;
+        let addresses: Vec<Option<Address>> = addresses.iter().map(|text| Address::decode(text)).collect();
+        watch.deputy(Deputy::new(carrier.rank(), hub, &addresses, &nodes));
+        Ok(World { carrier, watch: Arc::new(watch), nodes, _thread: PhantomData })
     }
 
     pub fn rank(&self) -> usize {

@@ -13,6 +13,7 @@ use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A server's bodies, and where it gets gradients and has parameters.
+#[derive(Default)]
 pub struct Server {
     pub buffers: Vec<Buffer>,
     pub parameters: BTreeMap<ValueId, BufferId>,
@@ -28,12 +29,19 @@ pub struct Server {
     pub receives_shares: BTreeMap<(u32, u32), BufferId>,
     /// Of each worker, where each push is an update: leaves the number that the update has among all.
     pub numbers: Vec<Body>,
-    pub update: Body,
+    /// None where nothing is trained.
+    pub update: Option<Body>,
 }
 
 /// Lowers a server, whose parameters those of the context's stage are. `updates`: the updates of a step.
 pub fn lower_server(cx: &StageContext<'_>, updates: u32) -> Server {
     StageLowering::new(cx, BTreeSet::new()).server(updates)
+}
+
+/// A server of a plan that trains nothing: the parameters of the context's stage, for workers to pull.
+pub fn weights_alone(cx: &StageContext<'_>) -> Server {
+    let StageLowering { buffers, parameters, .. } = StageLowering::new(cx, BTreeSet::new());
+    Server { buffers, parameters, ..Server::default() }
 }
 
 impl<'a> StageLowering<'a> {
@@ -62,7 +70,7 @@ impl<'a> StageLowering<'a> {
         for (body, what) in named {
             body.into_iter().for_each(|body| body.name = format!("server{peer} {what}"));
         }
-        let StageLowering { buffers, parameters, .. } = self;
+        let (StageLowering { buffers, parameters, .. }, update) = (self, Some(update));
         Server { buffers, parameters, sums, pushes, add, norm, sends_shares, receives_shares, numbers, update }
     }
 
