@@ -62,7 +62,7 @@ pub struct Simulation {
 impl Simulation {
     /// A plan's step by the figures of its cluster, or by a measured profile of this machine.
     pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
-        let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains());
+        let derived = Derived::of(&plan);
         let derived = derived.map_err(PlanFailure::from)?;
         let profiled = profile.map(|p| Profiled::of_plan(p, &plan)).transpose()?;
         let costs: Box<dyn Costs + Send> = match &profiled {

@@ -7,7 +7,7 @@ use altiplano::ir::plan::{Offload, Plan};
 use altiplano::planner::account::{Work, accounts};
 use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano::planner::offload::{of_nodes, only_where_needed};
-use altiplano::planner::{PlanFailure, Request, Silent, fits, judged_again, plan, programs};
+use altiplano::planner::{PlanFailure, Request, Silent, fits, plan, programs};
 use altiplano::runtime::tape::host::Host;
 use altiplano::runtime::tape::{self, build};
 use altiplano::runtime::{Options, Session};
@@ -17,23 +17,12 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{HostCopy, HostRoute, Op, Unary};
 use altiplano_ir::program::{BufferKind, Phase, Program};
+use common::offloading::{import, offloaded, ran};
 use common::{Scratch, altiplano, planned, succeeds};
 use std::path::Path;
 
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}"#;
-
-fn import() -> ImportOptions {
-    ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() }
-}
-
-/// The same plan with its state in host memory.
-fn offloaded(plan: &Plan) -> Plan {
-    let mut plan = plan.clone();
-    plan.stages.iter_mut().for_each(|stage| stage.offload = Offload::OPTIMIZER);
-    let costs = Rooflines::of(&plan.cluster);
-    judged_again(plan, &costs).expect("it is judged")
-}
 
 /// Bytes of optimizer state of a device of each program, and those of the parameter that has most.
 fn state_bytes(plan: &Plan) -> Vec<(u64, u64)> {
@@ -62,34 +51,11 @@ fn state_in_host_memory_changes_no_bit() {
         "local:1 f16",
     ] {
         let here = planned(Path::new(&file), &import(), words).unwrap_or_else(|error| panic!("{words}: {error}"));
-        let away = offloaded(&here);
-        let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
-        let mut ran = Vec::new();
-        for plan in [&here, &away] {
-            let programs = programs(plan).expect("programs");
-            let (weights, mut batches) = start(plan, &training).expect("weights and batches");
-            let mut session = Session::new(&programs, &Options::default()).expect("the programs run");
-            weights.iter().for_each(|(name, tensor)| session.load_parameter(name, tensor).expect("a parameter"));
-            let mut losses = Vec::new();
-            for number in 1..=training.steps {
-                let batch = batches.take().expect("a batch");
-                losses.push(session.step(&batch, &scalars(training.learning_rate, number)).expect("a step").loss);
-            }
-            session.flush().expect("the last step ends");
-            let mut held = Vec::new();
-            for name in session.parameters() {
-                held.push((name.clone(), String::new(), session.parameter(&name).expect("a parameter")));
-            }
-            for (name, slot) in session.states() {
-                let state = session.state(&name, &slot).expect("state");
-                held.push((name, slot, state));
-            }
-            ran.push((losses, held, session.peak_bytes(), session.host_peak_bytes()));
-        }
-        let [(losses, held, peaks, host), (away_losses, away_held, away_peaks, away_host)] = &ran[..] else { panic!() };
-        assert_eq!(losses, away_losses, "{words}");
-        assert!(held == away_held, "{words}: weights or state differ");
-        assert!(host.iter().all(|&bytes| bytes == 0), "{words}: {host:?}");
+        let away = offloaded(&here, Offload::OPTIMIZER);
+        let (expected, found) = (ran(&here), ran(&away));
+        assert_eq!(found.losses, expected.losses, "{words}");
+        assert!(found.held == expected.held, "{words}: weights or state differ");
+        assert!(expected.host.iter().all(|&bytes| bytes == 0), "{words}: {:?}", expected.host);
         // What is predicted is what is held, in both memories.
         let programs = programs(&away).expect("programs");
         let predicted = cpu_peaks(&programs);
@@ -99,10 +65,10 @@ fn state_in_host_memory_changes_no_bit() {
             assert_eq!(away.stages[lane].predicted.host_bytes, in_host);
             for &device in &away.stages[lane].devices {
                 let device = device as usize;
-                assert_eq!((away_peaks[device], away_host[device]), (predicted[lane], in_host), "{words}");
+                assert_eq!((found.own[device], found.host[device]), (predicted[lane], in_host), "{words}");
                 // The window, and an update's results beside what they take the place of.
-                let most = peaks[device] - state + 7 * largest / 2;
-                assert!(away_peaks[device] <= most, "{words}: {} of at most {most}", away_peaks[device]);
+                let most = expected.own[device] - state + 7 * largest / 2;
+                assert!(found.own[device] <= most, "{words}: {} of at most {most}", found.own[device]);
             }
         }
     }
@@ -115,7 +81,7 @@ fn arenas_of_gpus_hold_a_window_of_it() {
     let file = scratch.file("gpt2.json", GPT2);
     for words in ["dgx-a100/1 bf16", "dgx-a100/2 dp2 tp1 pp1 zero1", "dgx-h100/2 dp1 tp1 pp2 micro4 bf16"] {
         let here = planned(Path::new(&file), &import(), words).unwrap_or_else(|error| panic!("{words}: {error}"));
-        let away = offloaded(&here);
+        let away = offloaded(&here, Offload::OPTIMIZER);
         let tapes = |plan: &Plan| build(&programs(plan).expect("programs"), &tape::Options::default()).expect("tapes");
         for (rank, (here, now)) in tapes(&here).iter().zip(&tapes(&away)).enumerate() {
             assert_eq!(tape::check(&tapes(&away)), []);
@@ -151,7 +117,7 @@ fn tapes_compute_the_same_bits() {
         }
         weights.keys().map(|name| host.parameter(name).expect("a parameter").data).collect::<Vec<_>>()
     };
-    let (expected, away) = (run(&here, 0), offloaded(&here));
+    let (expected, away) = (run(&here, 0), offloaded(&here, Offload::OPTIMIZER));
     for seed in 0..4 {
         assert!(run(&away, seed) == expected, "seed {seed}");
     }
@@ -294,7 +260,7 @@ fn only_copies_reach_host_memory() {
     let scratch = Scratch::new();
     let file = scratch.file("gpt2.json", GPT2);
     let here = planned(Path::new(&file), &import(), "local:1").expect("a plan");
-    let good = programs(&offloaded(&here)).expect("programs");
+    let good = programs(&offloaded(&here, Offload::OPTIMIZER)).expect("programs");
     assert!(Session::new(&good, &Options::default()).is_ok());
     let state = good.programs[0].buffers.iter().position(|b| b.host).expect("state");
     let weight = good.programs[0].buffers.iter().position(|b| matches!(b.kind, BufferKind::Parameter { .. }));

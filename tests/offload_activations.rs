@@ -6,61 +6,19 @@ mod common;
 use altiplano::ir::plan::{Offload, Plan};
 use altiplano::planner::account::{Work, accounts};
 use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
-use altiplano::planner::{Request, Silent, fits, judged_again, plan, programs};
+use altiplano::planner::{Request, Silent, fits, plan, programs};
 use altiplano::runtime::tape::{self, build};
-use altiplano::runtime::{HostTensor, Options, Session};
-use altiplano::training::{Training, scalars, start};
+use altiplano::runtime::{Options, Session};
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::program::{BufferId, Programs};
 use altiplano_ir::recompute::Recompute;
+use common::offloading::{import, offloaded, ran};
 use common::{Scratch, planned};
 use std::path::Path;
 
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 6, "n_head": 4}"#;
-
-fn import() -> ImportOptions {
-    ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() }
-}
-
-/// The same plan with some of it in host memory.
-fn offloaded(plan: &Plan, what: Offload) -> Plan {
-    let mut plan = plan.clone();
-    plan.stages.iter_mut().for_each(|stage| stage.offload = what);
-    let costs = Rooflines::of(&plan.cluster);
-    judged_again(plan, &costs).expect("it is judged")
-}
-
-/// What some steps of a plan give, and what devices held of their own memory and their hosts'.
-struct Ran {
-    losses: Vec<f64>,
-    held: Vec<(String, String, HostTensor)>,
-    own: Vec<u64>,
-    host: Vec<u64>,
-}
-
-fn ran(plan: &Plan) -> Ran {
-    let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
-    let programs = programs(plan).expect("programs");
-    let (weights, mut batches) = start(plan, &training).expect("weights and batches");
-    let mut session = Session::new(&programs, &Options::default()).expect("the programs run");
-    weights.iter().for_each(|(name, tensor)| session.load_parameter(name, tensor).expect("a parameter"));
-    let mut losses = Vec::new();
-    for number in 1..=training.steps {
-        let batch = batches.take().expect("a batch");
-        losses.push(session.step(&batch, &scalars(training.learning_rate, number)).expect("a step").loss);
-    }
-    session.flush().expect("the last step ends");
-    let parameters = session.parameters().into_iter().map(|name| (name, String::new()));
-    let names: Vec<(String, String)> = parameters.chain(session.states()).collect();
-    let mut held = Vec::new();
-    for (name, slot) in names {
-        let tensor = if slot.is_empty() { session.parameter(&name) } else { session.state(&name, &slot) };
-        held.push((name, slot, tensor.expect("it is held")));
-    }
-    Ran { losses, held, own: session.peak_bytes(), host: session.host_peak_bytes() }
-}
 
 #[test]
 fn activations_in_host_memory_change_no_bit() {

@@ -64,6 +64,15 @@ pub fn undifferentiated(forward: &Graph) -> Differentiated {
 /// Differentiates the first output with respect to every parameter. `stops` are values through which no gradient
 /// flows.
 pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiated, AutodiffError> {
+    differentiate_for(forward, stops, true)
+}
+
+/// [`differentiate`] for software that has losses in one piece or not ([`crate::plan::Execution::fused_loss`]).
+pub fn differentiate_for(
+    forward: &Graph,
+    stops: &[ValueId],
+    fused_loss: bool,
+) -> Result<Differentiated, AutodiffError> {
     let loss = forward.outputs[0];
     let ty = forward.ty(loss);
     if ty.rank() != 0 || !ty.dtype.is_float() {
@@ -107,7 +116,8 @@ pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiate
         if !wanted.contains(&true) {
             continue;
         }
-        let mut cx = Gradient { graph: &mut graph, operands: &node.operands, result: v, cotangent, wanted: &wanted };
+        let mut cx =
+            Gradient { graph: &mut graph, operands: &node.operands, result: v, cotangent, wanted: &wanted, fused_loss };
         let contributions = node.op.gradient(&mut cx);
         owner.resize(graph.len(), v);
         for (i, contribution) in contributions.into_iter().enumerate() {

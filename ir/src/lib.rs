@@ -39,6 +39,7 @@ pub mod shift;
 pub mod simplify;
 pub mod step;
 pub mod storage;
+mod target;
 pub mod tensor;
 pub mod text;
 pub mod types;

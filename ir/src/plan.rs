@@ -5,7 +5,6 @@
 
 use crate::batch::LossKind;
 use crate::cluster::{BetweenGroups, Cluster, Group};
-use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::import::json;
 use crate::loss_scale::LossScale;
@@ -18,13 +17,14 @@ use crate::reduce::Reduction;
 use crate::rule::Strategy;
 use crate::servers::ParameterServers;
 use crate::sharding::Sharding;
-use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
+
+pub use crate::target::{Execution, Target};
 
 /// The `format` of a plan file.
 pub const FORMAT: &str = "altiplano.plan";
@@ -377,68 +377,6 @@ pub struct Alternative {
     pub fits: bool,
     /// The degrees used, e.g. `dp8`, or why there is none.
     pub detail: String,
-}
-
-/// How the software that runs a plan reduces gradients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Execution {
-    /// Gradients are sent together, so many bytes at a time; 0 sends each on its own.
-    pub bucket_bytes: u64,
-    /// Reductions start while the backward pass still runs, and updated parameters are gathered while the next step begins.
-    pub overlap: bool,
-    /// Products larger than their factors, as attention scores are, are computed again in the backward pass and never written.
-    pub fused_attention: bool,
-    /// Type in which half-precision gradients are summed over microbatches and devices.
-    pub gradients: Option<DType>,
-}
-
-impl Default for Execution {
-    fn default() -> Self {
-        Execution { bucket_bytes: 100 << 20, overlap: false, fused_attention: false, gradients: None }
-    }
-}
-
-impl Execution {
-    /// The type in which a parameter's gradient is summed: f32 for half precision, unless stated otherwise.
-    pub fn accumulator(&self, ty: &TensorType) -> TensorType {
-        match self.gradients {
-            _ if !ty.dtype.is_half() => ty.clone(),
-            dtype => ty.with_dtype(dtype.unwrap_or(DType::F32)),
-        }
-    }
-}
-
-/// The software that runs a plan: it decides which plans there are, and how kernels, reductions and transfers overlap.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Target {
-    /// This project's runtime: every plan of the search space.
-    #[default]
-    Altiplano,
-    /// Megatron-LM: uniform stages, the same degrees everywhere, tensor parallelism within a node.
-    Megatron,
-    /// PyTorch FSDP: one stage of replicas that share out what they store.
-    Fsdp,
-    /// XLA's partitioner: one program for all devices, without a pipeline.
-    Xla,
-}
-
-impl Target {
-    pub const ALL: [Target; 4] = [Target::Altiplano, Target::Megatron, Target::Fsdp, Target::Xla];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Target::Altiplano => "altiplano",
-            Target::Megatron => "megatron",
-            Target::Fsdp => "fsdp",
-            Target::Xla => "xla",
-        }
-    }
-
-    fn is_ours(&self) -> bool {
-        *self == Target::Altiplano
-    }
 }
 
 /// A plan.

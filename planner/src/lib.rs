@@ -798,7 +798,7 @@ fn judged(request: &Request, found: &Found<'_>, costs: &dyn Costs) -> Result<Pla
 
 /// A plan with what the judge finds of it.
 pub fn judged_again(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains())?;
+    let derived = Derived::of(&plan)?;
     Ok(judged_as(plan, &derived, costs))
 }
 
@@ -812,7 +812,8 @@ fn predicted(mut plan: Plan, layered: &Layered, costs: &dyn Costs, cache: Option
         plan.stages.iter_mut().zip(stages).for_each(|(stage, predicted)| stage.predicted = predicted);
         return Ok(plan);
     }
-    let plan = judged_as(plan, layered.derived()?, costs);
+    let derived = layered.derived(plan.execution)?;
+    let plan = judged_as(plan, derived, costs);
     if let Some((cache, key)) = kept {
         let stages: Vec<&StagePredicted> = plan.stages.iter().map(|stage| &stage.predicted).collect();
         cache.keep(key, &(&plan.predicted, stages));

@@ -10,7 +10,7 @@ use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Offload, graph_hash};
+use altiplano_ir::plan::{Execution, Offload, graph_hash};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -35,7 +35,8 @@ pub struct Layered {
     stops: Vec<ValueId>,
     trains: bool,
     saved: OnceLock<Arc<Vec<bool>>>,
-    derived: OnceLock<Result<Derived, AutodiffError>>,
+    /// For software without and with losses in one piece.
+    derived: [OnceLock<Result<Derived, AutodiffError>>; 2],
     hash: OnceLock<String>,
     /// Of each kind of layer, and of each kind of smaller part.
     contents: OnceLock<[Vec<Option<Key>>; 2]>,
@@ -95,7 +96,7 @@ impl Layered {
             stops: stops.to_vec(),
             trains,
             saved: OnceLock::new(),
-            derived: OnceLock::new(),
+            derived: Default::default(),
             hash: OnceLock::new(),
             contents: OnceLock::new(),
         };
@@ -189,9 +190,10 @@ impl Layered {
         contents[usize::from(!whole)][kind]
     }
 
-    /// What lowering looks at, made once for all plans.
-    pub fn derived(&self) -> Result<&Derived, AutodiffError> {
-        let derived = self.derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains));
+    /// What lowering looks at, made once for all plans of software with losses in one piece or not ([`Execution`]).
+    pub fn derived(&self, Execution { fused_loss, .. }: Execution) -> Result<&Derived, AutodiffError> {
+        let derived = &self.derived[usize::from(fused_loss)];
+        let derived = derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains, fused_loss));
         derived.as_ref().map_err(Clone::clone)
     }
 

@@ -102,7 +102,7 @@ impl Request {
             offload: Some(Offload::NONE),
             clip_norm: None,
             loss_scale,
-            execution: Execution { fused_attention, ..Execution::default() },
+            execution: Execution { fused_attention, fused_loss: true, ..Execution::default() },
             target: Target::Altiplano,
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,

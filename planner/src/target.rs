@@ -13,6 +13,8 @@ use altiplano_ir::plan::{Execution, Target};
 /// How a target runs a model on a device. Sources: Megatron-LM's `--overlap-grad-reduce` and `--overlap-param-gather` come with its
 /// distributed optimizer, and it reduces all of a stage's gradients in one buffer; FSDP prefetches the next parameters and reduces
 /// in the type that it computes in (PyTorch's `MixedPrecision`); XLA schedules collectives asynchronously and writes attention's scores.
+/// All three have losses whose lookup reads a tensor of log-probabilities and whose gradient is scattered into another: Megatron-LM's
+/// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives of `take_along_axis`.
 pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) -> Execution {
     let half = graph.values().find_map(|v| match graph.node(v).op {
         Op::Parameter(_) if graph.ty(v).dtype.is_half() => Some(graph.ty(v).dtype),
@@ -20,11 +22,12 @@ pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) 
     });
     let fused_attention = fuses_attention(device);
     match target {
-        Target::Altiplano => Execution { fused_attention, ..Execution::default() },
+        Target::Altiplano => Execution { fused_attention, fused_loss: true, ..Execution::default() },
         Target::Megatron => Execution {
             bucket_bytes: u64::MAX,
             overlap: zero != Some(0),
             fused_attention,
+            fused_loss: false,
             gradients: half.map(|_| DType::F32),
         },
         Target::Fsdp => Execution { overlap: true, fused_attention, gradients: half, ..Execution::default() },

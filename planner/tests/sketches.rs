@@ -36,7 +36,7 @@ fn check_one(plan: &Plan) -> usize {
     let whole = programs(plan).expect("a plan that was judged is lowered");
     let mut by_all = plan.clone();
     predict(&mut by_all, &Sketch::whole(&whole), &costs);
-    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains()).expect("differentiable");
+    let derived = Derived::of(plan).expect("differentiable");
     let sketch = sketch(plan, &derived, &costs, true);
     let mut by_sketch = plan.clone();
     predict(&mut by_sketch, &sketch, &costs);

@@ -149,6 +149,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
         bucket_bytes: u64::MAX,
         overlap: row.sharded_optimizer,
         fused_attention: catalogue::fuses_attention(&cost.device().name),
+        fused_loss: false,
         gradients: dtype(row),
     };
     wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
@@ -164,7 +165,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
         recompute,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
-    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains());
+    let derived = Derived::of(&plan);
     let mut sketch = sketch(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
     let work = predict::work_of(&plan, &sketch, &cost);
     // Graphs have done their duty.

@@ -1,5 +1,6 @@
 //! Broadcast: repeats a tensor along new dimensions and along dimensions of size one.
 
+use super::lookup::sum_of_placed;
 use super::*;
 use crate::rule::FactorKind;
 
@@ -48,7 +49,10 @@ impl Operator for BroadcastInDim {
         let operand = cx.graph.shape(cx.operands[0]).to_vec();
         let kept = |dim: usize| self.dims.iter().position(|&d| d == dim).is_some_and(|i| operand[i] == self.shape[dim]);
         let repeated: Vec<usize> = (0..self.shape.len()).filter(|&d| !kept(d)).collect();
-        let sum = cx.graph.reduce(cx.cotangent, Reducer::Sum, &repeated);
+        let sum = match sum_of_placed(cx.graph, cx.cotangent, &repeated) {
+            Some(sum) => sum,
+            None => cx.graph.reduce(cx.cotangent, Reducer::Sum, &repeated),
+        };
         // What is left are the kept dimensions in the result's order; dims need not be sorted.
         let left: Vec<usize> = (0..self.shape.len()).filter(|&d| kept(d)).collect();
         let wanted: Vec<usize> = self.dims.iter().copied().filter(|&d| kept(d)).collect();

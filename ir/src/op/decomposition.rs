@@ -331,6 +331,7 @@ impl Decomposition {
                 operand_types: node.operands.iter().map(|&o| self.graph.ty(o).clone()).collect(),
                 result_shape: shardings.result.local_shape(mesh),
                 factor_axes: strategy.factor_axes(rule.factors.len()),
+                fused_loss: cx.fused_loss,
             });
             have.push((local, shardings.result));
         }
@@ -361,8 +362,14 @@ impl Decomposition {
             };
             let operands: Vec<ValueId> = node.operands.iter().map(|o| map[o.index()]).collect();
             let wanted: Vec<bool> = node.operands.iter().map(|o| varies[o.index()]).collect();
-            let mut inner =
-                Gradient { graph: cx.graph, operands: &operands, result: map[v.index()], cotangent, wanted: &wanted };
+            let mut inner = Gradient {
+                graph: cx.graph,
+                operands: &operands,
+                result: map[v.index()],
+                cotangent,
+                wanted: &wanted,
+                fused_loss: cx.fused_loss,
+            };
             let contributions = node.op.gradient(&mut inner);
             for ((o, contribution), _) in node.operands.iter().zip(contributions).zip(&wanted).filter(|(_, w)| **w) {
                 let sum = match (cotangents[o.index()], contribution) {

@@ -4,6 +4,7 @@
 //! finds the rows that it holds, zeros for the others, and the result is a partial sum (vocabulary-parallel
 //! embedding). A scatter into a split table drops what belongs to others.
 
+use super::lookup::{looked_up, once_a_row, placed};
 use super::*;
 use crate::rule::FactorKind;
 use crate::tensor::for_each_index;
@@ -275,7 +276,7 @@ fn local_indices(
 }
 
 /// The greatest value of an integer type.
-fn greatest(dtype: DType) -> f64 {
+pub(super) fn greatest(dtype: DType) -> f64 {
     Reducer::Min.neutral(dtype)
 }
 
@@ -324,7 +325,11 @@ impl Operator for Gather {
         operands[1] = parts.local_indices(cx, operands[1], &table, clamp);
         let out_of_bounds = if parts.is_split(cx) { OutOfBounds::Zero } else { self.out_of_bounds };
         let dims = self.dims.resized(&cx.result_shape);
-        cx.graph.emit(Op::Gather(Gather { dims, out_of_bounds }), &operands)
+        let gather = Gather { dims, out_of_bounds };
+        match cx.fused_loss {
+            true => looked_up(cx.graph, &gather, operands[0], operands[1]),
+            false => cx.graph.emit(Op::Gather(gather), &operands),
+        }
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
@@ -334,6 +339,10 @@ impl Operator for Gather {
         if self.out_of_bounds == OutOfBounds::Clamp {
             let last = self.dims.last_starts(&shape);
             indices = clamp_indices(cx.graph, indices, &last, self.dims.index_vector_dim);
+        }
+        let once = once_a_row(&self.dims, &shape, cx.graph.shape(indices));
+        if let Some(dim) = once.filter(|_| cx.fused_loss) {
+            return vec![Some(placed(cx.graph, &self.dims, dim, &shape, indices, cx.cotangent)), None];
         }
         let scatter = ScatterAdd { dims: self.dims.clone(), shape };
         vec![Some(cx.graph.emit(Op::ScatterAdd(scatter), &[indices, cx.cotangent])), None]

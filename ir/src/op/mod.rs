@@ -14,6 +14,7 @@ mod dot;
 mod elementwise;
 mod gather;
 mod leaf;
+mod lookup;
 mod pad;
 mod product;
 mod reduce;
@@ -134,6 +135,8 @@ pub struct Local<'a> {
     pub result_shape: Vec<u64>,
     /// Axes that split each factor of the op's rule, major first.
     pub factor_axes: Vec<Vec<AxisId>>,
+    /// See [`crate::plan::Execution::fused_loss`].
+    pub fused_loss: bool,
 }
 
 /// Where [`Operator::gradient`] emits cotangents.
@@ -144,6 +147,8 @@ pub struct Gradient<'a> {
     pub cotangent: ValueId,
     /// Operands whose cotangent is needed.
     pub wanted: &'a [bool],
+    /// See [`crate::plan::Execution::fused_loss`].
+    pub fused_loss: bool,
 }
 
 /// Every op of the IR. `Collective`, `AxisIndex` and `HostCopy` occur only in the local graphs of programs.

@@ -169,6 +169,7 @@ impl<'a> BodyBuilder<'a> {
             operand_types: stage.training.graph.operand_types(value).into_iter().cloned().collect(),
             result_shape: shardings.result.local_shape(&stage.mesh),
             factor_axes: strategy.factor_axes(rule.factors.len()),
+            fused_loss: stage.plan.execution.fused_loss,
         };
         let local = op.local(&mut cx);
         self.graph.nodes[local.index()].name.clone_from(&node.name);

@@ -20,7 +20,7 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{AxisLink, CostModel, Costs, axis_link};
-use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate, undifferentiated};
+use altiplano_ir::autodiff::{AutodiffError, Differentiated, differentiate_for, undifferentiated};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::expand::{Expanded, expand};
@@ -55,12 +55,21 @@ pub struct Derived {
 }
 
 impl Derived {
-    /// `trains`: whether there is a derivative at all.
-    pub fn new(graph: &Graph, stop_gradients: &[ValueId], trains: bool) -> Result<Derived, AutodiffError> {
+    pub fn of(plan: &Plan) -> Result<Derived, AutodiffError> {
+        Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.execution.fused_loss)
+    }
+
+    /// `trains`: whether there is a derivative at all. `fused_loss`: see [`Execution`].
+    pub fn new(
+        graph: &Graph,
+        stop_gradients: &[ValueId],
+        trains: bool,
+        fused_loss: bool,
+    ) -> Result<Derived, AutodiffError> {
         let expanded = expand(graph);
         let stops: Vec<ValueId> = stop_gradients.iter().map(|v| expanded.values[v.index()]).collect();
         let training = match trains {
-            true => differentiate(&expanded.graph, &stops)?,
+            true => differentiate_for(&expanded.graph, &stops, fused_loss)?,
             false => undifferentiated(&expanded.graph),
         };
         let seed = training.seed();
@@ -347,6 +356,7 @@ impl<'a> Prices<'a> {
             operand_types: operands.iter().map(|&ty| ty.clone()).collect(),
             result_shape: shardings.result.local_shape(&self.mesh),
             factor_axes: strategy.factor_axes(rule.factors.len()),
+            fused_loss: true,
         });
         graph.outputs = vec![result];
         graph
@@ -578,7 +588,7 @@ impl StageContext<'_> {
 
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> {
-    let derived = Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains())?;
+    let derived = Derived::of(plan)?;
     Ok(lowered(plan, &derived, costs))
 }
 

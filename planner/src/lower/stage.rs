@@ -18,7 +18,7 @@ use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer,
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
-pub use server::{Server, lower_server};
+pub use server::{Server, lower_server, weights_alone};
 use std::collections::{BTreeMap, BTreeSet};
 use update::{Gradients, Shares, Variance};
 
@@ -624,11 +624,25 @@ fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
     true
 }
 
-/// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests.
+/// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests, and of
+/// those that are repeated for such a part element by element.
 fn parts_of(cx: &StageContext<'_>) -> FxHashMap<ValueId, ValueId> {
     let here = |v: &ValueId| !is_of_parameter(cx, *v);
     let of = |v: ValueId| cx.training.contributions[v.index()].iter().map(move |(_, part)| (*part, v));
-    cx.nodes.iter().copied().filter(here).flat_map(of).collect()
+    let mut parts: FxHashMap<ValueId, ValueId> = cx.nodes.iter().copied().filter(here).flat_map(of).collect();
+    let graph = &cx.training.graph;
+    // What is computed element by element is wanted as its result is.
+    let mut wanted = parts.clone();
+    for n in cx.nodes.iter().flat_map(|v| cx.owned[v.index()].iter().rev()) {
+        let Some(&of) = wanted.get(n).filter(|_| graph.node(*n).op.is_elementwise()) else { continue };
+        for o in graph.node(*n).operands.iter().filter(|o| o.index() >= cx.training.num_forward) {
+            wanted.entry(*o).or_insert(of);
+            if matches!(graph.node(*o).op, Op::BroadcastInDim(_)) {
+                parts.entry(*o).or_insert(of);
+            }
+        }
+    }
+    parts
 }
 
 fn parameter_name<'a>(cx: &'a StageContext<'_>, p: ValueId) -> &'a str {

@@ -66,7 +66,8 @@ fn gradients(case: &Case, operands: &[Tensor], weights: &Tensor) -> Vec<Option<T
     let result = graph.emit(case.op.clone(), &leaves);
     let cotangent = graph.emit(input("weights".to_string(), &case.result), &[]);
     let wanted: Vec<bool> = case.operands.iter().map(|t| t.dtype.is_float()).collect();
-    let mut cx = Gradient { graph: &mut graph, operands: &leaves, result, cotangent, wanted: &wanted };
+    let mut cx =
+        Gradient { graph: &mut graph, operands: &leaves, result, cotangent, wanted: &wanted, fused_loss: true };
     let gradients = case.op.gradient(&mut cx);
     let values = crate::interpret::run_all(&graph, |v| match operands.get(v.index()) {
         Some(operand) => operand.clone(),

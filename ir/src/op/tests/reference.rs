@@ -163,7 +163,8 @@ fn gradient(case: &Case) -> &'static str {
     let result = graph.emit(case.op.clone(), &operands);
     let cotangent = graph.splat_like(result, 1.0);
     let wanted = vec![true; operands.len()];
-    let mut cx = Gradient { graph: &mut graph, operands: &operands, result, cotangent, wanted: &wanted };
+    let mut cx =
+        Gradient { graph: &mut graph, operands: &operands, result, cotangent, wanted: &wanted, fused_loss: true };
     let found = case.op.gradient(&mut cx);
     if found.iter().any(|g| g.is_some()) { "yes" } else { "zero" }
 }

@@ -80,6 +80,7 @@ fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Me
         operand_types: case.operands.clone(),
         result_shape: shardings.result.local_shape(mesh),
         factor_axes: strategy.factor_axes(rule.factors.len()),
+        fused_loss: true,
     };
     let result = case.op.local(&mut cx);
     let local_type = shardings.result.local_type(&case.result, mesh);

@@ -1,0 +1,51 @@
+//! Plans with some of what their stages hold in the memory of hosts, and what they give and hold when they run.
+
+use altiplano::ImportOptions;
+use altiplano::ir::plan::{Offload, Plan};
+use altiplano::planner::{judged_again, programs};
+use altiplano::runtime::{HostTensor, Options, Session};
+use altiplano::training::{Training, scalars, start};
+use altiplano_cost_models::Rooflines;
+
+/// Eight samples of 16 positions.
+pub fn import() -> ImportOptions {
+    ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() }
+}
+
+/// The same plan with some of it in host memory.
+pub fn offloaded(plan: &Plan, what: Offload) -> Plan {
+    let mut plan = plan.clone();
+    plan.stages.iter_mut().for_each(|stage| stage.offload = what);
+    let costs = Rooflines::of(&plan.cluster);
+    judged_again(plan, &costs).expect("it is judged")
+}
+
+/// What some steps of a plan give, and what devices held of their own memory and their hosts'.
+pub struct Ran {
+    pub losses: Vec<f64>,
+    pub held: Vec<(String, String, HostTensor)>,
+    pub own: Vec<u64>,
+    pub host: Vec<u64>,
+}
+
+pub fn ran(plan: &Plan) -> Ran {
+    let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
+    let programs = programs(plan).expect("programs");
+    let (weights, mut batches) = start(plan, &training).expect("weights and batches");
+    let mut session = Session::new(&programs, &Options::default()).expect("the programs run");
+    weights.iter().for_each(|(name, tensor)| session.load_parameter(name, tensor).expect("a parameter"));
+    let mut losses = Vec::new();
+    for number in 1..=training.steps {
+        let batch = batches.take().expect("a batch");
+        losses.push(session.step(&batch, &scalars(training.learning_rate, number)).expect("a step").loss);
+    }
+    session.flush().expect("the last step ends");
+    let parameters = session.parameters().into_iter().map(|name| (name, String::new()));
+    let names: Vec<(String, String)> = parameters.chain(session.states()).collect();
+    let mut held = Vec::new();
+    for (name, slot) in names {
+        let tensor = if slot.is_empty() { session.parameter(&name) } else { session.state(&name, &slot) };
+        held.push((name, slot, tensor.expect("it is held")));
+    }
+    Ran { losses, held, own: session.peak_bytes(), host: session.host_peak_bytes() }
+}
