@@ -141,7 +141,7 @@ fn planned_among(
             None => (request.clone(), None),
         };
         if !progress.stopped()
-            && let Some(ringed) = rings::variant(&base, &found[best].plan)
+            && let Some(ringed) = rings::variant(&base, &found[best].plan, costs)
         {
             let sizes = Sizes::new(&ringed);
             let layered = |count: u32| sizes.at(count);

@@ -1,16 +1,22 @@
 //! Attention around a ring, as another graph of the same model (see [`array::ring_attention`]).
 //!
 //! A plan that splits the positions of an attention gathers its keys and values, which every device then holds. With as many blocks as
-//! there are parts the same strategy sends them around a ring, beside what is computed and a block at a time. Such a graph is searched
-//! where the plan that was found splits positions, or where nothing fits and keys are a good part of what does not; the judge decides.
+//! there are parts the same strategy sends them around a ring, beside what is computed and a block at a time. So the judge is asked first
+//! what the plan that was found would be with rings and nothing else changed, which takes no search. Such a graph is searched where that
+//! is faster or leaner, or where nothing fits and keys are a good part of what does not; the judge decides.
 //!
 //! [`array::ring_attention`]: altiplano_ir::array::ring_attention
 
+use crate::model::Layered;
 use crate::request::{PlanFailure, Request, SearchKind};
+use crate::{UNDECIDED, predicted};
+use altiplano_cost_models::Costs;
 use altiplano_ir::array::MOST_BLOCKS;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Function, Op, Operator};
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::{Plan, Stage, Target, graph_hash};
+use altiplano_ir::recompute::Recompute;
+use altiplano_ir::rule::AxisUse;
 use std::collections::BTreeMap;
 
 /// How many blocks an attention's keys and values are cut into.
@@ -25,8 +31,11 @@ pub enum Ring {
     Blocks(u64),
 }
 
-/// Of a device's memory, the part that the keys and values of one sample must have for a ring to be tried where nothing fits.
+/// Of a device's memory, the part that the keys and values of one sample must have for a ring to be tried where nothing fits, and the
+/// part that a ring must spare for it to be searched where it takes as long.
 const WORTH_A_RING: f64 = 1.0 / 32.0;
+/// A step in which all is computed again, over one in which nothing is.
+const RECOMPUTED: f64 = 4.0 / 3.0;
 
 /// Of a node that is an attention, whether it is one block.
 fn is_whole_attention(op: &Op) -> Option<bool> {
@@ -76,14 +85,14 @@ pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
 }
 
 /// The same request with rings where a plan of it gathers keys, or where none fits and rings may help.
-pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Request> {
+pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>, costs: &dyn Costs) -> Option<Request> {
     let searches =
         request.ring == Ring::Auto && request.target == Target::Altiplano && request.search != SearchKind::Alpa;
     if !searches || !request.graph.pins.is_empty() {
         return None;
     }
     let blocks = match plan {
-        Ok(plan) => gathered(plan),
+        Ok(plan) => Some(gathered(plan)).filter(|blocks| gains(plan, blocks, costs))?,
         Err(PlanFailure::Memory { .. }) => of_memory(request),
         Err(_) => return None,
     };
@@ -106,6 +115,49 @@ fn gathered(plan: &Plan) -> BTreeMap<ValueId, u64> {
         }
     }
     found
+}
+
+/// A plan whose attentions have these blocks, each of them split as it was, for which there must be a strategy.
+fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Plan> {
+    let mut stages = plan.stages.clone();
+    for &v in blocks.keys() {
+        let (was, is) = (plan.graph.rule(v), graph.rule(v));
+        // What splits a dimension of the result splits the first factors of that dimension, of positions the blocks.
+        let renamed = |factor: u8| {
+            let mut dims = was.result.iter().zip(&is.result);
+            dims.find_map(|(was, is)| is.get(was.iter().position(|&f| f == factor)?).copied())
+        };
+        for stage in &mut stages {
+            let Some(of_value) = stage.shardings.get_mut(&v) else { continue };
+            for axis in &mut of_value.strategy.0 {
+                if let AxisUse::Factor { factor, .. } = axis {
+                    *factor = renamed(*factor)?;
+                }
+            }
+            if !is.allows(&of_value.strategy, &stage.mesh) {
+                return None;
+            }
+        }
+    }
+    Some(Plan { graph_hash: graph_hash(&graph), graph, stages, padding: None, ..plan.clone() })
+}
+
+/// Whether a plan is faster with these blocks, as far as the judge can tell, or needs notably less memory for no more time than that may
+/// be worth; where that cannot be told, it may be.
+fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> bool {
+    let Some(graph) = in_blocks(&plan.graph, blocks) else { return false };
+    let layered = Layered::new(graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains());
+    let ringed = ringed(plan, graph, blocks).and_then(|ringed| predicted(ringed, &layered, costs, None).ok());
+    let Some(ringed) = ringed else { return true };
+    let fullest = |plan: &Plan| {
+        let part = |s: &Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes as f64;
+        plan.stages.iter().map(part).fold(0.0, f64::max)
+    };
+    let times = ringed.predicted.step_time_s / plan.predicted.step_time_s;
+    // What is spared may be worth what is computed twice.
+    let recomputes = plan.stages.iter().any(|s| s.layers.clone().any(|l| s.recomputes(l) != Recompute::None));
+    let most = if recomputes { RECOMPUTED } else { 1.0 + UNDECIDED };
+    times * (1.0 + UNDECIDED) < 1.0 || (times < most && fullest(&ringed) < fullest(plan) - WORTH_A_RING)
 }
 
 /// Where keys and values are large, as many blocks as a node has devices.
