@@ -1,8 +1,9 @@
 //! Pipelines whose stages share devices: each lane has several stages, which interleaved 1F1B plays in turns, so that the bubble
 //! is that of a lane's part and not of its whole (Narayanan et al. 2021, section 2.2.2).
 //!
-//! All lanes get equal submeshes and all stages one mesh and way, the layers are cut where the longest stage is shortest, and the
-//! pipeline's schedule is played by the estimates of the search. The few that are best by that go to the judge.
+//! All lanes get equal submeshes and all stages one mesh and way, or what is better than that in everything; the layers are cut where
+//! the longest stage is shortest, and the pipeline's schedule is played by the estimates of the search. The few that are best by that
+//! go to the judge.
 
 use super::dynamic::Candidate;
 use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
@@ -15,7 +16,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Pipelines that are judged at most.
-const MOST_JUDGED: usize = 3;
+const MOST_JUDGED: usize = 5;
 /// Estimates further than this above the best without shared devices are not worth judging.
 const WORTH_JUDGING: f64 = 1.1;
 /// Stages on the same devices that are looked at, where their number is free.
@@ -34,34 +35,51 @@ pub fn interleaved<'a>(
     if !freedom.schedules.contains(&Schedule::OneFOneB) {
         return Vec::new();
     }
-    let on_blocks = |candidates: &'a Candidates| candidates.lanes(freedom).into_iter().map(move |on| (candidates, on));
-    let jobs: Vec<(&Candidates, (usize, usize))> = searched.candidates.iter().flat_map(on_blocks).collect();
-    let pipelines = |(candidates, (block, lanes)): (&'a Candidates, (usize, usize))| {
-        let group = candidates.blocks[block].group;
-        let limit = memory_bytes.get(&candidates.num_microbatches).map_or(u64::MAX, |bytes| bytes[group]);
-        let of_way = |way| Runs::new(candidates, block, way).pipelines(lanes, freedom.virtual_stages, limit);
-        candidates.ways_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
+    let at_size = |candidates: &'a Candidates| {
+        let memory_bytes = memory_bytes.get(&candidates.num_microbatches);
+        candidates.interleaved(freedom, memory_bytes.map(Vec::as_slice))
     };
-    let mut found: Vec<Found<'a>> = jobs.into_par_iter().flat_map_iter(pipelines).collect();
-    let best_first = |found: &mut Vec<Found<'a>>| found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-    best_first(&mut found);
+    let mut found: Vec<(Found<'a>, &Way)> = searched.candidates.par_iter().flat_map_iter(at_size).collect();
+    found.sort_by(|a, b| a.0.step_s.total_cmp(&b.0.step_s));
     // Who asks for a number of stages gets it, however slow.
     let most_s = match (freedom.virtual_stages, least_s) {
         (None, Some(least_s)) => WORTH_JUDGING * least_s,
         _ => f64::INFINITY,
     };
-    found.retain(|f| f.step_s <= most_s);
+    found.retain(|(f, _)| f.step_s <= most_s);
     found.truncate(MOST_JUDGED);
-    for found in &mut found {
+    for (found, way) in &mut found {
         let block = found.candidates.blocks.iter().position(|b| *b == found.stages[0].block);
-        let way = found.stages[0].way.clone();
-        block.into_iter().for_each(|block| Runs::new(found.candidates, block, &way).move_cuts(found));
+        block.into_iter().for_each(|block| Runs::new(found.candidates, block, way).move_cuts(found));
     }
-    best_first(&mut found);
+    let mut found: Vec<Found<'a>> = found.into_iter().map(|(found, _)| found).collect();
+    found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     found
 }
 
 impl Candidates {
+    /// Pipelines whose stages share devices at this number of microbatches, in no order, and the way of most of their stages.
+    fn interleaved(&self, freedom: &Freedom, memory_bytes: Option<&[u64]>) -> Vec<(Found<'_>, &Way)> {
+        let on_block = |(block, lanes): (usize, usize)| {
+            let limit = memory_bytes.map_or(u64::MAX, |bytes| bytes[self.blocks[block].group]);
+            let of_way = move |way| {
+                let pipelines = Runs::new(self, block, way).pipelines(lanes, freedom.virtual_stages, limit);
+                pipelines.into_iter().map(move |found| (found, way))
+            };
+            self.ways_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
+        };
+        self.lanes(freedom).into_par_iter().flat_map_iter(on_block).collect()
+    }
+
+    /// Seconds of the best of [`Candidates::interleaved`], if the order of calls is free and there is any.
+    pub(super) fn interleaved_s(&self, freedom: &Freedom) -> Option<f64> {
+        if freedom.alpa || freedom.virtual_stages.is_some() || !freedom.schedules.contains(&Schedule::OneFOneB) {
+            return None;
+        }
+        let found = self.interleaved(freedom, Some(&freedom.memory_bytes));
+        found.into_iter().map(|(found, _)| found.step_s).min_by(f64::total_cmp)
+    }
+
     /// Blocks of which as many as there are lanes make up their group, or what the user's degrees leave of it.
     fn lanes(&self, freedom: &Freedom) -> Vec<(usize, usize)> {
         let lanes = |(i, block): (usize, &super::submesh::Block)| {
@@ -123,6 +141,11 @@ impl<'a> Runs<'a> {
         self.rows[first][end - first - 1].as_ref()
     }
 
+    /// What was priced: where the way is not in the table, what is better.
+    fn way_of(&self, first: usize, end: usize) -> Way {
+        self.get(first, end).map_or_else(|| self.way.clone(), |c| self.candidates.ways[c.id as usize].clone())
+    }
+
     fn seconds(&self, first: usize, end: usize) -> f64 {
         self.get(first, end).map_or(f64::INFINITY, |c| c.microbatch_s)
     }
@@ -145,7 +168,7 @@ impl<'a> Runs<'a> {
                 let stage = |w: &[usize]| ChosenStage {
                     layers: w[0]..w[1],
                     block: self.candidates.blocks[self.block],
-                    way: self.way.clone(),
+                    way: self.way_of(w[0], w[1]),
                 };
                 found.push(Found {
                     candidates: self.candidates,
@@ -221,7 +244,7 @@ impl<'a> Runs<'a> {
             }
         }
         for (stage, w) in found.stages.iter_mut().zip(bounds.windows(2)) {
-            stage.layers = w[0]..w[1];
+            (stage.layers, stage.way) = (w[0]..w[1], self.way_of(w[0], w[1]));
         }
     }
 }

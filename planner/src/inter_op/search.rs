@@ -610,9 +610,10 @@ pub struct Searched {
     pub candidates: Vec<Candidates>,
 }
 
-/// Walks through the numbers of microbatches, both ways from one that fills a pipeline over all nodes, until two in a row are no
-/// better, or one is far worse, for the best plan and for the best without a pipeline that is worth a look: more microbatches shrink
-/// the bubble and what is held, fewer the work per call; once that only costs, it stays so. `layered` gives the layered graph at each.
+/// Walks through the numbers of microbatches, both ways from one that fills a pipeline of as many stages as there may be, until two in a
+/// row are no better, or one is far worse, for the best plan, for the best without a pipeline that is worth a look, and for the best
+/// whose stages share devices: more microbatches shrink the bubble and what is held, fewer the work per call; once that only costs, it
+/// stays so. `layered` gives the layered graph at each.
 pub fn search(
     request: &Request,
     freedom: &Freedom,
@@ -624,7 +625,7 @@ pub fn search(
     let total = counts.len();
     let insides: Vec<Insides> = request.cluster.groups.iter().map(|_| Insides::default()).collect();
     let mut found: Vec<Candidates> = Vec::new();
-    let mut least = [f64::INFINITY; 2];
+    let mut least = [f64::INFINITY; 3];
     let mut done = 0;
     let mut bound_s = None;
     // How a number of microbatches compares to those before; `None` where nothing fits.
@@ -640,9 +641,10 @@ pub fn search(
         let step_s = |pp| candidates.best(request, freedom, &freedom.memory_bytes, pp).ok().map(|found| found.step_s);
         let best = step_s(freedom.pp);
         let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };
+        let shared = candidates.interleaved_s(freedom);
         found.push(candidates);
         let mut better = false;
-        for (i, step_s) in [best, single].into_iter().enumerate() {
+        for (i, step_s) in [best, single, shared].into_iter().enumerate() {
             let step_s = step_s.unwrap_or(f64::INFINITY);
             better |= step_s < least[i] && step_s <= WORTH_A_LOOK * least[0];
             least[i] = least[i].min(step_s);
@@ -662,7 +664,9 @@ pub fn search(
     let mut any = false;
     let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
     let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
-    let full = if nodes == 1 || freedom.pp == Some(1) { 1 } else { FULL * nodes };
+    let layers = || layered(counts[total - 1]).map_or(u32::MAX, |at_size| at_size.layers.len() as u32);
+    let stages = freedom.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
+    let full = if nodes == 1 || stages == 1 { 1 } else { FULL.saturating_mul(stages) };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
     for i in start..total {
