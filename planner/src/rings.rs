@@ -142,8 +142,8 @@ fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<
     Some(Plan { graph_hash: graph_hash(&graph), graph, stages, padding: None, ..plan.clone() })
 }
 
-/// Whether a plan is faster with these blocks, as far as the judge can tell, or needs notably less memory for no more time than that may
-/// be worth; where that cannot be told, it may be.
+/// Whether a plan is faster with these blocks, or needs notably less memory for no more time than that may be worth; where that cannot
+/// be told, it may be.
 fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> bool {
     let Some(graph) = in_blocks(&plan.graph, blocks) else { return false };
     let layered = Layered::new(graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains());
@@ -157,7 +157,7 @@ fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> boo
     // What is spared may be worth what is computed twice.
     let recomputes = plan.stages.iter().any(|s| s.layers.clone().any(|l| s.recomputes(l) != Recompute::None));
     let most = if recomputes { RECOMPUTED } else { 1.0 + UNDECIDED };
-    times * (1.0 + UNDECIDED) < 1.0 || (times < most && fullest(&ringed) < fullest(plan) - WORTH_A_RING)
+    times < 1.0 || (times < most && fullest(&ringed) < fullest(plan) - WORTH_A_RING)
 }
 
 /// Where keys and values are large, as many blocks as a node has devices.

@@ -1,9 +1,9 @@
 //! Pipelines whose stages share devices: each lane has several stages, which interleaved 1F1B plays in turns, so that the bubble
 //! is that of a lane's part and not of its whole (Narayanan et al. 2021, section 2.2.2).
 //!
-//! All lanes get equal submeshes and all stages one mesh and way, or what is better than that in everything; the layers are cut where
-//! the longest stage is shortest, and the pipeline's schedule is played by the estimates of the search. The few that are best by that
-//! go to the judge.
+//! All lanes get equal submeshes and all stages one mesh and way, or what is better than that way in everything; the layers are cut
+//! where the longest stage is shortest, and the pipeline's schedule is played by the estimates of the search. The few that are best by
+//! that go to the judge.
 
 use super::dynamic::Candidate;
 use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
@@ -113,11 +113,14 @@ impl Candidates {
         Recompute::ALL.into_iter().filter_map(fastest).collect()
     }
 
-    /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one.
+    /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one, on the same mesh
+    /// if there is one.
     pub(super) fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
         let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
-        same.or_else(|| all.iter().min_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s))).copied()
+        let on_mesh = |c: &&Candidate| self.ways[c.id as usize].mesh == way.mesh;
+        let fastest = |a: &&Candidate, b: &&Candidate| a.microbatch_s.total_cmp(&b.microbatch_s);
+        same.or_else(|| all.iter().filter(on_mesh).min_by(fastest)).or_else(|| all.iter().min_by(fastest)).copied()
     }
 }
 
@@ -141,9 +144,10 @@ impl<'a> Runs<'a> {
         self.rows[first][end - first - 1].as_ref()
     }
 
-    /// What was priced: where the way is not in the table, what is better.
+    /// What was priced, unless that is on another mesh: stages that share devices have one.
     fn way_of(&self, first: usize, end: usize) -> Way {
-        self.get(first, end).map_or_else(|| self.way.clone(), |c| self.candidates.ways[c.id as usize].clone())
+        let priced = self.get(first, end).map(|c| &self.candidates.ways[c.id as usize]);
+        priced.filter(|way| way.mesh == self.way.mesh).unwrap_or(&self.way).clone()
     }
 
     fn seconds(&self, first: usize, end: usize) -> f64 {
