@@ -50,6 +50,8 @@ pub fn leave(code: u8) -> ! {
 
 /// How often a rank says that it is there.
 const BEAT: Duration = Duration::from_millis(500);
+/// What a rank does before it has said anything; that it has begun is said at once, and not with the next beat.
+const STARTING: &str = "starting";
 /// How long an error that may only follow from the loss of another rank is held back for.
 const FOLLOWS: Duration = Duration::from_secs(1);
 /// What a rank writes, beside a message that is never longer.
@@ -185,7 +187,7 @@ impl Watch {
     ) -> Result<Watch, WatchError> {
         let links = links.into_iter().map(|(peer, stream)| Link::new(peer, stream)).collect::<std::io::Result<_>>();
         let links: Vec<Link> = links.map_err(WatchError::Listen)?;
-        let shared = Arc::new(Mutex::new(Shared { activity: "starting".to_string(), ..Shared::default() }));
+        let shared = Arc::new(Mutex::new(Shared { activity: STARTING.to_string(), ..Shared::default() }));
         let parent = std::os::unix::process::parent_id();
         let name = name(&peers, me);
         let of_thread = shared.clone();
@@ -263,6 +265,7 @@ struct Ending {
 impl Watcher {
     fn run(mut self) {
         let (mut beaten, mut turned) = (None::<Instant>, Instant::now());
+        let mut said_starting = true;
         let mut failed_at = None;
         loop {
             self.wait();
@@ -278,9 +281,10 @@ impl Watcher {
                 let detail = self.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
                 (format!("{}{detail}", shared.activity), shared.failed.clone(), shared.finished)
             };
-            if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
+            let begins = said_starting && !activity.starts_with(STARTING);
+            if begins || beaten.is_none_or(|at| at.elapsed() >= BEAT) {
                 self.links.iter_mut().for_each(|link| link.send(&Frame::Beat(activity.clone())));
-                beaten = Some(turned);
+                (beaten, said_starting) = (Some(turned), activity.starts_with(STARTING));
             }
             self.links.iter_mut().for_each(Link::flush);
             if let Some(ending) = self.look() {
