@@ -2,12 +2,13 @@
 # How well a measured profile predicts steps on the CPU workers of this machine: for each pair of a model and a plan, the predicted
 # seconds per step beside measured ones, in a table, with the machine's load at the time.
 #
-#   benches/cpu_fidelity.sh [TABLE.md]        STEPS=8 steps a pair; EVERY=5 pairs until the machine is profiled again, since other
-#                                             work on it comes and goes; ONLY=name alone
+#   benches/cpu_fidelity.sh [TABLE.md]        STEPS=8 steps a pair at least, and SECONDS_EACH=2; EVERY=5 pairs until the machine is
+#                                             profiled again, since other work on it comes and goes; ONLY=name alone
 #   CORE=0 benches/cpu_fidelity.sh            on that core alone, by processor time: for machines that others use too
 #
-# By the clock, the median of the steps after the first counts. With CORE, all devices share one core, which is never idle during a
-# step, so that a step takes the processor time that all of them use: that of a run, less that of a run of one step.
+# By the clock, the median of the later half of the steps counts: the first find cold caches. With CORE, all devices share one core,
+# which is never idle during a step, so that a step takes the processor time that all of them use: that of a run, less that of a run
+# of one step.
 #
 # Models are those of the tests and small ones by Hugging Face configs, which are written here.
 set -euo pipefail
@@ -17,7 +18,7 @@ if [ -z "$altiplano" ]; then
     cargo build --release --quiet
     altiplano="${CARGO_TARGET_DIR:-target}/release/altiplano"
 fi
-steps="${STEPS:-8}" core="${CORE:-}" every="${EVERY:-5}" only="${ONLY:-}"
+least="${STEPS:-8}" seconds_each="${SECONDS_EACH:-2}" core="${CORE:-}" every="${EVERY:-5}" only="${ONLY:-}"
 table="${1:-/dev/stdout}"
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
@@ -81,13 +82,14 @@ count=0
         fi
         grep -h '^warning: .*profile' "$scratch/err" | sed "s/^/$name $plan: /" >&2 || true
         predicted="$(awk '/^  predicted step/ { print $3, $4 }' "$scratch/out" | in_ms)"
+        steps="$(awk -v p="$predicted" -v s="$seconds_each" -v n="$least" 'BEGIN { w = int(1000 * s / p); if (w < n) w = n; print w }')"
         first="$(spent 1)"
         all="$(spent $((steps + 1)))"
         load="$(cut -d' ' -f1 /proc/loadavg)"
         if [ -n "$core" ]; then
             measured="$(awk -v a="$first" -v b="$all" -v n="$steps" 'BEGIN { print 1000 * (b - a) / n }')"
         else
-            measured="$(awk '$1 == "step" && $2 > 1 { print $5, $6 }' "$scratch/out" | in_ms | median)"
+            measured="$(awk -v n="$steps" '$1 == "step" && $2 > 1 + n / 2 { print $5, $6 }' "$scratch/out" | in_ms | median)"
         fi
         awk -v n="$name" -v p="${plan#--cluster }" -v a="$predicted" -v b="$measured" -v l="$load" \
             'BEGIN { printf "| %s | %s | %.1f | %.1f | %+.1f %% | %s |\n", n, p, a, b, 100 * (a / b - 1), l }'
