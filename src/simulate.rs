@@ -282,7 +282,7 @@ impl Simulation {
                             let sent = *operand.max(result);
                             let best = collective::best(operation, sent, link);
                             format!(
-                                "{:?} with protocol {:?} of {} over {} devices on {} nodes: {} to start, {} of hops, {} on the wire; waiting for the last device {}",
+                                "{:?} with protocol {:?} of {} over {} devices on {} nodes: {} to start, {} of hops, {} on the wire, at {:.3} of that rate; waiting for the last device {}",
                                 best.algorithm,
                                 best.protocol,
                                 bytes(sent),
@@ -291,14 +291,15 @@ impl Simulation {
                                 seconds(best.start_s),
                                 seconds(best.hops_s),
                                 seconds(best.wire_s),
+                                Compute::new(prices.cost.device().clone()).constants.collective_efficiency,
                                 seconds(prices.cost.waiting_s(link.devices))
                             )
                         }
                         // A profile that lacks the kernel leaves it to the roofline.
                         None if self.profiled.is_some() => {
-                            format!("source roofline: {}", why(prices.cost.device(), kernel))
+                            format!("source roofline: {}", why(&compute(work, prices.cost.device()), kernel))
                         }
-                        None => why(prices.cost.device(), kernel),
+                        None => why(&compute(work, prices.cost.device()), kernel),
                     };
                     let _ = writeln!(
                         out,
@@ -319,9 +320,14 @@ impl Simulation {
     }
 }
 
-/// What a kernel takes by the formulas, and what bounds it.
-fn why(device: &Device, kernel: &Kernel) -> String {
+/// The formulas by which a body's kernels are priced.
+fn compute(work: &BodyWork, device: &Device) -> Compute {
     let compute = Compute::new(device.clone());
+    if work.is_once() { compute.of_updates() } else { compute }
+}
+
+/// What a kernel takes by the formulas, and what bounds it.
+fn why(compute: &Compute, kernel: &Kernel) -> String {
     let moved = kernel.read_bytes + kernel.written_bytes;
     let c = &compute.constants;
     let memory = format!(

@@ -51,6 +51,12 @@ impl Compute {
         Compute { device, constants }
     }
 
+    /// The same for kernels that sum gradients and update parameters.
+    pub fn of_updates(&self) -> Compute {
+        let constants = Constants { memory_efficiency: self.constants.update_efficiency, ..self.constants };
+        Compute { device: self.device.clone(), constants }
+    }
+
     /// Seconds of a kernel on the device, once it is issued and its operands are there. Collectives are priced elsewhere: 0.
     pub fn kernel(&self, kernel: &Kernel) -> KernelTime {
         let memory_s = self.memory_s((kernel.read_bytes + kernel.written_bytes) as f64);

@@ -60,6 +60,11 @@ pub trait CostModel: Sync {
     /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
     fn kernel(&self, kernel: &Kernel) -> Price;
 
+    /// The same of a kernel that sums gradients or updates parameters.
+    fn update_kernel(&self, kernel: &Kernel) -> Price {
+        self.kernel(kernel)
+    }
+
     /// Seconds that the first of `devices` waits for the last where they meet in a collective.
     fn waiting_s(&self, devices: u64) -> f64;
 

@@ -30,17 +30,22 @@ pub const THREEFRY_TENSORS: f64 = 3.0;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roofline {
     compute: Compute,
+    updates: Compute,
 }
 
 impl Roofline {
     /// The model of a device; what no datasheet states is looked up by its name in the catalogue.
     pub fn new(device: Device) -> Self {
-        Roofline { compute: Compute::new(device) }
+        Roofline::of(Compute::new(device))
     }
 
     /// The model of a device with constants of its own.
     pub fn with_constants(device: Device, constants: Constants) -> Self {
-        Roofline { compute: Compute { device, constants } }
+        Roofline::of(Compute { device, constants })
+    }
+
+    fn of(compute: Compute) -> Self {
+        Roofline { updates: compute.of_updates(), compute }
     }
 
     /// Seconds of a matmul of `flop` that moves `bytes`, without its launch.
@@ -130,6 +135,10 @@ impl CostModel for Roofline {
         Price { seconds: self.compute.kernel(kernel).seconds, issue_s: constants.dispatch_s + collective_s }
     }
 
+    fn update_kernel(&self, kernel: &Kernel) -> Price {
+        Price { seconds: self.updates.kernel(kernel).seconds, ..self.kernel(kernel) }
+    }
+
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
         let written = result.bytes() as f64;
         let read: f64 = operands.iter().map(|t| t.bytes() as f64).sum();
@@ -215,24 +224,25 @@ impl CostModel for Roofline {
             return 0.0;
         }
         let bytes = operand_bytes.max(result_bytes);
-        let seconds = |operation| collective::best(operation, bytes, link).seconds;
+        let efficiency = self.compute.constants.collective_efficiency;
+        let seconds = |operation, bytes| collective::best(operation, bytes, link).seconds / efficiency;
         match collective {
-            Collective::AllReduce { .. } => seconds(Operation::AllReduce),
-            Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter),
-            Collective::AllGather { .. } => seconds(Operation::AllGather),
-            Collective::AllToAll { .. } => seconds(Operation::AllToAll),
+            Collective::AllReduce { .. } => seconds(Operation::AllReduce, bytes),
+            Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter, bytes),
+            Collective::AllGather { .. } => seconds(Operation::AllGather, bytes),
+            Collective::AllToAll { .. } => seconds(Operation::AllToAll, bytes),
             // Every device sends all that it has to one other. Between nodes a ring has the network for one device of a node, and who
             // sends further shares it with the others of its node that do.
             Collective::Shift { by, .. } => {
                 let by = by % link.devices;
                 let leave_node = by.min(link.devices - by).min(link.devices_on_node);
                 let sharing = if link.nodes > 1 { leave_node.max(1) } else { 1 };
-                collective::best(Operation::SendReceive, bytes.saturating_mul(sharing), link).seconds
+                seconds(Operation::SendReceive, bytes.saturating_mul(sharing))
             }
             // Only the edges are sent, to neighbours, all at once; the block is copied.
             Collective::Halo { .. } => {
                 let edges = result_bytes.saturating_sub(operand_bytes);
-                let sent_s = collective::best(Operation::SendReceive, edges, link).seconds;
+                let sent_s = seconds(Operation::SendReceive, edges);
                 sent_s + self.fused_s(2.0 * result_bytes as f64)
             }
             // The slice is read and written, by the kernel that reads it as often as not.

@@ -67,6 +67,11 @@ pub struct Constants {
     pub attention_efficiency: f64,
     /// Part of the memory's bandwidth that streaming kernels reach.
     pub memory_efficiency: f64,
+    /// The same of kernels that sum gradients and update parameters. Software that runs passes op by op moves more in them than fused
+    /// kernels would, for which `memory_efficiency` makes up; an update is one kernel everywhere.
+    pub update_efficiency: f64,
+    /// Part of the rate that collectives measured alone have (nccl-tests) which those of a step reach, between and beside its kernels.
+    pub collective_efficiency: f64,
     /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
     pub misaligned_loss: f64,
     /// Seconds of the host for each kernel that it issues.
@@ -93,6 +98,8 @@ impl Default for Constants {
             matmul_efficiency: MATMUL_EFFICIENCY,
             attention_efficiency: 0.5,
             memory_efficiency: MEMORY_EFFICIENCY,
+            update_efficiency: MEMORY_EFFICIENCY,
+            collective_efficiency: 1.0,
             misaligned_loss: 0.3,
             dispatch_s: 0.0,
             collective_dispatch_s: 0.0,
@@ -113,10 +120,12 @@ pub const MATMUL_EFFICIENCY: f64 = 0.7;
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 impl Constants {
-    pub const NAMES: [&str; 11] = [
+    pub const NAMES: [&str; 13] = [
         "matmul_efficiency",
         "attention_efficiency",
         "memory_efficiency",
+        "update_efficiency",
+        "collective_efficiency",
         "misaligned_loss",
         "dispatch_s",
         "collective_dispatch_s",
@@ -133,6 +142,8 @@ impl Constants {
             "matmul_efficiency" => &mut self.matmul_efficiency,
             "attention_efficiency" => &mut self.attention_efficiency,
             "memory_efficiency" => &mut self.memory_efficiency,
+            "update_efficiency" => &mut self.update_efficiency,
+            "collective_efficiency" => &mut self.collective_efficiency,
             "misaligned_loss" => &mut self.misaligned_loss,
             "dispatch_s" => &mut self.dispatch_s,
             "collective_dispatch_s" => &mut self.collective_dispatch_s,

@@ -87,6 +87,12 @@ impl Recomputation {
         }
     }
 
+    /// The same for a stage of so many layers, but that the last of them keeps everything.
+    pub fn keeping_last(&self, layers: usize) -> Recomputation {
+        let level = |i: usize| if i + 1 == layers { Recompute::None } else { self.of(i) };
+        (0..layers).map(level).collect::<Vec<_>>().into()
+    }
+
     /// The most that any layer computes again.
     pub fn most(&self) -> Recompute {
         match self {
@@ -137,6 +143,13 @@ mod tests {
         assert_eq!(read("\"none\"").unwrap(), Recomputation::default());
         assert_eq!(read("[\"full\",\"none\"]").unwrap(), Recomputation::ByLayer(vec![Full, None]));
         assert!(read("\"some\"").unwrap_err().to_string().contains("none, selective, full"));
+    }
+
+    #[test]
+    fn a_last_layer_keeps_everything() {
+        let keeping = |levels: Vec<Recompute>| Recomputation::from(levels.clone()).keeping_last(levels.len());
+        assert_eq!(keeping(vec![Full, Selective, Full]), Recomputation::ByLayer(vec![Full, Selective, None]));
+        assert_eq!(keeping(vec![Full]), Recomputation::default());
     }
 
     #[test]

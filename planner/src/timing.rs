@@ -86,13 +86,18 @@ impl BodyWork {
         }
     }
 
-    fn is_once(&self) -> bool {
+    /// Whether it sums gradients or updates parameters, once a step.
+    pub fn is_once(&self) -> bool {
         matches!(self.phase, Phase::Reduce | Phase::Norm | Phase::Update)
     }
 
     /// Seconds of each kernel and collective.
     pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
-        let mut costs: Vec<Price> = self.kernels.iter().map(|kernel| prices.cost.kernel(kernel)).collect();
+        let price = |kernel| match self.is_once() {
+            true => prices.cost.update_kernel(kernel),
+            false => prices.cost.kernel(kernel),
+        };
+        let mut costs: Vec<Price> = self.kernels.iter().map(price).collect();
         if prices.cost.runtime().is_some() {
             // What a kernel does says nothing of the link that it goes over.
             for (cost, sent) in costs.iter_mut().zip(&self.sent) {
@@ -170,7 +175,7 @@ impl BodyWork {
 pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     let kernel = Kernel::moving(KernelKind::Fused { operations: 0.0 }, bytes as u64);
     let shared = if cost.runtime().is_some() { 0.0 } else { 1.0 - 1.0 / PARAMETERS_PER_LAUNCH };
-    cost.kernel(&kernel).seconds - cost.device().launch_s * shared
+    cost.update_kernel(&kernel).seconds - cost.device().launch_s * shared
 }
 
 /// Seconds of the host for all kernels that it may be ahead of the device.

@@ -11,7 +11,7 @@ use altiplano_ir::program::TransferId;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 /// What a message belongs to. Collectives need no number: all members run the same ones in the same order, and
@@ -52,11 +52,67 @@ enum Packet {
 
 /// What carries messages.
 enum Wire {
-    /// Devices are threads of this process, and lend each other what they send, unless they are to send copies.
-    Threads { receiver: Receiver<Packet>, senders: Vec<Sender<Packet>>, stopped: Arc<AtomicBool>, copies: bool },
+    /// Devices are threads of this process, and lend each other what they send, unless they are to send copies. Where each has a core
+    /// of its own it looks for a message for a while before it sleeps.
+    Threads {
+        receiver: Receiver<Packet>,
+        senders: Vec<Sender<Packet>>,
+        stopped: Arc<AtomicBool>,
+        copies: bool,
+        looks: Option<Looks>,
+    },
     /// Devices are processes, and send copies.
     #[cfg(feature = "mpi")]
     Ranks(Box<RankWire>),
+}
+
+/// For how long a device that has a core to itself looks for a message before it sleeps: about what waking it takes, so that it never
+/// waits more than twice as long as it must (Karlin et al. 1994, Competitive randomized algorithms for nonuniform problems).
+const LOOK: Duration = Duration::from_micros(50);
+
+/// Waits for which a device does not look after looks that were in vain, at most.
+const MOST_SKIPPED: u32 = 1 << 10;
+
+/// Whether a device looks before it sleeps. Looks pay where messages come soon; where other programs want the cores they come late, and
+/// who has looked gets a core later than who has slept. So after each look in vain as many waits again go without.
+#[derive(Default)]
+struct Looks {
+    skipped: u32,
+    left: u32,
+}
+
+impl Looks {
+    fn looks(&mut self) -> bool {
+        let looks = self.left == 0;
+        self.left = self.left.saturating_sub(1);
+        looks
+    }
+
+    fn ended(&mut self, found: bool) {
+        self.skipped = if found { 0 } else { (2 * self.skipped + 1).min(MOST_SKIPPED) };
+        self.left = self.skipped;
+    }
+
+    /// The next packet, which is looked for before it is slept for.
+    fn receive(&mut self, receiver: &Receiver<Packet>, start: Instant) -> Result<Packet, RecvError> {
+        if !self.looks() {
+            return receiver.recv();
+        }
+        while start.elapsed() < LOOK {
+            for _ in 0..32 {
+                match receiver.try_recv() {
+                    Ok(packet) => {
+                        self.ended(true);
+                        return Ok(packet);
+                    }
+                    Err(TryRecvError::Disconnected) => return Err(RecvError),
+                    Err(TryRecvError::Empty) => std::hint::spin_loop(),
+                }
+            }
+        }
+        self.ended(false);
+        receiver.recv()
+    }
 }
 
 /// One device's end of the network. Devices are numbered by rank, over all programs.
@@ -72,10 +128,17 @@ impl Mailbox {
     /// Mailboxes for all ranks, connected to each other; whether they send copies as processes do.
     pub fn network(ranks: usize, copies: bool) -> Vec<Mailbox> {
         let stopped = Arc::new(AtomicBool::new(false));
+        let own_cores = std::thread::available_parallelism().is_ok_and(|cores| ranks <= cores.get());
         let (senders, receivers): (Vec<_>, Vec<_>) = (0..ranks).map(|_| channel()).unzip();
         let mailbox = |(rank, receiver)| Mailbox {
             rank,
-            wire: Wire::Threads { receiver, senders: senders.clone(), stopped: stopped.clone(), copies },
+            wire: Wire::Threads {
+                receiver,
+                senders: senders.clone(),
+                stopped: stopped.clone(),
+                copies,
+                looks: own_cores.then(Looks::default),
+            },
             waiting: HashMap::new(),
             waited: Duration::ZERO,
         };
@@ -121,11 +184,17 @@ impl Mailbox {
         loop {
             self.check()?;
             let start = Instant::now();
-            let received = match &self.wire {
-                Wire::Threads { receiver, .. } => match receiver.recv() {
-                    Ok(Packet::Message { from, tag, payload }) => Ok((from, tag, payload)),
-                    Ok(Packet::Stop) | Err(_) => Err(KernelError::Disconnected),
-                },
+            let received = match &mut self.wire {
+                Wire::Threads { receiver, looks, .. } => {
+                    let packet = match looks {
+                        Some(looks) => looks.receive(receiver, start),
+                        None => receiver.recv(),
+                    };
+                    match packet {
+                        Ok(Packet::Message { from, tag, payload }) => Ok((from, tag, payload)),
+                        Ok(Packet::Stop) | Err(_) => Err(KernelError::Disconnected),
+                    }
+                }
                 #[cfg(feature = "mpi")]
                 Wire::Ranks(wire) if tag == Tag::Behind => wire.receive_behind(from).map(|words| {
                     let payload = Payload::Words(words);
@@ -193,5 +262,47 @@ impl Mailbox {
     /// Forgets queued messages; between steps there are none.
     pub fn clear(&mut self) {
         self.waiting.retain(|_, queue| !queue.is_empty());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_in_vain_are_made_less_and_less_often() {
+        let mut looks = Looks::default();
+        let mut made = 0;
+        for _ in 0..10_000 {
+            if looks.looks() {
+                looks.ended(false);
+                made += 1;
+            }
+        }
+        assert!((10..30).contains(&made), "{made}");
+        while !looks.looks() {}
+        looks.ended(true);
+        assert!(looks.looks(), "one that finds something is followed by another");
+    }
+
+    #[test]
+    fn messages_are_found_by_looking_and_by_sleeping() {
+        let mut boxes = Mailbox::network(2, false);
+        let (mut second, mut first) = (boxes.pop().expect("two"), boxes.pop().expect("two"));
+        let pause = |i: u64| std::thread::sleep(if i % 2 == 0 { Duration::ZERO } else { 4 * LOOK });
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                for i in 0u64..64 {
+                    pause(i);
+                    second.send(0, Tag::Channel, Payload::Words(vec![i]));
+                    second.receive(0, Tag::Channel).expect("an answer");
+                }
+            });
+            for i in 0u64..64 {
+                let Ok(Payload::Words(words)) = first.receive(1, Tag::Channel) else { panic!("a message") };
+                assert_eq!(words, [i]);
+                first.send(1, Tag::Channel, Payload::Done);
+            }
+        });
     }
 }

@@ -9,7 +9,7 @@
 use super::kineto::{Timed, read_trace};
 use super::predict::{Judge, Prepared};
 use super::reading::{self, Recomputation};
-use super::statistics::group_statistics;
+use super::statistics::{Comparable, group_statistics};
 use super::table::{Row, read_table};
 use crate::{Error, read_bytes};
 use altiplano_cost_models::compute::Compute;
@@ -97,9 +97,11 @@ fn write_device(out: &mut String, fitted: &Calibrated) -> std::fmt::Result {
 const FREE: &[(&str, f64, f64)] = &[
     ("matmul_efficiency", 0.2, 0.9),
     ("memory_efficiency", 0.2, 0.95),
+    ("update_efficiency", 0.2, 0.95),
     ("attention_efficiency", 0.1, 0.8),
     ("misaligned_loss", 0.01, 0.6),
     ("tail_loss", 0.01, 1.0),
+    ("collective_efficiency", 0.3, 1.0),
     ("skew_s", 1e-7, 1e-3),
     ("dispatch_s", 1e-7, 1e-4),
     ("collective_dispatch_s", 1e-7, 1e-3),
@@ -113,7 +115,7 @@ struct Measured {
 }
 
 enum What {
-    Step { group: String, prepared: Box<Prepared> },
+    Step { group: String, gpus: u32, global_batch: u64, prepared: Box<Prepared> },
     Kernel(Box<Kernel>),
 }
 
@@ -143,7 +145,9 @@ impl Table<'_> {
         let pairs = || self.rows.iter().zip(&predicted);
         let errors: f64 = pairs().map(|(row, p)| (p / row.seconds).ln().abs()).sum();
         let steps = pairs().filter_map(|(row, &p)| match &row.what {
-            What::Step { group, .. } => Some((group.as_str(), row.seconds, p)),
+            What::Step { group, gpus, global_batch, .. } => {
+                Some((Comparable { group, gpus: *gpus, global_batch: *global_batch }, row.seconds, p))
+            }
             What::Kernel(_) => None,
         });
         let groups = group_statistics(steps);
@@ -179,7 +183,7 @@ fn steps(file: &Path, judge: &Judge) -> Result<Vec<(Device, Measured)>, Error> {
         let wrong = |error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) };
         let prepared = Box::new(Prepared::new(&row, judge, recompute).map_err(wrong)?);
         let device = prepared.device().clone();
-        let what = What::Step { group: row.group, prepared };
+        let what = What::Step { group: row.group, gpus: row.gpus, global_batch: row.global_batch, prepared };
         Ok((device, Measured { name: row.line.to_string(), seconds: row.measured_step_s, what }))
     };
     rows.into_par_iter().zip(recompute).map(measured).collect()

@@ -29,6 +29,8 @@ use std::path::Path;
 pub struct Judged {
     pub line: u64,
     pub group: String,
+    pub gpus: u32,
+    pub global_batch: u64,
     pub model: String,
     /// The degrees, for the reader.
     pub plan: String,
@@ -59,6 +61,8 @@ pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> 
         .map(|(row, predicted)| Judged {
             line: row.line,
             group: row.group.clone(),
+            gpus: row.gpus,
+            global_batch: row.global_batch,
             model: row.model.clone(),
             plan: row.plan(),
             measured_step_s: row.measured_step_s,

@@ -25,10 +25,20 @@ pub struct Statistics {
     pub compared_groups: usize,
 }
 
-/// Over the rows of one group.
+/// Rows that can be ranked: of one group, on as many devices and with the same batch. Steps that do different work are no choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Comparable<'a> {
+    pub group: &'a str,
+    pub gpus: u32,
+    pub global_batch: u64,
+}
+
+/// Over rows that can be ranked.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GroupStatistics {
     pub group: String,
+    pub gpus: u32,
+    pub global_batch: u64,
     pub rows: usize,
     pub spearman: Option<f64>,
     pub regret_percent: f64,
@@ -41,7 +51,10 @@ pub const RANKED: usize = 5;
 
 /// What can be said of predictions, over all and by group.
 pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
-    let rows = judged.iter().map(|row| (row.group.as_str(), row.measured_step_s, row.predicted_step_s));
+    let rows = judged.iter().map(|row| {
+        let Judged { gpus, global_batch, .. } = *row;
+        (Comparable { group: &row.group, gpus, global_batch }, row.measured_step_s, row.predicted_step_s)
+    });
     let groups = group_statistics(rows);
     let mean = |values: &[f64]| (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64);
     let errors: Vec<f64> = judged.iter().map(|r| r.error_percent).collect();
@@ -63,9 +76,9 @@ pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
     (statistics, groups)
 }
 
-/// Of the groups of at least two rows, each a group, and its measured and predicted seconds.
-pub fn group_statistics<'a>(rows: impl Iterator<Item = (&'a str, f64, f64)>) -> Vec<GroupStatistics> {
-    let mut of_group: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+/// Of the groups of at least two rows; each row is what it can be ranked with, and its measured and predicted seconds.
+pub fn group_statistics<'a>(rows: impl Iterator<Item = (Comparable<'a>, f64, f64)>) -> Vec<GroupStatistics> {
+    let mut of_group: BTreeMap<Comparable<'_>, Vec<(f64, f64)>> = BTreeMap::new();
     for (group, measured_s, predicted_s) in rows {
         of_group.entry(group).or_default().push((measured_s, predicted_s));
     }
@@ -78,12 +91,14 @@ fn median(sorted: &[f64]) -> Option<f64> {
 }
 
 /// `rows` are measured and predicted seconds.
-fn of(group: &str, rows: &[(f64, f64)]) -> GroupStatistics {
+fn of(Comparable { group, gpus, global_batch }: Comparable<'_>, rows: &[(f64, f64)]) -> GroupStatistics {
     let chosen = rows.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(0.0, |r| r.0);
     let fastest = rows.iter().map(|r| r.0).fold(f64::INFINITY, f64::min);
     let (measured, predicted): (Vec<f64>, Vec<f64>) = rows.iter().copied().unzip();
     GroupStatistics {
         group: group.to_string(),
+        gpus,
+        global_batch,
         rows: rows.len(),
         spearman: (rows.len() >= RANKED).then(|| correlation(&ranks(&measured), &ranks(&predicted))),
         regret_percent: 100.0 * (chosen / fastest - 1.0),
@@ -124,6 +139,8 @@ mod tests {
         Judged {
             line: 1,
             group: group.into(),
+            gpus: 8,
+            global_batch: 64,
             model: String::new(),
             plan: String::new(),
             measured_step_s: measured,
@@ -143,6 +160,14 @@ mod tests {
         assert!((groups[0].regret_percent - 10.0).abs() < 1e-9);
         assert_eq!(groups[0].rank_of_choice, 2);
         assert_eq!((all.among_best_three, all.compared_groups), (1, 1));
+    }
+
+    #[test]
+    fn rows_on_other_devices_or_with_another_batch_are_not_ranked_together() {
+        let mut rows: Vec<Judged> = (1..=6).map(|i| row("a", f64::from(i), f64::from(7 - i))).collect();
+        (rows[4].gpus, rows[5].global_batch) = (16, 128);
+        let (all, groups) = statistics(&rows);
+        assert_eq!((groups.len(), groups[0].rows, all.spearman, all.compared_groups), (1, 4, None, 1));
     }
 
     #[test]

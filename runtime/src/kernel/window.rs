@@ -49,21 +49,26 @@ impl Pooling {
 
     /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.
     fn for_each(&self, mut visit: impl FnMut(usize, &[usize])) {
-        let size = |shape: &[usize]| shape.iter().product::<usize>();
-        let sizes: Vec<usize> = self.window.iter().map(|w| w.size as usize).collect();
-        let mut at = vec![0; sizes.len()];
-        let mut sources = Vec::new();
-        for r in 0..size(&self.result) {
+        // Positions along each dimension, of each place of the window; padding leaves none.
+        let along = |(d, w): (usize, &WindowDim)| -> Vec<Vec<usize>> {
+            let n = self.operand[d] as u64;
+            let of = |at: usize| (0..w.size).filter_map(|k| w.source(at as u64, k, n)).map(|x| x as usize).collect();
+            (0..self.result[d]).map(of).collect()
+        };
+        let along: Vec<Vec<Vec<usize>>> = self.window.iter().enumerate().map(along).collect();
+        let mut at = vec![0; self.window.len()];
+        let (mut sources, mut next) = (Vec::new(), Vec::new());
+        for r in 0..self.result.iter().product() {
             unravel(r, &self.result, &mut at);
             sources.clear();
             sources.push(0);
-            // Positions along each dimension extend those found so far; padding leaves none.
-            for (d, w) in self.window.iter().enumerate() {
-                let n = self.operand[d] as u64;
-                let along: Vec<usize> =
-                    (0..w.size).filter_map(|k| w.source(at[d] as u64, k, n)).map(|x| x as usize).collect();
-                let next = sources.iter().flat_map(|s| along.iter().map(move |x| s * self.operand[d] + x));
-                sources = next.collect();
+            // They extend those found so far.
+            for (d, along) in along.iter().enumerate() {
+                next.clear();
+                for s in &sources {
+                    next.extend(along[at[d]].iter().map(|x| s * self.operand[d] + x));
+                }
+                std::mem::swap(&mut sources, &mut next);
             }
             visit(r, &sources);
         }
@@ -89,12 +94,29 @@ impl Pooling {
                         target[r * self.inner + c] = T::from_i64(value);
                     });
                 } else {
-                    let reducer = float_reducer(reducer, self.dtype);
-                    self.for_each(|r, sources| for c in 0..self.inner {
-                        let values = sources.iter().map(|s| source[s * self.inner + c].to_f32() as f64);
-                        let value = values.fold(neutral, |x, y| combine(reducer, x, y));
-                        target[r * self.inner + c] = T::from_f32(value as f32);
-                    });
+                    let n = self.inner;
+                    let mut values = vec![neutral; n];
+                    // The reducer is known where the loop over neighbours is compiled.
+                    macro_rules! pool {
+                        ($reducer:expr) => {
+                            self.for_each(|r, sources| {
+                                values.fill(neutral);
+                                for s in sources {
+                                    let run = &source[s * n..(s + 1) * n];
+                                    let each = values.iter_mut().zip(run);
+                                    each.for_each(|(x, y)| *x = combine($reducer, *x, y.to_f32() as f64));
+                                }
+                                let run = target[r * n..(r + 1) * n].iter_mut().zip(&values);
+                                run.for_each(|(to, x)| *to = T::from_f32(*x as f32));
+                            })
+                        };
+                    }
+                    match float_reducer(reducer, self.dtype) {
+                        Reducer::Sum => pool!(Reducer::Sum),
+                        Reducer::Product => pool!(Reducer::Product),
+                        Reducer::Max | Reducer::Or => pool!(Reducer::Max),
+                        Reducer::Min | Reducer::And => pool!(Reducer::Min),
+                    }
                 }
             };
             let result = &mut result.slice_mut::<T>()[..self.parts * to];
@@ -122,25 +144,34 @@ impl Pooling {
                 let source = &operand[p * from..(p + 1) * from];
                 let updates = &updates[p * to..(p + 1) * to];
                 target.fill(T::from_i64(0));
-                self.for_each(|r, sources| for c in 0..self.inner {
-                    let value = |s: usize| source[s * self.inner + c];
-                    let Some((&first, rest)) = sources.split_first() else { continue };
-                    let best = rest.iter().fold(first, |best, &s| {
-                        let stays = if Class::of(self.dtype).is_integer() {
-                            let (x, y) = (value(best).to_i64(), value(s).to_i64());
-                            if select == Extremum::Max { x >= y } else { x <= y }
+                let n = self.inner;
+                let is_integer = Class::of(self.dtype).is_integer();
+                let stays = |x: T, y: T| match (is_integer, select == Extremum::Max) {
+                    (true, true) => x.to_i64() >= y.to_i64(),
+                    (true, false) => x.to_i64() <= y.to_i64(),
+                    (false, true) => x.to_f32() >= y.to_f32(),
+                    (false, false) => x.to_f32() <= y.to_f32(),
+                };
+                // The source of each element's extremum so far.
+                let mut best = vec![0usize; n];
+                self.for_each(|r, sources| {
+                    let Some((&first, rest)) = sources.split_first() else { return };
+                    best.fill(first);
+                    for &s in rest {
+                        for (c, best) in best.iter_mut().enumerate() {
+                            if !stays(source[*best * n + c], source[s * n + c]) {
+                                *best = s;
+                            }
+                        }
+                    }
+                    for (c, (best, &update)) in best.iter().zip(&updates[r * n..(r + 1) * n]).enumerate() {
+                        let sum = &mut target[best * n + c];
+                        *sum = if is_integer {
+                            T::from_i64(sum.to_i64().wrapping_add(update.to_i64()))
                         } else {
-                            let (x, y) = (value(best).to_f32(), value(s).to_f32());
-                            if select == Extremum::Max { x >= y } else { x <= y }
+                            T::from_f32(sum.to_f32() + update.to_f32())
                         };
-                        if stays { best } else { s }
-                    });
-                    let (sum, update) = (&mut target[best * self.inner + c], updates[r * self.inner + c]);
-                    *sum = if Class::of(self.dtype).is_integer() {
-                        T::from_i64(sum.to_i64().wrapping_add(update.to_i64()))
-                    } else {
-                        T::from_f32(sum.to_f32() + update.to_f32())
-                    };
+                    }
                 });
             };
             let target = &mut target.slice_mut::<T>()[..self.parts * from];

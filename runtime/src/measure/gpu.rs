@@ -49,7 +49,7 @@ pub fn measure_gpus(
     tell: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Measurements, RuntimeError> {
     let gpus = Survey::of(&options.search).usable()?.len() as u32;
-    let mut gauge = Gauge { harness: Harness { quick, load: 1, found: Measurements::default() }, options };
+    let mut gauge = Gauge { harness: Harness::new(quick), options };
     let half: &[DType] = if quick { &[DType::BF16] } else { &[DType::BF16, DType::F16] };
     tell("matrix products", 0, 5);
     for &dtype in [DType::F32].iter().chain(half) {

@@ -1,6 +1,6 @@
 //! Kernels that are no chains: matrix products, copies, reductions, lookups, windows and what convolutions gather.
 
-use super::{Harness, Ring, Run, floats};
+use super::{Harness, RING_BYTES, Ring, Run, floats};
 use crate::arena::{Arena, Storage};
 use crate::element::Class;
 use crate::execute::run_kernel;
@@ -21,8 +21,30 @@ use altiplano_ir::op::{Convolution, DotGeneral, Extremum, GatherDims, ImageDims,
 use altiplano_ir::storage::Output;
 use rayon::prelude::*;
 
+/// Bytes that a core's own caches have.
+const NEAR_BYTES: usize = 256 << 10;
+
 /// A run of a kernel whose inputs and output have these elements.
-fn run(kernel: Kernel, inputs: &[(Class, usize)], (class, elements): (Class, usize), threads: usize) -> Run {
+fn run(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), threads: usize) -> Run {
+    run_on(RING_BYTES, kernel, inputs, output, threads)
+}
+
+/// The same on small operands that are near, as they are when an earlier kernel has just made them.
+fn run_near(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), threads: usize) -> Run {
+    let bytes = |(class, elements): &(Class, usize)| class.bytes() * elements;
+    let all_bytes = inputs.iter().chain([&output]).map(bytes).sum::<usize>();
+    let ring_bytes = if all_bytes < NEAR_BYTES { NEAR_BYTES } else { RING_BYTES };
+    run_on(ring_bytes, kernel, inputs, output, threads)
+}
+
+/// A run on copies that have so many bytes together.
+fn run_on(
+    ring_bytes: usize,
+    kernel: Kernel,
+    inputs: &[(Class, usize)],
+    (class, elements): (Class, usize),
+    threads: usize,
+) -> Run {
     let arena = Arena::new(None);
     let step = Step {
         node: ValueId(0),
@@ -47,7 +69,7 @@ fn run(kernel: Kernel, inputs: &[(Class, usize)], (class, elements): (Class, usi
         let inputs: Vec<Storage> = inputs.iter().filter_map(filled).collect();
         (inputs, filled(&(class, elements)).into_iter().collect::<Vec<Storage>>())
     };
-    let mut ring = Ring::new(bytes, make);
+    let mut ring = Ring::of(ring_bytes, bytes, make);
     let mesh = Mesh::new(&[]);
     Box::new(move || {
         let (inputs, outputs) = ring.next();
@@ -55,6 +77,22 @@ fn run(kernel: Kernel, inputs: &[(Class, usize)], (class, elements): (Class, usi
         // Operands are as the kernel wants them, so that nothing can fail but memory, which was had before.
         let _ = run_kernel(&step, &inputs, outputs, (&mesh, &[]), threads);
     })
+}
+
+/// Short runs of several kernels, as a step has them one after the other.
+pub fn of_a_step() -> Vec<Run> {
+    let side = 24;
+    let view = |i| View::whole(ValueId(i), vec![side, side]);
+    let op = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![1] };
+    let dot = Dot::new(&op, Class::F32, &view(0), &view(1), &row_major(&[side, side]));
+    let reduction = Reduction::new(&view(0), &[0], Reducer::Sum, DType::F32);
+    let all = (Class::F32, side * side);
+    vec![
+        run(Kernel::Dot(dot), &[all, all], all, 1),
+        run(Kernel::Copy(Copy::new(0, 0, [(side, 1, side), (side, side, 1)])), &[all], all, 1),
+        run(Kernel::Reduce(reduction), &[all], (Class::F32, side), 1),
+        run(Kernel::Iota(DType::I32), &[], (Class::I32, side * side), 1),
+    ]
 }
 
 /// Matrix products of all layouts of the operands, each shared by `threads`.
@@ -76,9 +114,9 @@ pub fn products(harness: &mut Harness, threads: usize) {
                     let dot = Dot::new(&op, Class::F32, &left, &right, &row_major(&[m, n]));
                     let make = || {
                         let inputs = [(Class::F32, m * k), (Class::F32, k * n)];
-                        run(Kernel::Dot(dot.clone()), &inputs, (Class::F32, m * n), threads)
+                        run_near(Kernel::Dot(dot.clone()), &inputs, (Class::F32, m * n), threads)
                     };
-                    seconds.push(harness.time(&make));
+                    seconds.push(harness.time_among_others(&make));
                 }
             }
         }
@@ -279,7 +317,7 @@ fn convolutions(harness: &mut Harness) {
     // One tile, of which runs of few features take the most.
     const FEATURES: usize = 4;
     let gathers = |harness: &mut Harness, features: usize| {
-        harness.time(&|| {
+        harness.time_among_others(&|| {
             let (conv, [lhs, _, tile]) = convolution(4, 16, features, 1);
             let (lhs, mut tile) = (vec![1.0f32; lhs], vec![0.0f32; tile]);
             Box::new(move || conv.gather_tile(&lhs, &mut tile))
@@ -291,9 +329,9 @@ fn convolutions(harness: &mut Harness) {
     let each = (few - (many - few) / 15.0).max(few / 8.0);
     harness.add("gather_run", DType::F32, &[1.0, runs, 16.0 * runs], vec![each / runs, each, 16.0 * each]);
     let depthwise = |harness: &mut Harness, groups: usize| {
-        harness.time(&|| {
+        harness.time_among_others(&|| {
             let (conv, [lhs, rhs, _]) = convolution(1, 16, groups, groups);
-            run(Kernel::Convolution(conv), &[(Class::F32, lhs), (Class::F32, rhs)], (Class::F32, lhs), 1)
+            run_near(Kernel::Convolution(conv), &[(Class::F32, lhs), (Class::F32, rhs)], (Class::F32, lhs), 1)
         })
     };
     let (few, many) = (depthwise(harness, 4), depthwise(harness, 64));

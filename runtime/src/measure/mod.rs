@@ -2,8 +2,11 @@
 //! made of, each over a grid of sizes.
 //!
 //! Every point is warmed up and run several times in batches. Time in which a thread was ready and another program had its core is
-//! taken off where the system tells it; of what remains the median counts, and samples far above it are counted as outliers. Operands are taken in turn from several copies, so that those of a middling size are not always in the nearest
-//! cache, as they are not in a step. What a family adds to a larger loop (an instruction to a chain) is a difference of two.
+//! taken off where the system tells it; of what remains the median counts, and samples far above it are counted as outliers. Operands are
+//! taken in turn from several copies, so that those of a middling size are not always in the nearest cache, as they are not in a step.
+//! Short products and convolutions are timed one by one with other kernels between them, as in a step, since a core that has just run the
+//! same one has learned its branches and has its code at hand.
+//! What a family adds to a larger loop (an instruction to a chain) is a difference of two.
 
 mod chains;
 pub mod gpu;
@@ -51,6 +54,12 @@ pub struct Measurements {
 /// Something that is run again and again.
 type Run = Box<dyn FnMut()>;
 
+/// Runs that take less are timed with others between them.
+const SHORT_S: f64 = 2e-5;
+
+/// Such runs in a sample, at most.
+const BETWEEN: u32 = 51;
+
 /// Least time of what is taken for a difference of two measurements: noise may make it negative.
 const LEAST_S: f64 = 1e-10;
 
@@ -92,11 +101,16 @@ pub(crate) struct Harness {
     /// Threads that run each point at once.
     pub load: usize,
     pub found: Measurements,
+    /// What is run between short runs.
+    others: Vec<Run>,
+    /// Seconds that reading the clock takes.
+    clock_s: f64,
 }
 
 impl Harness {
     pub fn new(quick: bool) -> Harness {
-        Harness { quick, load: 1, found: Measurements::default() }
+        let clock_s = (0..1000).map(|_| Instant::now().elapsed().as_secs_f64()).fold(f64::INFINITY, f64::min);
+        Harness { quick, load: 1, found: Measurements::default(), others: kernels::of_a_step(), clock_s }
     }
 
     fn add(&mut self, family: &'static str, dtype: DType, sizes: &[f64], seconds: Vec<f64>) {
@@ -116,6 +130,15 @@ impl Harness {
 
     /// Seconds of a run that `make` prepares, each thread its own.
     fn time(&mut self, make: &(dyn Fn() -> Run + Sync)) -> f64 {
+        self.timed(make, false)
+    }
+
+    /// The same with other kernels between short runs.
+    fn time_among_others(&mut self, make: &(dyn Fn() -> Run + Sync)) -> f64 {
+        self.timed(make, true)
+    }
+
+    fn timed(&mut self, make: &(dyn Fn() -> Run + Sync), among_others: bool) -> f64 {
         let (batch_s, samples) = if self.quick { (5e-5, 3) } else { (2e-4, 7) };
         let (stop, ready) = (AtomicBool::new(false), Barrier::new(self.load));
         let mut taken: Vec<f64> = Vec::new();
@@ -147,6 +170,19 @@ impl Harness {
             };
             if batch == 1 {
                 taken.push(once_s);
+            }
+            let among_others = among_others && once_s < SHORT_S;
+            let batch = if among_others { batch.min(BETWEEN) } else { batch };
+            while among_others && taken.len() < samples {
+                let mut one = || {
+                    self.others.iter_mut().for_each(|other| other());
+                    let start = Instant::now();
+                    run();
+                    start.elapsed().as_secs_f64()
+                };
+                let mut each: Vec<f64> = (0..batch).map(|_| one()).collect();
+                each.sort_by(f64::total_cmp);
+                taken.push((each[each.len() / 2] - self.clock_s).max(LEAST_S));
             }
             while taken.len() < samples {
                 let watch = Watch::start();
@@ -214,7 +250,12 @@ const RING_BYTES: usize = 8 << 20;
 impl<T> Ring<T> {
     /// Copies that `make` makes, of so many bytes each.
     fn new(bytes: usize, make: impl Fn() -> T) -> Ring<T> {
-        let count = (RING_BYTES / bytes.max(1)).clamp(1, 32);
+        Ring::of(RING_BYTES, bytes, make)
+    }
+
+    /// Copies that have so many bytes together, about.
+    fn of(all_bytes: usize, bytes: usize, make: impl Fn() -> T) -> Ring<T> {
+        let count = (all_bytes / bytes.max(1)).clamp(1, 32);
         Ring { all: (0..count).map(|_| make()).collect(), next: 0 }
     }
 
