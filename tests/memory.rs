@@ -6,12 +6,9 @@
 mod common;
 
 use altiplano::ImportOptions;
-use altiplano::cost_models::Rooflines;
 use altiplano::inference::infer;
 use altiplano::ir::plan::Plan;
-use altiplano::ir::recompute::{Recomputation, Recompute};
 use altiplano::ir::reduce::Goal;
-use altiplano::planner::judged_again;
 use altiplano::planner::memory::cpu_peaks;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, train};
@@ -232,38 +229,5 @@ fn a_run_says_what_each_worker_held() {
     for line in lines[2..].iter().take_while(|l| !l.starts_with("seconds of")) {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[2..4], words[4..6], "held is predicted: {line}");
-    }
-}
-
-/// The head and its loss are not computed again where their backward pass follows at once, which costs no memory.
-#[test]
-fn the_last_layer_keeps_what_it_needs_next() {
-    let scratch = Scratch::new();
-    let wide = GPT2.replace("\"vocab_size\": 61", "\"vocab_size\": 1999");
-    let import = ImportOptions { batch: Some(16), sequence: Some(16), ..ImportOptions::default() };
-    for (name, config) in [("gpt2", GPT2), ("llama", LLAMA), ("wide", &wide), ("mixtral", MIXTRAL)] {
-        let file = scratch.file(&format!("{name}.json"), config);
-        for (words, keeps) in [
-            ("local:1 recompute", true),
-            ("local:1 micro4 recompute", true),
-            ("local:2 dp1 tp1 pp2 micro4 recompute", true),
-            ("local:2 dp1 tp1 pp2 micro8 virtual2 recompute", true),
-            ("local:2 dp1 tp1 pp2 micro4 pipedream recompute", true),
-            ("local:2 dp1 tp1 pp2 micro4 gpipe recompute", false),
-            ("local:2 dp1 tp1 pp2 micro4 zb recompute", false),
-            ("local:1 away recompute", false),
-        ] {
-            let Ok(plan) = planned(Path::new(&file), &import, words) else { continue };
-            let last = plan.stages.last().expect("a stage");
-            let of_last = last.recompute.of(last.layers.len() - 1);
-            assert_eq!(of_last, if keeps { Recompute::None } else { Recompute::Full }, "{name} {words}");
-            let mut twice = plan.clone();
-            twice.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::Full));
-            let twice = judged_again(twice, &Rooflines::of(&plan.cluster)).expect("it is judged");
-            let (once, twice) = (&plan.predicted, &twice.predicted);
-            assert!(!keeps || once.step_time_s < twice.step_time_s, "{name} {words}");
-            let held = once.peak_bytes.iter().zip(&twice.peak_bytes);
-            assert!(held.clone().all(|(a, b)| a <= b), "{name} {words}: {held:?}");
-        }
     }
 }

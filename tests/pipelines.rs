@@ -3,8 +3,11 @@
 
 mod common;
 
-use altiplano::ir::plan::{Plan, Schedule};
-use altiplano::planner::Silent;
+use altiplano::cost_models::Rooflines;
+use altiplano::ir::plan::{Plan, Schedule, Stage};
+use altiplano::ir::recompute::{Recomputation, Recompute};
+use altiplano::planner::fixed::{Degrees, fixed};
+use altiplano::planner::{Silent, judged_again};
 use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
 use common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::Value;
@@ -25,6 +28,34 @@ fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microba
     (request.virtual_stages, request.num_microbatches) = (virtual_stages, Some(num_microbatches));
     request.schedule = schedule;
     plan(&request, &Silent).expect("a plan")
+}
+
+/// Frameworks recompute blocks and no head: it is not computed twice where its backward pass follows at once.
+#[test]
+fn plans_of_given_degrees_compute_no_head_twice() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt.json", GPT);
+    let import = ImportOptions { batch: Some(32), sequence: Some(512), ..ImportOptions::default() };
+    let model = load_model(file.as_ref(), &import).expect("a model");
+    for (schedule, keeps) in [(Schedule::OneFOneB, true), (Schedule::GPipe, false)] {
+        let mut request = request(&model, load_cluster("p3.16xlarge:1").expect("a preset"));
+        request.schedule = Some(schedule);
+        let (virtual_stages, recompute) = (1, Recompute::Full);
+        let degrees =
+            Degrees { dp: 1, tp: 2, cp: 1, stages: 4, virtual_stages, num_microbatches: 4, zero: 0, recompute };
+        let costs = Rooflines::of(&request.cluster);
+        let plan = judged_again(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("it is judged");
+        let levels = |stage: &Stage| (0..stage.layers.len()).map(|l| stage.recompute.of(l)).collect::<Vec<_>>();
+        let last = levels(&plan.stages[3]);
+        assert!(plan.stages[..3].iter().all(|stage| levels(stage).iter().all(|&l| l == Recompute::Full)));
+        let (head, blocks) = last.split_last().expect("layers");
+        assert!(blocks.iter().all(|&l| l == Recompute::Full));
+        assert_eq!(*head, if keeps { Recompute::None } else { Recompute::Full });
+        let mut twice = plan.clone();
+        twice.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::Full));
+        let twice = judged_again(twice, &costs).expect("it is judged");
+        assert_eq!(plan.predicted.step_time_s < twice.predicted.step_time_s, keeps);
+    }
 }
 
 /// With few microbatches most of a step is bubble, and sharing devices makes it smaller: the search finds that by itself.

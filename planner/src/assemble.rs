@@ -11,7 +11,6 @@ use crate::lower::Prices;
 use crate::model::{Layered, Unit};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
-use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -87,22 +86,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
     };
     let is_possible = |scale: &LossScale| plan.schedule.trains() && scale.is_of_staleness(plan.staleness());
     plan.loss_scale = request.loss_scale.filter(is_possible);
-    keep_what_is_needed_next(&mut plan);
     Ok(plan)
-}
-
-/// The last layer keeps everything where its backward pass follows its forward pass: what would be computed again then, the head and
-/// its loss, is needed at once, so that computing it twice spares no memory. Where activations are in host memory it would: what is kept
-/// would take the room through which these are loaded.
-fn keep_what_is_needed_next(plan: &mut Plan) {
-    let order = Order::of(plan);
-    if let Some(last) = plan.stages.last_mut()
-        && plan.schedule.trains()
-        && !last.offload.activations
-        && order.in_flight(order.num_stages - 1) == 1
-    {
-        last.recompute = last.recompute.keeping_last(last.layers.len());
-    }
 }
 
 /// The shardings of one stage.

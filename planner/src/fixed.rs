@@ -11,6 +11,7 @@ use crate::layers::cluster_finely;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
+use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
@@ -93,7 +94,22 @@ pub fn fixed_of(
         virtual_stages: degrees.virtual_stages,
         stages: &stages,
     };
-    assemble(request, &parts, costs)
+    let mut plan = assemble(request, &parts, costs)?;
+    keep_what_is_needed_next(&mut plan);
+    Ok(plan)
+}
+
+/// Frameworks that are told to recompute do so within blocks. What comes after the last of them, the head and its loss, is kept where its
+/// backward pass follows its forward pass.
+fn keep_what_is_needed_next(plan: &mut Plan) {
+    let order = Order::of(plan);
+    if let Some(last) = plan.stages.last_mut()
+        && plan.schedule.trains()
+        && last.layers.len() > 1
+        && order.in_flight(order.num_stages - 1) == 1
+    {
+        last.recompute = last.recompute.keeping_last(last.layers.len());
+    }
 }
 
 /// Deals the layers of the most common kind out to stages, the first stages getting one more where it does not come out
