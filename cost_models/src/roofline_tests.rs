@@ -307,8 +307,9 @@ fn a_gather_and_a_scatter_are_priced_by_their_whole_side() {
     let [_, scatter, gather, ..] = &collectives()[..] else { unreachable!() };
     let whole = model.collective_s(gather, 1 << 20, 1 << 23, &link);
     assert_eq!(whole, model.collective_s(scatter, 1 << 23, 1 << 20, &link));
-    // Together an all-reduce, but for the second start.
-    let both = 2.0 * whole - collective::best(Operation::AllGather, 1 << 23, &link).start_s;
+    // Together an all-reduce, but for the second start, at the part of its rate that a step's collectives reach.
+    let part = model.compute.constants.collective_efficiency;
+    let both = 2.0 * part * whole - collective::best(Operation::AllGather, 1 << 23, &link).start_s;
     let ring = collective::candidates(Operation::AllReduce, 1 << 23, &link);
     let ring = ring.iter().find(|p| p.algorithm == collective::Algorithm::HalvingDoubling).unwrap();
     assert!(close(both, ring.seconds));
