@@ -6,6 +6,11 @@
 #                                             profiled again, since other work on it comes and goes; ONLY=name alone
 #   CORE=0 benches/cpu_fidelity.sh            on that core alone, by processor time: for machines that others use too
 #
+# The speed of a machine that others share changes within minutes, by half and more. So the same few steps are timed after each profile, and
+# before and after each pair: while they differ from those after the profile by more than DRIFT=6 percent the pair is run again, up to
+# TRIES=3 times, then the machine is profiled anew and the pair predicted again, up to PROFILES=3 times. The column `speed` is how much
+# slower than after the profile they were when the pair counted (the larger of both).
+#
 # By the clock, the median of the later half of the steps counts: the first find cold caches. With CORE, all devices share one core,
 # which is never idle during a step, so that a step takes the processor time that all of them use: that of a run, less that of a run
 # of one step.
@@ -18,6 +23,7 @@ if [ -z "$altiplano" ]; then
     cargo build --release --quiet
     altiplano="${CARGO_TARGET_DIR:-target}/release/altiplano"
 fi
+drift="${DRIFT:-6}" tries="${TRIES:-3}" profiles="${PROFILES:-3}"
 least="${STEPS:-8}" seconds_each="${SECONDS_EACH:-2}" core="${CORE:-}" every="${EVERY:-5}" only="${ONLY:-}"
 table="${1:-/dev/stdout}"
 scratch="$(mktemp -d)"
@@ -58,41 +64,67 @@ pinned=()
 # Lines `80.5 ms/step` as milliseconds.
 in_ms() { awk '{ split($2, unit, "/"); u = unit[1]; print u == "us" ? $1 / 1000 : u == "ms" ? $1 : $1 * 1000 }'; }
 median() { sort -g | awk '{ all[NR] = $1 } END { print all[int((NR + 1) / 2)] }'; }
-# Processor seconds of a run of so many steps; what it says is in out.
+# Processor seconds of a run of a plan for so many steps; what it says is in out.
 spent() {
     local TIMEFORMAT='%U %S'
-    { time "${pinned[@]}" "$altiplano" run "$scratch/plan.json" --steps "$1" > "$scratch/out" 2> "$scratch/err"; } 2>&1 |
+    { time "${pinned[@]}" "$altiplano" run "$scratch/$1.json" --steps "$2" > "$scratch/out" 2> "$scratch/err"; } 2>&1 |
         awk '{ print $1 + $2 }'
 }
+# Milliseconds of the later half of a run's steps.
+later_half() { awk -v n="$1" '$1 == "step" && $2 > 1 + n / 2 { print $5, $6 }' "$scratch/out" | in_ms | median; }
+# Milliseconds of the steps by which speed is told.
+probe() {
+    spent probe 17 > "$scratch/spent"
+    later_half 16
+}
+# How much slower the second is than the first, in percent, and whether that is little.
+slower() { awk -v a="$1" -v b="$2" 'BEGIN { print 100 * (b / a - 1) }'; }
+is_little() { awk -v s="$1" -v d="$drift" 'BEGIN { exit !(s < d && s > -d) }'; }
+# Profiles the machine, again if its speed has changed meanwhile.
+profile() {
+    local before turn
+    for ((turn = 1; turn <= profiles; turn++)); do
+        before="$(probe)"
+        "${pinned[@]}" "$altiplano" profile -o "$scratch/profile.json" 2>&1 | sed "s/^/before pair $((count + 1)): /" >&2
+        base="$(probe)"
+        if is_little "$(slower "$before" "$base")"; then return; fi
+    done
+}
+# shellcheck disable=SC2086
+"$altiplano" plan $demo $dp2 -o "$scratch/probe.json" > /dev/null
 count=0
 {
-    echo "| model | plan | predicted ms | measured ms | error | load |"
+    echo "| model | plan | predicted ms | measured ms | error | speed |"
     echo "| --- | --- | ---: | ---: | ---: | ---: |"
     for pair in "${pairs[@]}"; do
         IFS='|' read -r name model plan <<< "$pair"
         if [ -n "$only" ] && [ "$only" != "$name" ]; then continue; fi
-        if [ $((count % every)) = 0 ]; then
-            "${pinned[@]}" "$altiplano" profile -o "$scratch/profile.json" 2>&1 | sed "s/^/before pair $((count + 1)): /" >&2
-        fi
+        if [ $((count % every)) = 0 ]; then profile; fi
+        for ((turn = 1; turn <= profiles * tries; turn++)); do
+            if [ "$turn" -gt 1 ] && [ $(((turn - 1) % tries)) = 0 ]; then profile; fi
+            # shellcheck disable=SC2086
+            if ! "$altiplano" plan $model $plan --profile "$scratch/profile.json" -o "$scratch/pair.json" > "$scratch/out" 2> "$scratch/err"; then
+                echo "$name $plan: $(tail -1 "$scratch/err")" >&2
+                continue 2
+            fi
+            predicted="$(awk '/^  predicted step/ { print $3, $4 }' "$scratch/out" | in_ms)"
+            steps="$(awk -v p="$predicted" -v s="$seconds_each" -v n="$least" 'BEGIN { w = int(1000 * s / p); if (w < n) w = n; print w }')"
+            before="$(slower "$base" "$(probe)")"
+            first="$(spent pair 1)"
+            all="$(spent pair $((steps + 1)))"
+            if [ -n "$core" ]; then
+                measured="$(awk -v a="$first" -v b="$all" -v n="$steps" 'BEGIN { print 1000 * (b - a) / n }')"
+            else
+                measured="$(later_half "$steps")"
+            fi
+            after="$(slower "$base" "$(probe)")"
+            speed="$(awk -v x="$before" -v y="$after" 'BEGIN { print (x * x > y * y ? x : y) }')"
+            if is_little "$speed"; then break; fi
+            echo "$name $plan: predicted $predicted ms, measured $measured, but the machine is $speed % slower than when it was profiled" >&2
+        done
         count=$((count + 1))
-        # shellcheck disable=SC2086
-        if ! "$altiplano" plan $model $plan --profile "$scratch/profile.json" -o "$scratch/plan.json" > "$scratch/out" 2> "$scratch/err"; then
-            echo "$name $plan: $(tail -1 "$scratch/err")" >&2
-            continue
-        fi
-        grep -h '^warning: .*profile' "$scratch/err" | sed "s/^/$name $plan: /" >&2 || true
-        predicted="$(awk '/^  predicted step/ { print $3, $4 }' "$scratch/out" | in_ms)"
-        steps="$(awk -v p="$predicted" -v s="$seconds_each" -v n="$least" 'BEGIN { w = int(1000 * s / p); if (w < n) w = n; print w }')"
-        first="$(spent 1)"
-        all="$(spent $((steps + 1)))"
-        load="$(cut -d' ' -f1 /proc/loadavg)"
-        if [ -n "$core" ]; then
-            measured="$(awk -v a="$first" -v b="$all" -v n="$steps" 'BEGIN { print 1000 * (b - a) / n }')"
-        else
-            measured="$(awk -v n="$steps" '$1 == "step" && $2 > 1 + n / 2 { print $5, $6 }' "$scratch/out" | in_ms | median)"
-        fi
-        awk -v n="$name" -v p="${plan#--cluster }" -v a="$predicted" -v b="$measured" -v l="$load" \
-            'BEGIN { printf "| %s | %s | %.1f | %.1f | %+.1f %% | %s |\n", n, p, a, b, 100 * (a / b - 1), l }'
+        awk -v n="$name" -v p="${plan#--cluster }" -v a="$predicted" -v b="$measured" -v l="$speed" \
+            'BEGIN { printf "| %s | %s | %.3g | %.3g | %+.1f %% | %+.1f %% |\n", n, p, a, b, 100 * (a / b - 1), l }'
     done
 } | tee "$scratch/table" > "$table"
 awk -F'|' 'NR > 2 { e = $6 + 0; print e < 0 ? -e : e }' "$scratch/table" | sort -g | awk '

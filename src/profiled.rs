@@ -437,12 +437,15 @@ pub fn uncovered(plan: &Plan, profile: &Profile) -> Result<Vec<String>, Error> {
 }
 
 /// Measures this machine with the runtime's kernels; `tell` hears what is measured and how far it is.
-pub fn measured_profile(quick: bool, tell: &mut dyn FnMut(&str, usize, usize)) -> Profile {
+///
+/// # Errors
+/// The system gives no threads for devices.
+pub fn measured_profile(quick: bool, tell: &mut (dyn FnMut(&str, usize, usize) + Send)) -> Result<Profile, Error> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let start = Instant::now();
-    let found = measure(&Options { cores, quick }, tell);
+    let found = measure(&Options { cores, quick }, tell)?;
     let machine = Machine { processor: processor(), cores: cores as u32, gpus: false };
-    profile_of("cpu-worker".to_string(), machine, found, start)
+    Ok(profile_of("cpu-worker".to_string(), machine, found, start))
 }
 
 /// Measures the GPUs of this machine, all of which are taken to be as the first, with the kernels and libraries that plans run on them.

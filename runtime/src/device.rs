@@ -15,7 +15,8 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::program::{BufferId, BufferKind, Call, Message, Overlap, Phase, Program, Transfer, TransferId};
 use altiplano_ir::reshard::Collective;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -70,6 +71,7 @@ pub enum Reply {
         results: Vec<ResultPart>,
         /// Of the first device of a program, where it was to record.
         spans: Vec<Span>,
+        ended: Instant,
     },
 }
 
@@ -78,13 +80,13 @@ pub enum Reply {
 struct StepState {
     inputs: Arc<BTreeMap<String, HostTensor>>,
     /// Scalars, and by microbatch what lives no longer than the step.
-    buffers: HashMap<(BufferId, Option<u32>), Arc<Storage>>,
+    buffers: FxHashMap<(BufferId, Option<u32>), Arc<Storage>>,
     /// Parameters as the step began with them, where they may be updated before it ends.
-    parameters: HashMap<BufferId, Arc<Storage>>,
+    parameters: FxHashMap<BufferId, Arc<Storage>>,
     /// Which of the instances of accumulators are the step's.
     accumulators: u32,
     /// Accumulators that have been zeroed.
-    zeroed: HashSet<BufferId>,
+    zeroed: FxHashSet<BufferId>,
 }
 
 pub struct Device {
@@ -100,7 +102,7 @@ pub struct Device {
     /// The number that messages of transfers are numbered from, which tells those of several sets of programs apart.
     pub first_message: u32,
     /// What outlives steps. Accumulators have two instances where those of two steps are held at once, all else has one.
-    lasting: HashMap<(BufferId, u32), Arc<Storage>>,
+    lasting: FxHashMap<(BufferId, u32), Arc<Storage>>,
     overlap: Overlap,
     /// The last call of the schedule that works on a microbatch.
     last_of_microbatch: Option<usize>,
@@ -149,7 +151,7 @@ impl Device {
             mailbox,
             threads,
             first_message: 0,
-            lasting: HashMap::new(),
+            lasting: FxHashMap::default(),
             overlap,
             last_of_microbatch,
             now: StepState::default(),
@@ -213,7 +215,8 @@ impl Device {
                 self.step(inputs, &scalars)?;
                 let losses = std::mem::take(&mut self.losses);
                 let spans = self.recorder.take().map(Recorder::finish).unwrap_or_default();
-                Ok(Reply::Stepped { losses, results: self.results.take().unwrap_or_default(), spans })
+                let results = self.results.take().unwrap_or_default();
+                Ok(Reply::Stepped { losses, results, spans, ended: Instant::now() })
             }
             Command::Flush => {
                 if let Some(before) = self.before.take() {

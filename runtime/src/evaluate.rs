@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 /// ```
 pub fn evaluate(graph: &Graph, leaves: &BTreeMap<String, HostTensor>) -> Result<Vec<HostTensor>, RuntimeError> {
     let graph = &*without_composites(graph);
-    let mut session = Session::new(&programs(graph), &Options::default())?;
+    let mut session = Session::new(&programs(graph, 1), &Options::default())?;
     for name in graph.values().filter_map(|v| leaf_name(&graph.node(v).op)) {
         let tensor = leaves.get(name).ok_or(RuntimeError::MissingInput { name: name.to_string() })?;
         session.load_parameter(name, tensor)?;
@@ -52,8 +52,9 @@ fn leaf_name(op: &Op) -> Option<&str> {
     }
 }
 
-/// One program of one body: every leaf is a parameter, so that no microbatch is cut from it, and every result a state.
-fn programs(graph: &Graph) -> Programs {
+/// One program of one body, which each of so many devices runs whole: every leaf is a parameter, so that no microbatch is cut from it, and
+/// every result a state.
+pub(crate) fn programs(graph: &Graph, devices: u32) -> Programs {
     let mut buffers = Vec::new();
     let mut buffer = |name: String, kind: BufferKind, v| {
         let ty = graph.ty(v).clone();
@@ -75,8 +76,8 @@ fn programs(graph: &Graph) -> Programs {
     let name = graph.name.clone();
     let body = Body { name, stage: 0, phase: Phase::Forward, graph: graph.clone(), reads, writes, frees: Vec::new() };
     let program = Program {
-        devices: vec![0],
-        mesh: Mesh::new(&[("only", 1)]),
+        devices: (0..devices).collect(),
+        mesh: Mesh::new(&[("only", devices)]),
         buffers,
         bodies: vec![body],
         schedule: vec![Call::Run { body: 0, microbatch: None }],

@@ -36,6 +36,7 @@ mod roster;
 pub mod session;
 pub mod step;
 pub mod tape;
+mod team;
 pub mod work;
 
 pub use altiplano_ir::storage::view;

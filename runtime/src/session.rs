@@ -9,6 +9,7 @@ use crate::host::HostTensor;
 use crate::mailbox::Mailbox;
 use crate::recording::Recording;
 use crate::roster::{Holder, Roster};
+use crate::team;
 use crate::work::threads_of_device;
 use altiplano_ir::program::{BufferKind, Programs};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -119,7 +120,10 @@ impl Session {
                 let reply = reply.clone();
                 let thread = std::thread::Builder::new()
                     .name(format!("device {id}"))
-                    .spawn(move || device.serve(commands, reply))
+                    .spawn(move || {
+                        let _team = team::of_this_thread(threads_each);
+                        device.serve(commands, reply);
+                    })
                     .map_err(|error| RuntimeError::Thread { device: id, error })?;
                 session.commands.push(command);
                 session.threads.push(thread);
@@ -267,12 +271,25 @@ impl Session {
         let begun = self.begun.pop_front().ok_or(RuntimeError::NoStep)?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
         let replies = self.collect(&all)?;
+        // As devices saw it: whoever asks may hear of it later.
+        let ended = |reply: &Reply| if let Reply::Stepped { ended, .. } = reply { Some(*ended) } else { None };
+        let ended = replies.iter().filter_map(|(_, reply)| ended(reply)).max().unwrap_or_else(Instant::now);
         let start = self.last_end.map_or(begun, |end| end.max(begun));
-        self.last_end = Some(Instant::now());
-        let seconds = start.elapsed().as_secs_f64();
+        self.last_end = Some(ended);
+        let seconds = ended.saturating_duration_since(start).as_secs_f64();
+        // Devices note down times from when they were told, which may be before the step that they were at had ended.
+        let first = |reply: &Reply| match reply {
+            Reply::Stepped { spans, .. } => spans.iter().map(|span| span.start_s).reduce(f64::min),
+            _ => None,
+        };
+        let first_s =
+            replies.iter().filter_map(|(_, reply)| first(reply)).fold((start - begun).as_secs_f64(), f64::min);
         let (mut losses, mut parts, mut recordings) = (Vec::new(), Vec::new(), Vec::new());
         for (rank, reply) in replies {
-            if let Reply::Stepped { losses: of_device, results, spans } = reply {
+            if let Reply::Stepped { losses: of_device, results, mut spans, .. } = reply {
+                spans
+                    .iter_mut()
+                    .for_each(|span| (span.start_s, span.end_s) = (span.start_s - first_s, span.end_s - first_s));
                 let program = self.roster.program_of(rank);
                 if self.record && self.roster.ranks(program).start == rank {
                     recordings.push(Recording { program: program as u32, spans });
@@ -422,5 +439,45 @@ impl Drop for Session {
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::evaluate::programs;
+    use altiplano_ir::dtype::DType;
+    use altiplano_ir::graph::Graph;
+    use altiplano_ir::op::{Input, Op};
+    use altiplano_ir::types::TensorType;
+
+    #[test]
+    fn steps_that_are_begun_ahead_follow_each_other() {
+        let mut graph = Graph::new("doubled");
+        let ty = TensorType::new(DType::F32, vec![1 << 16]);
+        let mut x = graph.emit(Op::Input(Input { name: "x".to_string(), ty: ty.clone() }), &[]);
+        for _ in 0..3 {
+            x = graph.add(x, x);
+        }
+        graph.outputs = vec![x];
+        let options = Options { record: true, ..Options::default() };
+        let mut session = Session::new(&programs(&graph, 2), &options).unwrap();
+        session.load_parameter("x", &HostTensor::from_f64(ty, &vec![1.5; 1 << 16])).unwrap();
+        let (start, none) = (Instant::now(), BTreeMap::new());
+        session.begin_step(&none, &BTreeMap::new()).unwrap();
+        let mut reports = Vec::new();
+        for _ in 0..4 {
+            session.begin_step(&none, &BTreeMap::new()).unwrap();
+            reports.push(session.end_step().unwrap());
+        }
+        reports.push(session.end_step().unwrap());
+        let elapsed_s = start.elapsed().as_secs_f64();
+        assert!(reports.iter().map(|r| r.seconds).sum::<f64>() <= elapsed_s, "no moment is of two steps: {reports:?}");
+        for report in &reports {
+            let spans = &report.recordings[0].spans;
+            assert!(spans.iter().all(|s| 0.0 <= s.start_s && s.start_s <= s.end_s), "{spans:?}");
+        }
+        assert_eq!(session.state("result0", "value").unwrap().to_f64()[5], 12.0);
+        assert!(matches!(session.end_step(), Err(RuntimeError::NoStep)));
     }
 }

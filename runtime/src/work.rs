@@ -3,6 +3,7 @@
 
 use crate::compile::compile;
 use crate::element::Class;
+use crate::kernel::{bitcast, rows};
 use crate::step::{Kernel, Step};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
@@ -51,6 +52,9 @@ pub fn preparation(program: &Program, stage: u32, each_microbatch: bool) -> Work
         }
         work.once("dispatch", DType::F32, 1.0);
     }
+    let tensors = |body: &Body| (body.reads.len() + body.writes.len()) as f64;
+    let bodies = program.bodies.iter().filter(|b| b.stage == stage && b.phase.is_of_microbatch() == each_microbatch);
+    work.add(Term { times: bodies.map(tensors).sum(), ..Term::once("buffer", DType::F32, [1.0]) });
     // A step begins once for all stages of a device.
     if !each_microbatch && program.bodies.first().is_some_and(|b| b.stage == stage) {
         work.once("step", DType::F32, 1.0);
@@ -62,6 +66,7 @@ fn step_work(step: &Step, threads: usize) -> Work {
     let output = step.outputs.first();
     let class = output.map_or(Class::F32, |o| o.class());
     let (elements, bytes) = output.map_or((0.0, 0.0), |o| (o.elements as f64, o.bytes as f64));
+    let spread_over = |row: usize, visits: usize| rows::parts(elements as usize, row, visits, threads) as u32;
     let mut work = Work::new(1);
     match &step.kernel {
         Kernel::Chain(chain) => work = chain.work(threads),
@@ -97,14 +102,20 @@ fn step_work(step: &Step, threads: usize) -> Work {
         Kernel::Fill { .. } | Kernel::AxisIndex { .. } => work.once("fill", DType::F32, bytes),
         Kernel::Dense(_) => work.once("copy", DType::F32, bytes),
         Kernel::Iota(_) => work.once("iota", class.dtype(), elements),
-        Kernel::Bitcast(_) => work.once("bits", DType::F32, elements),
-        Kernel::Reverse(_) => work.once("copy_strided", class.dtype(), elements),
+        Kernel::Bitcast(_) => {
+            work.parts = spread_over(bitcast::PART, 1);
+            work.once("bits", DType::F32, elements);
+        }
+        Kernel::Reverse(reversal) => {
+            work.parts = spread_over(reversal.row(), 1);
+            work.once("copy_strided", class.dtype(), elements);
+        }
         Kernel::Cumulative(scan) => {
-            work.parts = crate::kernel::rows::parts(elements as usize, scan.row, threads) as u32;
+            work.parts = spread_over(scan.row, 1);
             work.once("cumulative", class.dtype(), elements);
         }
         Kernel::ArgSort(order) => {
-            work.parts = crate::kernel::rows::parts(elements as usize, order.row, threads) as u32;
+            work.parts = spread_over(order.row, order.visits());
             // Comparisons are as many as elements times the logarithm of a row.
             work.once("argsort", DType::F32, elements * (order.row as f64).log2().max(1.0));
         }
@@ -180,12 +191,12 @@ mod tests {
             let shape = |contract: usize, inner: u64, outer: u64| {
                 TensorType::new(DType::F32, if contract == 1 { vec![outer, inner] } else { vec![inner, outer] })
             };
-            let (a, b) = (leaf(&mut g, "a", shape(lhs, 128, 32)), leaf(&mut g, "b", shape(rhs, 128, 256)));
+            let (a, b) = (leaf(&mut g, "a", shape(lhs, 512, 32)), leaf(&mut g, "b", shape(rhs, 512, 256)));
             let (lhs_contract, rhs_contract) = (vec![lhs], vec![rhs]);
             let dot = DotGeneral { lhs_batch: Vec::new(), rhs_batch: Vec::new(), lhs_contract, rhs_contract };
             let v = g.push(Op::DotGeneral(dot), &[a, b]).unwrap();
             let found = terms(g, &[a, b], v, 2);
-            assert_eq!(found[0], format!("1 x {family} f32 [32.0, 256.0, 128.0] on 2"));
+            assert_eq!(found[0], format!("1 x {family} f32 [32.0, 256.0, 512.0] on 2"));
         }
     }
 

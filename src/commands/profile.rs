@@ -68,7 +68,7 @@ impl Profile {
         let mut tell = |what: &str, done, total| bar.step(what, done, total);
         let profile = match &gpus {
             Some(options) => measured_gpu_profile(options, self.quick, &mut tell)?,
-            None => measured_profile(self.quick, &mut tell),
+            None => measured_profile(self.quick, &mut tell)?,
         };
         drop(bar);
         eprintln!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));

@@ -315,6 +315,11 @@ impl Engine {
         }
     }
 
+    /// Whether steps can be begun ahead that do not overlap: devices go on with the next one at once, and need not be woken for it.
+    pub fn queues(&self) -> bool {
+        matches!(self, Engine::Cpu(_))
+    }
+
     /// Begins a step on a global batch. `signal` is that which this process has got, if any, for all to know.
     pub fn begin(
         &mut self,

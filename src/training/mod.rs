@@ -272,11 +272,15 @@ fn train_in(
         number == training.steps || is_due
     };
     let looks = |number: u64| writes(number) || evaluates_at.is_some_and(|every| number.is_multiple_of(every));
+    // Where state is looked at after each step, the next one waits.
+    let queues = engine.queues() && !asks_for_norm(plan, training) && scales.is_none();
     let mut begun: VecDeque<Ahead> = VecDeque::new();
     let (mut next, mut interrupted) = (done + 1, None);
     loop {
-        // Where a step need not be over before the next begins, the next one is given to the devices ahead.
-        let most = if overlaps { 2 } else { 1 };
+        // Where a step need not be over before the next begins, the next one is given to the devices ahead; and where steps are short, so
+        // that devices need not be woken for it.
+        let is_short = last.seconds > 0.0 && last.seconds < SHORT_S;
+        let most = if overlaps || queues && is_short { 2 } else { 1 };
         while next <= training.steps
             && begun.len() < most
             && interrupted.is_none()
@@ -377,6 +381,9 @@ fn data_state(training: &Training, batches: &Batches) -> DataState {
     }
 }
 
+/// Steps that take less are given to the devices ahead: waking them would be seen, and whoever interrupts a run waits no longer.
+const SHORT_S: f64 = 0.1;
+
 /// A step that was given to the devices.
 struct Ahead {
     number: u64,
@@ -421,10 +428,13 @@ fn measured(
     if plan.measure_noise {
         noise.measure(engine)?;
     }
-    // Who writes no metrics does not wait for a number that nobody sees.
-    // Of late gradients the norm is not known when their step ends.
-    let wanted = plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some();
-    Ok(if wanted { Some(engine.state_of_step(GRADIENT_SQUARES)?.sqrt()) } else { None })
+    Ok(if asks_for_norm(plan, training) { Some(engine.state_of_step(GRADIENT_SQUARES)?.sqrt()) } else { None })
+}
+
+/// Whether the norm of the gradient is asked for after each step. Who writes no metrics does not wait for a number that nobody sees; of
+/// late gradients the norm is not known when their step ends.
+fn asks_for_norm(plan: &Plan, training: &Training) -> bool {
+    plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some()
 }
 
 /// Tells what became of a checkpoint. The error of the last that was not written stays, until one is.

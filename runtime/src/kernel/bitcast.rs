@@ -6,7 +6,7 @@ use crate::kernel::rows::for_each_row;
 use altiplano_ir::dtype::DType;
 
 /// Elements handed to a thread at once.
-const PART: usize = 4096;
+pub const PART: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bitcast {
@@ -21,7 +21,7 @@ impl Bitcast {
         let (parts, joined) = ((from / to).max(1) as usize, (to / from).max(1) as usize);
         with_class!(Class::of(self.from), F => with_class!(Class::of(self.to), T => {
             let input = input.slice::<F>();
-            for_each_row(output.slice_mut::<T>(), PART, threads, |number, row| {
+            for_each_row(output.slice_mut::<T>(), PART, 1, threads, |number, row| {
                 for (i, out) in row.iter_mut().enumerate() {
                     let at = number * PART + i;
                     let first = at / parts * joined;

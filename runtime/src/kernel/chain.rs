@@ -6,6 +6,7 @@ use crate::element::{Class, Element, integer_from_f64, round_float, with_class, 
 use crate::kernel::instruction::{
     Instruction, Registers, combine, integer_binary, load_floats, load_integers, neutral, reduce_row,
 };
+use crate::team::INSTRUCTIONS;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::work::{Term, Work};
@@ -13,9 +14,6 @@ use rayon::prelude::*;
 
 /// Elements of a register: 2 KiB of floats, so that a dozen registers fit in the first-level cache.
 pub const BLOCK: usize = 512;
-
-/// Work below this many element-instructions is not worth handing to another thread.
-const PARALLEL_WORK: usize = 1 << 17;
 
 /// Where a load reads.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,7 +111,7 @@ impl Chain {
     fn parts(&self, threads: usize) -> usize {
         let rows = self.elements / self.row;
         let work = self.elements.saturating_mul(self.instructions.len() + self.loads.len() + 1);
-        if threads == 1 || work < PARALLEL_WORK || rows < 2 { 1 } else { threads }
+        if threads == 1 || work < INSTRUCTIONS || rows < 2 { 1 } else { threads }
     }
 
     /// Elements of a register.

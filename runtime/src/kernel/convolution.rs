@@ -9,11 +9,13 @@ use super::matrix::{Strides, multiply};
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
+use crate::team::{COPIED, PRODUCTS};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Convolution, GATHERED_ROWS, WindowDim};
 use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Rows of the gathered matrix, at most.
 const ROWS: usize = GATHERED_ROWS as usize;
@@ -26,7 +28,6 @@ struct Spatial {
     lhs: usize,
     rhs: usize,
     result: usize,
-    phases: Vec<DimPhase>,
 }
 
 /// Results of one dimension that see the same window positions: `first + j * distance`, reading the operand's position
@@ -41,6 +42,26 @@ struct DimPhase {
     positions: Vec<(usize, isize)>,
 }
 
+/// Results that see the same window positions along all dimensions.
+#[derive(Clone, Debug, PartialEq)]
+struct Phase {
+    dims: Vec<DimPhase>,
+    /// Combinations of the dimensions' window positions, one after the other, and how many there are.
+    positions: Vec<(usize, isize)>,
+    num_positions: usize,
+}
+
+impl Phase {
+    fn position(&self, i: usize) -> &[(usize, isize)] {
+        &self.positions[i * self.dims.len()..(i + 1) * self.dims.len()]
+    }
+
+    /// Its results of an image.
+    fn count(&self) -> usize {
+        self.dims.iter().map(|d| d.count).product()
+    }
+}
+
 /// A compiled convolution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conv {
@@ -50,6 +71,7 @@ pub struct Conv {
     inputs: usize,
     outputs: usize,
     spatial: Vec<Spatial>,
+    phases: Vec<Phase>,
     lhs: Side,
     rhs: Side,
     /// Strides of images and outputs in the result, and of groups.
@@ -98,6 +120,24 @@ fn phases(window: &WindowDim, result_size: usize) -> Vec<DimPhase> {
     (0..period.min(result_size as i64)).map(phase).collect()
 }
 
+/// All combinations of the phases of several dimensions.
+fn combined(dims: &[Vec<DimPhase>]) -> Vec<Phase> {
+    let choices = |lengths: Vec<usize>| -> Vec<Vec<usize>> {
+        lengths.iter().fold(vec![Vec::new()], |all: Vec<Vec<usize>>, &n| {
+            all.iter().flat_map(|some| (0..n).map(move |i| [some.as_slice(), &[i]].concat())).collect()
+        })
+    };
+    let phase = |chosen: Vec<usize>| {
+        let dims: Vec<DimPhase> = chosen.iter().zip(dims).map(|(&i, phases)| phases[i].clone()).collect();
+        let positions = choices(dims.iter().map(|d| d.positions.len()).collect());
+        let num_positions = positions.len();
+        let of_dims =
+            |chosen: Vec<usize>| -> Vec<_> { chosen.iter().zip(&dims).map(|(&i, d)| d.positions[i]).collect() };
+        Phase { positions: positions.into_iter().flat_map(of_dims).collect(), num_positions, dims }
+    };
+    choices(dims.iter().map(Vec::len).collect()).into_iter().map(phase).collect()
+}
+
 impl Conv {
     /// `result` are the strides of the result's dimensions.
     pub fn new(op: &Convolution, class: Class, lhs: &View, rhs: &View, shape: &[usize], result: &[usize]) -> Conv {
@@ -114,9 +154,10 @@ impl Conv {
                 lhs: lhs.strides[l],
                 rhs: rhs.strides[r],
                 result: result[d],
-                phases: phases(&op.window[i], shape[d]),
             }
         });
+        let of_dims: Vec<_> =
+            op.window.iter().enumerate().map(|(i, w)| phases(w, shape[op.result.spatial[i]])).collect();
         let shapes = [&rhs.shape, shape].map(|shape| shape.iter().map(|&n| n as u64).collect::<Vec<_>>());
         let workspace = match class.is_integer() {
             true => [0; 3],
@@ -131,6 +172,7 @@ impl Conv {
             inputs,
             outputs,
             spatial: spatial.collect(),
+            phases: combined(&of_dims),
             lhs: side(lhs, of_lhs, lhs.strides[op.lhs.batch], lhs.strides[op.lhs.feature]),
             rhs: side(rhs, outputs * rhs.strides[op.rhs.output], rhs.strides[op.rhs.output], rhs.strides[op.rhs.input]),
             result_image: result[op.result.batch],
@@ -165,9 +207,9 @@ impl Conv {
         let mut work = Work::new(1);
         let mut add = |term: Term, times: f64| work.add(Term { times, ..term });
         let groups = self.groups as f64;
-        for phase in self.all_phases() {
-            let positions: usize = phase.iter().map(|p| p.positions.len()).product();
-            let results = phase.iter().map(|p| p.count).product::<usize>() * self.images;
+        for phase in &self.phases {
+            let positions = phase.num_positions;
+            let results = phase.count() * self.images;
             if self.is_depthwise() {
                 let visited = (results * positions) as f64;
                 add(Term::once("conv_position", DType::F32, [visited]), 1.0);
@@ -191,11 +233,11 @@ impl Conv {
                         false => (self.inputs, (1, terms)),
                     };
                     let sides = Sides { by_terms: lhs, by_columns: (1, self.outputs), result: (1, self.outputs) };
-                    let large = threads > 1 && rows * self.outputs * terms > 1 << 18;
+                    let large = threads > 1 && rows * self.outputs * terms > PRODUCTS;
                     let sizes = [rows, self.outputs, terms];
                     let product = product_term(sizes, sides, if large { threads } else { 1 });
                     add(Term { dtype: self.class.dtype(), ..product }, times);
-                    let spread = threads > 1 && rows * terms > 1 << 15;
+                    let spread = threads > 1 && rows * terms > COPIED;
                     let share = times / if spread { threads as f64 } else { 1.0 };
                     let neighbours = if self.gathers_images() { self.lhs.major } else { self.lhs.input } == 1;
                     let gathered = (rows * terms) as f64;
@@ -249,58 +291,48 @@ impl Conv {
         Ok(())
     }
 
-    /// The phases of all spatial dimensions together.
-    fn all_phases(&self) -> Vec<Vec<&DimPhase>> {
-        let mut all: Vec<Vec<&DimPhase>> = vec![Vec::new()];
-        for dim in &self.spatial {
-            all = all.iter().flat_map(|p| dim.phases.iter().map(move |q| [p.as_slice(), &[q]].concat())).collect();
-        }
-        all
-    }
-
     fn convolve(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32], work: &mut [Storage; 3], threads: usize) {
         if self.is_depthwise() {
             return self.depthwise(lhs, rhs, result);
         }
         let [gathered, kernel, product] = work;
         let (gathered, product) = (gathered.slice_mut::<f32>(), product.slice_mut::<f32>());
+        let mut places = Places::default();
         for group in 0..self.groups {
-            for phase in self.all_phases() {
-                let positions = all_positions(&phase);
+            for phase in &self.phases {
                 // The kernel's matrix, terms by outputs.
                 let kernel = kernel.slice_mut::<f32>();
-                for (i, position) in positions.iter().enumerate() {
-                    let at = group * self.rhs.group
-                        + position.iter().zip(&self.spatial).map(|(p, s)| p.0 * s.rhs).sum::<usize>();
+                for i in 0..phase.num_positions {
+                    let along = phase.position(i).iter().zip(&self.spatial);
+                    let at = group * self.rhs.group + along.map(|(p, s)| p.0 * s.rhs).sum::<usize>();
                     for input in 0..self.inputs {
                         let row = &mut kernel[(i * self.inputs + input) * self.outputs..][..self.outputs];
                         let from = at + input * self.rhs.input;
                         row.iter_mut().enumerate().for_each(|(o, x)| *x = rhs[from + o * self.rhs.major]);
                     }
                 }
-                let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
-                let rows = Rows { counts: &counts, images: self.images, by_image: self.gathers_images() };
-                let total = rows.len();
+                let total = phase.count() * self.images;
                 for first in (0..total).step_by(ROWS) {
                     let n = ROWS.min(total - first);
                     let product = &mut product[..n * self.outputs];
-                    if positions.is_empty() || self.inputs == 0 {
+                    if phase.num_positions == 0 || self.inputs == 0 {
                         product.fill(0.0);
                     }
-                    let places: Vec<(usize, Vec<usize>)> = (first..first + n).map(|m| rows.at(m)).collect();
-                    for (b, block) in positions.chunks(self.block()).enumerate() {
+                    places.fill(phase, first..first + n, self.images, self.gathers_images());
+                    for start in (0..phase.num_positions).step_by(self.block()) {
+                        let block = start..phase.num_positions.min(start + self.block());
                         let terms = block.len() * self.inputs;
                         if terms == 0 {
                             continue;
                         }
-                        let strides = self.gather(lhs, group, &phase, block, &places, gathered, threads);
-                        let part = &kernel[b * self.block() * self.inputs * self.outputs..];
+                        let strides = self.gather(lhs, group, phase, block, &places, gathered, threads);
+                        let part = &kernel[start * self.inputs * self.outputs..];
                         let by_rows = Strides { row: self.outputs, column: 1 };
                         let size = (n, self.outputs, terms);
-                        multiply(size, (gathered, strides), (part, by_rows), (product, by_rows), b > 0, threads);
+                        multiply(size, (gathered, strides), (part, by_rows), (product, by_rows), start > 0, threads);
                     }
                     for ((image, js), row) in places.iter().zip(product.chunks(self.outputs.max(1))) {
-                        let at = group * self.result_group + self.result_at(*image, js, &phase);
+                        let at = group * self.result_group + self.result_at(image, js, phase);
                         if self.result_output == 1 {
                             result[at..at + self.outputs].copy_from_slice(row);
                         } else {
@@ -312,8 +344,8 @@ impl Conv {
         }
     }
 
-    fn result_at(&self, image: usize, js: &[usize], phase: &[&DimPhase]) -> usize {
-        let spatial = js.iter().zip(phase).zip(&self.spatial);
+    fn result_at(&self, image: usize, js: &[usize], phase: &Phase) -> usize {
+        let spatial = js.iter().zip(&phase.dims).zip(&self.spatial);
         image * self.result_image + spatial.map(|((j, p), s)| (p.first + j * p.distance) * s.result).sum::<usize>()
     }
 
@@ -329,9 +361,9 @@ impl Conv {
         &self,
         lhs: &[f32],
         group: usize,
-        phase: &[&DimPhase],
-        block: &[Vec<(usize, isize)>],
-        places: &[(usize, Vec<usize>)],
+        phase: &Phase,
+        block: Range<usize>,
+        places: &Places,
         gathered: &mut [f32],
         threads: usize,
     ) -> Strides {
@@ -339,7 +371,7 @@ impl Conv {
         // The operand's element of image 0 and input 0, if it is not padding.
         let source = |position: &[(usize, isize)], js: &[usize]| {
             let mut at = group * self.lhs.group;
-            for (((_, first), &j), (p, s)) in position.iter().zip(js).zip(phase.iter().zip(&self.spatial)) {
+            for (((_, first), &j), (p, s)) in position.iter().zip(js).zip(phase.dims.iter().zip(&self.spatial)) {
                 let x = usize::try_from(first + j as isize * p.step).ok().filter(|&x| x < s.size)?;
                 at += x * s.lhs;
             }
@@ -352,10 +384,10 @@ impl Conv {
         };
         if self.gathers_images() {
             let column = |(k, column): (usize, &mut [f32])| {
-                let (position, input) = (&block[k / self.inputs], k % self.inputs);
+                let (position, input) = (phase.position(block.start + k / self.inputs), k % self.inputs);
                 let mut m = 0;
                 while m < n {
-                    let (image, js) = &places[m];
+                    let (image, js) = places.at(m);
                     let run = (self.images - image).min(n - m);
                     let from = source(position, js);
                     let from = from.map(|at| at + image * self.lhs.major + input * self.lhs.input);
@@ -364,7 +396,7 @@ impl Conv {
                 }
             };
             let columns = &mut gathered[..n * terms];
-            if threads > 1 && n * terms > 1 << 15 {
+            if threads > 1 && n * terms > COPIED {
                 columns.par_chunks_mut(n).enumerate().for_each(column);
             } else {
                 columns.chunks_mut(n).enumerate().for_each(column);
@@ -372,14 +404,14 @@ impl Conv {
             return Strides { row: 1, column: n };
         }
         let row = |(m, row): (usize, &mut [f32])| {
-            let (image, js) = &places[m];
-            for (position, target) in block.iter().zip(row.chunks_mut(self.inputs)) {
-                let from = source(position, js).map(|at| at + image * self.lhs.major);
+            let (image, js) = places.at(m);
+            for (i, target) in block.clone().zip(row.chunks_mut(self.inputs)) {
+                let from = source(phase.position(i), js).map(|at| at + image * self.lhs.major);
                 copy(target, from, self.lhs.input);
             }
         };
         let rows = &mut gathered[..n * terms];
-        if threads > 1 && n * terms > 1 << 15 {
+        if threads > 1 && n * terms > COPIED {
             rows.par_chunks_mut(terms).enumerate().for_each(row);
         } else {
             rows.chunks_mut(terms).enumerate().for_each(row);
@@ -389,14 +421,10 @@ impl Conv {
 
     /// Gathers what the first tile of results sees, as a run does with each of its tiles.
     pub fn gather_tile(&self, lhs: &[f32], gathered: &mut [f32]) {
-        let Some(phase) = self.all_phases().into_iter().next() else { return };
-        let positions = all_positions(&phase);
-        let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
-        let rows = Rows { counts: &counts, images: self.images, by_image: self.gathers_images() };
-        let places: Vec<(usize, Vec<usize>)> = (0..ROWS.min(rows.len())).map(|m| rows.at(m)).collect();
-        if let Some(block) = positions.chunks(self.block()).next() {
-            self.gather(lhs, 0, &phase, block, &places, gathered, 1);
-        }
+        let Some(phase) = self.phases.first() else { return };
+        let mut places = Places::default();
+        places.fill(phase, 0..ROWS.min(phase.count() * self.images), self.images, self.gathers_images());
+        self.gather(lhs, 0, phase, 0..phase.num_positions.min(self.block()), &places, gathered, 1);
     }
 
     /// One input and one output in each group: groups run innermost.
@@ -430,17 +458,16 @@ impl Conv {
     /// Visits every result and window position that meet an element: positions in result, lhs and rhs of the first group,
     /// output and input.
     fn for_each_position(&self, mut visit: impl FnMut(usize, usize, usize)) {
-        for phase in self.all_phases() {
-            let positions = all_positions(&phase);
-            let counts: Vec<usize> = phase.iter().map(|p| p.count).collect();
-            let rows = Rows { counts: &counts, images: self.images, by_image: false };
-            for m in 0..rows.len() {
-                let (image, js) = rows.at(m);
-                let to = self.result_at(image, &js, &phase);
-                for position in &positions {
+        let mut places = Places::default();
+        for phase in &self.phases {
+            places.fill(phase, 0..phase.count() * self.images, self.images, false);
+            for (image, js) in places.iter() {
+                let to = self.result_at(image, js, phase);
+                for i in 0..phase.num_positions {
                     let mut from = Some(image * self.lhs.major);
                     let mut with = 0;
-                    for ((&(k, first), &j), (p, s)) in position.iter().zip(&js).zip(phase.iter().zip(&self.spatial)) {
+                    let along = phase.position(i).iter().zip(js).zip(phase.dims.iter().zip(&self.spatial));
+                    for ((&(k, first), &j), (p, s)) in along {
                         let x = usize::try_from(first + j as isize * p.step).ok().filter(|&x| x < s.size);
                         from = from.zip(x).map(|(from, x)| from + x * s.lhs);
                         with += k * s.rhs;
@@ -460,39 +487,61 @@ fn parts_of(whole: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     [(part, whole / part), last].into_iter().filter(|&(size, count)| size > 0 && count > 0)
 }
 
-/// Combinations of the window positions of all dimensions.
-fn all_positions(phase: &[&DimPhase]) -> Vec<Vec<(usize, isize)>> {
-    let mut all: Vec<Vec<(usize, isize)>> = vec![Vec::new()];
-    for dim in phase {
-        all = all.iter().flat_map(|p| dim.positions.iter().map(move |q| [p.as_slice(), &[*q]].concat())).collect();
+/// Some results of a phase: of each the image, and the position along each spatial dimension.
+#[derive(Default)]
+struct Places {
+    /// Numbers of a place.
+    each: usize,
+    all: Vec<usize>,
+}
+
+impl Places {
+    /// Takes results by their numbers, images innermost (`by_image`) or outermost.
+    fn fill(&mut self, phase: &Phase, numbers: Range<usize>, images: usize, by_image: bool) {
+        self.each = phase.dims.len() + 1;
+        self.all.clear();
+        if numbers.is_empty() {
+            return;
+        }
+        // Digits of a number, the last of which changes first.
+        let sizes: Vec<usize> = match by_image {
+            true => phase.dims.iter().map(|d| d.count).chain([images]).collect(),
+            false => [images].into_iter().chain(phase.dims.iter().map(|d| d.count)).collect(),
+        };
+        let mut digits = vec![0; self.each];
+        let mut rest = numbers.start;
+        for (digit, &size) in digits.iter_mut().zip(&sizes).rev() {
+            *digit = rest % size;
+            rest /= size;
+        }
+        for _ in numbers {
+            match (by_image, digits.split_last()) {
+                (true, Some((&image, js))) => {
+                    self.all.push(image);
+                    self.all.extend_from_slice(js);
+                }
+                _ => self.all.extend_from_slice(&digits),
+            }
+            for (digit, &size) in digits.iter_mut().zip(&sizes).rev() {
+                *digit += 1;
+                if *digit < size {
+                    break;
+                }
+                *digit = 0;
+            }
+        }
     }
-    all
-}
 
-/// The results of one phase and group, numbered: images innermost (`by_image`) or outermost.
-struct Rows<'a> {
-    counts: &'a [usize],
-    images: usize,
-    by_image: bool,
-}
-
-impl Rows<'_> {
     fn len(&self) -> usize {
-        self.counts.iter().product::<usize>() * self.images
+        self.all.len() / self.each.max(1)
     }
 
-    /// The image and the position along each spatial dimension.
-    fn at(&self, mut m: usize) -> (usize, Vec<usize>) {
-        let mut image = 0;
-        if self.by_image {
-            image = m % self.images;
-            m /= self.images;
-        }
-        let mut js = vec![0; self.counts.len()];
-        for (j, &count) in js.iter_mut().zip(self.counts).rev() {
-            *j = m % count;
-            m /= count;
-        }
-        (if self.by_image { image } else { m }, js)
+    fn at(&self, m: usize) -> (usize, &[usize]) {
+        let place = &self.all[m * self.each..(m + 1) * self.each];
+        (place[0], &place[1..])
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (usize, &[usize])> {
+        self.all.chunks_exact(self.each.max(1)).map(|place| (place[0], &place[1..]))
     }
 }

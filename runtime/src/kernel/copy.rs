@@ -1,5 +1,6 @@
 //! Copies between strided layouts: transposes, slices, concatenation, padding, and the parts of collectives.
 
+use crate::team::COPIED;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::work::Work;
 use bytemuck::Pod;
@@ -78,7 +79,7 @@ impl Copy {
         let disjoint = |(&(size, _, t), rest): (&(usize, usize, usize), &[(usize, usize, usize)])| {
             size > 1 && rest.iter().map(|d| (d.0 - 1) * d.2).sum::<usize>() < t
         };
-        let large = threads > 1 && !self.empty && elements > 1 << 16;
+        let large = threads > 1 && !self.empty && elements > COPIED;
         if large && self.dims.split_first().is_some_and(disjoint) { threads } else { 1 }
     }
 

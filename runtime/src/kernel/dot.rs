@@ -4,6 +4,7 @@
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
+use crate::team::PRODUCTS;
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::DotGeneral;
@@ -109,7 +110,7 @@ impl Dot {
     }
 
     fn is_large(&self, threads: usize) -> bool {
-        threads > 1 && self.products() * self.rows.size * self.columns.size * self.terms.size > 1 << 18
+        threads > 1 && self.products() * self.rows.size * self.columns.size * self.terms.size > PRODUCTS
     }
 
     /// What a run does, of which `threads` may be used.

@@ -5,6 +5,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral, reduce_row};
+use crate::team::REDUCED;
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
@@ -44,10 +45,17 @@ impl Reduction {
     pub fn work(&self, threads: usize) -> Work {
         let size = |runs: &[(usize, usize)]| runs.iter().map(|r| r.0).product::<usize>();
         let elements = size(&self.kept).saturating_mul(size(&self.reduced));
-        let mut work = Work::new(if threads > 1 && elements > 1 << 17 { threads } else { 1 });
+        let mut work = Work::new(if threads > 1 && elements > REDUCED { threads } else { 1 });
         let neighbours = self.kept.last().is_some_and(|k| k.1 == 1) && !self.reduced.is_empty();
         let family = if neighbours { "reduce_columns" } else { "reduce_strided" };
         work.once(family, Class::of(self.dtype).dtype(), elements as f64);
+        // Rows of few elements cost something each, as they do when they are copied.
+        match self.reduced.as_slice() {
+            [_, .., (inner, _)] if !neighbours && *inner < TILE => {
+                work.once("copy_run", DType::F32, elements as f64 / (*inner).max(1) as f64);
+            }
+            _ => {}
+        }
         work
     }
 
@@ -57,7 +65,7 @@ impl Reduction {
             let input = input.slice::<T>();
             let output = output.slice_mut::<T>();
             let terms: usize = self.reduced.iter().map(|r| r.0).product();
-            let spread = threads > 1 && terms.saturating_mul(output.len()) > 1 << 17;
+            let spread = threads > 1 && terms.saturating_mul(output.len()) > REDUCED;
             match self.kept.split_last() {
                 Some((&(columns, 1), outer)) if !self.reduced.is_empty() => {
                     let tile = |i: usize, tile: &mut [T]| {
@@ -153,20 +161,24 @@ impl Reduction {
         }
         let reducer = float_reducer(self.reducer, self.dtype);
         let mut total = neutral(reducer);
-        let mut block = [0.0f32; TILE];
+        let (mut block, mut filled) = ([0.0f32; TILE], 0);
         for row in 0..rows {
             let first = at + position(outer, row);
             let mut done = 0;
             while done < inner {
-                let n = TILE.min(inner - done);
-                for (i, b) in block[..n].iter_mut().enumerate() {
+                let n = (TILE - filled).min(inner - done);
+                for (i, b) in block[filled..filled + n].iter_mut().enumerate() {
                     *b = input[first + (done + i) * stride].to_f32();
                 }
-                total = combine(reducer, total, reduce_row(reducer, &block[..n]));
-                done += n;
+                (filled, done) = (filled + n, done + n);
+                // Rows of few elements are reduced many at once.
+                if filled == TILE {
+                    total = combine(reducer, total, reduce_row(reducer, &block));
+                    filled = 0;
+                }
             }
         }
-        T::from_f32(total as f32)
+        T::from_f32(combine(reducer, total, reduce_row(reducer, &block[..filled])) as f32)
     }
 }
 
@@ -178,4 +190,33 @@ fn position(runs: &[(usize, usize)], mut index: usize) -> usize {
         index /= size;
     }
     position
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::Arena;
+    use altiplano_ir::graph::ValueId;
+
+    /// Groups of channels: rows of few neighbours, far from each other.
+    #[test]
+    fn short_rows_are_reduced_as_long_ones() {
+        let arena = Arena::new(None);
+        for (rows, inner) in [(1, 1), (7, 3), (64, 3), (513, 2), (200, 8), (3, 700)] {
+            let view = View::whole(ValueId(0), vec![2, rows, 2, inner]);
+            let n = 2 * rows * 2 * inner;
+            let mut input = arena.allocate(Class::F32, n).unwrap();
+            input.slice_mut::<f32>().iter_mut().enumerate().for_each(|(i, x)| *x = ((i * 37) % 101) as f32 - 50.0);
+            for reducer in [Reducer::Sum, Reducer::Max, Reducer::Min] {
+                let mut output = arena.allocate(Class::F32, 4).unwrap();
+                Reduction::new(&view, &[1, 3], reducer, DType::F32).run(&input, &mut output, 1);
+                let at = |b: usize, g: usize| {
+                    let all = (0..rows).flat_map(|r| (0..inner).map(move |c| ((b * rows + r) * 2 + g) * inner + c));
+                    all.map(|i| ((i * 37) % 101) as f64 - 50.0).reduce(|a, b| combine(reducer, a, b)).unwrap()
+                };
+                let expected = [at(0, 0), at(0, 1), at(1, 0), at(1, 1)].map(|x| x as f32);
+                assert_eq!(output.slice::<f32>(), expected, "{rows} rows of {inner}, {reducer:?}");
+            }
+        }
+    }
 }

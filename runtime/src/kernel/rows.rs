@@ -6,30 +6,29 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, round_float, with_class, with_width, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral};
+use crate::team::VISITED;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Work below this many elements is not worth handing to another thread.
-const PARALLEL_WORK: usize = 1 << 14;
-
-/// Threads over which rows of so many elements in all are spread.
-pub fn parts(elements: usize, length: usize, threads: usize) -> usize {
-    if threads > 1 && elements >= PARALLEL_WORK && elements > length { threads } else { 1 }
+/// Threads over which rows of so many elements in all are spread, each of which is visited so many times.
+pub fn parts(elements: usize, length: usize, visits: usize, threads: usize) -> usize {
+    if threads > 1 && elements.saturating_mul(visits) >= VISITED && elements > length { threads } else { 1 }
 }
 
 /// Calls `work` with the number and the elements of each row.
 pub fn for_each_row<T: Send>(
     elements: &mut [T],
     length: usize,
+    visits: usize,
     threads: usize,
     work: impl Fn(usize, &mut [T]) + Sync + Send,
 ) {
     if length == 0 {
         return;
     }
-    if parts(elements.len(), length, threads) > 1 {
+    if parts(elements.len(), length, visits, threads) > 1 {
         elements.par_chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));
     } else {
         elements.chunks_mut(length).enumerate().for_each(|(i, row)| work(i, row));
@@ -45,8 +44,13 @@ pub struct RowOrder {
 }
 
 impl RowOrder {
+    /// Comparisons of an element, about: the logarithm of a row.
+    pub fn visits(&self) -> usize {
+        self.row.max(2).ilog2() as usize
+    }
+
     pub fn run(&self, keys: &[&Storage], order: &mut Storage, threads: usize) {
-        for_each_row(order.slice_mut::<i32>(), self.row, threads, |number, order| {
+        for_each_row(order.slice_mut::<i32>(), self.row, self.visits(), threads, |number, order| {
             let part = number * self.row..(number + 1) * self.row;
             let ranks = |(&(dtype, descending), key): (&(DType, bool), &&Storage)| {
                 let mut ranks = ranks(key, part.clone(), dtype);
@@ -104,7 +108,7 @@ impl RowScan {
     pub fn run(&self, input: &Storage, output: &mut Storage, threads: usize) {
         with_class!(Class::of(self.dtype), T => {
             let input = input.slice::<T>();
-            for_each_row(output.slice_mut::<T>(), self.row, threads, |number, row| {
+            for_each_row(output.slice_mut::<T>(), self.row, 1, threads, |number, row| {
                 let steps = row.iter_mut().zip(&input[number * self.row..]);
                 match self.reverse {
                     false => self.scan(steps),
@@ -155,14 +159,16 @@ impl Reversal {
         Reversal { dims }
     }
 
+    /// Elements that stay side by side.
+    pub fn row(&self) -> usize {
+        self.dims.last().map_or(1, |d| d.0)
+    }
+
     pub fn run(&self, class: Class, input: &Storage, output: &mut Storage, threads: usize) {
-        let (&(row, turned), outer) = match self.dims.split_last() {
-            Some(split) => split,
-            None => (&(1, false), [].as_slice()),
-        };
+        let (&(row, turned), outer) = self.dims.split_last().unwrap_or((&(1, false), &[]));
         with_width!(class, T => {
             let input = input.slice::<T>();
-            for_each_row(output.slice_mut::<T>(), row, threads, |number, target| {
+            for_each_row(output.slice_mut::<T>(), row, 1, threads, |number, target| {
                 let (mut from, mut rest, mut pitch) = (0, number, 1);
                 for &(size, turned) in outer.iter().rev() {
                     let at = rest % size;

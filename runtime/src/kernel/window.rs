@@ -4,6 +4,7 @@
 use super::instruction::{combine, float_reducer, integer_binary};
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, with_class};
+use crate::team::VISITED;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Extremum, Reducer, WindowDim};
 use altiplano_ir::work::Work;
@@ -39,12 +40,18 @@ impl Pooling {
 
     /// What a run of either kind does, as elements of all windows.
     pub fn work(&self, family: &'static str, threads: usize) -> Work {
-        let mut work = Work::new(threads.min(self.parts.max(1)));
+        let mut work = Work::new(if self.is_spread(threads) { threads.min(self.parts) } else { 1 });
         let window: u64 = self.window.iter().map(|w| w.size).product();
         let windows = self.result.iter().product::<usize>() * self.parts;
         work.once("window", DType::F32, windows as f64 * window as f64);
         work.once(family, Class::of(self.dtype).dtype(), (windows * self.inner) as f64 * window as f64);
         work
+    }
+
+    /// Whether parts are spread over threads.
+    fn is_spread(&self, threads: usize) -> bool {
+        let window: u64 = self.window.iter().map(|w| w.size).product();
+        threads > 1 && self.parts > 1 && self.parts * self.part(&self.result) * window as usize >= VISITED
     }
 
     /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.
@@ -120,7 +127,7 @@ impl Pooling {
                 }
             };
             let result = &mut result.slice_mut::<T>()[..self.parts * to];
-            if threads > 1 { result.par_chunks_mut(to).enumerate().for_each(part) }
+            if self.is_spread(threads) { result.par_chunks_mut(to).enumerate().for_each(part) }
             else { result.chunks_mut(to).enumerate().for_each(part) }
         });
     }
@@ -175,7 +182,7 @@ impl Pooling {
                 });
             };
             let target = &mut target.slice_mut::<T>()[..self.parts * from];
-            if threads > 1 { target.par_chunks_mut(from).enumerate().for_each(part) }
+            if self.is_spread(threads) { target.par_chunks_mut(from).enumerate().for_each(part) }
             else { target.chunks_mut(from).enumerate().for_each(part) }
         });
     }

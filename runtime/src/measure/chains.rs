@@ -7,7 +7,6 @@ use crate::kernel::chain::{Chain, Load, RowReduction, Source, Store};
 use crate::kernel::instruction::{Code, Instruction};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Direction, ReducePrecision, Reducer, ThreefryWord, Unary};
-use std::sync::Arc;
 
 /// Times that an instruction, load or store is repeated, so that its time stands out.
 const REPEATS: usize = 4;
@@ -148,20 +147,4 @@ pub fn measure(harness: &mut Harness) {
     };
     let seconds: Vec<f64> = registers.iter().map(time).collect();
     harness.add("registers", DType::F32, &registers.map(|(n, r)| (4 * n * r) as f64), seconds);
-    let arena = Arena::new(None);
-    let call = || -> Run {
-        let arena = arena.clone();
-        let chain = Chain { elements: 1, row: 1, ..Chain::default() };
-        Box::new(move || {
-            let mut values: Vec<Option<Arc<Storage>>> = vec![None; 2];
-            if let Ok(output) = arena.allocate(Class::F32, 1) {
-                let mut outputs = vec![output];
-                chain.run(&[], &mut outputs, 1);
-                values[0] = outputs.pop().map(Arc::new);
-            }
-            values[0] = None;
-        })
-    };
-    let seconds = vec![harness.time_among_others(&call)];
-    harness.add("dispatch", DType::F32, &[1.0], seconds);
 }

@@ -79,6 +79,12 @@ fn run_on(
     })
 }
 
+/// A run of a step that leaves one tensor.
+pub fn of_step(step: &Step, inputs: &[(Class, usize)]) -> Run {
+    let output = step.outputs.first().map_or((Class::F32, 0), |o| (o.class(), o.elements));
+    run_near(step.kernel.clone(), inputs, output, 1)
+}
+
 /// Short runs of several kernels, as a step has them one after the other.
 pub fn of_a_step() -> Vec<Run> {
     let side = 24;
@@ -133,14 +139,21 @@ pub fn measure(harness: &mut Harness, cores: usize) {
     convolutions(harness);
     rows(harness);
     if harness.load == 1 && cores > 1 {
-        let fork = || -> Run {
+        // Each thread works for a while: what the last of them takes longer than that is what setting them to work takes.
+        let work = || (0..1u32 << 15).map(std::hint::black_box).sum::<u32>();
+        let alone = || -> Run {
             Box::new(move || {
-                (0..cores).into_par_iter().for_each(|i| {
-                    std::hint::black_box(i);
+                std::hint::black_box(work());
+            })
+        };
+        let together = || -> Run {
+            Box::new(move || {
+                (0..cores).into_par_iter().for_each(|_| {
+                    std::hint::black_box(work());
                 })
             })
         };
-        let seconds = vec![harness.time(&fork)];
+        let seconds = vec![harness.time(&together) - harness.time(&alone)];
         harness.add("fork", DType::F32, &[cores as f64], seconds);
     }
 }

@@ -12,7 +12,10 @@ mod chains;
 pub mod gpu;
 mod kernels;
 pub(crate) mod network;
+mod steps;
 
+use crate::error::RuntimeError;
+use crate::team;
 use altiplano_ir::dtype::DType;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,12 +68,34 @@ const LEAST_S: f64 = 1e-10;
 
 /// Measures with one thread, with as many as there are cores, and with more; `tell` hears what is being measured, and how far it
 /// is.
-pub fn measure(options: &Options, tell: &mut dyn FnMut(&str, usize, usize)) -> Measurements {
+///
+/// # Errors
+/// The system gives no threads for devices.
+pub fn measure(
+    options: &Options,
+    tell: &mut (dyn FnMut(&str, usize, usize) + Send),
+) -> Result<Measurements, RuntimeError> {
     let cores = options.cores.max(1);
+    let measured = std::thread::scope(|scope| {
+        let all = scope.spawn(|| {
+            // As a device has it that has all cores.
+            let _team = team::of_this_thread(cores);
+            measure_here(options.quick, cores, tell)
+        });
+        all.join()
+    });
+    measured.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn measure_here(
+    quick: bool,
+    cores: usize,
+    tell: &mut dyn FnMut(&str, usize, usize),
+) -> Result<Measurements, RuntimeError> {
     let mut loads = vec![1, cores];
     loads.dedup();
-    let mut harness = Harness::new(options.quick);
-    let total = 4 * loads.len() + 2;
+    let mut harness = Harness::new(quick);
+    let total = 4 * loads.len() + 3;
     let mut done = 0;
     let mut next = |what: &str| {
         tell(what, done, total);
@@ -91,9 +116,11 @@ pub fn measure(options: &Options, tell: &mut dyn FnMut(&str, usize, usize)) -> M
     }
     next("collectives");
     network::measure(&mut harness, cores);
+    next("calls of kernels, and steps");
+    steps::measure(&mut harness, cores)?;
     next("more threads than cores");
     harness.found.slower_shared = network::slower_shared(&harness, cores);
-    harness.found
+    Ok(harness.found)
 }
 
 pub(crate) struct Harness {

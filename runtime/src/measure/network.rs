@@ -1,6 +1,6 @@
-//! What devices do together: collectives, waking each other, and sharing cores that are too few for all.
+//! What devices do together: collectives, and sharing cores that are too few for all.
 
-use super::{Harness, Run, Watch, of_this_thread};
+use super::{Harness, Watch, of_this_thread};
 use crate::arena::{Arena, Storage};
 use crate::collective::Member;
 use crate::element::Class;
@@ -9,7 +9,6 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
-use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
@@ -43,8 +42,6 @@ pub fn measure(harness: &mut Harness, cores: usize) {
         devices *= 2;
     }
     harness.load = 1;
-    let seconds = vec![harness.time(&woken)];
-    harness.add("step", DType::F32, &[1.0], seconds);
 }
 
 /// Seconds of a collective that so many devices run together.
@@ -92,18 +89,6 @@ fn together(harness: &mut Harness, collective: &Collective, devices: usize, widt
     let least = taken.iter().copied().fold(f64::INFINITY, f64::min);
     harness.median(taken);
     least
-}
-
-/// A thread that is told something and answers, as a device is at the start and the end of a step.
-fn woken() -> Run {
-    let (command, commands) = channel::<()>();
-    let (reply, replies) = channel::<()>();
-    // It ends when nobody can command it any more.
-    std::thread::spawn(move || while commands.recv().is_ok() && reply.send(()).is_ok() {});
-    Box::new(move || {
-        let _ = command.send(());
-        let _ = replies.recv();
-    })
 }
 
 /// How much slower threads are where there are more of them than cores: they take turns, and each finds less in the caches. All of
