@@ -118,12 +118,10 @@ impl Session {
                 device.allocate_persistent().map_err(failed)?;
                 let (command, commands) = channel();
                 let reply = reply.clone();
+                let name = format!("device {id}");
                 let thread = std::thread::Builder::new()
-                    .name(format!("device {id}"))
-                    .spawn(move || {
-                        let _team = team::of_this_thread(threads_each);
-                        device.serve(commands, reply);
-                    })
+                    .name(name.clone())
+                    .spawn(move || team::with(threads_each, &name, || device.serve(commands, reply)))
                     .map_err(|error| RuntimeError::Thread { device: id, error })?;
                 session.commands.push(command);
                 session.threads.push(thread);

@@ -1,8 +1,8 @@
-//! The threads of a device that has several cores: a pool of its own, in which the device's thread is the first. Setting threads of a
-//! pool to work from outside takes two to three times as long as from a thread of the pool, and a pool that devices share has more
-//! threads than cores once several of them want it.
+//! The threads of a device that has several cores: a pool of its own, and the device is on one of them. Setting threads of a pool to work from
+//! outside takes two to three times as long as from a thread of the pool, and devices that each add a thread to one pool of all cores
+//! have more threads than there are cores.
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::ThreadPoolBuilder;
 
 // What of each kind of work a kernel has at least where it is spread over threads: what one thread of a core of 2023 takes 30 to 100 us
 // for (`altiplano profile`, AMD EPYC 9004). Threads that sleep take about 25 us until they work.
@@ -17,11 +17,15 @@ pub const COPIED: usize = 1 << 17;
 /// Elements of windows, and of rows that are sorted or added up.
 pub const VISITED: usize = 1 << 16;
 
-/// A pool of so many threads with the calling one as the first, until it is dropped. Without one, a device uses the pool that the whole
-/// process has.
-pub fn of_this_thread(threads: usize) -> Option<ThreadPool> {
-    let build = || ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build().ok();
-    if threads > 1 { build() } else { None }
+/// Runs something on one of so many threads, all of which it sets to work where it spreads work. Where the system gives no threads for
+/// that, those that the whole process has are set to work.
+pub fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send) -> R {
+    let name = name.to_string();
+    let build = || ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.clone()).build().ok();
+    match (threads > 1).then(build).flatten() {
+        Some(team) => team.install(run),
+        None => run(),
+    }
 }
 
 #[cfg(test)]
@@ -30,13 +34,12 @@ mod tests {
     use rayon::prelude::*;
 
     #[test]
-    fn the_calling_thread_is_one_of_them() {
-        let of_pool = std::thread::spawn(|| {
-            let _team = of_this_thread(3);
+    fn it_runs_on_one_of_them() {
+        let of_pool = with(3, "worker", || {
             let sum: usize = (0..1000usize).into_par_iter().sum();
-            (rayon::current_num_threads(), rayon::current_thread_index(), sum)
+            (rayon::current_num_threads(), rayon::current_thread_index().is_some(), sum)
         });
-        assert_eq!(of_pool.join().expect("it ends"), (3, Some(0), 499_500));
-        assert!(of_this_thread(1).is_none());
+        assert_eq!(of_pool, (3, true, 499_500));
+        assert!(with(1, "worker", rayon::current_thread_index).is_none());
     }
 }

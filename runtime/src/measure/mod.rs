@@ -76,15 +76,8 @@ pub fn measure(
     tell: &mut (dyn FnMut(&str, usize, usize) + Send),
 ) -> Result<Measurements, RuntimeError> {
     let cores = options.cores.max(1);
-    let measured = std::thread::scope(|scope| {
-        let all = scope.spawn(|| {
-            // As a device has it that has all cores.
-            let _team = team::of_this_thread(cores);
-            measure_here(options.quick, cores, tell)
-        });
-        all.join()
-    });
-    measured.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    // As a device has it that has all cores.
+    team::with(cores, "measuring", || measure_here(options.quick, cores, tell))
 }
 
 fn measure_here(
