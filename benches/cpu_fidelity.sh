@@ -7,8 +7,8 @@
 #   CORE=0 benches/cpu_fidelity.sh            on that core alone, by processor time: for machines that others use too
 #
 # The speed of a machine that others share changes within minutes, by half and more. So the same few steps are timed after each profile, and
-# before and after each pair: while they differ from those after the profile by more than DRIFT=6 percent the pair is run again, up to
-# TRIES=3 times, then the machine is profiled anew and the pair predicted again, up to PROFILES=3 times. The column `speed` is how much
+# before and after each pair: while they differ from those after the profile by more than DRIFT=10 percent the pair is run again, up to
+# TRIES=2 times, then the machine is profiled anew and the pair predicted again, up to PROFILES=3 times. The column `speed` is how much
 # slower than after the profile they were when the pair counted (the larger of both).
 #
 # By the clock, the median of the later half of the steps counts: the first find cold caches. With CORE, all devices share one core,
@@ -23,7 +23,7 @@ if [ -z "$altiplano" ]; then
     cargo build --release --quiet
     altiplano="${CARGO_TARGET_DIR:-target}/release/altiplano"
 fi
-drift="${DRIFT:-6}" tries="${TRIES:-3}" profiles="${PROFILES:-3}"
+drift="${DRIFT:-10}" tries="${TRIES:-2}" profiles="${PROFILES:-3}"
 least="${STEPS:-8}" seconds_each="${SECONDS_EACH:-2}" core="${CORE:-}" every="${EVERY:-5}" only="${ONLY:-}"
 table="${1:-/dev/stdout}"
 scratch="$(mktemp -d)"
@@ -74,8 +74,8 @@ spent() {
 later_half() { awk -v n="$1" '$1 == "step" && $2 > 1 + n / 2 { print $5, $6 }' "$scratch/out" | in_ms | median; }
 # Milliseconds of the steps by which speed is told.
 probe() {
-    spent probe 17 > "$scratch/spent"
-    later_half 16
+    spent probe 41 > "$scratch/spent"
+    later_half 40
 }
 # How much slower the second is than the first, in percent, and whether that is little.
 slower() { awk -v a="$1" -v b="$2" 'BEGIN { print 100 * (b / a - 1) }'; }
