@@ -105,8 +105,10 @@ count=0
             # shellcheck disable=SC2086
             if ! "$altiplano" plan $model $plan --profile "$scratch/profile.json" -o "$scratch/pair.json" > "$scratch/out" 2> "$scratch/err"; then
                 echo "$name $plan: $(tail -1 "$scratch/err")" >&2
+                count=$((count + 1))
                 continue 2
             fi
+            [ "$turn" -gt 1 ] || grep -h '^warning: .*profile' "$scratch/err" | sed "s/^/$name $plan: /" >&2 || true
             predicted="$(awk '/^  predicted step/ { print $3, $4 }' "$scratch/out" | in_ms)"
             steps="$(awk -v p="$predicted" -v s="$seconds_each" -v n="$least" 'BEGIN { w = int(1000 * s / p); if (w < n) w = n; print w }')"
             before="$(slower "$base" "$(probe)")"

@@ -71,6 +71,7 @@ pub enum Reply {
         results: Vec<ResultPart>,
         /// Of the first device of a program, where it was to record.
         spans: Vec<Span>,
+        /// When the device had done with it.
         ended: Instant,
     },
 }

@@ -17,6 +17,11 @@ pub const COPIED: usize = 1 << 17;
 /// Elements of windows, and of rows that are sorted or added up.
 pub const VISITED: usize = 1 << 16;
 
+/// Whether work of which there is so much is spread over threads: where it is at least one of the above.
+pub fn spreads(threads: usize, work: usize, least: usize) -> bool {
+    threads > 1 && work >= least
+}
+
 /// Runs something on one of so many threads, all of which it sets to work where it spreads work. Where the system gives no threads for
 /// that, those that the whole process has are set to work.
 pub fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send) -> R {

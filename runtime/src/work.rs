@@ -37,7 +37,7 @@ pub fn body_work(body: &Body, threads: usize) -> Vec<Called> {
 }
 
 /// What a device does once a step outside of bodies, or with each microbatch before the forward body: accumulators are zeroed,
-/// inputs are cut out of the batch.
+/// inputs are cut out of the batch, what bodies read is found and what they write is kept.
 pub fn preparation(program: &Program, stage: u32, each_microbatch: bool) -> Work {
     let mut work = Work::new(1);
     let forward = program.bodies.iter().find(|b| b.stage == stage && b.phase == Phase::Forward);

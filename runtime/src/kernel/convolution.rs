@@ -9,7 +9,7 @@ use super::matrix::{Strides, multiply};
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
-use crate::team::{COPIED, PRODUCTS};
+use crate::team::{COPIED, PRODUCTS, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Convolution, GATHERED_ROWS, WindowDim};
@@ -233,11 +233,11 @@ impl Conv {
                         false => (self.inputs, (1, terms)),
                     };
                     let sides = Sides { by_terms: lhs, by_columns: (1, self.outputs), result: (1, self.outputs) };
-                    let large = threads > 1 && rows * self.outputs * terms > PRODUCTS;
+                    let large = spreads(threads, rows * self.outputs * terms, PRODUCTS);
                     let sizes = [rows, self.outputs, terms];
                     let product = product_term(sizes, sides, if large { threads } else { 1 });
                     add(Term { dtype: self.class.dtype(), ..product }, times);
-                    let spread = threads > 1 && rows * terms > COPIED;
+                    let spread = spreads(threads, rows * terms, COPIED);
                     let share = times / if spread { threads as f64 } else { 1.0 };
                     let neighbours = if self.gathers_images() { self.lhs.major } else { self.lhs.input } == 1;
                     let gathered = (rows * terms) as f64;
@@ -396,7 +396,7 @@ impl Conv {
                 }
             };
             let columns = &mut gathered[..n * terms];
-            if threads > 1 && n * terms > COPIED {
+            if spreads(threads, n * terms, COPIED) {
                 columns.par_chunks_mut(n).enumerate().for_each(column);
             } else {
                 columns.chunks_mut(n).enumerate().for_each(column);
@@ -411,7 +411,7 @@ impl Conv {
             }
         };
         let rows = &mut gathered[..n * terms];
-        if threads > 1 && n * terms > COPIED {
+        if spreads(threads, n * terms, COPIED) {
             rows.par_chunks_mut(terms).enumerate().for_each(row);
         } else {
             rows.chunks_mut(terms).enumerate().for_each(row);

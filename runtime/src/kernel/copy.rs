@@ -1,6 +1,6 @@
 //! Copies between strided layouts: transposes, slices, concatenation, padding, and the parts of collectives.
 
-use crate::team::COPIED;
+use crate::team::{COPIED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::work::Work;
 use bytemuck::Pod;
@@ -79,7 +79,7 @@ impl Copy {
         let disjoint = |(&(size, _, t), rest): (&(usize, usize, usize), &[(usize, usize, usize)])| {
             size > 1 && rest.iter().map(|d| (d.0 - 1) * d.2).sum::<usize>() < t
         };
-        let large = threads > 1 && !self.empty && elements > COPIED;
+        let large = !self.empty && spreads(threads, elements, COPIED);
         if large && self.dims.split_first().is_some_and(disjoint) { threads } else { 1 }
     }
 

@@ -4,7 +4,7 @@
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
-use crate::team::PRODUCTS;
+use crate::team::{PRODUCTS, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::DotGeneral;
@@ -110,7 +110,7 @@ impl Dot {
     }
 
     fn is_large(&self, threads: usize) -> bool {
-        threads > 1 && self.products() * self.rows.size * self.columns.size * self.terms.size > PRODUCTS
+        spreads(threads, self.products() * self.rows.size * self.columns.size * self.terms.size, PRODUCTS)
     }
 
     /// What a run does, of which `threads` may be used.

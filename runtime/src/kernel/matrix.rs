@@ -1,6 +1,6 @@
 //! Matrix products of slices, with their bounds checked.
 
-use crate::team::PRODUCTS;
+use crate::team::{PRODUCTS, spreads};
 use gemm::Parallelism;
 
 /// Where a matrix lies in a slice: the first element is at 0.
@@ -30,7 +30,7 @@ pub fn multiply(
             && extent(rows, columns, d) <= result.len(),
         "the operands of a product are smaller than their strides say"
     );
-    let spread = threads > 1 && rows * columns * terms > PRODUCTS;
+    let spread = spreads(threads, rows * columns * terms, PRODUCTS);
     let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
     // SAFETY: the assertion says that all elements lie within the slices.
     unsafe {

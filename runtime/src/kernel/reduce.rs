@@ -5,7 +5,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral, reduce_row};
-use crate::team::REDUCED;
+use crate::team::{REDUCED, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
@@ -45,7 +45,7 @@ impl Reduction {
     pub fn work(&self, threads: usize) -> Work {
         let size = |runs: &[(usize, usize)]| runs.iter().map(|r| r.0).product::<usize>();
         let elements = size(&self.kept).saturating_mul(size(&self.reduced));
-        let mut work = Work::new(if threads > 1 && elements > REDUCED { threads } else { 1 });
+        let mut work = Work::new(if spreads(threads, elements, REDUCED) { threads } else { 1 });
         let neighbours = self.kept.last().is_some_and(|k| k.1 == 1) && !self.reduced.is_empty();
         let family = if neighbours { "reduce_columns" } else { "reduce_strided" };
         work.once(family, Class::of(self.dtype).dtype(), elements as f64);
@@ -65,7 +65,7 @@ impl Reduction {
             let input = input.slice::<T>();
             let output = output.slice_mut::<T>();
             let terms: usize = self.reduced.iter().map(|r| r.0).product();
-            let spread = threads > 1 && terms.saturating_mul(output.len()) > REDUCED;
+            let spread = spreads(threads, terms.saturating_mul(output.len()), REDUCED);
             match self.kept.split_last() {
                 Some((&(columns, 1), outer)) if !self.reduced.is_empty() => {
                     let tile = |i: usize, tile: &mut [T]| {

@@ -6,7 +6,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, round_float, with_class, with_width, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral};
-use crate::team::VISITED;
+use crate::team::{VISITED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use rayon::prelude::*;
@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Threads over which rows of so many elements in all are spread, each of which is visited so many times.
 pub fn parts(elements: usize, length: usize, visits: usize, threads: usize) -> usize {
-    if threads > 1 && elements.saturating_mul(visits) >= VISITED && elements > length { threads } else { 1 }
+    if spreads(threads, elements.saturating_mul(visits), VISITED) && elements > length { threads } else { 1 }
 }
 
 /// Calls `work` with the number and the elements of each row.

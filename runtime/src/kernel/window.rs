@@ -4,7 +4,7 @@
 use super::instruction::{combine, float_reducer, integer_binary};
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, with_class};
-use crate::team::VISITED;
+use crate::team::{VISITED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Extremum, Reducer, WindowDim};
 use altiplano_ir::work::Work;
@@ -41,17 +41,20 @@ impl Pooling {
     /// What a run of either kind does, as elements of all windows.
     pub fn work(&self, family: &'static str, threads: usize) -> Work {
         let mut work = Work::new(if self.is_spread(threads) { threads.min(self.parts) } else { 1 });
-        let window: u64 = self.window.iter().map(|w| w.size).product();
-        let windows = self.result.iter().product::<usize>() * self.parts;
-        work.once("window", DType::F32, windows as f64 * window as f64);
-        work.once(family, Class::of(self.dtype).dtype(), (windows * self.inner) as f64 * window as f64);
+        let visited = (self.result.iter().product::<usize>() * self.parts * self.positions()) as f64;
+        work.once("window", DType::F32, visited);
+        work.once(family, Class::of(self.dtype).dtype(), visited * self.inner as f64);
         work
     }
 
     /// Whether parts are spread over threads.
     fn is_spread(&self, threads: usize) -> bool {
-        let window: u64 = self.window.iter().map(|w| w.size).product();
-        threads > 1 && self.parts > 1 && self.parts * self.part(&self.result) * window as usize >= VISITED
+        self.parts > 1 && spreads(threads, self.parts * self.part(&self.result) * self.positions(), VISITED)
+    }
+
+    /// Positions of a window.
+    fn positions(&self) -> usize {
+        self.window.iter().map(|w| w.size as usize).product()
     }
 
     /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.

@@ -94,7 +94,7 @@ fn measure_here(
         tell(what, done, total);
         done += 1;
     };
-    for load in loads {
+    for &load in &loads {
         harness.load = load;
         next("elementwise loops");
         chains::measure(&mut harness);
@@ -110,7 +110,7 @@ fn measure_here(
     next("collectives");
     network::measure(&mut harness, cores);
     next("calls of kernels, and steps");
-    steps::measure(&mut harness, cores)?;
+    steps::measure(&mut harness, &loads)?;
     next("more threads than cores");
     harness.found.slower_shared = network::slower_shared(&harness, cores);
     Ok(harness.found)

@@ -26,13 +26,11 @@ const TENSORS: [usize; 2] = [16, 128];
 /// Sizes that take turns: a round is as the one so many before.
 const SIDES: [u64; 8] = [8, 20, 12, 32, 16, 24, 10, 28];
 
-/// Measures all of it with one device and with as many as there are cores.
-pub fn measure(harness: &mut Harness, cores: usize) -> Result<(), RuntimeError> {
-    let mut loads = vec![1, cores];
-    loads.dedup();
+/// Measures all of it with these numbers of devices, the fewest first.
+pub fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeError> {
     // More devices at once take no less.
-    let mut least_s = [LEAST_S; 2];
-    for load in loads {
+    let (mut dispatch_s, mut buffer_s) = (LEAST_S, LEAST_S);
+    for &load in loads {
         harness.load = load;
         let of_kernels = ROUNDS.map(|rounds| (kernels(rounds), rounds / SIDES.len()));
         let of_tensors = TENSORS.map(|n| (sums(n), n));
@@ -45,11 +43,10 @@ pub fn measure(harness: &mut Harness, cores: usize) -> Result<(), RuntimeError> 
         }
         let beside_s: Vec<f64> = bodies.iter().map(|body| body.step_s - body.kernels_s).collect();
         let each_s = |i: usize| (beside_s[i + 1] - beside_s[i]) / (bodies[i + 1].count - bodies[i].count);
-        least_s[0] = least_s[0].max(each_s(0));
-        least_s[1] = least_s[1].max((each_s(2) - least_s[0]) / 2.0);
-        let [dispatch_s, buffer_s] = least_s;
-        let tensors = bodies[0].tensors as f64;
-        let step_s = beside_s[0] - dispatch_s * bodies[0].count - buffer_s * tensors;
+        dispatch_s = dispatch_s.max(each_s(0));
+        // One that is found and one that is left.
+        buffer_s = buffer_s.max((each_s(2) - dispatch_s) / 2.0);
+        let step_s = beside_s[0] - dispatch_s * bodies[0].count - buffer_s * bodies[0].tensors as f64;
         for (family, seconds) in [("dispatch", dispatch_s), ("buffer", buffer_s), ("step", step_s)] {
             harness.add(family, DType::F32, &[1.0], vec![seconds]);
         }
