@@ -8,6 +8,7 @@ what a thread of each kernel over tiles takes of registers; one for tensor cores
 
 import ctypes
 import glob
+import multiprocessing
 import os
 import re
 import subprocess
@@ -66,31 +67,37 @@ def compiled(nvrtc, source, architecture):
     return log.value.decode(), made
 
 
-def main():
+def check(path):
+    """Whether all of a file compiles, and what to say of it."""
     nvrtc, ptxas = library(), assembler()
-    if not ptxas:
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    name, kernels = os.path.basename(path), source.count("__global__")
+    missing = [line for line in source.splitlines() if line.startswith("// no text")]
+    bad = [(a, log) for a in ARCHITECTURES for log, made in [compiled(nvrtc, source, a)] if not made]
+    if bad or missing or kernels == 0:
+        return False, [f"FAILED       {name}: {kernels} kernels", *missing, *(f"{a}:\n{log[:2000]}" for a, log in bad)]
+    is_good, said = True, [f"ok           {name}: {kernels} kernels compile for {', '.join(ARCHITECTURES)}"]
+    if ptxas and "tiles_" in source:
+        of = {a: registers(ptxas, compiled(nvrtc, source, a.replace("sm", "compute"))[1], a) for a in ARCHITECTURES}
+        for kernel in of[ARCHITECTURES[0]]:
+            taken = [of[a][kernel] for a in ARCHITECTURES]
+            # In single precision, operands come from shared memory element by element, and some bytes more are lost in that.
+            signature = next(line for line in source.splitlines() if f" {kernel}(" in line)
+            is_good &= "f16*" not in signature or not any(spilled for _, spilled in taken)
+            words = ", ".join(f"{r} registers" + (f" and spills {s} bytes" if s else "") for r, s in taken)
+            said.append(f"             {kernel}: {words}")
+    return is_good, said
+
+
+def main():
+    if not assembler():
         print("SKIPPED registers: there is no ptxas (PyPI's nvidia-cuda-nvcc)")
     failed = 0
-    for path in sys.argv[1:]:
-        with open(path, encoding="utf-8") as file:
-            source = file.read()
-        name, kernels = os.path.basename(path), source.count("__global__")
-        missing = [line for line in source.splitlines() if line.startswith("// no text")]
-        bad = [(a, log) for a in ARCHITECTURES for log, made in [compiled(nvrtc, source, a)] if not made]
-        if bad or missing or kernels == 0:
-            failed = 1
-            print(f"FAILED       {name}: {kernels} kernels", *missing, *(f"{a}:\n{log[:2000]}" for a, log in bad))
-        else:
-            print(f"ok           {name}: {kernels} kernels compile for {', '.join(ARCHITECTURES)}")
-            if ptxas and "tiles_" in source:
-                of = {a: registers(ptxas, compiled(nvrtc, source, a.replace("sm", "compute"))[1], a) for a in ARCHITECTURES}
-                for kernel in of[ARCHITECTURES[0]]:
-                    taken = [of[a][kernel] for a in ARCHITECTURES]
-                    # In single precision, operands come from shared memory element by element, and some bytes more are lost in that.
-                    signature = next(line for line in source.splitlines() if f" {kernel}(" in line)
-                    failed |= "f16*" in signature and any(spilled for _, spilled in taken)
-                    words = ", ".join(f"{r} registers" + (f" and spills {s} bytes" if s else "") for r, s in taken)
-                    print(f"             {kernel}: {words}")
+    with multiprocessing.Pool() as pool:
+        for is_good, said in pool.imap(check, sys.argv[1:]):
+            failed |= not is_good
+            print(*said, sep="\n", flush=True)
     sys.exit(failed)
 
 
