@@ -3,7 +3,7 @@
 # seconds per step beside measured ones, in a table, with the machine's load at the time.
 #
 #   benches/cpu_fidelity.sh [TABLE.md]        STEPS=8 steps a pair at least, and SECONDS_EACH=2; EVERY=5 pairs until the machine is
-#                                             profiled again, since other work on it comes and goes; ONLY=name alone
+#                                             profiled again, since other work on it comes and goes; ONLY='name' or '@(name|other)' alone
 #   CORE=0 benches/cpu_fidelity.sh            on that core alone, by processor time: for machines that others use too
 #
 # The speed of a machine that others share changes within minutes, by half and more. So the same few steps are timed after each profile, and
@@ -98,7 +98,9 @@ count=0
     echo "| --- | --- | ---: | ---: | ---: | ---: |"
     for pair in "${pairs[@]}"; do
         IFS='|' read -r name model plan <<< "$pair"
-        if [ -n "$only" ] && [ "$only" != "$name" ]; then continue; fi
+        # A pattern.
+        # shellcheck disable=SC2053
+        if [ -n "$only" ] && [[ "$name" != $only ]]; then continue; fi
         if [ $((count % every)) = 0 ]; then profile; fi
         for ((turn = 1; turn <= profiles * tries; turn++)); do
             if [ "$turn" -gt 1 ] && [ $(((turn - 1) % tries)) = 0 ]; then profile; fi

@@ -41,6 +41,7 @@ pub struct Batches {
     options: DataOptions,
     /// Of what is made up.
     made_up_seed: u64,
+    made_up: BTreeMap<String, HostTensor>,
     /// Inputs that are the same in all batches.
     state: BTreeMap<String, HostTensor>,
     /// The number of each sample in the batch, where random bits are counted by it.
@@ -80,6 +81,7 @@ impl Batches {
             content: None,
             options: DataOptions::default(),
             made_up_seed: seed,
+            made_up: BTreeMap::new(),
             state: BTreeMap::new(),
             sample_index: sample_index(plan),
             seed: random_seed(plan, seed),
@@ -177,6 +179,11 @@ impl Batches {
         self.bytes_read
     }
 
+    /// Bytes of a batch.
+    pub fn bytes(&self) -> u64 {
+        self.inputs.iter().map(|input| input.ty.bytes()).sum()
+    }
+
     fn unit_samples(&self) -> u64 {
         (self.global_batch / self.units).max(1)
     }
@@ -203,7 +210,11 @@ impl Batches {
                     tensor
                 }
                 (None, Some(given)) => given.clone(),
-                (None, None) => input.made_up(self.made_up_seed),
+                // The same each time.
+                (None, None) => {
+                    let made = || input.made_up(self.made_up_seed);
+                    self.made_up.entry(input.name.clone()).or_insert_with(made).clone()
+                }
             };
             batch.insert(input.name.clone(), tensor);
         }

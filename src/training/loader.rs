@@ -1,15 +1,18 @@
 //! The next batch is read while a step runs.
 
 use crate::error::Error;
-use crate::training::Training;
 use crate::training::checkpoint::Position;
 use crate::training::data::{Batch, Batches};
+use crate::training::{MAX_AHEAD, Training};
 use altiplano_ir::plan::Plan;
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Instant;
 
-/// Batches that a thread reads ahead, one at a time. The thread ends with the loader.
+/// Small batches are read ahead up to so many bytes; of others, one.
+const AHEAD_BYTES: u64 = 1 << 20;
+
+/// Batches that a thread reads ahead. The thread ends with the loader.
 pub struct Loader {
     batches: Receiver<Result<Loaded, Error>>,
 }
@@ -52,7 +55,8 @@ impl Loader {
     /// Reads `count` batches at most.
     pub fn new(mut batches: Batches, count: u64) -> Result<Loader, Error> {
         let file = batches.file().map(std::path::Path::to_path_buf).unwrap_or_default();
-        let (sender, receiver) = sync_channel(1);
+        let ahead = AHEAD_BYTES / batches.bytes().max(1);
+        let (sender, receiver) = sync_channel(ahead.clamp(1, MAX_AHEAD as u64) as usize);
         std::thread::Builder::new()
             .name("data".to_string())
             .spawn(move || {

@@ -39,7 +39,7 @@ use noise::{NoiseEstimate, NoiseScale};
 use rate::RateSchedule;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The most devices that are run as threads of one machine.
 pub const MAX_WORKERS: u32 = 64;
@@ -276,12 +276,18 @@ fn train_in(
     let queues = engine.queues() && !asks_for_norm(plan, training) && scales.is_none();
     let mut begun: VecDeque<Ahead> = VecDeque::new();
     let (mut next, mut interrupted) = (done + 1, None);
+    let mut pace_s = f64::INFINITY;
     loop {
         // Where a step need not be over before the next begins, the next one is given to the devices ahead; and where steps are short, so
-        // that devices need not be woken for it.
-        let is_short = last.seconds > 0.0 && last.seconds < SHORT_S;
-        let most = if overlaps || queues && is_short { 2 } else { 1 };
-        while next <= training.steps
+        // many that devices need not be woken for them, nor wait for a core while this thread is woken for each.
+        let most = match (overlaps, queues && pace_s < SHORT_S) {
+            (_, true) => ((AHEAD_S / pace_s) as usize).clamp(2, MAX_AHEAD),
+            (true, false) => 2,
+            (false, false) => 1,
+        };
+        let refills = begun.len() <= most / 2;
+        while refills
+            && next <= training.steps
             && begun.len() < most
             && interrupted.is_none()
             && !begun.back().is_some_and(|last| looks(last.number))
@@ -294,6 +300,10 @@ fn train_in(
             let running = running.map_err(|error| at_step(number, error))?;
             begun.push_back(Ahead { number, learning_rate, data_wait_s, position, running });
             next += 1;
+        }
+        // Until half of them are over.
+        if refills && begun.len() > most / 2 && most > 2 {
+            std::thread::sleep(Duration::from_secs_f64(pace_s * (begun.len() - most / 2) as f64));
         }
         let Some(Ahead { number, learning_rate, data_wait_s, position, running }) = begun.pop_front() else { break };
         let (loss, recorded, signal) = engine.end(running, signal()).map_err(|error| at_step(number, error))?;
@@ -320,6 +330,8 @@ fn train_in(
         }
         on_event(Event::Step(&step))?;
         last = recorded;
+        // One step that took long says little of the next.
+        pace_s = last.seconds.min(1.25 * pace_s).max(1e-6);
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
         }
@@ -383,6 +395,10 @@ fn data_state(training: &Training, batches: &Batches) -> DataState {
 
 /// Steps that take less are given to the devices ahead: waking them would be seen, and whoever interrupts a run waits no longer.
 const SHORT_S: f64 = 0.1;
+
+/// Of such steps so many are given ahead as take this long, and no more than [`MAX_AHEAD`].
+const AHEAD_S: f64 = 0.01;
+const MAX_AHEAD: usize = 64;
 
 /// A step that was given to the devices.
 struct Ahead {
