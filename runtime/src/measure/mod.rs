@@ -274,9 +274,9 @@ impl<T> Ring<T> {
     }
 
     /// Copies that have so many bytes together, about.
-    fn of(all_bytes: usize, bytes: usize, make: impl Fn() -> T) -> Ring<T> {
+    fn of(all_bytes: usize, bytes: usize, make: impl FnMut() -> T) -> Ring<T> {
         let count = (all_bytes / bytes.max(1)).clamp(1, 32);
-        Ring { all: (0..count).map(|_| make()).collect(), next: 0 }
+        Ring { all: std::iter::repeat_with(make).take(count).collect(), next: 0 }
     }
 
     fn next(&mut self) -> &mut T {
