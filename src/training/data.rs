@@ -41,7 +41,6 @@ pub struct Batches {
     options: DataOptions,
     /// Of what is made up.
     made_up_seed: u64,
-    made_up: BTreeMap<String, HostTensor>,
     /// Inputs that are the same in all batches.
     state: BTreeMap<String, HostTensor>,
     /// The number of each sample in the batch, where random bits are counted by it.
@@ -81,7 +80,6 @@ impl Batches {
             content: None,
             options: DataOptions::default(),
             made_up_seed: seed,
-            made_up: BTreeMap::new(),
             state: BTreeMap::new(),
             sample_index: sample_index(plan),
             seed: random_seed(plan, seed),
@@ -197,8 +195,8 @@ impl Batches {
             None => Vec::new(),
         };
         for input in &self.inputs {
-            let tensor = match (&self.source, self.state.get(&input.name)) {
-                (Some(source), _) => {
+            let tensor = match &self.source {
+                Some(source) => {
                     let wanted = self.wanted.get(&input.name).map(Vec::as_slice);
                     let batch = BatchRows { units: self.units, runs: &runs, starts: &source.starts, wanted };
                     let (tensor, bytes) = source.columns[&input.name].gather(input, &batch)?;
@@ -209,11 +207,10 @@ impl Batches {
                     })?;
                     tensor
                 }
-                (None, Some(given)) => given.clone(),
-                // The same each time.
-                (None, None) => {
-                    let made = || input.made_up(self.made_up_seed);
-                    self.made_up.entry(input.name.clone()).or_insert_with(made).clone()
+                // What is not given is made up, once.
+                None => {
+                    let made_up = || input.made_up(self.made_up_seed);
+                    self.state.entry(input.name.clone()).or_insert_with(made_up).clone()
                 }
             };
             batch.insert(input.name.clone(), tensor);

@@ -1,4 +1,4 @@
-//! The next batch is read while a step runs.
+//! The next batches are read while steps run.
 
 use crate::error::Error;
 use crate::training::checkpoint::Position;

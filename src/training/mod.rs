@@ -276,6 +276,7 @@ fn train_in(
     let queues = engine.queues() && !asks_for_norm(plan, training) && scales.is_none();
     let mut begun: VecDeque<Ahead> = VecDeque::new();
     let (mut next, mut interrupted) = (done + 1, None);
+    // What a step took of late.
     let mut pace_s = f64::INFINITY;
     loop {
         // Where a step need not be over before the next begins, the next one is given to the devices ahead; and where steps are short, so
