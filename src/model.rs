@@ -11,6 +11,7 @@ use crate::units::smaller;
 use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
+use altiplano_ir::experts;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
@@ -240,14 +241,16 @@ fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
     let Traced { graph, arguments, results, aside } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
-    // Layers that a loop ran over are planned like layers that were written out.
+    // Layers that a loop ran over are planned like layers that were written out, but the experts of a layer stay together.
     let states = states(&graph);
-    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, aside } };
+    let Some(step) = step else {
+        return Loss { graph: unstack(&experts::recognise(&graph)), step: None, states, aside };
+    };
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
     let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, aside }
+    Loss { graph: unstack(&experts::recognise(&step.loss_graph(&graph))), step: Some((step, given)), states, aside }
 }
 
 fn load(

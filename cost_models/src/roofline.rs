@@ -178,8 +178,8 @@ impl CostModel for Roofline {
                 let flop = 2.0 * terms * result.elements() as f64;
                 self.launched(self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)))
             }
-            // A convolution is a matmul over the elements of its windows.
-            Op::Convolution(_) => {
+            // A convolution is a matmul over the elements of its windows, and a grouped product one for each group.
+            Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => {
                 let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
                 self.launched(self.matmul_s(op.flop(operands, result) as f64, read + written, dtype))
             }

@@ -417,6 +417,8 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             | Op::Convolution(_)
             | Op::Gather(_)
             | Op::ScatterAdd(_)
+            | Op::GroupedDot(_)
+            | Op::GroupedOuter(_)
             | Op::Scatter(_)
             | Op::ReduceWindow(_)
             | Op::SelectAndScatter(_)
@@ -645,6 +647,22 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
             let aligned = rows.iter().map(|r| 1 << r.trailing_zeros().min(3)).min().unwrap_or(1);
             let dtype = graph.ty(node.operands[0]).dtype;
             KernelKind::Matmul(Matmul { batch, m: rest(lhs), n: rest(rhs), k, dtype, aligned })
+        }
+        Op::GroupedDot(_) | Op::GroupedOuter(_) => {
+            let matrices =
+                if matches!(node.op, Op::GroupedDot(_)) { graph.shape(node.operands[1]) } else { &node.ty.shape };
+            let flop = node.op.flop(&graph.operand_types(v), &node.ty);
+            let (batch, terms, columns) = (matrices[0].max(1), matrices[1], matrices[2]);
+            // Rows are spread evenly.
+            let rows = flop.div_ceil(2 * batch * (terms * columns).max(1));
+            let [m, n, k] = match &node.op {
+                Op::GroupedOuter(_) => [terms, columns, rows],
+                Op::GroupedDot(dot) if dot.contract == 2 => [rows, terms, columns],
+                _ => [rows, columns, terms],
+            };
+            let aligned = [terms, columns].iter().map(|r| 1 << r.trailing_zeros().min(3)).min().unwrap_or(1);
+            let dtype = graph.ty(node.operands[0]).dtype;
+            KernelKind::Matmul(Matmul { batch, m, n, k, dtype, aligned })
         }
         Op::Convolution(_) => {
             let flop = node.op.flop(&graph.operand_types(v), &node.ty) as f64;

@@ -13,6 +13,7 @@ pub mod cluster;
 pub mod dot;
 pub mod dtype;
 pub mod expand;
+pub mod experts;
 pub mod float;
 pub mod graph;
 pub mod import;

@@ -9,6 +9,7 @@ use crate::kernel::convolution::Conv;
 use crate::kernel::copy::Copy;
 use crate::kernel::dot::Dot;
 use crate::kernel::gather::Lookup;
+use crate::kernel::grouped::Grouped;
 use crate::kernel::reduce::Reduction;
 use crate::kernel::rows::{Reversal, RowOrder, RowScan};
 use crate::kernel::window::Pooling;
@@ -120,6 +121,20 @@ fn of_node(graph: &Graph, v: ValueId, shape: &[usize]) -> Kernel {
             dtype,
             combine: op.combine,
         },
+        Op::GroupedDot(op) => Kernel::GroupedDot(Grouped::dot_of(
+            op,
+            class(graph, v),
+            class(graph, operand(2)),
+            graph.shape(operand(1)),
+            graph.ty(operand(2)),
+        )),
+        Op::GroupedOuter(op) => Kernel::GroupedOuter(Grouped::outer_of(
+            op,
+            class(graph, v),
+            class(graph, operand(2)),
+            shape,
+            graph.ty(operand(2)),
+        )),
         Op::Collective(op) => Kernel::Collective {
             collective: op.collective.clone(),
             dtype,

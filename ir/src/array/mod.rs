@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod contraction;
+mod grouped;
 mod lookup;
 mod loss;
 mod norm;
@@ -25,6 +26,7 @@ pub use attention::{
     rotary,
 };
 pub use contraction::{Conv, contract, convolution, linear, matmul};
+pub use grouped::{group_of_rows, grouped_dot};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
 pub use loss::{cross_entropy, label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};

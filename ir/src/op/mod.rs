@@ -13,6 +13,7 @@ mod decomposition;
 mod dot;
 mod elementwise;
 mod gather;
+mod grouped;
 mod leaf;
 mod lookup;
 mod pad;
@@ -43,6 +44,7 @@ pub use decomposition::Decomposition;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
+pub use grouped::{GroupedDot, GroupedOuter};
 pub use leaf::{Input, Iota, Parameter};
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
@@ -184,6 +186,8 @@ pub enum Op {
     SelectAndScatter(SelectAndScatter),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    GroupedDot(GroupedDot),
+    GroupedOuter(GroupedOuter),
     Scatter(Scatter),
     Composite(Composite),
     Collective(spmd::CollectiveOp),
@@ -223,6 +227,8 @@ impl Op {
             Op::SelectAndScatter(op) => op,
             Op::Gather(op) => op,
             Op::ScatterAdd(op) => op,
+            Op::GroupedDot(op) => op,
+            Op::GroupedOuter(op) => op,
             Op::Scatter(op) => op,
             Op::Composite(op) => op,
             Op::Collective(op) => op,
@@ -268,6 +274,8 @@ impl Op {
             Op::SelectAndScatter(_) => "select_and_scatter",
             Op::Gather(_) => "gather",
             Op::ScatterAdd(_) => "scatter_add",
+            Op::GroupedDot(_) => "grouped_dot",
+            Op::GroupedOuter(_) => "grouped_outer",
             Op::Scatter(_) => "scatter",
             Op::Composite(op) => op.function.name(),
             Op::Collective(op) => op.collective.name(),
@@ -290,7 +298,7 @@ impl Op {
     /// Matmuls and convolutions, and attention, which is made of matmuls: where a model's work is.
     pub fn is_contraction(&self) -> bool {
         match self {
-            Op::DotGeneral(_) | Op::Convolution(_) => true,
+            Op::DotGeneral(_) | Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => true,
             Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
             _ => false,
         }

@@ -9,10 +9,10 @@ use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
-    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, HostCopy, HostRoute, ImageDims, Input,
-    Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape,
-    Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary,
-    WindowDim,
+    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, GroupedDot, GroupedOuter, HostCopy,
+    HostRoute, ImageDims, Input, Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision,
+    ReduceWindow, Reducer, Reshape, Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry,
+    ThreefryWord, Transpose, Unary, WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -41,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 52] = [
+const OTHERS: [&str; 54] = [
     "host_load",
     "host_store",
     "softmax",
@@ -86,6 +86,8 @@ const OTHERS: [&str; 52] = [
     "gather",
     "scatter_add",
     "scatter",
+    "grouped_dot",
+    "grouped_outer",
     "axis_index",
     "all_reduce",
     "reduce_scatter",
@@ -225,6 +227,8 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         }
         Op::ScatterAdd(op) => [gather_dims(&op.dims), shape_unless_typed(&op.shape)].concat(),
         Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
+        Op::GroupedDot(op) => [vec![("contract", op.contract.into())], spread(op.of)].concat(),
+        Op::GroupedOuter(op) => [vec![("groups", op.groups.into())], spread(op.of)].concat(),
         Op::Composite(op) => function(&op.function),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
         Op::HostCopy(_) => Vec::new(),
@@ -236,6 +240,11 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
 
 fn list<T: Clone + Into<Value>>(items: &[T]) -> Value {
     Value::Array(items.iter().cloned().map(Into::into).collect())
+}
+
+/// The number of groups among which rows are spread, where it is given.
+fn spread(of: Option<u64>) -> Vec<(&'static str, Value)> {
+    of.map(|of| ("of", of.into())).into_iter().collect()
 }
 
 fn word(text: &str) -> Value {
@@ -461,6 +470,8 @@ pub(crate) fn op_from(
             let combine = combine.ok_or_else(|| expected("combine", words))?;
             Op::Scatter(Scatter { dims: f.gather_dims()?, combine })
         }
+        "grouped_dot" => Op::GroupedDot(GroupedDot { contract: f.number("contract")?, of: f.number_if_any("of")? }),
+        "grouped_outer" => Op::GroupedOuter(GroupedOuter { groups: f.number("groups")?, of: f.number_if_any("of")? }),
         "softmax" => Function::Softmax { dim: f.size("dim")? }.into(),
         "log_softmax" => Function::LogSoftmax { dim: f.size("dim")? }.into(),
         "cross_entropy" => Function::CrossEntropy { dim: f.size("dim")? }.into(),
@@ -639,6 +650,11 @@ impl<'a> Fields<'a> {
         }
         self.known.push(key);
         Ok(default)
+    }
+
+    fn number_if_any(&mut self, key: &'static str) -> Result<Option<u64>, AttributeError> {
+        self.known.push(key);
+        self.map.contains_key(key).then(|| self.number(key)).transpose()
     }
 
     /// Batch, feature and spatial dimensions.

@@ -165,6 +165,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             "scatter" => self.scatter(operation, operands),
             "sort" => self.sort(operation, operands, scope),
             "top_k" => self.top_k(operation, operands),
+            "ragged_dot" | "ragged_dot_general" => self.ragged_dot(operation, operands),
             "rng_bit_generator" => self.random_bits(operation, operands),
             "rng" => Err(Reject::Unsupported("whose numbers follow from no key; use jax.random")),
             "custom_call" => self.custom_call(operation, operands),

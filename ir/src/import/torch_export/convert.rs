@@ -97,6 +97,8 @@ pub struct Converter {
     pub random: Option<(ValueId, u32)>,
     /// Half precision that matrix products are computed in, where the program asks for it.
     pub autocast: Option<crate::dtype::DType>,
+    /// Rows that masks mark.
+    pub marked: super::ops::marked::Marked,
     /// For each value so far whether it follows from a parameter.
     trained: Vec<bool>,
     operations: usize,
@@ -114,6 +116,7 @@ impl Converter {
             sizes: BTreeMap::new(),
             random: None,
             autocast: None,
+            marked: Default::default(),
             trained: Vec::new(),
             operations: 0,
             unsupported: Vec::new(),
@@ -282,6 +285,21 @@ impl Converter {
             arguments.push((argument.name.as_str(), Call::item(&argument.arg, environment)?));
         }
         let outputs = output_names(&node.outputs);
+        if !self.marked.symbols.is_empty() {
+            let is_marked = |name: &str| {
+                let sizes = graph.tensor_values.get(name).map_or(&[][..], |meta| &meta.sizes);
+                sizes.iter().any(|size| match size {
+                    Size::Expr(e) => sizes::symbols(&e.expr_str).iter().any(|s| self.marked.symbols.contains(s)),
+                    Size::Int(_) => false,
+                })
+            };
+            let taken = node.inputs.iter().any(|input| tensor_names(&input.arg).iter().any(|name| is_marked(name)));
+            let keeps = outputs.iter().flatten().all(|name| is_marked(name));
+            self.marked.taken = taken;
+            if taken && !super::ops::marked::may_take(name, keeps) {
+                return Err(super::call::data_dependent());
+            }
+        }
         let declared: Vec<Option<TensorType>> = outputs
             .iter()
             .map(|name| graph.tensor_values.get(name.as_deref()?).and_then(|meta| self.declared(meta)))
@@ -304,6 +322,17 @@ impl Converter {
                 let found = self.graph.ty(value);
                 if *found != declared {
                     return Err(ProblemKind::ResultType { declared, found: found.clone() }.into());
+                }
+            } else if let (Item::Tensor(tensor), Some(meta)) = (&item, graph.tensor_values.get(&name)) {
+                // A size that data say is that of all rows.
+                let value = self.memory.read(&mut self.graph, *tensor)?;
+                for (size, &found) in meta.sizes.iter().zip(self.graph.shape(value)) {
+                    let Size::Expr(e) = size else { continue };
+                    let symbol = sizes::only_symbol(&e.expr_str).filter(|s| !self.sizes.contains_key(s));
+                    if let Some(symbol) = symbol {
+                        self.sizes.insert(symbol.clone(), found as i64);
+                        self.marked.symbols.insert(symbol);
+                    }
                 }
             }
             environment.insert(name, item);
@@ -420,6 +449,20 @@ fn output_names(outputs: &[Argument]) -> Vec<Option<String>> {
         }
     }
     names
+}
+
+/// The tensors that an argument names.
+fn tensor_names(argument: &Argument) -> Vec<&str> {
+    match argument.parts() {
+        Some(("as_tensor", value)) => value.get("name").and_then(Value::as_str).into_iter().collect(),
+        Some(("as_tensors" | "as_optional_tensors", Value::Array(all))) => {
+            let one = |value| {
+                Value::get(value, "name").or_else(|| value.get("as_tensor")?.get("name")).and_then(Value::as_str)
+            };
+            all.iter().filter_map(one).collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// Whether the memory of an argument is in row-major order without gaps.

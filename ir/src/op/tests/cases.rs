@@ -82,7 +82,7 @@ into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select,
     BroadcastInDim => BroadcastInDim, Reshape => Reshape, Transpose => Transpose, Slice => Slice, Pad => Pad,
     Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
     Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
-    ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
+    ScatterAdd => ScatterAdd, GroupedDot => GroupedDot, GroupedOuter => GroupedOuter, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
     Threefry => Threefry, Reverse => Reverse, Roll => Roll, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
     AxisIndex => AxisIndex, HostCopy => HostCopy);
 
@@ -98,6 +98,7 @@ pub(crate) fn cases() -> Vec<Case> {
         dots(),
         gathers(),
         scatters(),
+        grouped(),
         convolutions(),
         windows(),
         composites(),
@@ -554,6 +555,22 @@ fn scatters() -> Vec<Case> {
         }));
     }
     all
+}
+
+/// Some groups are those of no matrix.
+fn grouped() -> Vec<Case> {
+    let dot = |contract| GroupedDot { contract, of: None };
+    let outer = |groups, of| GroupedOuter { groups, of };
+    vec![
+        case(dot(1), "f32[12,4] f32[6,4,2] i32[12]", "f32[12,2]").integers(-1, 7),
+        case(dot(2), "f32[4,3,6] f32[4,2,6] i64[4,3]", "f32[4,3,2]").integers(0, 3),
+        case(dot(1), "f32[6,2] f32[3,2,4] i8[6]", "f32[6,4]").integers(-2, 4),
+        case(GroupedDot { contract: 1, of: Some(8) }, "f32[5,2] f32[2,2,3] i32[5]", "f32[5,3]").integers(0, 7),
+        case(dot(2), "bf16[4,6] bf16[2,3,6] i32[4]", "bf16[4,3]").integers(0, 1),
+        case(outer(6, None), "f32[12,4] f32[12,2] i32[12]", "f32[6,4,2]").integers(-1, 7),
+        case(outer(4, Some(12)), "f32[2,6,3] f32[2,6,6] i32[2,6]", "f32[4,3,6]").integers(0, 11),
+        case(outer(3, None), "bf16[6,2] bf16[6,4] i32[6]", "bf16[3,2,4]").integers(0, 2),
+    ]
 }
 
 fn composites() -> Vec<Case> {

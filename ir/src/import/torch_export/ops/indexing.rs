@@ -27,7 +27,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("slice_scatter", Function(slice_scatter)),
     ("bucketize", Function(|c| search(c, "boundaries"))),
     ("searchsorted", Function(|c| search(c, "sorted_sequence"))),
-    ("nonzero", Function(|_| Err(data_dependent()))),
+    ("nonzero", Function(super::marked::nonzero)),
+    ("nonzero_numpy", Function(places_of)),
     ("masked_select", Function(|_| Err(data_dependent()))),
 ];
 
@@ -185,8 +186,17 @@ fn from_start(c: &mut Call<'_>, index: ValueId, size: u64) -> Result<ValueId, Re
     Ok(a::select(c.g(), negative, moved, index)?)
 }
 
+/// The places that a mask marks, by dimension.
+fn places_of(c: &mut Call<'_>) -> Lowered {
+    let mask = c.first()?;
+    Ok(Out::Values(super::marked::mark(c, mask)?))
+}
+
 fn index(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
+    if let Some(rows) = super::marked::index(c, x)? {
+        return value(rows);
+    }
     let indices = whole_indices(c, x)?;
     let sizes = c.shape_of(x);
     if let [(dim, only)] = indices[..] {
@@ -259,6 +269,9 @@ fn index_put(c: &mut Call<'_>) -> Lowered {
         let put = a::reshape(c.g(), put, &[])?;
         let put = if adds { two(c, Binary::Add, x, put)? } else { put };
         return value(a::select(c.g(), mask, put, x)?);
+    }
+    if let Some(written) = super::marked::index_put(c, x, put, adds)? {
+        return value(written);
     }
     let indices = whole_indices(c, x)?;
     let lookup = lookup(c, x, &indices)?;
@@ -441,6 +454,9 @@ fn index_add(c: &mut Call<'_>) -> Lowered {
     let source = typed_source(c, "source")?;
     let alpha = c.float("alpha", 1.0)?;
     let source = if alpha == 1.0 { source } else { number(c, Binary::Multiply, source, alpha)? };
+    if let Some(sum) = super::marked::index_add(c, source)? {
+        return value(sum);
+    }
     value(write_slices(c, source, None)?)
 }
 

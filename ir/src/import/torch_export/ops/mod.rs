@@ -7,6 +7,7 @@ pub mod elementwise;
 pub mod image;
 pub mod indexing;
 pub mod loss;
+pub mod marked;
 pub mod program;
 pub mod random;
 pub mod recurrent;
