@@ -175,3 +175,73 @@ fn recorded(name: &str) {
         agrees(&model, options, Some(&expect));
     }
 }
+
+/// Eight samples of three tokens, each of which goes to two of four experts: rows are sorted by expert, multiplied in runs, and added
+/// to their tokens.
+const EXPERTS: &str = r#"module {
+  func.func public @main(%r: tensor<6x4xf32> loc("params.r"), %u: tensor<4x6x8xf32> loc("params.u"), %d: tensor<4x8x6xf32> loc("params.d"), %x: tensor<8x3x6xf32> loc("x")) -> tensor<f32> {
+    %t = stablehlo.reshape %x : (tensor<8x3x6xf32>) -> tensor<24x6xf32>
+    %l = stablehlo.dot_general %t, %r, contracting_dims = [1] x [0] : (tensor<24x6xf32>, tensor<6x4xf32>) -> tensor<24x4xf32>
+    %v, %i = chlo.top_k(%l, k = 2) : tensor<24x4xf32> -> (tensor<24x2xf32>, tensor<24x2xi32>)
+    %g = stablehlo.logistic %v : tensor<24x2xf32>
+    %k = stablehlo.reshape %i : (tensor<24x2xi32>) -> tensor<48xi32>
+    %p = stablehlo.iota dim = 0 : tensor<48xi32>
+    %s:2 = "stablehlo.sort"(%k, %p) <{dimension = 0 : i64, is_stable = true}> ({
+    ^bb0(%a: tensor<i32>, %b: tensor<i32>, %c: tensor<i32>, %e: tensor<i32>):
+      %less = stablehlo.compare LT, %a, %b, SIGNED : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %less : tensor<i1>
+    }) : (tensor<48xi32>, tensor<48xi32>) -> (tensor<48xi32>, tensor<48xi32>)
+    %two = stablehlo.constant dense<2> : tensor<48xi32>
+    %token = stablehlo.divide %s#1, %two : tensor<48xi32>
+    %at = stablehlo.reshape %token : (tensor<48xi32>) -> tensor<48x1xi32>
+    %rows = "stablehlo.gather"(%t, %at) <{dimension_numbers = #stablehlo.gather<offset_dims = [1], collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, 6>}> : (tensor<24x6xf32>, tensor<48x1xi32>) -> tensor<48x6xf32>
+    %n = stablehlo.iota dim = 1 : tensor<48x4xi32>
+    %kk = stablehlo.broadcast_in_dim %k, dims = [0] : (tensor<48xi32>) -> tensor<48x4xi32>
+    %hit = stablehlo.compare EQ, %kk, %n, SIGNED : (tensor<48x4xi32>, tensor<48x4xi32>) -> tensor<48x4xi1>
+    %one = stablehlo.convert %hit : (tensor<48x4xi1>) -> tensor<48x4xi32>
+    %zero = stablehlo.constant dense<0> : tensor<i32>
+    %sizes = stablehlo.reduce(%one init: %zero) applies stablehlo.add across dimensions = [0] : (tensor<48x4xi32>, tensor<i32>) -> tensor<4xi32>
+    %h = "chlo.ragged_dot"(%rows, %u, %sizes) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]>}> : (tensor<48x6xf32>, tensor<4x6x8xf32>, tensor<4xi32>) -> tensor<48x8xf32>
+    %act = stablehlo.tanh %h : tensor<48x8xf32>
+    %o = "chlo.ragged_dot"(%act, %d, %sizes) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]>}> : (tensor<48x8xf32>, tensor<4x8x6xf32>, tensor<4xi32>) -> tensor<48x6xf32>
+    %gk = stablehlo.reshape %g : (tensor<24x2xf32>) -> tensor<48xf32>
+    %order = stablehlo.reshape %s#1 : (tensor<48xi32>) -> tensor<48x1xi32>
+    %gates = "stablehlo.gather"(%gk, %order) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : (tensor<48xf32>, tensor<48x1xi32>) -> tensor<48xf32>
+    %gw = stablehlo.broadcast_in_dim %gates, dims = [0] : (tensor<48xf32>) -> tensor<48x6xf32>
+    %w = stablehlo.multiply %o, %gw : tensor<48x6xf32>
+    %none = stablehlo.constant dense<0.0> : tensor<24x6xf32>
+    %sum = "stablehlo.scatter"(%none, %at, %w) <{scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %both = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %both : tensor<f32>
+    }) : (tensor<24x6xf32>, tensor<48x1xi32>, tensor<48x6xf32>) -> tensor<24x6xf32>
+    %y = stablehlo.add %t, %sum : tensor<24x6xf32>
+    %sq = stablehlo.multiply %y, %y : tensor<24x6xf32>
+    %f = stablehlo.constant dense<0.0> : tensor<f32>
+    %total = stablehlo.reduce(%sq init: %f) applies stablehlo.add across dimensions = [0, 1] : (tensor<24x6xf32>, tensor<f32>) -> tensor<f32>
+    %many = stablehlo.constant dense<144.0> : tensor<f32>
+    %loss = stablehlo.divide %total, %many : tensor<f32>
+    return %loss : tensor<f32>
+  }
+}
+"#;
+
+#[test]
+fn sorted_experts_under_every_plan() {
+    let scratch = Scratch::new();
+    let file = scratch.path("experts.mlir");
+    std::fs::write(&file, EXPERTS).expect("a file");
+    let file = file.display().to_string();
+    let three = ["--cluster", "local:8", "--dp", "2", "--tp", "2", "--pp", "2"];
+    let plans: [&[&str]; 6] = [
+        &["--dp", "4"],
+        &["--tp", "4"],
+        &["--pp", "2", "--num-microbatches", "4"],
+        &three,
+        &["--dp", "4", "--zero", "3"],
+        &["--cluster", "local:1", "--num-microbatches", "8"],
+    ];
+    for options in plans {
+        agrees(&file, &[options, &["--params", "params"]].concat(), None);
+    }
+}

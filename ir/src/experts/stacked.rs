@@ -8,7 +8,7 @@ use super::{plain, splat};
 use crate::array;
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{Binary, Compare, Concatenate, Direction, GroupedDot, Op, Reducer, Slice};
+use crate::op::{Binary, Compare, Concatenate, Direction, GroupedDot, Op, Operator, Reducer, Slice};
 use crate::simplify::without_dead_nodes;
 use std::collections::BTreeMap;
 
@@ -81,8 +81,17 @@ struct Term {
     above: Vec<ValueId>,
     /// What is kept.
     rows: ValueId,
+    mask: Mask,
+}
+
+/// Where integers equal a number.
+struct Mask {
     selection: ValueId,
     number: u64,
+    /// The dimensions of the selection in the order in which the mask has them.
+    order: Vec<usize>,
+    /// The mask says whether any of the last dimension does: it is one of tokens, of which each has several integers.
+    any: bool,
 }
 
 /// Follows a term down to its mask. What lies between is linear and the same for all rows.
@@ -92,8 +101,7 @@ fn term(graph: &Graph, v: ValueId) -> Option<Term> {
         let node = graph.node(at);
         match (&node.op, node.operands.as_slice()) {
             (Op::Select(_), &[mask, rows, zero]) if splat(graph, zero) == Some(0.0) => {
-                let (selection, number) = selection(graph, mask)?;
-                return Some(Term { above, rows, selection, number });
+                return Some(Term { above, rows, mask: selection(graph, mask)? });
             }
             (Op::Reduce(reduce), _) if reduce.reducer != Reducer::Sum => return None,
             (Op::Reduce(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Convert(_), &[x]) => {
@@ -106,21 +114,34 @@ fn term(graph: &Graph, v: ValueId) -> Option<Term> {
 }
 
 /// The integers of which a mask says where they equal a number, being the same along all further dimensions.
-fn selection(graph: &Graph, mut mask: ValueId) -> Option<(ValueId, u64)> {
+fn selection(graph: &Graph, mut mask: ValueId) -> Option<Mask> {
+    let mut any = false;
     loop {
         let node = graph.node(mask);
         match (&node.op, node.operands.as_slice()) {
             (Op::Compare(Compare { direction: Direction::Eq }), &[a, b]) => {
-                let (chosen, number) = match (splat(graph, a), splat(graph, b)) {
+                let (selection, number) = match (splat(graph, a), splat(graph, b)) {
                     (None, Some(n)) => (a, n),
                     (Some(n), None) => (b, n),
                     _ => return None,
                 };
-                let whole = number >= 0.0 && number.fract() == 0.0 && graph.ty(chosen).dtype.is_integer();
-                return whole.then_some((chosen, number as u64));
+                let whole = number >= 0.0 && number.fract() == 0.0 && graph.ty(selection).dtype.is_integer();
+                let order = (0..graph.shape(selection).len()).collect();
+                return whole.then_some(Mask { selection, number: number as u64, order, any });
             }
-            (Op::Reshape(_), &[x]) => mask = x,
-            (Op::BroadcastInDim(op), &[x]) => {
+            // Truth values as numbers.
+            (Op::Compare(Compare { direction: Direction::Ne }), &[x, zero]) if splat(graph, zero) == Some(0.0) => {
+                mask = x
+            }
+            (Op::Convert(_) | Op::Reshape(_), &[x]) if !any => mask = x,
+            (Op::Reduce(reduce), &[x]) if !any && matches!(reduce.reducer, Reducer::Or | Reducer::Max) => {
+                any = reduce.dims == [graph.shape(x).len().checked_sub(1)?];
+                if !any {
+                    return None;
+                }
+                mask = x;
+            }
+            (Op::BroadcastInDim(op), &[x]) if !any => {
                 // Leading dimensions are those of the selection.
                 let kept = op.dims.iter().copied().eq(0..op.dims.len());
                 let whole = graph.shape(x).iter().zip(&op.shape).all(|(a, b)| a == b || *a == 1);
@@ -129,6 +150,44 @@ fn selection(graph: &Graph, mut mask: ValueId) -> Option<(ValueId, u64)> {
                     return None;
                 }
                 mask = x;
+            }
+            (Op::Slice(slice), &[x]) if !any => return one_of_hot(graph, slice, x),
+            _ => return None,
+        }
+    }
+}
+
+/// One part of `x`, which says for each integer and number whether they are equal.
+fn one_of_hot(graph: &Graph, slice: &Slice, x: ValueId) -> Option<Mask> {
+    let shape = graph.shape(x);
+    let part = |d: &usize| slice.limit[*d] - slice.start[*d] != shape[*d];
+    let dim = (0..shape.len()).find(part)?;
+    let others: Vec<usize> = (0..shape.len()).filter(|d| *d != dim).collect();
+    if slice.limit[dim] != slice.start[dim] + 1 || others.iter().any(part) {
+        return None;
+    }
+    let (mut v, mut order) = (x, (0..shape.len()).collect::<Vec<usize>>());
+    loop {
+        let node = graph.node(v);
+        match (&node.op, node.operands.as_slice()) {
+            (Op::Convert(_), &[x]) => v = x,
+            (Op::Transpose(op), &[x]) => {
+                order.iter_mut().for_each(|d| *d = op.permutation[*d]);
+                v = x;
+            }
+            (Op::Compare(Compare { direction: Direction::Eq }), &[a, b]) => {
+                let numbers = order[dim];
+                let chosen = if super::counts_along(graph, a) == Some(numbers) { b } else { a };
+                let counter = if chosen == a { b } else { a };
+                let Op::BroadcastInDim(op) = &graph.node(chosen).op else { return None };
+                let selection = graph.node(chosen).operands[0];
+                let repeats = !op.dims.contains(&numbers) && op.shape.len() == op.dims.len() + 1;
+                if super::counts_along(graph, counter) != Some(numbers) || !repeats {
+                    return None;
+                }
+                let order: Option<Vec<usize>> =
+                    others.iter().map(|&d| op.dims.iter().position(|&o| o == order[d])).collect();
+                return Some(Mask { selection, number: slice.start[dim], order: order?, any: false });
             }
             _ => return None,
         }
@@ -139,17 +198,18 @@ fn selection(graph: &Graph, mut mask: ValueId) -> Option<(ValueId, u64)> {
 fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends: &[ValueId]) -> Option<ValueId> {
     let terms: Vec<(ValueId, Option<Term>)> = addends.iter().map(|&v| (v, term(graph, v))).collect();
     let first = terms.iter().find_map(|(_, t)| t.as_ref())?;
-    let chosen = classes[plain(graph, first.selection).index()];
+    let of = |t: &Term| (classes[plain(graph, t.mask.selection).index()], t.mask.order.clone(), t.mask.any);
+    let chosen = of(first);
     let mut experts: Vec<&Term> = Vec::new();
     let mut rest = Vec::new();
     for (v, term) in &terms {
         match term {
-            Some(t) if classes[plain(graph, t.selection).index()] == chosen => experts.push(t),
+            Some(t) if of(t) == chosen => experts.push(t),
             _ => rest.push(*v),
         }
     }
-    experts.sort_by_key(|t| t.number);
-    let numbered = experts.iter().enumerate().all(|(i, t)| t.number == i as u64);
+    experts.sort_by_key(|t| t.mask.number);
+    let numbered = experts.iter().enumerate().all(|(i, t)| t.mask.number == i as u64);
     let alike = |t: &&Term| {
         t.above.len() == first.above.len()
             && t.above.iter().zip(&first.above).all(|(a, b)| graph.node(*a).op == graph.node(*b).op)
@@ -157,11 +217,17 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
     if experts.len() < 2 || !numbered || !experts.iter().all(alike) {
         return None;
     }
-    let count = experts.len() as u64;
-    let selection = map[first.selection.index()];
-    let rows = graph.ty(first.selection).elements();
-    let group = array::reshape(to, selection, &[rows]).ok()?;
-    let mut join = Join { graph, classes, map, to, rows, count, group, known: BTreeMap::new() };
+    let (count, selection) = (experts.len() as u64, first.mask.selection);
+    // A token has a row for each of its experts, which must be different ones.
+    let each = if first.mask.any { *graph.shape(selection).last()? } else { 1 };
+    if first.mask.any && !are_different(graph, selection) {
+        return None;
+    }
+    let rows = graph.ty(selection).elements();
+    let group = array::permute(to, map[selection.index()], &first.mask.order).ok()?;
+    let group = array::reshape(to, group, &[rows]).ok()?;
+    let mut join =
+        Join { graph, classes, map, to, rows: rows / each.max(1), each, count, group, known: BTreeMap::new() };
     let mut values: Vec<ValueId> = experts.iter().map(|t| t.rows).collect();
     // Rows are unfolded to the shape of the selection.
     let mut unfold = Vec::new();
@@ -174,8 +240,13 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
         values.iter_mut().for_each(|v| *v = graph.node(*v).operands[0]);
     }
     let mut value = join.rows(&values)?;
-    if !is_below(graph, first.selection, count) {
+    if !is_below(graph, selection, count) {
         value = join.inside(value)?;
+    }
+    if first.mask.any {
+        let split = [&[rows / each, each], &to.shape(value)[1..]].concat();
+        value = array::reshape(to, value, &split).ok()?;
+        value = array::sum(to, value, &[1], false).ok()?;
     }
     for op in unfold.into_iter().rev() {
         value = to.push(op, &[value]).ok()?;
@@ -187,6 +258,16 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
         value = to.push(Op::Binary(Binary::Add), &[map[v.index()], value]).ok()?;
     }
     Some(value)
+}
+
+/// Whether the integers of each row are different places in one order.
+fn are_different(graph: &Graph, v: ValueId) -> bool {
+    let mut v = v;
+    while matches!(graph.node(v).op, Op::Convert(_) | Op::Slice(_)) {
+        v = graph.node(v).operands[0];
+    }
+    let rank = graph.shape(v).len();
+    matches!(&graph.node(v).op, Op::ArgSort(sort) if sort.dim + 1 == rank)
 }
 
 /// The sum of products of masked rows, of which each keeps one run of rows: a run begins where the one before it ends, and they are as
@@ -231,7 +312,7 @@ fn runs(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends
     let ends = array::cumulative(to, map[counts.index()], Reducer::Sum, 0, false).ok()?;
     let group = array::group_of_rows(to, ends, n).ok()?;
     let count = weights.len() as u64;
-    let mut join = Join { graph, classes, map, to, rows: n, count, group, known: BTreeMap::new() };
+    let mut join = Join { graph, classes, map, to, rows: n, each: 1, count, group, known: BTreeMap::new() };
     let w = join.stacked(&weights)?;
     let op = GroupedDot { contract: dot.rhs_contract[0] + 1, of: None };
     to.push(Op::GroupedDot(op), &[map[x.index()], w, group]).ok()
@@ -265,8 +346,14 @@ fn plain_scalar(graph: &Graph, mut v: ValueId) -> ValueId {
 
 /// What is added to where the run before ends; the first run ends where it is long.
 fn added(graph: &Graph, end: ValueId, before: Option<(&[u32], u32)>) -> Option<ValueId> {
-    let Some((classes, before)) = before else { return Some(end) };
     let node = graph.node(end);
+    let Some((classes, before)) = before else {
+        return Some(match (&node.op, node.operands.as_slice()) {
+            (Op::Binary(Binary::Add), &[a, b]) if splat(graph, a) == Some(0.0) => b,
+            (Op::Binary(Binary::Add), &[a, b]) if splat(graph, b) == Some(0.0) => a,
+            _ => end,
+        });
+    };
     let (Op::Binary(Binary::Add), &[a, b]) = (&node.op, node.operands.as_slice()) else { return None };
     let is_before = |v: ValueId| classes[plain_scalar(graph, v).index()] == before;
     if is_before(a) { Some(b) } else { is_before(b).then_some(a) }
@@ -297,7 +384,10 @@ struct Join<'a> {
     classes: &'a [u32],
     map: &'a [ValueId],
     to: &'a mut Graph,
+    /// The first dimension of rows as each expert has them.
     rows: u64,
+    /// Rows of the joined value for each of those.
+    each: u64,
     count: u64,
     /// The expert of each row.
     group: ValueId,
@@ -310,34 +400,67 @@ impl Join<'_> {
         values.iter().all(|v| class(v) == class(&values[0]))
     }
 
+    fn has_rows(&self, v: ValueId) -> bool {
+        self.graph.shape(v).first() == Some(&self.rows)
+    }
+
     /// The value that has each expert's rows of the value that this expert has. All have rows along their first dimension.
     fn rows(&mut self, values: &[ValueId]) -> Option<ValueId> {
-        if self.are_same(values) {
-            return Some(self.map[values[0].index()]);
-        }
         if let Some(known) = self.known.get(values) {
             return *known;
         }
-        let made = self.made(values);
+        let made = if self.are_same(values) { self.repeated(values[0]) } else { self.made(values) };
         self.known.insert(values.to_vec(), made);
         made
+    }
+
+    /// A value that all experts share, with as many rows as the joined one.
+    fn repeated(&mut self, v: ValueId) -> Option<ValueId> {
+        let value = self.map[v.index()];
+        if self.each == 1 {
+            return Some(value);
+        }
+        if !self.has_rows(v) {
+            return None;
+        }
+        let shape = self.graph.shape(v);
+        let wide = [&[self.rows, self.each], &shape[1..]].concat();
+        let dims: Vec<usize> = (0..wide.len()).filter(|&d| d != 1).collect();
+        let wide = self.to.broadcast(value, &wide, &dims);
+        array::reshape(self.to, wide, &[&[self.rows * self.each], &shape[1..]].concat()).ok()
+    }
+
+    /// The number of each row's expert, where each expert has its own.
+    fn numbers(&mut self, values: &[ValueId]) -> Option<ValueId> {
+        let graph = self.graph;
+        let ty = graph.ty(values[0]);
+        let own = (0u64..).zip(values).all(|(number, &v)| splat(graph, v) == Some(number as f64));
+        if !own || !self.has_rows(values[0]) {
+            return None;
+        }
+        let number = self.to.convert(self.group, ty.dtype);
+        let wide = [&[self.rows * self.each], &ty.shape[1..]].concat();
+        Some(self.to.broadcast(number, &wide, &[0]))
     }
 
     fn made(&mut self, values: &[ValueId]) -> Option<ValueId> {
         let graph = self.graph;
         let node = graph.node(values[0]);
+        if let Some(numbers) = self.numbers(values) {
+            return Some(numbers);
+        }
         let same_op =
             |v: &ValueId| graph.node(*v).op == node.op && graph.node(*v).operands.len() == node.operands.len();
-        if node.operands.is_empty() || !values.iter().all(same_op) || node.ty.shape.first() != Some(&self.rows) {
+        if node.operands.is_empty() || !values.iter().all(same_op) || !self.has_rows(values[0]) {
             return None;
         }
         let operand = |k: usize| -> Vec<ValueId> { values.iter().map(|v| graph.node(*v).operands[k]).collect() };
-        let has_rows = |v: &ValueId| graph.shape(*v).first() == Some(&self.rows);
+        let all = || -> Vec<Vec<ValueId>> { (0..node.operands.len()).map(operand).collect() };
         match &node.op {
             Op::DotGeneral(dot) => {
                 let [x, w] = [operand(0), operand(1)];
                 let plain = dot.lhs_batch.is_empty() && dot.lhs_contract == [1] && graph.shape(x[0]).len() == 2;
-                if !plain || graph.shape(w[0]).len() != 2 || !has_rows(&x[0]) {
+                if !plain || graph.shape(w[0]).len() != 2 {
                     return None;
                 }
                 let (x, w) = (self.rows(&x)?, self.stacked(&w)?);
@@ -346,8 +469,8 @@ impl Join<'_> {
             }
             Op::BroadcastInDim(op) => {
                 let x = operand(0);
-                if op.dims.contains(&0) && has_rows(&x[0]) && op.dims[0] == 0 {
-                    return self.same_op(&node.op, &[x]);
+                if op.dims.first() == Some(&0) {
+                    return self.same_op(node, &[x]);
                 }
                 // Something that each expert has one of, the same for all rows.
                 if op.dims.contains(&0) || op.dims != (1..op.shape.len()).collect::<Vec<_>>() {
@@ -356,34 +479,28 @@ impl Join<'_> {
                 let table = self.stacked(&x)?;
                 array::take(self.to, table, 0, self.group, false).ok()
             }
-            op if op.is_elementwise() => {
-                let all: Vec<Vec<ValueId>> = (0..node.operands.len()).map(operand).collect();
-                if !all.iter().all(|o| has_rows(&o[0])) {
-                    return None;
-                }
-                self.same_op(op, &all)
-            }
-            Op::Reshape(_) => {
-                let x = operand(0);
-                if has_rows(&x[0]) { self.same_op(&node.op, &[x]) } else { None }
-            }
-            Op::Transpose(op) if op.permutation[0] == 0 => self.same_op(&node.op, &[operand(0)]),
+            op if op.is_elementwise() => self.same_op(node, &all()),
+            Op::Reshape(_) => self.same_op(node, &[operand(0)]),
+            Op::Transpose(op) if op.permutation[0] == 0 => self.same_op(node, &[operand(0)]),
             Op::Slice(op) if op.start[0] == 0 && op.limit[0] == self.rows && op.stride[0] == 1 => {
-                let x = operand(0);
-                if has_rows(&x[0]) { self.same_op(&node.op, &[x]) } else { None }
+                self.same_op(node, &[operand(0)])
             }
-            Op::Reduce(op) if !op.dims.contains(&0) => self.same_op(&node.op, &[operand(0)]),
-            Op::Concatenate(op) if op.dim != 0 => {
-                let all: Vec<Vec<ValueId>> = (0..node.operands.len()).map(operand).collect();
-                self.same_op(&node.op, &all)
-            }
+            Op::Reduce(op) if !op.dims.contains(&0) => self.same_op(node, &[operand(0)]),
+            Op::Concatenate(op) if op.dim != 0 => self.same_op(node, &all()),
             _ => None,
         }
     }
 
-    fn same_op(&mut self, op: &Op, operands: &[Vec<ValueId>]) -> Option<ValueId> {
+    fn same_op(&mut self, node: &Node, operands: &[Vec<ValueId>]) -> Option<ValueId> {
+        if !operands.iter().all(|o| self.has_rows(o[0])) {
+            return None;
+        }
         let joined: Option<Vec<ValueId>> = operands.iter().map(|o| self.rows(o)).collect();
-        self.to.push(op.clone(), &joined?).ok()
+        let joined = joined?;
+        let shape = [&[self.rows * self.each], &node.ty.shape[1..]].concat();
+        let shapes: Vec<&[u64]> = joined.iter().map(|&v| self.to.shape(v)).collect();
+        let op = node.op.resized(&shapes, &shape);
+        self.to.push(op, &joined).ok()
     }
 
     /// `[experts, ..]` of what each expert has.
@@ -442,7 +559,7 @@ impl Join<'_> {
             (array::compare(g, Direction::Ge, group, low).ok()?, array::compare(g, Direction::Lt, group, high).ok()?);
         let inside = g.push(Op::Binary(Binary::And), &[above, below]).ok()?;
         debug_assert_eq!(g.ty(inside).dtype, DType::Bool);
-        let ones = [&[self.rows], vec![1; g.shape(value).len() - 1].as_slice()].concat();
+        let ones = [&[self.rows * self.each], vec![1; g.shape(value).len() - 1].as_slice()].concat();
         let inside = array::reshape(g, inside, &ones).ok()?;
         let zero = array::full_like(g, value, 0.0).ok()?;
         array::select(g, inside, value, zero).ok()

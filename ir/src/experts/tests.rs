@@ -368,3 +368,102 @@ fn other_graphs_stay_as_they_are() {
     let [written, found] = finished(m, result);
     assert_eq!(written, found);
 }
+
+/// Loops that mark tokens of an expert instead of choices, or take the mask from a one-hot tensor.
+#[test]
+fn masks_of_tokens_and_one_hot_masks_are_grouped() {
+    for hot in [false, true] {
+        let mut m = model();
+        let g = &mut m.g;
+        let all = a::one_hot(g, m.chosen, EXPERTS, DType::I64).unwrap();
+        let all = a::permute(g, all, &[2, 1, 0]).unwrap();
+        let mut total = m.tokens;
+        for e in 0..EXPERTS {
+            let number = a::full_like(g, m.chosen, e as f64).unwrap();
+            let equal = a::compare(g, Direction::Eq, m.chosen, number).unwrap();
+            let (up, down) =
+                (weight(g, &format!("up{e}"), &[INNER, HIDDEN]), weight(g, &format!("down{e}"), &[HIDDEN, INNER]));
+            let expert = |g: &mut Graph, x: ValueId| {
+                let y = a::linear(g, x, up, None).unwrap();
+                let y = a::silu(g, y).unwrap();
+                a::linear(g, y, down, None).unwrap()
+            };
+            let kept = |g: &mut Graph, mask: ValueId, y: ValueId| {
+                let mask = a::unsqueeze(g, mask, -1).unwrap();
+                let zero = a::full_like(g, y, 0.0).unwrap();
+                a::select(g, mask, y, zero).unwrap()
+            };
+            let term = if hot {
+                let mask = a::slice_dim(g, all, 0, e as i64, e as i64 + 1, 1).unwrap();
+                let mask = a::squeeze(g, mask, &[0]).unwrap();
+                let mask = a::convert(g, mask, DType::Bool).unwrap();
+                let x = g.broadcast(m.tokens, &[CHOSEN, TOKENS, HIDDEN], &[1, 2]);
+                let x = a::reshape(g, x, &[CHOSEN * TOKENS, HIDDEN]).unwrap();
+                let y = expert(g, x);
+                let gates = a::permute(g, m.gates, &[1, 0]).unwrap();
+                let gates = a::reshape(g, gates, &[CHOSEN * TOKENS, 1]).unwrap();
+                let y = a::binary(g, Binary::Multiply, y, gates).unwrap();
+                let y = a::reshape(g, y, &[CHOSEN, TOKENS, HIDDEN]).unwrap();
+                let kept = kept(g, mask, y);
+                a::sum(g, kept, &[0], false).unwrap()
+            } else {
+                let mask = a::reduce(g, equal, crate::op::Reducer::Or, &[1], false).unwrap();
+                let own = g.convert(equal, DType::F32);
+                let gates = a::binary(g, Binary::Multiply, m.gates, own).unwrap();
+                let gates = a::sum(g, gates, &[1], true).unwrap();
+                let y = expert(g, m.tokens);
+                let y = a::binary(g, Binary::Multiply, y, gates).unwrap();
+                kept(g, mask, y)
+            };
+            total = a::binary(g, Binary::Add, total, term).unwrap();
+        }
+        check(finished(m, total));
+    }
+}
+
+/// Runs of rows that are multiplied one after the other, as XLA writes them for a GPU.
+#[test]
+fn products_of_runs_are_grouped() {
+    let mut m = model();
+    let g = &mut m.g;
+    let rows = TOKENS * CHOSEN;
+    let key = a::reshape(g, m.chosen, &[rows]).unwrap();
+    let order = sorted_by(g, key);
+    let token = a::with_number(g, Binary::Divide, order, CHOSEN as f64).unwrap();
+    let x = a::take(g, m.tokens, 0, token, false).unwrap();
+    let hot = a::one_hot(g, key, EXPERTS, DType::I32).unwrap();
+    let counts = a::sum(g, hot, &[0], false).unwrap();
+    let in_runs = |g: &mut Graph, x: ValueId, w: ValueId| {
+        let row = a::iota(g, g.shape(x).to_vec().as_slice(), 0, DType::I32).unwrap();
+        let mut start = a::scalar(g, 0.0, DType::I32).unwrap();
+        let mut total: Option<ValueId> = None;
+        for e in 0..EXPERTS as i64 {
+            let count = a::slice_dim(g, counts, 0, e, e + 1, 1).unwrap();
+            let count = a::reshape(g, count, &[]).unwrap();
+            let end = a::binary(g, Binary::Add, start, count).unwrap();
+            let (after, before) =
+                (a::compare(g, Direction::Ge, row, start).unwrap(), a::compare(g, Direction::Lt, row, end).unwrap());
+            let inside = a::binary(g, Binary::And, after, before).unwrap();
+            let zero = a::full_like(g, x, 0.0).unwrap();
+            let kept = a::select(g, inside, x, zero).unwrap();
+            let part = a::slice_dim(g, w, 0, e, e + 1, 1).unwrap();
+            let part = a::squeeze(g, part, &[0]).unwrap();
+            let y = a::matmul(g, kept, part).unwrap();
+            total = Some(total.map_or(y, |t| a::binary(g, Binary::Add, t, y).unwrap()));
+            start = end;
+        }
+        total.unwrap()
+    };
+    let up = weight(g, "up", &[EXPERTS, HIDDEN, INNER]);
+    let down = weight(g, "down", &[EXPERTS, INNER, HIDDEN]);
+    let inner = in_runs(g, x, up);
+    let inner = a::silu(g, inner).unwrap();
+    let made = in_runs(g, inner, down);
+    let inverse = sorted_by(g, order);
+    let made = a::take(g, made, 0, inverse, false).unwrap();
+    let made = a::reshape(g, made, &[TOKENS, CHOSEN, HIDDEN]).unwrap();
+    let gates = a::unsqueeze(g, m.gates, 2).unwrap();
+    let made = a::binary(g, Binary::Multiply, made, gates).unwrap();
+    let result = a::sum(g, made, &[1], false).unwrap();
+    check(finished(m, result));
+}

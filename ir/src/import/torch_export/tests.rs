@@ -385,3 +385,66 @@ fn older_archives_have_the_program_at_their_root() {
     let bytes = archive(&[("version", b"5.3"), ("serialized_exported_program.json", program.to_string().as_bytes())]);
     assert_eq!(import(&bytes, &Options::default()).map(|i| i.graph.len()), Ok(3));
 }
+
+/// A program that marks the elements of `x` (`[2, 3]`) above 2.5, with what it does with the rows of `w` that their rows name.
+fn marked(uses: Vec<Value>, types: &[(&str, &[Value])], output: &str) -> Value {
+    let marks =
+        node("torch.ops.aten.gt.Scalar", &[("self", named("x")), ("other", json!({ "as_float": 2.5 }))], "marks");
+    let mut places = node("torch.ops.aten.where.default", &[("condition", named("marks"))], "");
+    places["outputs"] = json!([{ "as_tensors": [{ "name": "row" }, { "name": "column" }] }]);
+    let rows = node(
+        "torch.ops.aten.index.Tensor",
+        &[("self", named("p_w")), ("indices", json!({ "as_optional_tensors": [{ "as_tensor": { "name": "row" } }] }))],
+        "rows",
+    );
+    let mut program = program(&[size(2), size(3)], [vec![marks, places, rows], uses].concat(), output);
+    let many = json!({ "as_expr": { "expr_str": "u0" } });
+    let known = &mut program["graph_module"]["graph"]["tensor_values"];
+    known["row"] = tensor(5, std::slice::from_ref(&many));
+    known["column"] = tensor(5, std::slice::from_ref(&many));
+    known["rows"] = tensor(7, &[many, size(3)]);
+    types.iter().for_each(|(name, sizes)| known[*name] = tensor(7, sizes));
+    program
+}
+
+#[test]
+fn marked_rows_are_added_where_they_come_from() {
+    let many = || json!({ "as_expr": { "expr_str": "u0" } });
+    let arguments = |source: &str| {
+        [("self", named("x")), ("dim", json!({ "as_int": 0 })), ("index", named("row")), ("source", named(source))]
+    };
+    // All of the second row are marked, so its row of `w` is added three times.
+    let sum = node("torch.ops.aten.index_add.default", &arguments("rows"), "sum");
+    assert_eq!(values(&marked(vec![sum], &[], "sum")), [0.0, 1.0, 2.0, 123.0, 154.0, 185.0]);
+    // What is computed of each row.
+    let twice = add("rows", "rows", "twice");
+    let sum = node("torch.ops.aten.index_add.default", &arguments("twice"), "sum");
+    let program = marked(vec![twice, sum], &[("twice", &[many(), size(3)])], "sum");
+    assert_eq!(values(&program), [0.0, 1.0, 2.0, 243.0, 304.0, 365.0]);
+    // Elements of the mask's own shape, written: where nothing is marked, what was there stays.
+    let both =
+        json!({ "as_optional_tensors": [{ "as_tensor": { "name": "row" } }, { "as_tensor": { "name": "column" } }] });
+    let element = node("torch.ops.aten.index.Tensor", &[("self", named("p_w")), ("indices", both.clone())], "element");
+    let put = node(
+        "torch.ops.aten.index_put.default",
+        &[("self", named("x")), ("indices", both), ("values", named("element"))],
+        "put",
+    );
+    assert_eq!(
+        values(&marked(vec![element, put], &[("element", &[many()])], "put")),
+        [0.0, 1.0, 2.0, 40.0, 50.0, 60.0]
+    );
+}
+
+#[test]
+fn marked_rows_that_mix_are_refused() {
+    let dim = |name: &'static str| (name, json!({ "as_ints": [0] }));
+    let total = node("torch.ops.aten.sum.dim_IntList", &[("self", named("rows")), dim("dim")], "total");
+    let running =
+        node("torch.ops.aten.cumsum.default", &[("self", named("rows")), ("dim", json!({ "as_int": 0 }))], "running");
+    let many = json!({ "as_expr": { "expr_str": "u0" } });
+    for (op, name, sizes) in [(total, "total", vec![size(3)]), (running, "running", vec![many, size(3)])] {
+        let error = imported(&marked(vec![op], &[(name, &sizes)], name)).unwrap_err().to_string();
+        assert!(error.contains("depends on data"), "{name}: {error}");
+    }
+}

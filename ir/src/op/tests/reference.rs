@@ -42,6 +42,7 @@ fn stablehlo(op: &Op) -> String {
             _ => "`stablehlo.scatter`".to_string(),
         },
         "threefry" => "JAX's `@threefry2x32`, `stablehlo.rng_bit_generator`".to_string(),
+        "grouped_dot" | "grouped_outer" => "`chlo.ragged_dot`".to_string(),
         "arg_sort" => "`stablehlo.sort`, `chlo.top_k`".to_string(),
         "cumulative" => "`stablehlo.reduce_window` of all that comes before".to_string(),
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),

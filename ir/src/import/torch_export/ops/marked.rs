@@ -207,7 +207,10 @@ pub fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
     order.sort_by_key(|&i| dims[i]);
     let x = a::permute(c.g(), x, &order)?;
     let dims = order.iter().map(|&i| dims[i]).collect();
-    let spread = c.g().push(Op::BroadcastInDim(BroadcastInDim { shape: wide.clone(), dims }), &[x])?;
+    let spread = match c.shape_of(x) == wide {
+        true => x,
+        false => c.g().push(Op::BroadcastInDim(BroadcastInDim { shape: wide, dims }), &[x])?,
+    };
     let rows = of_mask.iter().product();
     Ok(Some(a::reshape(c.g(), spread, &[before.as_slice(), &[rows], &behind].concat())?))
 }
@@ -232,6 +235,7 @@ fn unfolded(
 /// Marked rows written to their places, or added.
 fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) -> Result<ValueId, Reject> {
     let parts = parts(c, x, at)?;
+    let rows = source;
     let (source, marks) = unfolded(c, source, at, &parts)?;
     let (before, of_mask) = (parts[0].len(), parts[1].len());
     let missing: Vec<usize> = (0..of_mask).filter(|d| !at.dims.contains(d)).map(|d| before + d).collect();
@@ -251,12 +255,33 @@ fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) 
         let sum = a::permute(c.g(), sum, &order)?;
         return two(c, Binary::Add, x, sum);
     }
+    // What was there and something more is that, added: each place is marked once, or which row is last would be left open.
+    if let Some(more) = added_to(c, x, rows) {
+        return put(c, x, at, more, true);
+    }
     if !missing.is_empty() {
         return Err(data_dependent());
     }
     let order = order(c);
     let (source, marks) = (a::permute(c.g(), source, &order)?, a::permute(c.g(), marks, &order)?);
     Ok(a::select(c.g(), marks, source, x)?)
+}
+
+/// The other addend, where rows are those of `x` and something more.
+fn added_to(c: &Call<'_>, x: ValueId, rows: ValueId) -> Option<ValueId> {
+    let g = &c.to.graph;
+    let from = |mut v: ValueId| {
+        while v != x && matches!(g.node(v).op, Op::Reshape(_) | Op::BroadcastInDim(_)) {
+            v = g.node(v).operands[0];
+        }
+        v == x
+    };
+    let node = g.node(rows);
+    match (&node.op, node.operands.as_slice()) {
+        (Op::Binary(Binary::Add), &[a, b]) if from(a) => Some(b),
+        (Op::Binary(Binary::Add), &[a, b]) if from(b) => Some(a),
+        _ => None,
+    }
 }
 
 /// Rows that are written elsewhere than where they come from would bring with them those that are not marked.
