@@ -14,13 +14,11 @@ use std::collections::BTreeMap;
 
 /// The graph in which such terms are one; none where there are none.
 pub fn joined(graph: &Graph) -> Option<Graph> {
-    let masks =
-        graph.nodes.iter().filter(|n| matches!(n.op, Op::Compare(Compare { direction: Direction::Eq }))).count();
-    if masks < 2 {
+    if graph.nodes.iter().filter(|n| matches!(n.op, Op::Select(_))).count() < 2 {
         return None;
     }
     let users = graph.users();
-    let classes = classes(graph);
+    let mut classes: Option<Vec<u32>> = None;
     let is_add = |v: ValueId| matches!(graph.node(v).op, Op::Binary(Binary::Add)) && graph.ty(v).dtype.is_float();
     let is_inner =
         |v: ValueId| is_add(v) && matches!(users[v.index()][..], [only] if is_add(only)) && !graph.outputs.contains(&v);
@@ -30,10 +28,13 @@ pub fn joined(graph: &Graph) -> Option<Graph> {
     for v in graph.values() {
         let node = graph.node(v);
         let before = to.len();
-        let made = (is_add(v) && !is_inner(v)).then(|| {
+        let made = (is_add(v) && !is_inner(v)).then(|| -> Option<ValueId> {
             let mut addends = Vec::new();
             collect(graph, v, &|o| is_inner(o), &mut addends);
-            let (graph, classes, map) = (graph, classes.as_slice(), map.as_slice());
+            if addends.iter().filter(|&&o| term(graph, o).is_some() || is_masked_product(graph, o)).count() < 2 {
+                return None;
+            }
+            let (classes, map) = (classes.get_or_insert_with(|| numbered(graph)).as_slice(), map.as_slice());
             sum(graph, classes, map, &mut to, &addends).or_else(|| runs(graph, classes, map, &mut to, &addends))
         });
         let made = made.flatten().filter(|&m| to.ty(m) == graph.ty(v));
@@ -63,7 +64,7 @@ fn collect(graph: &Graph, v: ValueId, is_inner: &dyn Fn(ValueId) -> bool, found:
 }
 
 /// A number for each value, equal for values that are computed alike from the same leaves.
-fn classes(graph: &Graph) -> Vec<u32> {
+fn numbered(graph: &Graph) -> Vec<u32> {
     let mut known: BTreeMap<(String, Vec<u32>), u32> = BTreeMap::new();
     let mut classes: Vec<u32> = Vec::with_capacity(graph.len());
     for v in graph.values() {
@@ -316,6 +317,12 @@ fn runs(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends
     let w = join.stacked(&weights)?;
     let op = GroupedDot { contract: dot.rhs_contract[0] + 1, of: None };
     to.push(Op::GroupedDot(op), &[map[x.index()], w, group]).ok()
+}
+
+/// Whether a value is a product whose left factor is kept in places.
+fn is_masked_product(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    matches!(node.op, Op::DotGeneral(_)) && matches!(graph.node(node.operands[0]).op, Op::Select(_))
 }
 
 /// The bounds of `low <= row` and `row < high`, where rows are counted along the first dimension.

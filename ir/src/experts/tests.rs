@@ -318,7 +318,8 @@ fn looped(own: bool, experts: u64) -> [Graph; 2] {
         let x = a::reshape(g, spread, &[rows, HIDDEN]).unwrap();
         let part = |g: &mut Graph, w: ValueId, name: &str| {
             if own {
-                return weight(g, &format!("{name}{e}"), &g.shape(w)[1..].to_vec());
+                let shape = g.shape(w)[1..].to_vec();
+                return weight(g, &format!("{name}{e}"), &shape);
             }
             let part = a::slice_dim(g, w, 0, e as i64, e as i64 + 1, 1).unwrap();
             a::squeeze(g, part, &[0]).unwrap()

@@ -447,6 +447,29 @@ fn sorts_by_what_their_comparator_says() {
 }
 
 #[test]
+fn runs_of_rows_are_multiplied_with_matrices_of_their_own() {
+    let dot = |dims: &str, types: &str| {
+        format!(
+            "%0 = \"chlo.ragged_dot\"(%x, %w, %s) <{{ragged_dot_dimension_numbers = #chlo.ragged_dot<{dims}>}}> : {types}\nreturn %0"
+        )
+    };
+    let (x, sizes) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "tensor<2xi32>");
+    let rows = "lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]";
+    let text = dot(rows, &format!("(tensor<3x2xf32>, tensor<2x2x1xf32>, {sizes}) -> tensor<3x1xf32>"));
+    let arguments = format!("%x: tensor<3x2xf32>, %w: tensor<2x2x1xf32>, %s: {sizes}");
+    // A row behind all runs has no matrix.
+    for (sizes, expected) in [([1.0, 2.0], [3.0, 70.0, 110.0]), ([0.0, 2.0], [30.0, 70.0, 0.0])] {
+        let inputs: &[&[f64]] = &[&x, &[1.0, 1.0, 10.0, 10.0], &sizes];
+        body(&arguments, "tensor<3x1xf32>", &format!("{text} : tensor<3x1xf32>"), inputs, &[&expected]);
+    }
+    let sums = "lhs_contracting_dimensions = [0], rhs_contracting_dimensions = [0], lhs_ragged_dimensions = [0]";
+    let text = dot(sums, &format!("(tensor<3x2xf32>, tensor<3x1xf32>, {sizes}) -> tensor<2x2x1xf32>"));
+    let arguments = format!("%x: tensor<3x2xf32>, %w: tensor<3x1xf32>, %s: {sizes}");
+    let inputs: &[&[f64]] = &[&x, &[1.0, 1.0, 1.0], &[1.0, 2.0]];
+    body(&arguments, "tensor<2x2x1xf32>", &format!("{text} : tensor<2x2x1xf32>"), inputs, &[&[1.0, 2.0, 8.0, 10.0]]);
+}
+
+#[test]
 fn parts_at_known_and_computed_positions() {
     let x: Vec<f64> = (0..12).map(f64::from).collect();
     let arguments = "%x: tensor<3x4xf32>, %u: tensor<2x2xf32>, %i: tensor<i32>, %j: tensor<i64>";

@@ -323,13 +323,13 @@ impl Converter {
                 if *found != declared {
                     return Err(ProblemKind::ResultType { declared, found: found.clone() }.into());
                 }
-            } else if let (Item::Tensor(tensor), Some(meta)) = (&item, graph.tensor_values.get(&name)) {
+            } else if let (Item::Tensor(tensor), Some(meta)) = (&item, graph.tensor_values.get(&name))
+                && meta.sizes.iter().any(|size| self.unknown_symbol(size).is_some())
+            {
                 // A size that data say is that of all rows.
                 let value = self.memory.read(&mut self.graph, *tensor)?;
                 for (size, &found) in meta.sizes.iter().zip(self.graph.shape(value)) {
-                    let Size::Expr(e) = size else { continue };
-                    let symbol = sizes::only_symbol(&e.expr_str).filter(|s| !self.sizes.contains_key(s));
-                    if let Some(symbol) = symbol {
+                    if let Some(symbol) = self.unknown_symbol(size) {
                         self.sizes.insert(symbol.clone(), found as i64);
                         self.marked.symbols.insert(symbol);
                     }
@@ -338,6 +338,14 @@ impl Converter {
             environment.insert(name, item);
         }
         Ok(())
+    }
+
+    /// The symbol that a size is, where nothing says yet what that is.
+    fn unknown_symbol(&self, size: &Size) -> Option<String> {
+        match size {
+            Size::Expr(e) => sizes::only_symbol(&e.expr_str).filter(|s| !self.sizes.contains_key(s)),
+            Size::Int(_) => None,
+        }
     }
 
     /// Leaves of the declared types in place of results that could not be computed. The graph is not used.

@@ -132,7 +132,7 @@ fn positions(c: &Call<'_>, mut index: ValueId) -> Option<(usize, usize)> {
             Op::Reshape(_) | Op::Convert(_) => node.operands[0],
             Op::Slice(slice) => {
                 let from = node.operands[0];
-                match (&g.node(from).op, &g.shape(from)[..]) {
+                match (&g.node(from).op, g.shape(from)) {
                     // One column of `nonzero`.
                     (Op::Concatenate(_), [_, _]) if slice.limit[1] == slice.start[1] + 1 => {
                         *g.node(from).operands.get(slice.start[1] as usize)?
