@@ -74,7 +74,7 @@ fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
                 Term::once(MATMUL, dtype, [m, n, k])
             }
         }
-        KernelKind::Attention { flop, share, dtype } => Term::once(ATTENTION, dtype, [flop * share]),
+        KernelKind::Attention(a) => Term::once(ATTENTION, a.dtype, [a.flop * a.share]),
         KernelKind::Fused { .. } => Term::once(PASS, DType::F32, [bytes]),
         KernelKind::Indexed => Term::once(INDEXED, DType::F32, [bytes]),
         _ => return None,

@@ -5,9 +5,10 @@
 use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
-use altiplano_ir::cluster::DeviceKind;
+use altiplano_cost_models::catalogue;
+use altiplano_ir::cluster::{Device, DeviceKind};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Offload, Plan};
+use altiplano_ir::plan::{Offload, Plan, Stage};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::memory::Category;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
@@ -55,6 +56,10 @@ pub struct Shortage {
     pub limit_bytes: u64,
     /// The least that any plan that was judged needs.
     pub needed_bytes: u64,
+    /// Bytes of a device that no tensor can use.
+    pub taken_bytes: u64,
+    /// A device of the catalogue that has enough memory.
+    pub larger: Option<String>,
     /// The fewest tensors held then that do not fit by themselves, largest first.
     pub tensors: Vec<HeldTensor>,
     /// Optimizer state held then.
@@ -83,7 +88,9 @@ const LISTED: usize = 6;
 pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
     let closest = closest_plan(request)?;
-    let limits: Vec<u64> = closest.stages.iter().map(|s| closest.group_of(s).device.memory_bytes).collect();
+    let taken_bytes = |s: &Stage| closest.cluster.taken_bytes(closest.group_of(s)).into_iter().sum::<u64>();
+    let taken_bytes = closest.stages.iter().map(taken_bytes).max().unwrap_or(0);
+    let limits: Vec<u64> = closest.stages.iter().map(|s| closest.usable_bytes(s)).collect();
     let simulation = Simulation::new(closest, None)?;
     let timelines = simulation.memory();
     let over = |stage: usize, m: &MemoryTimeline| m.peak_bytes as f64 / limits[stage].max(1) as f64;
@@ -101,6 +108,7 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
     });
     let tensors = too_much.cloned().collect();
     let state_bytes = memory.by_category().get(&Category::OptimizerState).copied().unwrap_or(0);
+    let needed_bytes = memory.peak_bytes.max(required_bytes);
     let mut remedies = remedies(request, progress);
     remedies.sort_by(|a, b| a.device_seconds().total_cmp(&b.device_seconds()));
     Ok(Shortage {
@@ -109,7 +117,9 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
         moment: simulation.moment(stage),
         peak_bytes: memory.peak_bytes,
         limit_bytes,
-        needed_bytes: memory.peak_bytes.min(required_bytes),
+        needed_bytes,
+        larger: smallest_device(&request.cluster.groups[0].device, roomy(needed_bytes)),
+        taken_bytes,
         tensors,
         state_bytes,
         remedies,
@@ -236,6 +246,24 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     changes.into_iter().enumerate().filter_map(first_that_fits).collect()
 }
 
+/// A little more than so many bytes.
+fn roomy(bytes: u64) -> u64 {
+    bytes + bytes / 100
+}
+
+/// The GPU of the catalogue with the least memory of those of a vendor on which tensors have room for so many bytes.
+fn smallest_device(like: &Device, needed_bytes: u64) -> Option<String> {
+    let vendor = |device: &Device| device.generation().map(|generation| std::mem::discriminant(&generation));
+    let usable = |device: &Device| {
+        let taken = device.reserved.map_or(0, |r| r.context_bytes + r.communication_bytes + r.allocator_bytes);
+        device.memory_bytes.saturating_sub(taken)
+    };
+    let devices = catalogue::device_names().into_iter().filter_map(|name| catalogue::device(&name));
+    let alike = devices.filter(|d| d.kind == DeviceKind::Gpu && vendor(d) == vendor(like));
+    let enough = alike.filter(|d| usable(d) >= needed_bytes);
+    enough.min_by_key(|device| device.memory_bytes).map(|device| device.name)
+}
+
 /// A failed search as JSON (docs/failure.schema.json).
 pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
     let change = |r: &Remedy| {
@@ -301,8 +329,9 @@ impl fmt::Display for Shortage {
         for remedy in &self.remedies {
             writeln!(f, "  {remedy}")?;
         }
-        // Rounded up, and a plan that was judged may have needed less than what should come closest.
-        write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;
+        // Rounded up: what is printed has three digits.
+        let larger = self.larger.as_ref().map_or(String::new(), |name| format!(", such as {name}"));
+        write!(f, "  devices with {} of memory{larger}", bytes(roomy(self.needed_bytes) + self.taken_bytes))?;
         Ok(())
     }
 }

@@ -25,6 +25,11 @@ pub fn bytes(value: u64) -> String {
     }
 }
 
+/// `74.5 GiB`, as tools of vendors count memory.
+pub fn gib(value: u64) -> String {
+    format!("{} GiB", digits(value as f64 / (1u64 << 30) as f64))
+}
+
 /// `124 M`, of things.
 pub fn count(value: u64) -> String {
     match value {

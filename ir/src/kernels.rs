@@ -18,7 +18,9 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{HostCopy, HostRoute, Op, Operator};
 use crate::optimizer::leaf;
+use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
@@ -87,12 +89,8 @@ pub enum KernelKind {
     Fused {
         operations: f64,
     },
-    /// Products around large values that stay on the chip; `share` of their elements are computed, the rest being masked.
-    Attention {
-        flop: f64,
-        share: f64,
-        dtype: DType,
-    },
+    /// Products around large values that stay on the chip.
+    Attention(Attention),
     /// Lookups, scatters and windows.
     Indexed,
     /// So many passes over keys and positions.
@@ -110,6 +108,20 @@ impl KernelKind {
     pub fn communicates(&self) -> bool {
         matches!(self, KernelKind::Collective | KernelKind::HostCopy(_))
     }
+}
+
+/// Fused attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Of its products, as if nothing were masked.
+    pub flop: f64,
+    /// Part of the tiles that is computed; a mask hides the rest wherever its data are.
+    pub share: f64,
+    /// Length of a row of the large values.
+    pub keys: u64,
+    /// Whether more than one of its products makes large values, as where gradients of scores are made beside the scores.
+    pub backward: bool,
+    pub dtype: DType,
 }
 
 /// `batch` products of `[m, k]` and `[k, n]`.
@@ -283,6 +295,7 @@ fn with_products_fused(
     for i in 0..kernels.len() {
         groups.entry((component[i], depth[i])).or_default().push(i);
     }
+    let shares = Shares { graph, known: RefCell::default() };
     let together = |of_group: &[usize]| -> Option<Kernel> {
         // Large values of before are made again, of what is in memory and of nothing that is not.
         let mut again: BTreeSet<usize> = of_group.iter().copied().collect();
@@ -327,17 +340,18 @@ fn with_products_fused(
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
-        // What a mask that is known beforehand hides is not computed.
+        // What a mask hides wherever it stands is not computed.
         let share = |&v: &ValueId| {
-            let node = graph.node(v);
-            let known =
-                matches!(node.op, Op::Select(_)) && roles[source[node.operands[0].index()].0.index()] == Role::Constant;
-            known.then(|| seen(graph, node.operands[0]))
+            let selects = matches!(graph.node(v).op, Op::Select(_));
+            selects
+                .then(|| shares.of(Mask::of_select(graph, v, |o| roles[source[o.index()].0.index()] == Role::Constant)))
         };
         let share = nodes.iter().filter_map(share).fold(1.0, f64::min);
         let read_bytes = reads.iter().map(|r| r.1).sum();
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
-        let kind = KernelKind::Attention { flop, share, dtype };
+        let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
+        let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
+        let kind = KernelKind::Attention(Attention { flop, share, keys, backward: grown().count() > 1, dtype });
         Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
             .filter(|kernel| !kernel.writes.is_empty())
     };
@@ -356,26 +370,21 @@ fn with_products_fused(
     kept.chain(fused).collect()
 }
 
-/// The part of a known mask that a device sees at most, as others wait for it: of what lies ahead of each position, half of all; where
-/// positions are split, of the last part all but half a part; and of a block whose positions are alike, all of it.
-fn seen(graph: &Graph, mask: ValueId) -> f64 {
-    let mut parts = 1;
-    let mut by_position = false;
-    let mut open = vec![mask];
-    let mut found: BTreeSet<ValueId> = BTreeSet::from([mask]);
-    while let Some(v) = open.pop() {
-        let node = graph.node(v);
-        match &node.op {
-            Op::AxisIndex(op) => parts = parts.max(op.mesh.product(&op.axes)),
-            Op::Iota(_) => by_position |= node.ty.elements() > 1,
-            _ => {}
+/// The visible parts of a body's masks. Layers have masks of their own that are alike, and one is looked at for all.
+struct Shares<'a> {
+    graph: &'a Graph,
+    known: RefCell<BTreeMap<(bool, String), f64>>,
+}
+
+impl Shares<'_> {
+    fn of(&self, mask: Mask) -> f64 {
+        let form = (mask.shows, form(self.graph, mask.value));
+        if let Some(&known) = self.known.borrow().get(&form) {
+            return known;
         }
-        open.extend(node.operands.iter().filter(|o| found.insert(**o)));
-    }
-    match parts {
-        1 => 0.5,
-        _ if by_position => 1.0 - 0.5 / parts as f64,
-        _ => 1.0,
+        let share = visible(self.graph, mask, TILE, &unknown_leaf);
+        self.known.borrow_mut().insert(form, share);
+        share
     }
 }
 

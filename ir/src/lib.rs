@@ -44,4 +44,5 @@ pub mod tensor;
 pub mod text;
 pub mod types;
 pub mod unstack;
+pub mod visible;
 pub mod work;

@@ -55,7 +55,7 @@ impl Work {
         match (kind, sent) {
             (_, Some(collective)) => Work::collective(collective, mesh),
             (KernelKind::Matmul(_), _) => Work::Matmuls,
-            (KernelKind::Attention { .. }, _) => Work::Attention,
+            (KernelKind::Attention(_), _) => Work::Attention,
             (KernelKind::Convolution { .. }, _) => Work::Convolutions,
             (KernelKind::Fused { .. } | KernelKind::Collective, _) => Work::Elementwise,
             (KernelKind::HostCopy(_), _) => Work::HostCopies,

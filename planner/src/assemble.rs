@@ -77,7 +77,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,
         profile: None,
-        predicted: Predicted::default(),
+        predicted: Predicted { mfu_convention: request.mfu_convention, ..Predicted::default() },
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),
         stages,

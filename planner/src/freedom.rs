@@ -152,7 +152,7 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         virtual_stages: request.virtual_stages,
         zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
-        memory_bytes: request.cluster.groups.iter().map(|g| g.device.memory_bytes).collect(),
+        memory_bytes: request.cluster.groups.iter().map(|g| request.cluster.usable_bytes(g)).collect(),
         only_group: None,
         lean: false,
         all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,

@@ -11,6 +11,7 @@ pub mod assemble;
 pub mod cache;
 mod cuts;
 pub mod fixed;
+pub mod flop;
 mod freedom;
 pub mod frontier;
 pub mod inter_op;
@@ -866,7 +867,7 @@ fn peak_bytes(plan: &Plan) -> u64 {
 /// Whether every device has the memory that the judge says its stage needs, and every node what is left in its own.
 pub fn fits(plan: &Plan) -> bool {
     let of_servers = plan.servers.iter().flat_map(|over| &over.predicted);
-    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
-        && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.groups[0].device.memory_bytes)
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.usable_bytes(s))
+        && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.usable_bytes(&plan.cluster.groups[0]))
         && offload::short_node(plan).is_none()
 }

@@ -46,8 +46,7 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
             (Offload::ACTIVATIONS, state_bytes),
         ];
         // Whenever most is held, what is in the host now would be held as well.
-        let fits =
-            |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.group_of(stage).device.memory_bytes;
+        let fits = |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.usable_bytes(stage);
         let less = parts.into_iter().filter(|(left, _)| *left == Offload::NONE || stage.offload == Offload::ALL);
         if let Some((left, _)) = less.into_iter().find(|(_, more)| fits(*more)) {
             plan.stages_of(lane).for_each(|s| back.stages[s].offload = left);

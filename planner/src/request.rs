@@ -2,14 +2,14 @@
 
 use crate::cache::Cache;
 use crate::rings::{self, Ring};
-use altiplano_cost_models::catalogue::fuses_attention;
+use crate::target::execution;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Goal, Offload, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, MfuConvention, Offload, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
@@ -58,6 +58,8 @@ pub struct Request {
     /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
     pub loss_scale: Option<LossScale>,
     pub execution: Execution,
+    /// Whether attention is one kernel; what the target's software has on these devices where nothing is said.
+    pub fused_attention: Option<bool>,
     /// What is to run the plan; see [`crate::target::aimed`].
     pub target: Target,
     /// Which part of the space is searched.
@@ -66,6 +68,8 @@ pub struct Request {
     pub allow_microbatch_semantics: bool,
     /// Price the plain baselines as well.
     pub baselines: bool,
+    /// Which FLOPs count in the plan's MFU.
+    pub mfu_convention: MfuConvention,
     /// What earlier searches found. It changes how long a search takes, and nothing else.
     pub cache: Option<Arc<Cache>>,
 }
@@ -73,8 +77,7 @@ pub struct Request {
 impl Request {
     /// A request in which everything is searched.
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
-        // One kernel on every device or on none, since lowering is the same for all stages.
-        let fused_attention = cluster.groups.iter().all(|group| fuses_attention(&group.device.name));
+        let execution = execution(Target::Altiplano, &cluster, &graph, None);
         let loss_scale = LossScale::of_model(&graph);
         Request {
             model: model.into(),
@@ -102,11 +105,13 @@ impl Request {
             offload: Some(Offload::NONE),
             clip_norm: None,
             loss_scale,
-            execution: Execution { fused_attention, fused_loss: true, ..Execution::default() },
+            execution,
+            fused_attention: None,
             target: Target::Altiplano,
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,
             baselines: true,
+            mfu_convention: MfuConvention::default(),
             cache: None,
         }
     }
@@ -134,6 +139,8 @@ impl Request {
         request.clip_norm = plan.clip_norm;
         request.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
+        request.fused_attention = Some(plan.execution.fused_attention);
+        request.mfu_convention = plan.predicted.mfu_convention;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;
         request
@@ -187,7 +194,7 @@ pub enum PlanFailure {
     #[error("the model has {layers} layers, too few for {stages} pipeline stages")]
     TooFewLayers { layers: u32, stages: u32 },
     #[error(
-        "no plan fits in memory: the best needs {} per device, {} more than the {} that a {device} has ({detail})",
+        "no plan fits in memory: the best needs {} per device, {} more than the {} that tensors can use of a {device} ({detail})",
         Bytes(*required_bytes),
         Bytes(*over_bytes),
         Bytes(*limit_bytes)

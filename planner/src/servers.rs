@@ -234,10 +234,11 @@ fn fastest(
     }
     let leanest = leanest(plans)?;
     let (required_bytes, device) = (peak_bytes(&leanest), &request.cluster.groups[0].device);
+    let limit_bytes = request.cluster.usable_bytes(&request.cluster.groups[0]);
     Err(PlanFailure::Memory {
         required_bytes,
-        limit_bytes: device.memory_bytes,
-        over_bytes: required_bytes.saturating_sub(device.memory_bytes),
+        limit_bytes,
+        over_bytes: required_bytes.saturating_sub(limit_bytes),
         device: device.name.clone(),
         detail: lost::shape(&leanest),
     })

@@ -137,10 +137,11 @@ pub fn sweep(
         return Ok(found);
     }
     let device = &request.cluster.groups[0].device;
+    let limit_bytes = request.cluster.usable_bytes(&request.cluster.groups[0]);
     Err(least.map_or(PlanFailure::NoCombination, |required_bytes| PlanFailure::Memory {
         required_bytes,
-        limit_bytes: device.memory_bytes,
-        over_bytes: required_bytes.saturating_sub(device.memory_bytes),
+        limit_bytes,
+        over_bytes: required_bytes.saturating_sub(limit_bytes),
         device: device.name.clone(),
         detail: format!("the leanest of {total} combinations of dp, tp and pp"),
     }))
@@ -191,7 +192,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         let judged: Vec<(Degrees, Plan)> = judged.collect::<Vec<_>>().into_iter().flatten().collect();
         let mut better = false;
         for (degrees, plan) in judged {
-            let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes as f64;
+            let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
             let over = plan.stages.iter().map(over).fold(1.0, f64::max);
             let here = (over, plan.predicted.step_time_s);
             if here < best {
@@ -220,7 +221,7 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     };
     let bytes: u64 = request.graph.parameters().map(held).sum();
     let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
-    bytes / devices.max(1) <= request.cluster.groups[0].device.memory_bytes
+    bytes / devices.max(1) <= request.cluster.usable_bytes(&request.cluster.groups[0])
 }
 
 /// How many things two configurations differ in, a factor of two counted as one.

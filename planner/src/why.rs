@@ -90,7 +90,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
         let Some(at) = program.statement.variables.iter().position(is_it) else { continue };
         let Some(given) = as_given(&program, &plan.graph, stage, &mut spaces) else { continue };
         // What the plan needs by this problem's estimate is allowed, since the judge found that it fits.
-        let limit_bytes = group.device.memory_bytes.max(given.most_bytes);
+        let limit_bytes = plan.cluster.usable_bytes(group).max(given.most_bytes);
         program.problem.limit_bytes = Some(limit_bytes);
         let all = match alternatives(&program.problem, &given.choice, at, &OPTIONS) {
             Ok(all) => all,

@@ -226,6 +226,13 @@ pub struct PlanOptions {
     /// Plan what this software can run, as it runs it [default: altiplano]
     #[arg(long)]
     target: Option<TargetName>,
+    /// Take attention to be one kernel that never writes its scores, or not [default: auto, what the target's software has for the model's
+    /// heads on the cluster's devices]
+    #[arg(long, value_name = "auto|yes|no", value_enum)]
+    fused_attention: Option<FusedName>,
+    /// FLOPs of attention that count in the MFU: those that its masks leave, or all, as PaLM and Megatron-LM count [default: computed]
+    #[arg(long, value_enum)]
+    mfu_convention: Option<ConventionName>,
     /// Search only what Alpa does, for comparison
     #[arg(long)]
     search: Option<SearchName>,
@@ -406,6 +413,19 @@ enum TargetName {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum FusedName {
+    Auto,
+    Yes,
+    No,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum ConventionName {
+    Computed,
+    Full,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum PadName {
     Auto,
     None,
@@ -516,6 +536,19 @@ impl PlanOptions {
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
+        };
+        request.fused_attention = match self.fused_attention {
+            None | Some(FusedName::Auto) => None,
+            Some(FusedName::No) => Some(false),
+            Some(FusedName::Yes) if request.cluster.groups.iter().all(|g| g.device.kind.is_gpu()) => Some(true),
+            Some(FusedName::Yes) => {
+                let problem = "yes is of GPUs: CPU workers write the scores of attention";
+                return Err(Error::Option { option: "--fused-attention", problem });
+            }
+        };
+        request.mfu_convention = match self.mfu_convention {
+            None | Some(ConventionName::Computed) => plan::MfuConvention::Computed,
+            Some(ConventionName::Full) => plan::MfuConvention::Full,
         };
         request.pad = self.pad != Some(PadName::None);
         request.ring = self.ring.unwrap_or_default();

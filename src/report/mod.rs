@@ -27,14 +27,15 @@ pub use why::{Asked, why_text};
 
 use crate::advice::Limits;
 use crate::simulate::Simulation;
-use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
+use crate::units::{bytes, count, digits, gib, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
-    Alternative, Goal, Memory, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
+    Alternative, Goal, Memory, MfuConvention, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage,
+    Target, Update,
 };
 use altiplano_planner::offload::of_nodes;
 use comfy_table::{CellAlignment, Table, presets};
@@ -109,7 +110,13 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let devices = plan.cluster.num_devices();
     let of_group = |group: &Group| {
         let device = &group.device;
-        format!("{} x {}, {} each", group.num_devices(), device.name, bytes(device.memory_bytes))
+        format!(
+            "{} x {}, {} ({}) each",
+            group.num_devices(),
+            device.name,
+            bytes(device.memory_bytes),
+            gib(device.memory_bytes)
+        )
     };
     let groups: Vec<String> = plan.cluster.groups.iter().map(of_group).collect();
     writeln!(out, "{} on {} ({})\n", plan.model, plan.cluster.name, groups.join("; "))?;
@@ -211,16 +218,21 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let step = if trains { "step " } else { "batch" };
     writeln!(
         out,
-        "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU)",
+        "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU{})",
         seconds(p.step_time_s),
         digits(p.samples_per_s),
-        percent(p.mfu)
+        percent(p.mfu),
+        if p.mfu_convention == MfuConvention::Full { ", masked attention counted in full" } else { "" }
     )?;
     if let Some(latency_s) = p.latency_s {
         writeln!(out, "  a batch alone   {} from its arrival to its last result", seconds(latency_s))?;
     }
     let step = step.trim_end();
-    writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))?;
+    writeln!(
+        out,
+        "  lower bound     {} (the {step}'s FLOPs at peak rate; of masked attention what its masks leave)",
+        seconds(p.lower_bound_s)
+    )?;
     match proven(plan) {
         Some(proven) => writeln!(out, "  shardings       {proven}, by the prices of the search"),
         None => Ok(()),
@@ -304,7 +316,7 @@ fn memory(plan: &Plan) -> String {
     let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
     for (i, stage) in plan.lanes().iter().enumerate() {
         let m = &stage.predicted.memory;
-        let limit = plan.group_of(stage).device.memory_bytes;
+        let limit = plan.usable_bytes(stage);
         let cells = [
             plan.lane_name(i),
             bytes(m.parameters_bytes),
@@ -318,7 +330,7 @@ fn memory(plan: &Plan) -> String {
         table.row(cells.into_iter().zip(&columns).filter(|(_, c)| shown(c)).map(|(cell, _)| cell));
     }
     for (s, server) in plan.servers.iter().flat_map(|over| &over.predicted).enumerate() {
-        let (m, limit) = (&server.memory, plan.cluster.groups[0].device.memory_bytes);
+        let (m, limit) = (&server.memory, plan.cluster.usable_bytes(&plan.cluster.groups[0]));
         let held = [m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes, m.activations_bytes, server.peak_bytes];
         let cells = held.map(bytes).into_iter();
         let cells = std::iter::once(format!("server{s}")).chain(cells);
@@ -329,7 +341,36 @@ fn memory(plan: &Plan) -> String {
     } else {
         "p parameters, a activations and all else"
     };
-    format!("{}\n  {classes}; up to | is what a device has{}", table.right_but_last(), in_hosts(plan))
+    let rows = table.right_but_last();
+    format!("{rows}\n  {classes}; up to | is what a device has{}{}", usable(plan), in_hosts(plan))
+}
+
+/// What tensors can use of the devices of each kind, and what takes the rest.
+fn usable(plan: &Plan) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for group in &plan.cluster.groups {
+        let (device, [context, communication, allocator]) = (&group.device, plan.cluster.taken_bytes(group));
+        let usable_bytes = plan.cluster.usable_bytes(group);
+        let terms = [("context", context), ("to communicate", communication), ("kept by the allocator", allocator)];
+        let terms = terms.into_iter().filter(|term| term.1 > 0);
+        let terms: Vec<String> = terms.map(|(what, taken)| format!("{what} {}", bytes(taken))).collect();
+        if terms.is_empty() {
+            continue;
+        }
+        let line = format!(
+            "\n  of the {} ({}) of a {} tensors can use {} ({}): {}",
+            bytes(device.memory_bytes),
+            gib(device.memory_bytes),
+            device.name,
+            bytes(usable_bytes),
+            gib(usable_bytes),
+            terms.join(", ")
+        );
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines.concat()
 }
 
 /// All that any stage has in the memory of its hosts.
@@ -511,7 +552,7 @@ fn alternatives(plan: &Plan) -> String {
         row(name, predicted.as_ref(), *fits, detail);
     }
     if !plan.alternatives.iter().any(|a| a.name == "chosen") {
-        let fits = plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes);
+        let fits = plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.usable_bytes(s));
         row("chosen", Some(&plan.predicted), fits, &one_line(plan));
     }
     table.right_but_last()

@@ -188,7 +188,7 @@ impl Simulation {
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let stage = |lane: usize| self.plan.stages.get(lane).unwrap_or(&self.plan.stages[0]);
-        let limit = |lane: usize| self.plan.group_of(stage(lane)).device.memory_bytes;
+        let limit = |lane: usize| self.plan.usable_bytes(stage(lane));
         // All workers hold what the first one holds.
         let workers = self.plan.num_workers() as usize;
         let differs = |lane: usize| self.plan.servers.is_none() || lane == 0 || lane >= workers;

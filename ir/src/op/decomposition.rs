@@ -70,6 +70,11 @@ impl Decomposition {
             && operands.iter().zip(&self.leaves).all(|(ty, &v)| *self.graph.ty(v) == **ty)
     }
 
+    /// The number of the operand that a leaf stands for.
+    pub fn operand_of(&self, leaf: ValueId) -> Option<usize> {
+        self.leaves.iter().position(|&l| l == leaf)
+    }
+
     pub fn result(&self) -> &TensorType {
         self.graph.ty(self.graph.outputs[0])
     }

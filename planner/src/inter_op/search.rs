@@ -9,19 +9,19 @@ use super::submesh::{Block, SubmeshShape, shapes};
 use super::tables::boundaries;
 use crate::again::Again;
 use crate::fixed::evenly;
+use crate::flop::step_work;
 use crate::intra_op::layer::Variant;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::{Insides, Prices};
 use crate::model::Layered;
-use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
 use crate::timing::{host_copy_s, queue_s};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{MfuConvention, Schedule};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -650,10 +650,10 @@ pub fn search(
             least[i] = least[i].min(step_s);
         }
         if least[0].is_finite() {
-            // The FLOPs of a step at the peak rate of all devices, which are the same at every number of microbatches.
+            // The FLOPs of a step are the same at every number of microbatches.
             let graph = &found[found.len() - 1].layered.graph;
-            let flop = || step_flop(graph, request.trains()) * f64::from(count);
-            progress.best(least[0], *bound_s.get_or_insert_with(|| flop() / peak_flops(&request.cluster, graph)));
+            let work = || step_work(graph, &request.stop_gradients, request.trains(), count, MfuConvention::Computed);
+            progress.best(least[0], *bound_s.get_or_insert_with(|| work().seconds(&request.cluster)));
         }
         best.map(|step_s| match better {
             true => Compared::Better,

@@ -463,13 +463,20 @@ impl<'a> Prices<'a> {
             in_kernel[v.index()] = repeat::grows(graph, v)
                 || !node.op.is_contraction() && node.operands.iter().any(|o| in_kernel[o.index()]);
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
-            if !in_kernel[v.index()] {
-                inside.largest_fused_bytes = inside.largest_fused_bytes.max(node.ty.bytes() as f64);
-            }
             if let Op::Collective(c) = &node.op {
                 sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
             }
         }
+        // What is only looked at element by element inside a kernel, as a mask that is spread over heads, is made there.
+        let users = graph.users();
+        for v in graph.values().rev().filter(|v| !graph.node(*v).op.is_leaf()) {
+            let in_it = |u: &ValueId| in_kernel[u.index()] && !graph.node(*u).op.is_contraction();
+            let of = &users[v.index()];
+            in_kernel[v.index()] |= !graph.node(v).op.is_contraction() && !of.is_empty() && of.iter().all(in_it);
+        }
+        let stored = graph.values().filter(|v| varies[v.index()] && !in_kernel[v.index()]);
+        let stored = stored.filter(|v| !graph.node(*v).op.is_leaf());
+        inside.largest_fused_bytes = stored.map(|v| graph.ty(v).bytes() as f64).fold(0.0, f64::max);
         Parts { alone: inside, sent }
     }
 

@@ -43,7 +43,7 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
         KernelKind::Indexed => made.indexed(kernel)?,
         KernelKind::Sort { .. } => made.sorted(kernel.nodes[0])?,
         KernelKind::Matmul(_) | KernelKind::Convolution { .. } => {}
-        KernelKind::Attention { .. } => made.tiled(kernel)?,
+        KernelKind::Attention(_) => made.tiled(kernel)?,
         KernelKind::Collective | KernelKind::HostCopy(_) => {}
     }
     Ok(made.launches)
