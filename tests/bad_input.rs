@@ -324,6 +324,22 @@ fn rings_that_cannot_be() {
     }
 }
 
+#[test]
+fn loss_chunks_that_cannot_be() {
+    let cases = [
+        ("some", "expected a number of chunks, auto or none"),
+        ("1", "must be between 2 and 256"),
+        ("257", "must be between 2 and 256"),
+        // Positions are a power of two.
+        ("63", "what no cross-entropy over a linear layer of the model can be cut into"),
+    ];
+    for (chunks, expected) in cases {
+        for command in ["plan", "run", "verify"] {
+            refused(&[command, DEMO, "--loss-chunks", chunks], &["--loss-chunks", expected]);
+        }
+    }
+}
+
 /// On GPUs attention keeps no scores; here it would keep more of them than any machine has room for.
 #[test]
 fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {

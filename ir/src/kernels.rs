@@ -11,7 +11,8 @@
 //!
 //! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
 //! own, out of a reduction that needs every row, and where rows of several products that grow are combined, as the rounds of a
-//! ring of attention are, which are kernels of their own). A kernel is a connected set of nodes of one level, so kernels never
+//! ring of attention are, which are kernels of their own; a reshape that changes no shape is a barrier as well, by which a
+//! graph says that values are to be made one after the other). A kernel is a connected set of nodes of one level, so kernels never
 //! depend on each other in a circle.
 
 use crate::dtype::DType;
@@ -172,8 +173,9 @@ pub fn kernels_where(
     let written = &written.iter().copied().chain(stored).collect();
     let roles = roles(graph, written);
     let source = sources(graph, &roles);
-    let group = groups(graph, &roles, &source);
-    let kept = kept(graph, &roles, &source, &group, written);
+    let barriers = barriers(graph, &roles);
+    let group = groups(graph, &roles, &source, &barriers);
+    let kept = kept(graph, &roles, &source, &barriers, &group, written);
     let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         members[group[v.index()] as usize].push(v);
@@ -469,8 +471,19 @@ fn sources(graph: &Graph, roles: &[Role]) -> Vec<(ValueId, u64)> {
     source
 }
 
+/// The barriers between each value and its source ([`sources`]): reshapes that change no shape.
+fn barriers(graph: &Graph, roles: &[Role]) -> Vec<u32> {
+    let mut barriers = vec![0; graph.len()];
+    for v in graph.values().filter(|v| roles[v.index()] == Role::Alias) {
+        let operand = graph.node(v).operands[0];
+        let same = matches!(graph.node(v).op, Op::Reshape(_)) && graph.shape(v) == graph.shape(operand);
+        barriers[v.index()] = barriers[operand.index()] + u32::from(same);
+    }
+    barriers
+}
+
 /// The kernel of each computed node, named by one of its nodes.
-fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> {
+fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[u32]) -> Vec<u32> {
     let mut level = vec![0u32; graph.len()];
     let mut parent: Vec<u32> = (0..graph.len() as u32).collect();
     fn find(parent: &mut [u32], mut at: u32) -> u32 {
@@ -485,10 +498,10 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> 
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         let alone = roles[v.index()] == Role::Alone;
         let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
-        let mut at = 0;
-        for o in operands.iter().filter(|o| computes(roles[o.index()])) {
+        let mut at = graph.node(v).operands.iter().map(|o| barriers[o.index()]).max().unwrap_or(0);
+        for (o, direct) in operands.iter().zip(&graph.node(v).operands).filter(|(o, _)| computes(roles[o.index()])) {
             let barrier = alone || matches!(roles[o.index()], Role::Alone | Role::Reduction);
-            at = at.max(level[o.index()] + u32::from(barrier));
+            at = at.max(level[o.index()] + u32::from(barrier) + barriers[direct.index()]);
         }
         if grows(graph, v) {
             made_of[v.index()] = Some(v);
@@ -525,13 +538,20 @@ struct Kept {
     sources: Vec<Vec<ValueId>>,
 }
 
-fn kept(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], group: &[u32], written: &BTreeSet<ValueId>) -> Kept {
+fn kept(
+    graph: &Graph,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    barriers: &[u32],
+    group: &[u32],
+    written: &BTreeSet<ValueId>,
+) -> Kept {
     let mut into_alone = vec![false; graph.len()];
     let mut crosses = vec![false; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
-        for o in &graph.node(v).operands {
-            let o = source[o.index()].0.index();
-            into_alone[o] |= roles[v.index()] == Role::Alone;
+        for direct in &graph.node(v).operands {
+            let o = source[direct.index()].0.index();
+            into_alone[o] |= roles[v.index()] == Role::Alone || barriers[direct.index()] > 0;
             crosses[o] |= group[o] != group[v.index()];
         }
     }

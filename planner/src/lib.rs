@@ -9,6 +9,7 @@ pub mod account;
 pub mod again;
 pub mod assemble;
 pub mod cache;
+pub mod chunked_loss;
 mod cuts;
 pub mod fixed;
 mod freedom;
@@ -81,6 +82,8 @@ fn planned(
 ) -> Result<Plan, PlanFailure> {
     let in_blocks = rings::asked_for(request)?;
     let request = in_blocks.as_ref().unwrap_or(request);
+    let in_chunks = chunked_loss::asked_for(request)?;
+    let request = in_chunks.as_ref().unwrap_or(request);
     if let Some(over) = request.servers {
         return servers::planned(request, over, costs, progress);
     }
@@ -140,16 +143,32 @@ fn planned_among(
             Some((larger, padding)) => (Request { offload: request.offload, ..larger.clone() }, Some(padding)),
             None => (request.clone(), None),
         };
-        if !progress.stopped()
-            && let Some(ringed) = rings::variant(&base, &found[best].plan, costs)
-        {
-            let sizes = Sizes::new(&ringed);
+        let choose_variant = |variant: &Request| {
+            let sizes = Sizes::new(variant);
             let layered = |count: u32| sizes.at(count);
-            let mut choice = choose(&ringed, &freedom, costs, &layered, progress);
-            if let Some(padding) = padding {
-                choice.plan = choice.plan.map(|plan| with_padding(plan, padding));
-            }
-            found.push(choice);
+            let choice = choose(variant, &freedom, costs, &layered, progress);
+            let plan = match padding {
+                Some(padding) => choice.plan.map(|plan| with_padding(plan, padding)),
+                None => choice.plan,
+            };
+            Choice { plan, ..choice }
+        };
+        let ringed = match progress.stopped() {
+            true => None,
+            false => rings::variant(&base, &found[best].plan, costs),
+        };
+        found.extend(ringed.as_ref().map(choose_variant));
+        // The better of both, or where neither has a plan the leaner one, with its logits in chunks.
+        let (at, last) = (best_of(&found), found.len() - 1);
+        let fails = found.iter().all(|choice| choice.plan.is_err());
+        let (base, at) = match &ringed {
+            Some(ringed) if fails || at == last => (ringed, last),
+            _ => (&base, best),
+        };
+        if !progress.stopped()
+            && let Some(in_chunks) = chunked_loss::variant(base, &found[at].plan)
+        {
+            found.push(choose_variant(&in_chunks));
         }
         // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
         let several = request.cluster.groups.len() > 1;

@@ -295,7 +295,8 @@ pub(crate) fn saved_between(graph: &Graph, starts: &[u32], readers: &[Vec<ValueI
 fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], readers: &[Vec<ValueId>]) -> Vec<bool> {
     let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
     read.resize(graph.len(), false);
-    let repeats = Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false };
+    let repeats =
+        Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false, always: &[] };
     let again = repeats.of(graph.values().filter(|v| layer_of[v.index()].is_some()));
     for v in again.iter().rev() {
         if std::mem::take(&mut read[v.index()]) {

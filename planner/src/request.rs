@@ -1,6 +1,7 @@
 //! What the user asks of the planner, and why it may say no.
 
 use crate::cache::Cache;
+use crate::chunked_loss::{self, LossChunks};
 use crate::rings::{self, Ring};
 use altiplano_cost_models::catalogue::fuses_attention;
 use altiplano_ir::autodiff::AutodiffError;
@@ -29,6 +30,8 @@ pub struct Request {
     pub pad: bool,
     /// Whether attention may go around a ring (see [`crate::rings`]).
     pub ring: Ring,
+    /// Whether the logits of a loss may be made in chunks (see [`crate::chunked_loss`]).
+    pub loss_chunks: LossChunks,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
     pub global_batch: Option<u64>,
@@ -84,6 +87,7 @@ impl Request {
             reduction: None,
             pad: true,
             ring: Ring::Auto,
+            loss_chunks: LossChunks::Auto,
             cluster,
             global_batch: None,
             microbatch: None,
@@ -115,8 +119,9 @@ impl Request {
     /// when it was made no plan says.
     pub fn of_plan(plan: &Plan) -> Self {
         let (graph, stop_gradients) = plan.own();
-        let mut request = Request::new(plan.model.clone(), rings::without(graph), plan.loss, plan.cluster.clone());
-        request.stop_gradients = stop_gradients.to_vec();
+        let (graph, stop_gradients) = chunked_loss::without(&rings::without(graph), stop_gradients);
+        let mut request = Request::new(plan.model.clone(), graph, plan.loss, plan.cluster.clone());
+        request.stop_gradients = stop_gradients;
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);
         // Those that say what is computed, which no other may take the place of.

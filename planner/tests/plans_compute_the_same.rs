@@ -10,8 +10,9 @@ use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
+use altiplano_planner::chunked_loss::LossChunks;
 use altiplano_planner::{Request, Silent, plan, programs};
-use support::networks::{convolutional, mixture_of_experts, skipping};
+use support::networks::{convolutional, language_head, mixture_of_experts, skipping};
 use support::{check, transformer};
 
 fn request(cluster: &str) -> Request {
@@ -36,6 +37,34 @@ fn every_combination_of_degrees() {
         let plan = check(&request);
         assert_eq!(plan.num_lanes() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
+    }
+}
+
+/// Logits in chunks give the losses and gradients of whole logits, with weights of either orientation, and a device never holds more
+/// than a chunk of them.
+#[test]
+fn logits_in_chunks_compute_the_same() {
+    for (dp, tp, microbatches) in [(1, 1, 2), (4, 1, 1), (1, 4, 1), (2, 2, 2)] {
+        for (contract, chunks, recompute) in [(0, 2, Recompute::None), (1, 4, Recompute::Full)] {
+            let graph = language_head(contract);
+            // Kinds of losses are told before composites are recognised.
+            let mut request = request_of(&graph, LossKind::Other, &format!("local:{}", dp * tp));
+            request.loss = LossKind::Mean;
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(1));
+            (request.loss_chunks, request.recompute) = (LossChunks::Count(chunks), Some(recompute));
+            request.num_microbatches = Some(microbatches);
+            let plan = check(&request);
+            assert!(plan.graph.to_string().contains("linear_cross_entropy"), "{}", plan.graph);
+            let microbatch = plan.microbatch / u64::from(dp);
+            let classes = 24 / u64::from(tp);
+            let chunk = microbatch * 12 / chunks * 24;
+            let programs = programs(&plan).expect("programs");
+            let nodes = programs.programs.iter().flat_map(|p| &p.bodies).flat_map(|b| &b.graph.nodes);
+            let logits =
+                nodes.filter(|n| n.ty.shape.len() == 3 && n.ty.shape.last().is_some_and(|&d| d >= classes && d != 6));
+            assert!(logits.clone().next().is_some());
+            assert!(logits.map(|n| n.ty.elements()).all(|elements| elements <= chunk), "{dp} {tp}");
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use altiplano_planner::chunked_loss::LossChunks;
 use altiplano_planner::rings::Ring;
 use altiplano_planner::{Request, Silent, plan, programs};
 
@@ -427,6 +428,31 @@ fn ring_attention() {
     let pins: Vec<(ValueId, &[u64])> =
         found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
     assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
+}
+
+/// Where logits do not fit they are made a chunk at a time, and where they fit they are made whole.
+#[test]
+fn logits_that_do_not_fit_are_made_in_chunks() {
+    let (batch, tokens, width, classes) = (4, 8192, 256, 32768);
+    let mut g = Graph::new("head");
+    let x = input(&mut g, "x", &[batch, tokens, width]);
+    let targets = labels(&mut g, "labels", &[batch, tokens]);
+    let head = weight(&mut g, "head", &[width, classes]);
+    let logits = project(&mut g, x, head);
+    let losses = g.emit(Function::CrossEntropy { dim: 2 }.into(), &[logits, targets]);
+    let loss = g.emit(Function::Mean { dims: vec![0, 1] }.into(), &[losses]);
+    let auto = request(&batched(g, loss), cluster());
+    let is_cut = |plan: &Plan| plan.graph.nodes.iter().any(|n| n.op.name() == "linear_cross_entropy");
+    let (whole, _) = chosen(&auto);
+    assert!(!is_cut(&whole));
+    let (cut, _) = chosen(&Request { loss_chunks: LossChunks::Count(32), ..auto.clone() });
+    assert!(is_cut(&cut) && cut.predicted.step_time_s > whole.predicted.step_time_s);
+    let [whole_bytes, cut_bytes] = [&whole, &cut].map(|plan| plan.predicted.peak_bytes[0]);
+    assert!(4 * cut_bytes < whole_bytes, "{cut_bytes} {whole_bytes}");
+    let mut small = auto.clone();
+    small.cluster.groups[0].device.memory_bytes = 2 * cut_bytes;
+    assert!(altiplano_planner::plan(&Request { loss_chunks: LossChunks::None, ..small.clone() }, &Silent).is_err());
+    assert!(is_cut(&chosen(&small).0));
 }
 
 /// Samples are split, and so are the experts: tokens travel to their experts and back (Lepikhin et al. 2021).

@@ -9,6 +9,7 @@ use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, UnknownOffload, Update};
 use altiplano::ir::reduce::Goal;
 use altiplano::pins::{NamedPin, apply as apply_pins};
+use altiplano::planner::chunked_loss::LossChunks;
 use altiplano::planner::frontier::Point;
 use altiplano::planner::rings::Ring;
 use altiplano::planner::{OverServers, Progress, Request, SearchKind};
@@ -236,6 +237,10 @@ pub struct PlanOptions {
     /// so many blocks wherever they can be cut
     #[arg(long, value_parser = ring, value_name = "N|auto|none")]
     ring: Option<Ring>,
+    /// Make the logits of a cross-entropy a chunk of positions at a time, so that they never fill memory, where the plan is better
+    /// for it [default: auto], nowhere, or in so many chunks wherever they can be cut
+    #[arg(long, value_parser = loss_chunks, value_name = "N|auto|none")]
+    loss_chunks: Option<LossChunks>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -419,6 +424,14 @@ fn ring(text: &str) -> Result<Ring, String> {
     }
 }
 
+fn loss_chunks(text: &str) -> Result<LossChunks, String> {
+    match text {
+        "auto" => Ok(LossChunks::Auto),
+        "none" => Ok(LossChunks::None),
+        _ => text.parse().map(LossChunks::Count).map_err(|_| "expected a number of chunks, auto or none".to_string()),
+    }
+}
+
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum SearchName {
     Whole,
@@ -519,6 +532,7 @@ impl PlanOptions {
         };
         request.pad = self.pad != Some(PadName::None);
         request.ring = self.ring.unwrap_or_default();
+        request.loss_chunks = self.loss_chunks.unwrap_or_default();
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }

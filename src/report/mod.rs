@@ -88,6 +88,17 @@ fn rings(graph: &Graph) -> Option<String> {
     (!counts.is_empty()).then(|| counts.iter().map(words).collect::<Vec<_>>().join(", "))
 }
 
+/// The number of chunks that logits are made in.
+fn loss_chunks(graph: &Graph) -> Option<u64> {
+    graph.nodes.iter().find_map(|node| match &node.op {
+        Op::Composite(op) => match op.function {
+            Function::LinearCrossEntropy { chunks, .. } => Some(chunks),
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
 fn padded(padding: &Padding) -> String {
     let mut sizes: BTreeMap<(u64, u64), Vec<&str>> = BTreeMap::new();
     for (name, extents) in &padding.parameters {
@@ -138,6 +149,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     if let Some(rings) = rings(&plan.graph) {
         writeln!(out, "  attention       {rings}")?;
+    }
+    if let Some(chunks) = loss_chunks(&plan.graph) {
+        writeln!(out, "  logits          in {chunks} chunks, recomputed in the backward pass")?;
     }
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),

@@ -26,7 +26,7 @@ pub use attention::{
 };
 pub use contraction::{Conv, contract, convolution, linear, matmul};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
-pub use loss::{cross_entropy, label_losses, mse};
+pub use loss::{MOST_CHUNKS, cross_entropy, label_losses, linear_label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};

@@ -41,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 52] = [
+const OTHERS: [&str; 53] = [
     "host_load",
     "host_store",
     "softmax",
@@ -57,6 +57,7 @@ const OTHERS: [&str; 52] = [
     "batch_norm",
     "gates",
     "cross_entropy",
+    "linear_cross_entropy",
     "convolution",
     "reduce_window",
     "select_and_scatter",
@@ -288,6 +289,9 @@ fn function(function: &Function) -> Vec<Attribute> {
         Function::Softmax { dim } | Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
             vec![("dim", (*dim).into())]
         }
+        Function::LinearCrossEntropy { contract, chunks } => {
+            vec![("contract", (*contract).into()), ("chunks", (*chunks).into())]
+        }
         Function::GeluErf | Function::GeluTanh | Function::Silu => Vec::new(),
         Function::Mean { dims } => vec![("dims", list(dims))],
         Function::LayerNorm { eps } | Function::RmsNorm { eps } => vec![("eps", real(*eps))],
@@ -464,6 +468,9 @@ pub(crate) fn op_from(
         "softmax" => Function::Softmax { dim: f.size("dim")? }.into(),
         "log_softmax" => Function::LogSoftmax { dim: f.size("dim")? }.into(),
         "cross_entropy" => Function::CrossEntropy { dim: f.size("dim")? }.into(),
+        "linear_cross_entropy" => {
+            Function::LinearCrossEntropy { contract: f.size("contract")?, chunks: f.number("chunks")? }.into()
+        }
         "gelu_erf" => Function::GeluErf.into(),
         "gelu_tanh" => Function::GeluTanh.into(),
         "silu" => Function::Silu.into(),

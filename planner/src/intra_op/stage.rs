@@ -247,6 +247,7 @@ impl Lives<'_, '_, '_> {
             users: self.model.users,
             recompute: &|layer| self.demand.recomputes(layer),
             fused_attention: self.demand.execution.fused_attention,
+            always: &[],
         };
         let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
         let read = if self.trains { self.read_back(nodes, &again, readers) } else { BTreeMap::new() };

@@ -671,6 +671,7 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         users: cx.users,
         recompute: &|layer| cx.stage.recomputes(layer),
         fused_attention: cx.plan.execution.fused_attention,
+        always: cx.recomputed,
     };
     repeats.of(cx.nodes.iter().copied())
 }

@@ -606,6 +606,10 @@ fn composites() -> Vec<Case> {
         case(Function::CrossEntropy { dim: 1 }, "f32[4,6] i32[4]", "f32[4]").integers(0, 5),
         case(Function::CrossEntropy { dim: 2 }, "f32[2,3,12] i32[2,3]", "f32[2,3]").integers(0, 11),
         case(Function::CrossEntropy { dim: 1 }, "f32[2,4,3] i32[2,3]", "f32[2,3]").integers(0, 3),
+        case(Function::LinearCrossEntropy { contract: 0, chunks: 2 }, "f32[2,8,4] f32[4,6] i32[2,8]", "f32[2,8]")
+            .integers(0, 5),
+        case(Function::LinearCrossEntropy { contract: 1, chunks: 3 }, "f32[12,4] f32[8,4] i32[12]", "f32[12]")
+            .integers(0, 7),
     ]
 }
 
