@@ -79,7 +79,7 @@ fn measure(name: &str, graph: Graph, nodes: u32, devices: u32, trains: bool) -> 
     let optimizer = Optimizer::adamw();
     let model = layered.model(trains.then_some(&optimizer));
     let demand = Demand {
-        levels: levels(None, mesh.num_devices(), trains),
+        levels: levels(None, mesh.num_devices(), trains, Default::default()),
         num_microbatches: 1,
         in_flight: 1,
         recompute: Default::default(),

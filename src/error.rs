@@ -132,6 +132,14 @@ pub enum Error {
     Data { file: PathBuf, problem: Box<DataProblem> },
     #[error("{option}: {problem}")]
     Option { option: &'static str, problem: &'static str },
+    /// An option of other software.
+    #[error("{problem}")]
+    NoSuchOption { problem: String },
+    /// A launcher started processes that nobody told to share the work.
+    #[error(
+        "a launcher started {size} processes, each of which would do all of the work by itself; to run them as one, one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process by itself)"
+    )]
+    Launched { size: usize, command: String },
     #[error("{}:{line}:{column}: {problem}", file.display())]
     Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
@@ -258,7 +266,7 @@ impl Error {
     /// Whether all ranks that run together find the same, so that it does not matter which one says it.
     pub fn is_of_all_ranks(&self) -> bool {
         match self {
-            Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } => true,
+            Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } | Error::Launched { .. } => true,
             Error::Runtime(error) => of_all_ranks(error),
             _ => false,
         }

@@ -26,7 +26,7 @@ use altiplano_planner::cache::{Digest, Key};
 use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
-use altiplano_planner::{Progress, Request, plan, plan_with, programs};
+use altiplano_planner::{Progress, Request, plan_or_closest, programs};
 use altiplano_runtime::devices::cuda::{CudaOptions, Survey};
 use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, PASS, measure_gpus};
 use altiplano_runtime::measure::{Measured, Measurements, Options, measure};
@@ -103,11 +103,13 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
 
 /// Plans by a profile, if there is one, and says which in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
-    let Some(profile) = profile else { return Ok(plan(request, progress)?) };
+    let Some(profile) = profile else {
+        return Ok(plan_or_closest(request, &Rooflines::of(&request.cluster), progress)?);
+    };
     let group = measured_group(&request.cluster)?;
     let devices = request.cluster.num_devices();
     let cost = Profiled::new(profile.clone(), group, devices).map_err(Error::profile_option)?;
-    let mut found = plan_with(request, &cost, progress)?;
+    let mut found = plan_or_closest(request, &cost, progress)?;
     found.profile = Some(profile.label());
     Ok(found)
 }

@@ -10,7 +10,7 @@ use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::memory::Category;
-use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
+use altiplano_planner::{PlanFailure, Progress, Request, Silent, global_batch};
 use rayon::prelude::*;
 use serde_json::json;
 use std::fmt;
@@ -53,7 +53,7 @@ pub struct Shortage {
     pub moment: String,
     pub peak_bytes: u64,
     pub limit_bytes: u64,
-    /// The least that any plan that was judged needs.
+    /// What the plan that comes closest needs on any device.
     pub needed_bytes: u64,
     /// The fewest tensors held then that do not fit by themselves, largest first.
     pub tensors: Vec<HeldTensor>,
@@ -73,16 +73,19 @@ pub enum Explained {
 
 /// Nodes that are tried at most, as a multiple of those there are.
 const MOST_GROWTH: u32 = 64;
+/// What devices are tried with, as multiples of what the plan needs that comes closest.
+const LARGER: [f64; 4] = [1.01, 1.05, 1.15, 1.5];
 /// Tensors that are listed in words.
 const LISTED: usize = 6;
 
-/// What is short for a request that failed for memory, its best plan needing `required_bytes`, and what would help.
+/// What is short for a request that failed for memory, `closest` being the plan that comes closest, and what would help.
 ///
 /// # Errors
-/// What else stands in the way of the plan that comes closest.
-pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress) -> Result<Shortage, Error> {
+/// A plan that cannot be lowered.
+pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
-    let closest = closest_plan(request)?;
+    let closest = closest.clone();
+    let needed_bytes = closest.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
     let limits: Vec<u64> = closest.stages.iter().map(|s| closest.group_of(s).device.memory_bytes).collect();
     let simulation = Simulation::new(closest, None)?;
     let timelines = simulation.memory();
@@ -101,7 +104,7 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
     });
     let tensors = too_much.cloned().collect();
     let state_bytes = memory.by_category().get(&Category::OptimizerState).copied().unwrap_or(0);
-    let mut remedies = remedies(request, progress);
+    let mut remedies = remedies(request, needed_bytes, progress);
     remedies.sort_by(|a, b| a.device_seconds().total_cmp(&b.device_seconds()));
     Ok(Shortage {
         stage,
@@ -109,7 +112,7 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
         moment: simulation.moment(stage),
         peak_bytes: memory.peak_bytes,
         limit_bytes,
-        needed_bytes: memory.peak_bytes.min(required_bytes),
+        needed_bytes,
         tensors,
         state_bytes,
         remedies,
@@ -178,7 +181,7 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
 }
 
 /// Changes to a request, each planned; those that give a plan.
-fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
+fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
     let changed = |what: &str, change: &dyn Fn(&mut Request)| {
         let mut new = request.clone();
@@ -226,6 +229,15 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         });
         changes.push(grown.collect());
     }
+    // Of devices with a little more than the plan needs that comes closest, the first that have a plan.
+    let larger = LARGER.into_iter().map(|times| {
+        let needed = (needed_bytes as f64 * times).ceil() as u64;
+        let grow = |r: &mut Request| {
+            r.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.max(needed));
+        };
+        changed(&format!("devices with {}", bytes(needed)), &grow).remove(0)
+    });
+    changes.push(larger.collect());
     let total = changes.len();
     let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
         row.into_iter().find_map(|(change, request)| {
@@ -295,14 +307,10 @@ impl fmt::Display for Shortage {
             writeln!(f, "  {:>8}  in {} more", bytes(sum), rest.len())?;
         }
         match self.remedies.is_empty() {
-            true => writeln!(f, "none of the changes tried makes it fit")?,
+            true => write!(f, "none of the changes tried makes it fit")?,
             false => writeln!(f, "what would make it fit, least device time a sample first:")?,
         }
-        for remedy in &self.remedies {
-            writeln!(f, "  {remedy}")?;
-        }
-        // Rounded up, and a plan that was judged may have needed less than what should come closest.
-        write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;
-        Ok(())
+        let lines: Vec<String> = self.remedies.iter().map(|remedy| format!("  {remedy}")).collect();
+        write!(f, "{}", lines.join("\n"))
     }
 }

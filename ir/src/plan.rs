@@ -379,6 +379,16 @@ pub struct Alternative {
     pub detail: String,
 }
 
+/// The program that made a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MadeBy {
+    /// Of the program.
+    pub version: String,
+    /// The command line, without what only says where results go.
+    pub command: String,
+}
+
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -428,6 +438,9 @@ pub struct Plan {
     /// predicted follows from the plan and that profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
+    /// What wrote the plan; absent where a library did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made_by: Option<MadeBy>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.

@@ -77,6 +77,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,
         profile: None,
+        made_by: None,
         predicted: Predicted::default(),
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),

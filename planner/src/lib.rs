@@ -7,9 +7,11 @@
 
 pub mod account;
 pub mod again;
+mod asked;
 pub mod assemble;
 pub mod cache;
 mod cuts;
+pub mod enough;
 pub mod fixed;
 mod freedom;
 pub mod frontier;
@@ -22,6 +24,7 @@ pub mod memory;
 pub mod model;
 pub mod neighbours;
 pub mod offload;
+pub mod parallelism;
 pub mod predict;
 pub mod refine;
 pub mod request;
@@ -32,6 +35,7 @@ pub mod target;
 pub mod timing;
 pub mod why;
 
+pub use asked::pin_positions;
 use cache::Cache;
 pub use cuts::Cuts;
 use cuts::Sizes;
@@ -79,6 +83,11 @@ fn planned(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
+    if let Some(size) = request.micro_batch {
+        return asked::by_micro_batch(request, size, progress, |fixed| planned(fixed, cuts, costs, progress));
+    }
+    let pinned = asked::with_pins(request)?;
+    let request = pinned.as_ref().unwrap_or(request);
     let in_blocks = rings::asked_for(request)?;
     let request = in_blocks.as_ref().unwrap_or(request);
     if let Some(over) = request.servers {
@@ -113,7 +122,7 @@ fn planned_among(
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
-    if request.target == Target::Megatron {
+    if request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1) {
         // It makes vocabularies divisible, as these are where sizes hardly grow, and does not add heads.
         return best_of_sweep(request, costs, progress);
     }
@@ -182,10 +191,18 @@ fn planned_among(
     }
     let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;
+    let mut faster = None;
+    if let Some(of_one) = enough::one_device(request, &plan, &freedom, costs, &layered, progress) {
+        faster = Some(enough::line(&plan, &of_one));
+        plan = of_one;
+    }
     if progress.stopped() || !request.baselines {
+        plan.alternatives.extend(faster);
         return Ok(plan);
     }
     others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    others.retain(|other| faster.is_none() || other.num_devices() == plan.num_devices());
+    baselines.extend(faster);
     baselines.extend(lost::alternatives(&plan, others));
     baselines.push(Alternative {
         name: "chosen".into(),
@@ -365,6 +382,11 @@ fn choose(
         true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
         false => Ok(chosen_of(refined)),
     });
+    if let Ok(plan) = plan.as_ref()
+        && fits(plan)
+    {
+        progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s);
+    }
     Choice { plan, baselines: alternatives, others }
 }
 
@@ -481,25 +503,66 @@ fn judged_baselines(
 
 /// The best configuration of a sweep, with those that come after it as alternatives.
 fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let swept = sweep::sweep(request, &sweep::Space::default(), costs, progress)?;
+    let mut space = sweep::Space::default();
+    if request.target != Target::Megatron {
+        space.zero.push(3);
+    }
+    let swept = sweep::sweep(request, &space, costs, progress)?;
     let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
     let mut best = plans.remove(0);
     best.alternatives = lost::alternatives(&best, plans);
     Ok(best)
 }
 
+/// Times the memory of a device, which is as good as no limit.
+const ROOMY: u64 = 16;
+
+/// [`plan_with`], and where nothing is found to fit, the plan that needs least memory as the judge finds it: it is the plan if it fits
+/// after all, and else what the failure is about.
+pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let failure = match plan_with(request, costs, progress) {
+        Err(failure @ PlanFailure::Memory { .. }) => failure,
+        result => return result,
+    };
+    // What these run is uniform, and the leanest of all uniform plans is known.
+    let uniform = request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1);
+    if uniform || request.micro_batch.is_some() || request.servers.is_some() || progress.stopped() {
+        return Err(failure);
+    }
+    let Ok(mut leanest) = closest_plan(request, costs) else { return Err(failure) };
+    // What is chosen where memory is no limit may need less than what estimates find the leanest.
+    let mut roomy = Request { baselines: false, ..request.clone() };
+    roomy.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.saturating_mul(ROOMY));
+    if let Ok(mut other) = plan_with(&roomy, costs, &Muted(progress))
+        && peak_bytes(&other) < peak_bytes(&leanest)
+    {
+        other.cluster = request.cluster.clone();
+        leanest = other;
+    }
+    if fits(&leanest) && allowed(request, &leanest) {
+        return Ok(leanest);
+    }
+    match &failure {
+        PlanFailure::Memory { closest: Some(known), .. } if peak_bytes(known) <= peak_bytes(&leanest) => Err(failure),
+        _ if fits(&leanest) => Err(failure),
+        _ => {
+            let detail = lost::shape(&leanest);
+            Err(PlanFailure::of_closest(leanest, detail))
+        }
+    }
+}
+
 /// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
 /// closest.
-pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
-    let costs = Rooflines::of(&request.cluster);
+pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     if let Some(over) = request.servers {
-        return servers::closest(request, over, &costs);
+        return servers::closest(request, over, costs);
     }
     let request = &target::aimed(request)?;
     let freedom = freedom(request)?;
     let sizes = Sizes::new(request);
     let layered = |count: u32| sizes.at(count);
-    leanest(request, &freedom, &costs, &layered)
+    leanest(request, &freedom, costs, &layered)
 }
 
 /// `1 stage`, `2 stages`.
@@ -610,16 +673,7 @@ fn within_memory(
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
             let Some(fullest) = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b))) else { continue };
             if closest.as_ref().is_none_or(|(least, _)| part(fullest) < *least) {
-                let stages = count(plan.stages.len() as u32, "stage", "stages");
-                let (required_bytes, limit_bytes) = (fullest.predicted.peak_bytes, devices[fullest.group as usize]);
-                let failure = PlanFailure::Memory {
-                    required_bytes,
-                    limit_bytes,
-                    over_bytes: required_bytes.saturating_sub(limit_bytes),
-                    device: plan.group_of(fullest).device.name.clone(),
-                    detail: format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches")),
-                };
-                closest = Some((part(fullest), failure));
+                closest = Some((part(fullest), PlanFailure::of_closest(plan.clone(), lost::shape(&plan))));
             }
             if let Some((required_bytes, limit_bytes)) = offload::short_node(&plan) {
                 short_node.get_or_insert(PlanFailure::HostMemory { required_bytes, limit_bytes });
@@ -635,6 +689,7 @@ fn within_memory(
                     }
                 }
             } else {
+                progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s);
                 fitting.push(plan);
             }
         }
@@ -835,7 +890,7 @@ fn judged_as(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Plan {
 
 /// Predictions that are nearer to each other are no reason to prefer a plan: on published steps errors of like plans differ by
 /// about as much (benches/results/fidelity.md).
-const UNDECIDED: f64 = 0.02;
+pub const UNDECIDED: f64 = 0.02;
 
 /// Of plans that are as fast as the fastest, as far as the judge can tell, the place of one that needs the fewest devices, and of
 /// those the one that needs least memory; of those that need about as much, the fastest.

@@ -9,7 +9,7 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Goal, Offload, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, Offload, Plan, Schedule, Stage, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
@@ -38,6 +38,12 @@ pub struct Request {
     pub dp: Option<u32>,
     pub tp: Option<u32>,
     pub pp: Option<u32>,
+    /// Devices that split the positions of samples, beside those of the other degrees; 1: attention keeps samples whole.
+    pub cp: Option<u32>,
+    /// Parts that experts are dealt out to, among the devices of the other degrees.
+    pub ep: Option<u32>,
+    /// Samples that one replica takes at a time: `microbatch` over the degree of data parallelism.
+    pub micro_batch: Option<u64>,
     /// [`Schedule::Forward`] plans to run the model, not to train it.
     pub schedule: Option<Schedule>,
     /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
@@ -64,6 +70,8 @@ pub struct Request {
     pub search: SearchKind,
     /// Split a loss that is no mean or sum over samples into microbatches all the same.
     pub allow_microbatch_semantics: bool,
+    /// Take the fastest plan also where it is hardly faster than one GPU (see [`crate::enough`]).
+    pub fastest: bool,
     /// Price the plain baselines as well.
     pub baselines: bool,
     /// What earlier searches found. It changes how long a search takes, and nothing else.
@@ -91,6 +99,9 @@ impl Request {
             dp: None,
             tp: None,
             pp: None,
+            cp: None,
+            ep: None,
+            micro_batch: None,
             schedule: None,
             update: Update::Synchronous,
             servers: None,
@@ -106,6 +117,7 @@ impl Request {
             target: Target::Altiplano,
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,
+            fastest: true,
             baselines: true,
             cache: None,
         }
@@ -177,8 +189,8 @@ pub enum PlanFailure {
     Option { option: &'static str, value: u64, problem: &'static str },
     #[error("--{option} with --parameter-servers: {problem}")]
     Servers { option: &'static str, problem: &'static str },
-    #[error("{}", degrees(*.dp, *.tp, *.pp, *.product, *.devices))]
-    Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
+    #[error("{}", degrees(*.dp, *.tp, *.pp, *.cp, *.product, *.devices))]
+    Degrees { dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32 },
     #[error(
         "--dp x --tp puts {of_stage} devices into a stage, which lies in one group of nodes; the groups of the cluster have {}",
         .groups.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ")
@@ -192,7 +204,15 @@ pub enum PlanFailure {
         Bytes(*over_bytes),
         Bytes(*limit_bytes)
     )]
-    Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
+    Memory {
+        required_bytes: u64,
+        limit_bytes: u64,
+        over_bytes: u64,
+        device: String,
+        detail: String,
+        /// The plan that needs so much, where it was judged; else what is required is an estimate.
+        closest: Option<Box<Plan>>,
+    },
     #[error(
         "no plan fits in the memory of its nodes: of what fits on devices the best keeps {} of optimizer state on a node that has {}",
         Bytes(*required_bytes),
@@ -213,6 +233,23 @@ pub enum PlanFailure {
 }
 
 impl PlanFailure {
+    /// What it means that a judged plan, the nearest to fitting, does not fit.
+    pub fn of_closest(closest: Plan, detail: String) -> Self {
+        let part = |s: &Stage| s.predicted.peak_bytes as f64 / closest.group_of(s).device.memory_bytes.max(1) as f64;
+        let of_stage = closest.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b)));
+        let of_servers = closest.servers.iter().flat_map(|over| &over.predicted).map(|server| server.peak_bytes).max();
+        let device = &of_stage.map_or(&closest.cluster.groups[0], |stage| closest.group_of(stage)).device;
+        let required_bytes = of_stage.map_or(0, |stage| stage.predicted.peak_bytes).max(of_servers.unwrap_or(0));
+        PlanFailure::Memory {
+            required_bytes,
+            limit_bytes: device.memory_bytes,
+            over_bytes: required_bytes.saturating_sub(device.memory_bytes),
+            device: device.name.clone(),
+            detail,
+            closest: Some(Box::new(closest)),
+        }
+    }
+
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
         use PlanFailure::{FarBehind, HostMemory, Memory, NoCombination, Pins};
@@ -225,7 +262,7 @@ pub trait Progress: Sync {
     /// `done` of `total` pieces of work, and what the current one is.
     fn step(&self, what: &str, done: usize, total: usize);
 
-    /// The fastest step found so far, as the search estimates it, and what no plan on these devices falls below.
+    /// The step of a plan that was judged and fits, and what no plan on these devices falls below.
     fn best(&self, _step_s: f64, _bound_s: f64) {}
 
     /// Whether to look no further and give the best plan found so far.
@@ -270,13 +307,16 @@ impl std::fmt::Display for Bytes {
 }
 
 /// Why degrees are not those of a cluster: together they must be all of its devices, one alone must divide them.
-fn degrees(dp: u32, tp: u32, pp: u32, product: u64, devices: u32) -> String {
-    let all = [("--dp", dp), ("--tp", tp), ("--pp", pp)];
+fn degrees(dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32) -> String {
+    let all = [("--dp", dp), ("--tp", tp), ("--pp", pp), ("--cp", cp)];
     let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();
     match split.as_slice() {
         [one] if product <= u64::from(devices) => {
             format!("{one}: the cluster's {devices} devices are no multiple of it")
         }
-        _ => format!("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}"),
+        _ => {
+            let context = if cp > 1 { format!(" x --cp {cp}") } else { String::new() };
+            format!("--dp {dp} x --tp {tp} x --pp {pp}{context} is {product} devices, but the cluster has {devices}")
+        }
     }
 }

@@ -233,14 +233,8 @@ fn fastest(
         return Ok(plans.swap_remove(at));
     }
     let leanest = leanest(plans)?;
-    let (required_bytes, device) = (peak_bytes(&leanest), &request.cluster.groups[0].device);
-    Err(PlanFailure::Memory {
-        required_bytes,
-        limit_bytes: device.memory_bytes,
-        over_bytes: required_bytes.saturating_sub(device.memory_bytes),
-        device: device.name.clone(),
-        detail: lost::shape(&leanest),
-    })
+    let detail = lost::shape(&leanest);
+    Err(PlanFailure::of_closest(leanest, detail))
 }
 
 /// What comes closest to fitting where no plan over servers fits.

@@ -59,7 +59,7 @@ pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {
         Target::Altiplano | Target::Megatron => [None, None, None],
-        Target::Fsdp => [Some(devices), Some(1), Some(1)],
+        Target::Fsdp => [Some(devices / request.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
         Target::Xla => [None, None, Some(1)],
     };
     let degrees = [("dp", &mut aimed.dp, dp), ("tp", &mut aimed.tp, tp), ("pp", &mut aimed.pp, pp)];

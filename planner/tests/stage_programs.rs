@@ -247,7 +247,7 @@ fn memory_is_estimated() {
                 let roles = AxisRoles { first_is_data: true, second_is_model: true, features_axis: None };
                 let mut spaces = Spaces::new(&prices, roles);
                 let demand = Demand {
-                    levels: levels(Some(zero), stage.mesh.num_devices(), true),
+                    levels: levels(Some(zero), stage.mesh.num_devices(), true, Default::default()),
                     num_microbatches: 2,
                     in_flight: plan.schedule.in_flight(2, plan.stages.len() as u32, i as u32),
                     recompute: Recomputation::Alike(recompute),

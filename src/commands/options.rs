@@ -55,6 +55,12 @@ pub struct ModelOptions {
     /// Floating-point type to train in [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
+    /// --precision bf16
+    #[arg(long, hide = true, conflicts_with_all = ["precision", "fp16"])]
+    bf16: bool,
+    /// --precision f16
+    #[arg(long, hide = true, conflicts_with = "precision")]
+    fp16: bool,
     /// Tokens in a sample, where the model is a Hugging Face config [default: its positions, at most 4096]
     #[arg(long, value_name = "N")]
     seq: Option<u64>,
@@ -161,6 +167,15 @@ fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
 }
 
 impl ModelOptions {
+    /// The precision, by whichever option.
+    fn precision(&self) -> Option<Precision> {
+        match (self.bf16, self.fp16) {
+            (true, _) => Some(Precision::Bf16),
+            (_, true) => Some(Precision::F16),
+            _ => self.precision,
+        }
+    }
+
     pub fn import(&self) -> ImportOptions {
         ImportOptions {
             params: self.params.clone(),
@@ -173,7 +188,7 @@ impl ModelOptions {
             as_written: self.as_written,
             pins: Vec::new(),
             axis_sizes: [None, None],
-            precision: self.precision.map(|p| match p {
+            precision: self.precision().map(|p| match p {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
                 Precision::F16 => DType::F16,
@@ -226,6 +241,9 @@ pub struct PlanOptions {
     /// Plan what this software can run, as it runs it [default: altiplano]
     #[arg(long)]
     target: Option<TargetName>,
+    /// Take the fastest plan, or one GPU where more are hardly faster [default: simplest]
+    #[arg(long)]
+    prefer: Option<Preference>,
     /// Search only what Alpa does, for comparison
     #[arg(long)]
     search: Option<SearchName>,
@@ -312,15 +330,27 @@ pub struct FixedOptions {
     /// The same as a count: the global batch divided by --microbatch
     #[arg(long, value_name = "N")]
     num_microbatches: Option<u32>,
+    /// Samples that each replica takes at a time: --microbatch over the degree of data parallelism
+    #[arg(long, value_name = "N", conflicts_with = "microbatch")]
+    micro_batch_size: Option<u64>,
     /// Degree of data parallelism
     #[arg(long, value_name = "N")]
     dp: Option<u32>,
+    /// Devices over which parameters are sharded and each of which has samples of its own: --dp N --zero 3
+    #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["dp", "zero"])]
+    data_parallel_shard_degree: Option<u32>,
     /// Degree of tensor parallelism
     #[arg(long, value_name = "N")]
     tp: Option<u32>,
     /// Blocks of devices that the stages of a pipeline are on, one stage each unless --virtual-stages says more
     #[arg(long, value_name = "N")]
     pp: Option<u32>,
+    /// Degree of context parallelism: devices that split the positions of samples, beside those of the other degrees
+    #[arg(long, value_name = "N")]
+    cp: Option<u32>,
+    /// Degree of expert parallelism: parts that experts are dealt out to, among the devices of the other degrees
+    #[arg(long, value_name = "N")]
+    ep: Option<u32>,
     /// Stages of a pipeline that share each block of devices (interleaved 1f1b); 1: none do
     #[arg(long, value_name = "N")]
     virtual_stages: Option<u32>,
@@ -403,6 +433,8 @@ enum TargetName {
     Megatron,
     Fsdp,
     Xla,
+    /// What trains models of the file's kind: fsdp for torch.export archives, xla for StableHLO, else altiplano
+    Auto,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -417,6 +449,12 @@ fn ring(text: &str) -> Result<Ring, String> {
         "none" => Ok(Ring::None),
         _ => text.parse().map(Ring::Blocks).map_err(|_| "expected a number of blocks, auto or none".to_string()),
     }
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Preference {
+    Simplest,
+    Fastest,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -456,7 +494,15 @@ impl PlanOptions {
 
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
-        Ok(self.request_of(model, &read_bytes(model)?, options)?.0)
+        let (request, warnings) = self.request_quietly(model, options)?;
+        warn(&warnings);
+        Ok(request)
+    }
+
+    /// [`Self::request`], with what is odd about the model for the caller to say.
+    pub fn request_quietly(&self, model: &Path, options: &ModelOptions) -> Result<(Request, Vec<Warning>), Error> {
+        let (request, _, warnings) = self.request_of(model, &read_bytes(model)?, options)?;
+        Ok((request, warnings))
     }
 
     /// [`Self::request`] of a model file that was read already.
@@ -465,7 +511,7 @@ impl PlanOptions {
         model: &Path,
         bytes: &[u8],
         options: &ModelOptions,
-    ) -> Result<(Request, Option<GivenStep>), Error> {
+    ) -> Result<(Request, Option<GivenStep>, Vec<Warning>), Error> {
         let mut cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         if let Some(file) = &self.devices {
             let devices = load_devices(file)?;
@@ -476,9 +522,10 @@ impl PlanOptions {
             }
         }
         // A config's model has the batch that is asked for.
-        let asked = self.global_batch.or(self.fixed.microbatch).filter(|&batch| batch > 0);
-        let FixedOptions { dp, tp, pin, .. } = &self.fixed;
-        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: [*dp, *tp], ..options.import() };
+        let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
+        let FixedOptions { tp, pin, .. } = &self.fixed;
+        let sizes = [self.fixed.replicas(), *tp];
+        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: sizes, ..options.import() };
         let file = model;
         let mut model = model_of(file, bytes, &import)?;
         if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {
@@ -488,7 +535,6 @@ impl PlanOptions {
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
             return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });
         }
-        warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
         self.fixed.fix(&mut request)?;
@@ -516,7 +562,17 @@ impl PlanOptions {
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
+            Some(TargetName::Auto) => {
+                let (target, kind) = match Format::of(bytes) {
+                    Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
+                    Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
+                    _ => (Target::Altiplano, "of no framework's own form"),
+                };
+                eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
+                target
+            }
         };
+        request.fastest = self.prefer == Some(Preference::Fastest);
         request.pad = self.pad != Some(PadName::None);
         request.ring = self.ring.unwrap_or_default();
         if self.search == Some(SearchName::Alpa) {
@@ -537,7 +593,7 @@ impl PlanOptions {
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         request.cache = self.cache.as_deref().map(open_cache).transpose()?;
-        Ok((request, model.given))
+        Ok((request, model.given, model.warnings))
     }
 }
 
@@ -547,6 +603,17 @@ impl FixedOptions {
     /// Whether anything is fixed.
     pub fn is_empty(&self) -> bool {
         *self == FixedOptions::default()
+    }
+
+    /// The degree of data parallelism, by whichever option.
+    fn replicas(&self) -> Option<u32> {
+        self.dp.or(self.data_parallel_shard_degree)
+    }
+
+    /// Samples that go through the pipeline at once, where they are given or follow.
+    fn together(&self) -> Option<u64> {
+        let of_replicas = || self.micro_batch_size?.checked_mul(u64::from(self.replicas()?));
+        self.microbatch.or_else(of_replicas)
     }
 
     /// Fixes it, pins aside.
@@ -573,13 +640,16 @@ impl FixedOptions {
             Some(GoalName::Throughput) => plan::Goal::Throughput,
             Some(GoalName::Latency) | None => plan::Goal::Latency,
         };
-        request.microbatch = self.microbatch;
+        request.microbatch = self.together();
+        request.micro_batch = self.micro_batch_size.filter(|_| request.microbatch.is_none());
         request.num_microbatches = self.num_microbatches;
-        request.dp = self.dp;
+        request.dp = self.replicas();
         request.tp = self.tp;
         request.pp = self.pp;
+        request.cp = self.cp;
+        request.ep = self.ep;
         request.virtual_stages = self.virtual_stages;
-        request.zero = self.zero;
+        request.zero = self.zero.or(self.data_parallel_shard_degree.map(|_| 3));
         request.offload = match self.offload {
             None => request.offload,
             Some(OffloadName::Auto) => None,
@@ -607,7 +677,7 @@ impl FixedOptions {
     /// [`Self::fix`] for the model of a plan, whose names the pins are of.
     pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
         self.fix(request)?;
-        apply_pins(&mut request.graph, &self.pin, [self.dp, self.tp])
+        apply_pins(&mut request.graph, &self.pin, [self.replicas(), self.tp])
     }
 }
 
@@ -693,7 +763,8 @@ impl PlanOrModel {
             }
             return Ok((plan, None));
         }
-        let (mut request, given) = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        let (mut request, given, warnings) = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        warn(&warnings);
         request.baselines = false;
         let bar = Bar::new();
         Ok((self.plan.plan(&request, &bar)?, given))

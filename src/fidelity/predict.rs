@@ -7,17 +7,15 @@ use altiplano_cost_models::{CostModel, Costs, Devices, Roofline, catalogue};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::fixed::{Degrees, fixed};
-use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::lower::{Derived, Sketch, sketch};
-use altiplano_planner::model::Layered;
 use altiplano_planner::timing::BodyWork;
-use altiplano_planner::{PlanFailure, Request, predict};
+use altiplano_planner::{PlanFailure, Request, pin_positions, predict};
 use serde_json::json;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -143,7 +141,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
-    pin_layers(&mut graph, row);
+    pin_positions(&mut graph, row.cp);
     let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, cluster) };
     wanted.execution = Execution {
         bucket_bytes: u64::MAX,
@@ -174,26 +172,4 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     sketch.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order::of(&plan);
     Ok(Size { plan, sketch, work, order })
-}
-
-/// Splits what passes between layers by token over the context axis, where there is one.
-fn pin_layers(graph: &mut Graph, row: &Row) {
-    if row.cp == 1 {
-        return;
-    }
-    let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
-    let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
-    for value in passed {
-        let node = graph.node(value);
-        if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
-            continue;
-        }
-        let context = || vec!["context".to_string()];
-        let dims = (0..node.ty.rank()).map(|d| PinnedDim {
-            axes: if d == 1 { context() } else { Vec::new() },
-            open: node.batch_dims >> d & 1 == 1 || d == 1,
-        });
-        let (mesh, dims) = (vec![("context".to_string(), u64::from(row.cp))], dims.collect());
-        graph.pin(Pin { value, mesh, dims });
-    }
 }

@@ -1,11 +1,13 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod answer;
 mod difference;
 mod dot;
 mod frontier;
 mod held;
 mod html;
 mod kernels;
+mod look;
 mod programs;
 mod stage;
 mod tape;
@@ -13,6 +15,8 @@ mod timeline;
 mod why;
 pub(crate) mod words;
 
+pub use answer::{answer, audience};
+use answer::{enough, faster, sharded};
 pub use difference::{side, side_by_side, side_by_side_json};
 pub use dot::plan_dot;
 pub use frontier::{frontier_json, frontier_text};
@@ -20,6 +24,7 @@ pub use held::held;
 pub(crate) use html::STYLE as PAGE_STYLE;
 pub use html::page_html;
 pub use kernels::kernels_text;
+pub use look::Look;
 pub use programs::programs;
 pub use stage::why_stage;
 pub use tape::tape_text;
@@ -43,15 +48,27 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::Range;
 
-/// The report of a plan. Times and rates have three significant digits; equal lines of repeated layers are one line.
+/// The report of a plan, the answer first. Times and rates have three significant digits; equal lines of repeated layers are one line.
 pub fn report(plan: &Plan) -> String {
-    let mut out = String::new();
-    // Writing to a string cannot fail.
-    let _ = write_report(&mut out, plan);
-    out
+    report_as(plan, Look::PLAIN)
 }
 
-fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
+/// [`report`] for a terminal.
+pub fn report_as(plan: &Plan, look: Look) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_report(&mut out, plan, look);
+    format!("{}\n\n{}", answer_as(plan, look), look.shown(&out))
+}
+
+/// The lines that a report begins with: what to do, what that gives, and for whom it is.
+pub fn answer_as(plan: &Plan, look: Look) -> String {
+    let strong = look.strong(&look.wrapped(&answer(plan)));
+    let rest: Vec<String> = enough(plan).into_iter().chain([audience(plan)]).map(|line| look.wrapped(&line)).collect();
+    format!("{strong}\n{}", rest.join("\n"))
+}
+
+fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
     write_summary(out, plan)?;
     let layouts = Layouts::new(plan);
     writeln!(out, "\nStages\n{}", layouts.stages())?;
@@ -61,7 +78,7 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let played = || plan.profile.is_none().then(|| Simulation::new(plan.clone(), None).ok()).flatten();
     let (simulation, listed) = rayon::join(played, || layouts.listed());
     if let Some(simulation) = simulation {
-        writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation))?;
+        writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation, look.width))?;
         writeln!(out, "\nWhat limits this plan (`altiplano advise` searches for what would make it faster)")?;
         Limits::new(&simulation).lines().iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
@@ -115,7 +132,11 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     writeln!(out, "{} on {} ({})\n", plan.model, plan.cluster.name, groups.join("; "))?;
     let used = plan.num_devices();
     if used < devices {
-        writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
+        let more = match faster(plan) {
+            Some(_) => "more are hardly faster",
+            None => "no plan found that uses more is faster",
+        };
+        writeln!(out, "  devices used    {used} of {devices}; {more}")?;
     }
     if let Some(reduction) = &plan.reduction {
         writeln!(out, "  reduced         {}", smaller(reduction))?;
@@ -408,10 +429,12 @@ impl<'a> Layouts<'a> {
             let levels = self.stored(stage).filter_map(|(v, _, s)| words::level(plan, stage, v, s, self.words.users()));
             let levels: BTreeSet<u8> = levels.collect();
             let zero = match (levels.first(), levels.last()) {
-                (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
-                (level, _) => match level.copied().unwrap_or(stage.zero) {
-                    0 => "not sharded (ZeRO-0)".to_string(),
-                    level => format!("ZeRO-{level}"),
+                (Some(&least), Some(&most)) if least < most => {
+                    format!("{} to {}, by parameter", sharded(plan.target, least), sharded(plan.target, most))
+                }
+                (level, _) => match (level.copied().unwrap_or(stage.zero), plan.target) {
+                    (0, Target::Altiplano | Target::Megatron | Target::Xla) => "not sharded (ZeRO-0)".to_string(),
+                    (level, target) => sharded(target, level),
                 },
             };
             let away = match stage.offload.is_none() {
