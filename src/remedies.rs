@@ -138,10 +138,12 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         changes.push((what, new));
     };
     type Degree = fn(&mut Request) -> &mut Option<u32>;
-    let degrees: [(&str, Degree, u64); 5] = [
+    let degrees: [(&str, Degree, u64); 7] = [
         ("--dp", |r| &mut r.dp, devices),
         ("--tp", |r| &mut r.tp, devices),
         ("--pp", |r| &mut r.pp, devices),
+        ("--cp", |r| &mut r.cp, devices),
+        ("--ep", |r| &mut r.ep, devices),
         ("--num-microbatches", |r| &mut r.num_microbatches, samples),
         ("--virtual-stages", |r| &mut r.virtual_stages, 1),
     ];
@@ -157,6 +159,9 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         for other in near(given, samples) {
             change(format!("--microbatch {other}"), &|r| r.microbatch = Some(other));
         }
+    }
+    if request.micro_batch.is_some() {
+        change("--micro-batch-size left free".into(), &|r| r.micro_batch = None);
     }
     if request.zero.is_some() {
         change("--zero left free".into(), &|r| r.zero = None);
@@ -189,8 +194,9 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         change(&mut new);
         vec![(what.to_string(), new)]
     };
-    if request.microbatch.is_some() || request.num_microbatches.is_some() {
-        changes.push(changed("a free number of microbatches", &|r| (r.microbatch, r.num_microbatches) = (None, None)));
+    let free = |r: &mut Request| (r.microbatch, r.num_microbatches, r.micro_batch) = (None, None, None);
+    if request.microbatch.is_some() || request.num_microbatches.is_some() || request.micro_batch.is_some() {
+        changes.push(changed("a free number of microbatches", &free));
     }
     if request.recompute.is_some_and(|r| r != Recompute::Full) {
         changes.push(changed("--recompute full", &|r| r.recompute = Some(Recompute::Full)));
@@ -198,8 +204,15 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     if request.zero.is_some_and(|level| level < 3) && request.trains() {
         changes.push(changed("--zero 3", &|r| r.zero = Some(3)));
     }
-    if request.dp.is_some() || request.tp.is_some() || request.pp.is_some() {
-        changes.push(changed("free degrees (no --dp, --tp, --pp)", &|r| (r.dp, r.tp, r.pp) = (None, None, None)));
+    let degrees = |r: &Request| [("--dp", r.dp), ("--tp", r.tp), ("--pp", r.pp), ("--cp", r.cp), ("--ep", r.ep)];
+    let given = degrees(request).into_iter().filter_map(|(option, degree)| degree.map(|_| option));
+    let given: Vec<&str> = given.collect();
+    if !given.is_empty() {
+        let free = |r: &mut Request| {
+            (r.dp, r.tp, r.pp) = (None, None, None);
+            (r.cp, r.ep) = (None, None);
+        };
+        changes.push(changed(&format!("free degrees (no {})", given.join(", ")), &free));
     }
     if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
         changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
@@ -216,7 +229,11 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     let samples = global_batch(request);
     let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
         let change = format!("--global-batch {batch} instead of {samples}");
-        changed(&change, &|r| (r.global_batch, r.microbatch, r.num_microbatches) = (Some(batch), None, None)).remove(0)
+        let halve = |r: &mut Request| {
+            free(r);
+            r.global_batch = Some(batch);
+        };
+        changed(&change, &halve).remove(0)
     });
     changes.push(halved.collect());
     if request.dp.or(request.tp).or(request.pp).is_none() {

@@ -325,6 +325,8 @@ fn the_answer_comes_first_in_the_words_of_those_who_set_degrees() {
     let tokens = plan["predicted"]["samples_per_s"].as_f64().expect("samples") * 64.0 / 4.0;
     assert!(answer.contains(&format!(" {:.2}k tokens/s/worker, ", tokens / 1e3)), "{answer}");
     assert!(answer.contains(" GFLOP/s/worker, ") && answer.ends_with(" of 6.44 GB"), "{answer}");
+    let (_, answer) = plan_and_answer(&[DEMO, "--dp", "2", "--tp", "2", "--zero", "0"]);
+    assert!(answer.starts_with("DP 2 x TP 2 x PP 1 x CP 1 x EP 1"), "{answer}");
     // Samples, where nothing is looked up by tokens.
     let scratch = Scratch::new();
     let (_, answer) = plan_and_answer(&[&scratch.file("mixed.mlir", common::MIXED), "--dp", "2"]);
@@ -333,6 +335,10 @@ fn the_answer_comes_first_in_the_words_of_those_who_set_degrees() {
     let output = altiplano(&["plan", DEMO, "--target", "fsdp", "--cluster", "4xA100-80"]);
     assert!(output.stdout.starts_with("DP 4 (") && !output.stdout.contains("ZeRO-1"), "{}", output.stdout);
     assert!(output.stdout.contains("for PyTorch FSDP"), "{}", output.stdout);
+    // Whom a model is for may follow from its form, and is said.
+    let output = altiplano(&["plan", DEMO, "--target", "auto", "--cluster", "4xA100-80"]);
+    assert!(output.stdout.contains("for JAX on XLA"), "{}", output.stdout);
+    assert!(output.stderr.contains("planning for --target xla, since the model is StableHLO"), "{}", output.stderr);
 }
 
 #[test]
@@ -397,6 +403,9 @@ fn experts_and_positions_are_split_as_is_asked() {
         let (_, answer) = plan_and_answer(&[&fixed[..], &["--ep", ep]].concat());
         assert!(answer.contains(&format!(" x EP {ep},")), "--ep {ep}: {answer}");
     }
+    // Replicas deal experts out among themselves, as elsewhere.
+    let (_, answer) = plan_and_answer(&[&fixed[..], &["--dp", "4", "--ep", "4"]].concat());
+    assert!(answer.starts_with("DP 4") && answer.contains(" x EP 4,"), "{answer}");
     for cp in ["1", "2"] {
         let (_, answer) = plan_and_answer(&[&fixed[..], &["--context-parallel-size", cp, "--dp", "2"]].concat());
         assert!(answer.contains(&format!(" x CP {cp} ")), "--cp {cp}: {answer}");

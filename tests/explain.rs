@@ -182,6 +182,16 @@ fn a_report_is_as_wide_as_the_terminal() {
 }
 
 #[test]
+fn stages_that_differ_are_said_to() {
+    let scratch = Scratch::new();
+    let mut plan = load_plan(planned(&scratch, "plan.json", PIPELINE).as_ref()).expect("a plan");
+    plan.stages[1].zero = 3;
+    let text = answer(&plan);
+    let expected = "PP 2, stages that differ: stage0 DP 2 (ZeRO-1) x TP 1 x CP 1 x EP 1; stage1 DP 2 (FSDP) x TP 1 x CP 1 x EP 1, micro-batch 1 a worker, ";
+    assert!(text.starts_with(expected), "{text}");
+}
+
+#[test]
 fn simulations_say_every_stage_and_what_a_tensor_of_a_kind_costs() {
     let scratch = Scratch::new();
     let plan = planned(&scratch, "plan.json", PIPELINE);

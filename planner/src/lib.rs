@@ -10,6 +10,7 @@ pub mod again;
 mod asked;
 pub mod assemble;
 pub mod cache;
+mod closest;
 mod cuts;
 pub mod enough;
 pub mod fixed;
@@ -37,6 +38,8 @@ pub mod why;
 
 pub use asked::pin_positions;
 use cache::Cache;
+use closest::leanest;
+pub use closest::{closest_plan, plan_or_closest};
 pub use cuts::Cuts;
 use cuts::Sizes;
 pub use freedom::global_batch;
@@ -54,7 +57,6 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::padding::{self, Padded, Padding};
 use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
-use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, search};
 use inter_op::variants;
 use model::Layered;
@@ -514,57 +516,6 @@ fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) 
     Ok(best)
 }
 
-/// Times the memory of a device, which is as good as no limit.
-const ROOMY: u64 = 16;
-
-/// [`plan_with`], and where nothing is found to fit, the plan that needs least memory as the judge finds it: it is the plan if it fits
-/// after all, and else what the failure is about.
-pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let failure = match plan_with(request, costs, progress) {
-        Err(failure @ PlanFailure::Memory { .. }) => failure,
-        result => return result,
-    };
-    // What these run is uniform, and the leanest of all uniform plans is known.
-    let uniform = request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1);
-    if uniform || request.micro_batch.is_some() || request.servers.is_some() || progress.stopped() {
-        return Err(failure);
-    }
-    let Ok(mut leanest) = closest_plan(request, costs) else { return Err(failure) };
-    // What is chosen where memory is no limit may need less than what estimates find the leanest.
-    let mut roomy = Request { baselines: false, ..request.clone() };
-    roomy.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.saturating_mul(ROOMY));
-    if let Ok(mut other) = plan_with(&roomy, costs, &Muted(progress))
-        && peak_bytes(&other) < peak_bytes(&leanest)
-    {
-        other.cluster = request.cluster.clone();
-        leanest = other;
-    }
-    if fits(&leanest) && allowed(request, &leanest) {
-        return Ok(leanest);
-    }
-    match &failure {
-        PlanFailure::Memory { closest: Some(known), .. } if peak_bytes(known) <= peak_bytes(&leanest) => Err(failure),
-        _ if fits(&leanest) => Err(failure),
-        _ => {
-            let detail = lost::shape(&leanest);
-            Err(PlanFailure::of_closest(leanest, detail))
-        }
-    }
-}
-
-/// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
-/// closest.
-pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-    if let Some(over) = request.servers {
-        return servers::closest(request, over, costs);
-    }
-    let request = &target::aimed(request)?;
-    let freedom = freedom(request)?;
-    let sizes = Sizes::new(request);
-    let layered = |count: u32| sizes.at(count);
-    leanest(request, &freedom, costs, &layered)
-}
-
 /// `1 stage`, `2 stages`.
 fn count(n: u32, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
@@ -619,22 +570,6 @@ fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool
     };
     let fitting_s = least_s(&limits);
     fitting_s.is_finite() && fitting_s > CRAMPED * least_s(&BTreeMap::new())
-}
-
-/// What comes closest to fitting where nothing fits: the most microbatches, recomputed.
-fn leanest(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
-) -> Result<Plan, PlanFailure> {
-    let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
-    let recompute = Some(freedom.recompute.unwrap_or(Recompute::Full));
-    let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
-    let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
-    let searched = search(request, &lean, costs, layered, &Silent);
-    let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
-    judged(request, &ranked[0], costs)
 }
 
 /// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program

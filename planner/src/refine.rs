@@ -134,6 +134,7 @@ fn solved_again(
         // Where either degree is given, the mesh is of replicas and what they split features over.
         first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
+        experts_on_data: request.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);

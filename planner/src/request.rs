@@ -225,7 +225,7 @@ pub enum PlanFailure {
     #[error("by the search's estimates more than {times} times slower than the best plan")]
     FarBehind { times: f64 },
     #[error(
-        "no plan for this cluster and these options lays out values as --pin or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
+        "no plan for this cluster and these options lays out values as --pin, --cp, --ep or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
         .pins.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("; "),
         if .pins.len() > 3 { format!("; and {} more", .pins.len() - 3) } else { String::new() }
     )]

@@ -244,7 +244,7 @@ fn memory_is_estimated() {
             let readers = gradient_readers(&plan.graph, &[]).expect("a gradient");
             for ((i, stage), held) in plan.stages.iter().enumerate().zip(cpu_peaks(&lowered)) {
                 let prices = Prices::new(&cost, &request.cluster.groups[0], stage.submesh, &stage.mesh);
-                let roles = AxisRoles { first_is_data: true, second_is_model: true, features_axis: None };
+                let roles = AxisRoles { first_is_data: true, second_is_model: true, ..AxisRoles::default() };
                 let mut spaces = Spaces::new(&prices, roles);
                 let demand = Demand {
                     levels: levels(Some(zero), stage.mesh.num_devices(), true, Default::default()),

@@ -13,6 +13,7 @@ pub mod devices;
 #[cfg(test)]
 mod documented;
 pub mod fidelity;
+pub mod fixed;
 pub mod import;
 pub mod inspect;
 pub mod man;

@@ -1,6 +1,6 @@
 //! `altiplano why-not PLAN --tp 8`: the best plan with something fixed beside the plan, and what it takes that the plan does not.
 
-use crate::commands::options::FixedOptions;
+use crate::commands::fixed::FixedOptions;
 use crate::commands::{explain_failure, load_to_ask, made_by, say};
 use crate::progress::Bar;
 use altiplano::compare::Comparison;

@@ -89,6 +89,9 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
             plural(servers as u64, &format!("{how}server"))
         );
     }
+    if all.iter().any(|of| of.agreement < ALIKE) {
+        used = format!(" (some ops otherwise){used}");
+    }
     if texts.iter().all(|text| *text == texts[0]) {
         // The degree of the pipeline stands where it is customary.
         return match texts[0].split_once(" x CP ") {
@@ -114,7 +117,7 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
 
 /// `DP 16 (FSDP) x TP 1 x CP 1 x EP 1`.
 fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
-    let Parallelism { data, tensor, context, expert, repeated, agreement } = *of;
+    let Parallelism { data, tensor, context, expert, repeated, .. } = *of;
     let data = data * plan.servers.as_ref().map_or(1, |over| over.workers.len() as u32);
     let sharded = match (stage.zero, plan.target) {
         _ if stage.mesh.num_devices() == 1 => String::new(),
@@ -127,9 +130,6 @@ fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
     let mut text = format!("DP {data}{sharded} x TP {tensor} x CP {context} x EP {expert}");
     if repeated > 1 {
         text += &format!(" x {repeated} that repeat work");
-    }
-    if agreement < ALIKE {
-        text += " (some ops otherwise)";
     }
     text
 }

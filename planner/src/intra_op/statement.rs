@@ -565,7 +565,8 @@ impl Builder<'_, '_, '_> {
 
     fn state_parameter(&mut self, p: ValueId) {
         let Model { graph, blocks, .. } = *self.model;
-        let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()]);
+        let experts = self.spaces.dims_of_experts(graph, p);
+        let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()], experts);
         let mut kept: Vec<Kept> = Vec::with_capacity(layouts.len() * self.levels.len());
         for &layout in &layouts {
             let whole = self.spaces.storage_layout(layout) == layout;
