@@ -372,6 +372,10 @@ fn degrees_and_batches_are_taken_by_the_names_that_others_have() {
     assert_eq!(theirs, known);
     let sharded = plan_and_answer(&[DEMO, "--data_parallel_shard_degree", "4"]).1;
     assert!(sharded.starts_with("DP 4 (FSDP) x TP 1 "), "{sharded}");
+    let scratch = Scratch::new();
+    let options = "pipeline_parallel_degree = 2\ntensor-model-parallel-size = 1\ndp = 2\nsteps = 1\n";
+    let text = succeeds(&["run", DEMO, "--config", &scratch.file("options.toml", options)]);
+    assert!(text.contains("2 stages of mesh<data=2, tensor=1>"), "{text}");
     let refused = altiplano(&["plan", DEMO, "--use-distributed-optimizer"]);
     assert_eq!((refused.code, refused.stderr.contains("--zero 1")), (Some(2), true), "{}", refused.stderr);
 }
