@@ -192,6 +192,20 @@ pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, E
     load(file, read(options)?, read, options, true)
 }
 
+/// The name of a config in the folders that models are published in.
+const CONFIG: &str = "config.json";
+
+/// The file that says what a model is: of a folder its config, and any other file itself.
+fn config_in(file: &Path) -> PathBuf {
+    if file.is_dir() { file.join(CONFIG) } else { file.to_path_buf() }
+}
+
+/// What a model is called: its file's name without the ending, or that of its folder.
+fn name_of(file: &Path) -> String {
+    let named = if file.is_dir() { file.file_name() } else { file.file_stem() };
+    named.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
 /// A graph as it was read, and its leaves in the function's order.
 struct Traced {
     graph: Graph,
@@ -325,7 +339,7 @@ fn load(
     warnings.extend(doubt.clone().map(Warning::Batch));
     warnings.extend((loss == LossKind::Other && doubt.is_none() && trains).then_some(Warning::LossKind(coupling)));
     Ok(Model {
-        name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+        name: name_of(file),
         stop_gradients,
         graph,
         inference,
@@ -463,7 +477,7 @@ impl Format {
 /// By the document's `format`; a document that is cut off is judged by its beginning. One that has neither that nor nodes is
 /// taken for a config, of which it is said what it lacks.
 fn json_format(text: &str) -> Format {
-    match serde_json::from_str::<Header>(text) {
+    match serde_json::from_str::<Header>(&huggingface::finite_numbers(text)) {
         Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
         Ok(header) if header.format.is_none() && !header.nodes => Format::HuggingFaceConfig,
         Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
@@ -514,9 +528,13 @@ fn looks_like_toml(text: &str) -> bool {
     table(first) || first.split('=').next().is_some_and(|key| key.trim() == "name" && first.contains('='))
 }
 
-/// The whole file. What is not text is caught by the caller.
+/// The whole file, or the config in a folder. What is not text is caught by the caller.
 pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
-    let mut bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    if file.is_dir() && !config_in(file).exists() {
+        let error = std::io::Error::new(std::io::ErrorKind::NotFound, no_config(file));
+        return Err(Error::Read { file: file.to_path_buf(), error });
+    }
+    let mut bytes = std::fs::read(config_in(file)).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     // Some editors put a mark of the byte order in front of text.
     if bytes.starts_with(b"\xef\xbb\xbf") {
         bytes.drain(..3);
@@ -525,6 +543,17 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
         return Err(Error::Empty { file: file.to_path_buf() });
     }
     Ok(bytes)
+}
+
+/// Why a folder is no model's.
+fn no_config(folder: &Path) -> &'static str {
+    match ["adapter_config.json", "model_index.json"].map(|name| folder.join(name).exists()) {
+        [true, _] => {
+            "a folder of an adapter alone, which has no config.json; give the folder of the model that it adapts"
+        }
+        [_, true] => "a folder of several models; give the folder of one of them, in which its config.json is",
+        _ => "a folder without a config.json; a Hugging Face model's folder has one",
+    }
 }
 
 /// What a file holds.
@@ -539,7 +568,7 @@ struct Read {
 const SEVERAL: u64 = 2;
 
 fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
-    let file = file.to_path_buf();
+    let file = config_in(file);
     let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
     let text = std::str::from_utf8(bytes).unwrap_or_default();
     let format = Format::of(bytes);

@@ -21,8 +21,8 @@ mod tests;
 
 pub use activation::*;
 pub use attention::{
-    Attention, RotaryHalves, attend, attention, attention_of_heads, attention_weights, causal_mask, repeat_heads,
-    rotary,
+    Attention, RotaryHalves, attend, attention, attention_of_heads, attention_scores, attention_weights, causal_mask,
+    masked_scores, repeat_heads, rotary,
 };
 pub use contraction::{Conv, contract, convolution, linear, matmul};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
