@@ -137,6 +137,9 @@ pub struct Alibi {
     pub scaled: bool,
 }
 
+/// The most heads that have something of their own in the graph: a slope, or a norm.
+pub const MAX_OWN: u64 = 1 << 14;
+
 impl Alibi {
     /// The slopes of BLOOM: powers of two for a power of two of heads, and every other slope of twice as many for the rest.
     pub fn slopes(heads: u64) -> Vec<f64> {

@@ -237,6 +237,10 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
         Some((path, part)) => Fields::of_part(part, path),
         None => Fields::new(&map, &[]),
     };
+    // Parts that the note names are not named again.
+    if let Some(Note::Part { left_out, .. }) = &part_note {
+        left_out.iter().for_each(|part| fields.ignore(&[part]));
+    }
     let fields = fields.with_aliases(family.aliases);
     // Newer versions of Transformers call it `dtype`.
     let stated = if fields.has("dtype") || fields.has("torch_dtype") { dtype(&fields)? } else { dtype(&whole)? };
@@ -351,7 +355,10 @@ fn planned(
         }
         // Older configs have the fields of their text beside those of the other parts.
         None => match contained.as_deref().and_then(known) {
-            Some(family) => Ok((family, None)),
+            Some(family) => {
+                let note = Note::Part { taken: "the config".into(), family: family.name, left_out: others("") };
+                Ok((family, Some(note)))
+            }
             None => Err(unknown(whole?)),
         },
     }

@@ -269,6 +269,12 @@ fn what_is_wrong_is_named() {
     check(&mixtral("rope_scaling", "{\"type\": \"linear\"}"), "rope_scaling.factor: is missing");
     check(&mixtral("rope_scaling", "7"), "rope_scaling: expected an object, found 7");
     check(SMALL[6], "--seq: this model takes images");
+    // What each head has of its own is not made for more heads than any model has.
+    let many = r#"{"model_type": "bloom", "hidden_size": 2147483648, "n_head": 2147483648}"#;
+    check(many, "n_head: 2147483648 is more than the most heads of such a model");
+    let wide = r#"{"model_type": "mamba2", "hidden_size": 2147483648, "expand": 2147483648, "num_heads": 2147483648,
+        "head_dim": 2147483648}"#;
+    check(wide, "expand: 4611686018427387904 is more than the widest layer");
 }
 
 /// A loss over pairs cannot be cut, and scales with the batch all the same.
@@ -301,6 +307,9 @@ fn what_is_assumed_is_what_transformers_takes() {
         ]
     );
     assert_eq!(notes(LLAMA_3_8B), [""; 0]);
+    let flat = LLAMA_3_8B.replace("\"llama\"", "\"qwen2_5_vl\", \"vision_config\": {\"depth\": 2}");
+    let planned = "what is planned is the text model of the config (qwen2_5_vl_text), without vision_config";
+    assert_eq!(notes(&flat), [format!("the model has several parts; {planned}")]);
     let silent = built(r#"{"model_type": "llama"}"#, Some(8)).graph;
     assert_eq!(count(&silent), 6_738_415_616);
     // A text model gets the precision of the whole.

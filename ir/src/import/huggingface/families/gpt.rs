@@ -3,7 +3,7 @@
 
 use crate::array::RotaryHalves;
 use crate::dtype::DType;
-use crate::import::huggingface::attention::{Alibi, Projections, Rotary, SelfAttention};
+use crate::import::huggingface::attention::{Alibi, MAX_OWN, Projections, Rotary, SelfAttention};
 use crate::import::huggingface::blocks::{Activation, Builder, Matrix, Norm};
 use crate::import::huggingface::config::Fields;
 use crate::import::huggingface::decoder::{
@@ -23,6 +23,7 @@ struct Sizes {
 
 impl Sizes {
     fn head_width(&self, fields: &Fields<'_>, key: &str, heads_key: &'static str) -> Result<u64, ConfigError> {
+        fields.at_most(heads_key, self.heads, "the most heads of such a model", MAX_OWN)?;
         fields.divides(key, self.hidden, heads_key, self.heads)?;
         Ok(self.hidden / self.heads)
     }

@@ -3,7 +3,7 @@
 use super::llama::multipliers;
 use crate::array::RotaryHalves;
 use crate::import::huggingface::blocks::{Activation, Builder, Norm};
-use crate::import::huggingface::config::Fields;
+use crate::import::huggingface::config::{Fields, MAX_SIZE};
 use crate::import::huggingface::decoder::{
     Around, Decoder, Defaults, Embedding, Feed, GateUp, Gated, Head, Layer, Mixer, Names, Order,
 };
@@ -19,6 +19,12 @@ fn step_limits(fields: &Fields<'_>, key: &str) -> Result<(f64, f64), ConfigError
         Some([least, most]) if least <= most => Ok((*least, if *most > 1e300 { f64::INFINITY } else { *most })),
         Some(_) => Err(fields.expected(key, "the least and the greatest step")),
     }
+}
+
+/// The width of all heads of a state space, and of what its groups share, is at most that of the widest layer.
+fn bounded(fields: &Fields<'_>, keys: [&str; 2], inner: u64, shared: u64) -> Result<(), ConfigError> {
+    fields.at_most(keys[0], inner, "the widest layer", MAX_SIZE)?;
+    fields.at_most(keys[1], shared, "the widest layer", MAX_SIZE)
 }
 
 /// Mamba-2 (Dao and Gu 2024): state spaces alone.
@@ -45,6 +51,7 @@ pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         step_limits: step_limits(fields, "time_step_limit")?,
     };
     fields.divides("num_heads", heads, "n_groups", mixer.groups)?;
+    bounded(fields, ["expand", "state_size"], inner, mixer.groups * mixer.state)?;
     // How weights are first drawn.
     fields.ignore(&["rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"]);
     fields.ignore(&["time_step_scale", "time_step_init_scheme", "rms_norm", "norm_before_gate"]);
@@ -94,10 +101,12 @@ fn state_space(fields: &Fields<'_>, hidden: u64, eps: f64) -> Result<StateSpace,
     }
     let groups = fields.size_or("mamba_n_groups", 1)?;
     fields.divides("mamba_n_heads", heads, "mamba_n_groups", groups)?;
+    let state = fields.size_or("mamba_d_state", 256)?;
+    bounded(fields, ["mamba_expand", "mamba_d_state"], inner, groups * state)?;
     Ok(StateSpace {
         heads,
         head_width,
-        state: fields.size_or("mamba_d_state", 256)?,
+        state,
         groups,
         kernel: fields.size_or("mamba_d_conv", 4)?,
         chunk: fields.size_or("mamba_chunk_size", 256)?,

@@ -1,6 +1,6 @@
 //! Llama and the families that differ from it in a few settings.
 
-use crate::import::huggingface::attention::{NormOver, QkNorm, Span};
+use crate::import::huggingface::attention::{MAX_OWN, NormOver, QkNorm, Span};
 use crate::import::huggingface::blocks::{Builder, Matrix, Norm};
 use crate::import::huggingface::config::Fields;
 use crate::import::huggingface::decoder::{Around, Decoder, Defaults, Feed, Order, Plain};
@@ -266,6 +266,8 @@ pub fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
     let bias = fields.flag_or("use_qkv_bias", false)?;
     decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, false));
     if fields.flag_or("qk_layernorm", false)? {
+        let heads = fields.size_or("num_attention_heads", defaults.heads)?;
+        fields.at_most("num_attention_heads", heads, "the most heads with norms of their own", MAX_OWN)?;
         let (names, norm) = (["q_layernorm", "k_layernorm"], Norm { bias: false, ..norm });
         let qk_norm = QkNorm { names, norm, over: NormOver::Modules, after_rotary: false };
         decoder.each_attention(|_, attention| attention.qk_norm = Some(qk_norm));
