@@ -34,7 +34,9 @@ def binary():
 
 
 def weights(plan):
-    ops = (node["op"] for node in plan["graph"]["nodes"] if isinstance(node["op"], dict))
+    # Of a model that was made larger so that devices divide it, those of the model as it is count.
+    graph = plan.get("padding", plan)["graph"]
+    ops = (node["op"] for node in graph["nodes"] if isinstance(node["op"], dict))
     return sum(math.prod(op["parameter"]["ty"]["shape"]) for op in ops if "parameter" in op)
 
 
