@@ -206,7 +206,8 @@ pub fn verify(
         return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
     }
     // A scale of the loss is a power of two at best, and a step that it makes overflow says nothing of gradients.
-    let plan = &Plan { loss_scale: None, ..plan.clone() };
+    let unscaled = |plan: &Plan| Plan { loss_scale: None, ..plan.clone() };
+    let (plan, one) = (&unscaled(plan), unscaled(&one));
     let ours = match &training.cuda {
         None => outcome(plan, &weights, &batch, training.learning_rate)?,
         Some(options) => {
