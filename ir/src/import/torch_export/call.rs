@@ -1,7 +1,7 @@
 //! One op of a program as its lowering sees it: arguments by name, with the defaults of the op's schema at hand.
 
 use super::convert::{Converter, Environment};
-use super::memory::{Tensor, View};
+use super::memory::{Tensor, View, behind_autograd};
 use super::report::{ProblemKind, Reject, other};
 use super::schema::{self, Argument};
 use super::table::Lowering;
@@ -85,12 +85,17 @@ impl Call<'_> {
                 Out::Same => return Ok(vec![Item::Tensor(target)]),
                 _ => return Err(Reject::Unsupported("in place")),
             };
-            let ty = {
-                let v = self.read(target)?;
-                self.g().ty(v).clone()
-            };
+            let old = self.read(target)?;
+            let ty = self.g().ty(old).clone();
             let new = array::convert(self.g(), new, ty.dtype)?;
-            let new = array::broadcast_to(self.g(), new, &ty.shape)?;
+            let mut new = array::broadcast_to(self.g(), new, &ty.shape)?;
+            if self.to.no_grad && ty.dtype.is_float() {
+                new = match (self.to.is_trained(old), self.to.is_trained(new)) {
+                    (true, _) => behind_autograd(self.g(), old, new)?,
+                    (false, true) => array::stop_gradient(self.g(), new)?,
+                    (false, false) => new,
+                };
+            }
             self.to.memory.write(&mut self.to.graph, target, new)?;
             return Ok(vec![Item::Tensor(target)]);
         }

@@ -97,6 +97,8 @@ pub struct Converter {
     pub random: Option<(ValueId, u32)>,
     /// Half precision that matrix products are computed in, where the program asks for it.
     pub autocast: Option<crate::dtype::DType>,
+    /// Gradients are not recorded.
+    pub no_grad: bool,
     /// For each value so far whether it follows from a parameter.
     trained: Vec<bool>,
     operations: usize,
@@ -114,6 +116,7 @@ impl Converter {
             sizes: BTreeMap::new(),
             random: None,
             autocast: None,
+            no_grad: false,
             trained: Vec::new(),
             operations: 0,
             unsupported: Vec::new(),

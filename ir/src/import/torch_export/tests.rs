@@ -133,6 +133,96 @@ fn changes_in_place_reach_whatever_shares_memory() {
     assert!(error.contains("late (layer.0/add)") && error.contains("share memory"), "{error}");
 }
 
+/// Autograd does not notice what is changed in place under `no_grad`, or through `detach`: the gradient of what was there before is that
+/// of what is there now.
+#[test]
+fn changes_in_place_that_are_not_recorded_keep_the_gradient() {
+    let scalar = |value: f64| json!({ "as_float": value });
+    let op = |name: &str, x: &str, inputs: &[(&str, Value)], output: &str| {
+        let inputs: Vec<(&str, Value)> = [("self", named(x))].into_iter().chain(inputs.iter().cloned()).collect();
+        node(&format!("torch.ops.aten.{name}"), &inputs, output)
+    };
+    let times = |a: &str, b: &str, output: &str| op("mul.Tensor", a, &[("other", named(b))], output);
+    let inner = json!({
+        "inputs": [named("v")], "outputs": [named("clamped")], "tensor_values": { "v": tensor(7, &[size(3)]) },
+        "nodes": [op("clamp_", "v", &[("max", scalar(15.0))], "clamped")],
+    });
+    let wrap = "torch.ops.higher_order.wrap_with_set_grad_enabled";
+    let wrapped = |argument: &str| {
+        let graph = json!({ "as_graph": { "name": "submod_1", "graph": inner } });
+        node(wrap, &[("", json!({ "as_bool": false })), ("", graph), ("", named(argument))], "new")
+    };
+    let doubled = op("mul.Scalar", "p_w", &[("other", scalar(2.0))], "doubled");
+    for (what, nodes, expected, slope) in [
+        ("a parameter", vec![wrapped("p_w"), times("new", "x", "y")], [0.0, 15.0, 30.0], [0.0, 1.0, 2.0]),
+        ("what is read again", vec![wrapped("p_w"), times("p_w", "x", "y")], [0.0, 15.0, 30.0], [0.0, 1.0, 2.0]),
+        (
+            "an activation",
+            vec![doubled, wrapped("doubled"), times("new", "x", "y")],
+            [0.0, 15.0, 30.0],
+            [0.0, 2.0, 4.0],
+        ),
+        (
+            "a detached parameter",
+            vec![
+                op("detach", "p_w", &[], "detached"),
+                op("clamp_", "detached", &[("max", scalar(15.0))], "clamped"),
+                times("p_w", "x", "y"),
+            ],
+            [0.0, 15.0, 30.0],
+            [0.0, 1.0, 2.0],
+        ),
+        (
+            "a buffer",
+            vec![
+                op("clone", "x", &[], "state"),
+                node(
+                    wrap,
+                    &[
+                        ("", json!({ "as_bool": false })),
+                        (
+                            "",
+                            json!({ "as_graph": { "name": "submod_2", "graph": {
+                    "inputs": [named("a"), named("b")], "outputs": [named("copied")],
+                    "tensor_values": { "a": tensor(7, &[size(3)]), "b": tensor(7, &[size(3)]) },
+                    "nodes": [op("copy_", "a", &[("src", named("b"))], "copied")],
+                } } }),
+                        ),
+                        ("", named("state")),
+                        ("", named("p_w")),
+                    ],
+                    "new",
+                ),
+                times("new", "x", "y"),
+            ],
+            [0.0, 20.0, 60.0],
+            [0.0, 0.0, 0.0],
+        ),
+    ] {
+        let summed = op("sum.default", "y", &[], "total");
+        assert_eq!(values(&program(&[size(3)], nodes.clone(), "y")), expected, "{what}");
+        let graph = imported(&program(&[size(3)], [nodes, vec![summed]].concat(), "total")).expect("a program").graph;
+        let found = match crate::autodiff::differentiate(&graph, &[]) {
+            Err(crate::autodiff::AutodiffError::NoParameters) => vec![0.0; 3],
+            Err(error) => panic!("{what}: {error}"),
+            Ok(training) => {
+                let values = crate::interpret::run_all(&training.graph, |v| {
+                    let ty = training.graph.ty(v).clone();
+                    let is_parameter = matches!(training.graph.node(v).op, crate::op::Op::Parameter(_));
+                    Tensor::new(
+                        ty,
+                        (0..3).map(|i| if is_parameter { 10.0 * (i + 1) as f64 } else { i as f64 }).collect(),
+                    )
+                });
+                let (p, _) = graph.parameters().next().expect("the parameter");
+                let parts = &training.contributions[p.index()];
+                (0..3).map(|i| parts.iter().map(|part| values[part.1.index()].data[i]).sum()).collect()
+            }
+        };
+        assert_eq!(found, slope, "{what}");
+    }
+}
+
 #[test]
 fn open_sizes_are_those_of_the_example_or_given() {
     let twice = open("2*s0");

@@ -2,7 +2,7 @@
 
 use super::super::call::Item;
 use super::super::convert::Environment;
-use super::super::memory::View;
+use super::super::memory::{Tensor, View};
 use super::super::schema;
 use super::super::sizes::{floor_div, modulo};
 use super::*;
@@ -160,13 +160,17 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         return problem("gives a graph fewer values than it takes");
     }
     let names = graph.inputs.iter().map(|input| input.name().unwrap_or_default().to_string());
+    let own = given_tensors(&given);
     let environment: Environment = names.zip(given).collect();
     let flag = |position: usize| match c.arguments.get(position) {
         Some((_, Item::Bool(b))) => Some(*b),
         _ => None,
     };
     let stops = c.name == "higher_order.wrap_with_set_grad_enabled" && flag(0) == Some(false);
-    let outer = c.to.autocast;
+    let outer = (c.to.autocast, c.to.no_grad);
+    if c.name == "higher_order.wrap_with_set_grad_enabled" {
+        c.to.no_grad = stops;
+    }
     if c.name == "higher_order.wrap_with_autocast" {
         let enabled = flag(2).unwrap_or(true);
         let dtype = match c.arguments.get(1) {
@@ -176,11 +180,15 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         c.to.autocast = enabled.then_some(dtype);
     }
     let results = c.to.run(&graph, environment).map_err(Reject::Stop);
-    c.to.autocast = outer;
+    (c.to.autocast, c.to.no_grad) = outer;
     let mut results = results?;
     if stops {
         for item in &mut results {
             let Item::Tensor(tensor) = item else { continue };
+            // What was changed in place is the tensor that it was.
+            if own.contains(tensor) {
+                continue;
+            }
             let x = c.to.memory.read(&mut c.to.graph, *tensor)?;
             if c.dtype_of(x).is_float() && c.to.is_trained(x) {
                 *item = Item::Tensor(c.to.memory.view(&mut c.to.graph, *tensor, View::Stop)?);
@@ -188,6 +196,14 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         }
     }
     Ok(Out::Items(results))
+}
+
+fn given_tensors(items: &[Item]) -> Vec<Tensor> {
+    let tensor = |item: &Item| match item {
+        Item::Tensor(tensor) => Some(*tensor),
+        _ => None,
+    };
+    items.iter().filter_map(tensor).collect()
 }
 
 /// A graph within the program, and its values.
