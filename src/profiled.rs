@@ -283,7 +283,7 @@ impl CostModel for Profiled {
         match op {
             // Nothing runs for these: they are there, folded or read through.
             op if op.is_leaf() => 0.0,
-            Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) => 0.0,
+            Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) | Op::Microbatches(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) => 0.0,
             Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
                 let graph = &body.graph;

@@ -403,6 +403,7 @@ fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
 
 fn phase(phase: Phase) -> &'static str {
     match phase {
+        Phase::Totals => "totals",
         Phase::Forward => "forward",
         Phase::Backward => "backward",
         Phase::Weights => "weights",

@@ -55,6 +55,24 @@ fn the_demo_model_under_other_choices() {
     }
 }
 
+/// Microbatches and replicas of unequal weights, with what else looks at all gradients.
+#[test]
+fn a_weighted_mean_under_many_plans() {
+    for options in [
+        "--cluster local:2 --dp 2 --tp 1 --pp 1 --num-microbatches 4 --zero 3",
+        "--cluster local:2 --dp 1 --tp 1 --pp 2 --num-microbatches 4 --clip-norm 0.01",
+        "--cluster local:2 --dp 2 --tp 1 --pp 1 --num-microbatches 2 --update stale",
+        "--cluster local:4 --dp 2 --tp 2 --pp 1 --num-microbatches 2 --loss-scale 1024",
+        "--cluster local:2 --dp 1 --tp 1 --pp 2 --num-microbatches 4 --schedule pipedream --optimizer sgd",
+    ] {
+        agrees("tests/models/weighted.mlir", &options.split(' ').collect::<Vec<_>>(), None);
+    }
+    let refused =
+        altiplano(&["plan", "tests/models/weighted.mlir", "--cluster", "local:4", "--parameter-servers", "1"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("total of the whole batch"), "{}", refused.stderr);
+}
+
 #[test]
 fn a_plan_file_stands_alone() {
     let scratch = Scratch::new();

@@ -111,6 +111,16 @@ fn transformers_train_as_on_the_cpu_runtime() {
     }
 }
 
+/// Totals of the batch are summed before the first microbatch.
+#[test]
+fn weighted_means_train_as_on_the_cpu_runtime() {
+    let file = PathBuf::from("tests/models/weighted.mlir");
+    let weighted = Model { file, import: ImportOptions::default() };
+    for words in ["local:1 micro4 sgd", "local:2 dp2 tp1 pp1 micro2 zero3", "local:2 dp1 tp1 pp2 micro4 sgd clip"] {
+        trains_alike(&weighted, words, 0..2);
+    }
+}
+
 /// Sequences that are long beside heads, on devices whose attention is one kernel: nothing of the size of scores is in memory.
 #[test]
 fn fused_attention_trains_as_on_the_cpu_runtime() {

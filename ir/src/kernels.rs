@@ -406,6 +406,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             }
             Op::Slice(_) | Op::Transpose(_) | Op::BroadcastInDim(_) => Role::Alias,
             Op::Collective(c) if !c.collective.communicates() => Role::Alias,
+            Op::Microbatches(_) => Role::Alias,
             Op::Reduce(reduce) => {
                 let shape = graph.shape(operand());
                 let row: u64 = reduce.dims.iter().map(|&d| shape[d]).product();

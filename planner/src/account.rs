@@ -179,7 +179,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
                 Phase::Forward => &timing.forward,
                 Phase::Backward => &timing.backward,
                 Phase::Weights => &timing.weights,
-                Phase::Reduce | Phase::Norm | Phase::Update => continue,
+                Phase::Totals | Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
             of_body(body, played, mesh).0.into_iter().for_each(|(work, s)| account.add(work, batches * s));
         }

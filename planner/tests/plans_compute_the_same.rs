@@ -12,7 +12,7 @@ use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::{Request, Silent, plan, programs};
 use support::networks::{convolutional, mixture_of_experts, skipping};
-use support::{check, transformer};
+use support::{check, transformer, weighted};
 
 fn request(cluster: &str) -> Request {
     request_of(&transformer(2), LossKind::Mean, cluster)
@@ -87,6 +87,41 @@ fn every_way_to_store_and_to_recompute() {
             assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
         }
     }
+}
+
+/// Means that are divided by a count of the whole batch, which microbatches and replicas have parts of.
+#[test]
+fn weighted_means_accumulate_over_microbatches() {
+    let network = weighted(4);
+    let request = |cluster: &str, (dp, tp, pp): (u32, u32, u32), microbatches: u32| {
+        let mut request = request_of(&network, LossKind::Mean, cluster);
+        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        request.num_microbatches = Some(microbatches);
+        request
+    };
+    let called = |plan: &Plan| {
+        let programs = programs(plan).expect("programs").programs;
+        programs.iter().flat_map(|p| &p.bodies).filter(|body| body.phase == Phase::Totals).count()
+    };
+    for degrees in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)] {
+        let devices = degrees.0 * degrees.1 * degrees.2;
+        for microbatches in [1, 2] {
+            let plan = check(&request(&format!("local:{devices}"), degrees, microbatches));
+            // One stage has the loss, and one microbatch has nothing to add up.
+            assert_eq!(called(&plan), usize::from(microbatches > 1));
+        }
+    }
+    let mut stored = request("local:2", (2, 1, 1), 2);
+    (stored.zero, stored.recompute) = (Some(3), Some(Recompute::Full));
+    check(&stored);
+    for schedule in [Schedule::GPipe, Schedule::ZbH1, Schedule::PipeDream] {
+        let mut request = request("local:2", (1, 1, 2), 4);
+        request.schedule = Some(schedule);
+        assert_eq!(check(&request).schedule, schedule);
+    }
+    let mut sharing = request("local:2", (1, 1, 2), 4);
+    sharing.virtual_stages = Some(2);
+    check(&sharing);
 }
 
 /// A device that lacks a little memory computes some layers again, not all.

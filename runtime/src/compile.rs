@@ -86,7 +86,9 @@ fn of_node(graph: &Graph, v: ValueId, shape: &[usize]) -> Kernel {
             Kernel::Dense(Arc::new(HostTensor::from_f64(node.ty.clone(), &data).data))
         }
         Op::Iota(_) => Kernel::Iota(dtype),
-        Op::HostCopy(_) => Kernel::Copy(copy_into(&View::whole(v, shape.to_vec()), 0, &row_major(shape))),
+        Op::HostCopy(_) | Op::Microbatches(_) => {
+            Kernel::Copy(copy_into(&View::whole(v, shape.to_vec()), 0, &row_major(shape)))
+        }
         Op::AxisIndex(op) => Kernel::AxisIndex { axes: op.axes.clone(), dtype: op.dtype },
         Op::BitcastConvert(op) => Kernel::Bitcast(Bitcast { from: graph.ty(operand(0)).dtype, to: op.dtype }),
         Op::Reverse(op) => Kernel::Reverse(Reversal::new(shape, &op.dims)),

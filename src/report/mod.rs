@@ -164,6 +164,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     let loss = match plan.loss {
         LossKind::Other if plan.graph.batch == 0 => "of each microbatch as traced (the batch was not found)",
+        LossKind::Mean if plan.graph.totals().next().is_some() => "mean weighted over the whole batch",
         LossKind::Mean => "mean over samples",
         LossKind::Sum => "sum over samples",
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",

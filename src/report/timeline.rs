@@ -35,7 +35,7 @@ pub fn timeline(simulation: &Simulation) -> String {
 
 fn letter(phase: Phase) -> char {
     match phase {
-        Phase::Forward => 'F',
+        Phase::Totals | Phase::Forward => 'F',
         Phase::Backward => 'B',
         Phase::Weights => 'W',
         Phase::Reduce | Phase::Norm | Phase::Update => 'U',

@@ -160,6 +160,7 @@ impl Simulation {
         match program.schedule.get(position) {
             Some(&Call::Run { body, microbatch }) => {
                 let phase = match program.bodies[body as usize].phase {
+                    Phase::Totals => "the totals",
                     Phase::Forward => "forward",
                     Phase::Backward => "backward",
                     Phase::Weights => "the gradients of weights",

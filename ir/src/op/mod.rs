@@ -15,6 +15,7 @@ mod elementwise;
 mod gather;
 mod leaf;
 mod lookup;
+mod microbatches;
 mod pad;
 mod product;
 mod reduce;
@@ -44,6 +45,7 @@ pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
 pub use leaf::{Input, Iota, Parameter};
+pub use microbatches::Microbatches;
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
 pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
@@ -186,6 +188,7 @@ pub enum Op {
     ScatterAdd(ScatterAdd),
     Scatter(Scatter),
     Composite(Composite),
+    Microbatches(Microbatches),
     Collective(spmd::CollectiveOp),
     AxisIndex(AxisIndex),
     HostCopy(HostCopy),
@@ -225,6 +228,7 @@ impl Op {
             Op::ScatterAdd(op) => op,
             Op::Scatter(op) => op,
             Op::Composite(op) => op,
+            Op::Microbatches(op) => op,
             Op::Collective(op) => op,
             Op::AxisIndex(op) => op,
             Op::HostCopy(op) => op,
@@ -270,6 +274,7 @@ impl Op {
             Op::ScatterAdd(_) => "scatter_add",
             Op::Scatter(_) => "scatter",
             Op::Composite(op) => op.function.name(),
+            Op::Microbatches(op) => op.name(),
             Op::Collective(op) => op.collective.name(),
             Op::AxisIndex(_) => "axis_index",
             Op::HostCopy(HostCopy { route: HostRoute::Load }) => "host_load",

@@ -52,11 +52,12 @@ fn variant(op: &Op) -> usize {
         Op::Composite(_) => 30,
         Op::AxisIndex(_) => 31,
         Op::Roll(_) => 32,
+        Op::Microbatches(_) => 33,
         Op::HostCopy(_) => NUM_VARIANTS - 1,
     }
 }
 
-const NUM_VARIANTS: usize = 34;
+const NUM_VARIANTS: usize = 35;
 
 #[test]
 fn every_op_has_a_case() {

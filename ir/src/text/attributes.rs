@@ -10,9 +10,9 @@ use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
     Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, HostCopy, HostRoute, ImageDims, Input,
-    Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape,
-    Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary,
-    WindowDim,
+    Iota, KernelDims, Microbatches, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer,
+    Reshape, Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose,
+    Unary, WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -41,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 52] = [
+const OTHERS: [&str; 55] = [
     "host_load",
     "host_store",
     "softmax",
@@ -76,6 +76,9 @@ const OTHERS: [&str; 52] = [
     "transpose",
     "reverse",
     "roll",
+    "sum_of_microbatches",
+    "mean_of_microbatches",
+    "times_microbatches",
     "slice",
     "concatenate",
     "pad",
@@ -227,7 +230,7 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
         Op::Composite(op) => function(&op.function),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
-        Op::HostCopy(_) => Vec::new(),
+        Op::HostCopy(_) | Op::Microbatches(_) => Vec::new(),
         Op::AxisIndex(op) => {
             [vec![("axes", axes(&op.axes)), ("mesh", mesh(&op.mesh))], dtype_unless_typed(op.dtype)].concat()
         }
@@ -478,6 +481,9 @@ pub(crate) fn op_from(
         }
         "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
         "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),
+        "sum_of_microbatches" => Op::Microbatches(Microbatches::Sum),
+        "mean_of_microbatches" => Op::Microbatches(Microbatches::Mean),
+        "times_microbatches" => Op::Microbatches(Microbatches::Times),
         "host_load" => Op::HostCopy(HostCopy { route: HostRoute::Load }),
         "host_store" => Op::HostCopy(HostCopy { route: HostRoute::Store }),
         "axis_index" => Op::AxisIndex(AxisIndex { axes: f.axes()?, mesh: f.mesh()?, dtype: f.dtype(ty)? }),

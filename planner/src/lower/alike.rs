@@ -57,6 +57,11 @@ impl<'a> Stages<'a> {
     fn paired(&self, first: usize, second: usize) -> Option<Alike> {
         let plan = self.cut.plan;
         let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
+        // A total is made of values that may be other stages'.
+        let graph = &self.cut.derived.expanded.graph;
+        if stages.iter().flat_map(|&(a, _)| &self.cut.nodes[a]).any(|&v| graph.is_total(v)) {
+            return None;
+        }
         if plan.lanes()[first].mesh != plan.lanes()[second].mesh
             || !stages.iter().all(|&(a, b)| self.planned_alike(a, b) && self.offloaded_alike(a, b))
         {

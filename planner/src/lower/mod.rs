@@ -687,6 +687,7 @@ fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> 
             program.bodies.extend([stage.forward, stage.backward, stage.reduce, stage.update]);
             program.bodies.extend(stage.weights);
             program.bodies.extend(stage.norm);
+            program.bodies.extend(stage.totals);
         }
     }
     Programs {

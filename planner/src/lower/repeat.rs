@@ -50,7 +50,9 @@ impl Repeats<'_> {
             let level = layer.map_or(Recompute::None, recompute);
             let product = (fused_attention || level >= Recompute::Selective) && grows(graph, v);
             let full = level == Recompute::Full;
-            let repeat = !leaves_layer && (full || product || self.is_cheap(v) && !(sum && large > 1));
+            // A total may be that of the next step when the backward pass runs.
+            let repeat =
+                !leaves_layer && !graph.is_total(v) && (full || product || self.is_cheap(v) && !(sum && large > 1));
             if repeat {
                 again.insert(v);
                 sources.insert(v, from);

@@ -13,7 +13,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{
-    Binary, DotGeneral, Gather, GatherDims, Input, Op, OutOfBounds, Parameter, Reducer, Slice, Unary,
+    Binary, Direction, DotGeneral, Gather, GatherDims, Input, Op, OutOfBounds, Parameter, Reducer, Slice, Unary,
 };
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{BufferKind, Call, Programs};
@@ -164,6 +164,37 @@ pub fn transformer(layers: usize) -> Graph {
     let count = g.constant(Literal::splat(TensorType::scalar(DType::F32), (batch * seq) as f64));
     let mean = g.emit(Op::Binary(Binary::Divide), &[sum, count]);
     let loss = g.unary(Unary::Negate, mean);
+    g.outputs = vec![loss];
+    g
+}
+
+/// [`transformer`] with a loss of several means: over all tokens, over those whose label is below 9, and weighted by the token. What
+/// the last two are divided by depends on the batch.
+pub fn weighted(layers: usize) -> Graph {
+    let mut g = transformer(layers);
+    let plain = g.outputs[0];
+    let operand = |g: &Graph, v: ValueId| g.node(v).operands[0];
+    let mean = operand(&g, plain);
+    let sum = operand(&g, mean);
+    let picked = operand(&g, sum);
+    let shape = g.shape(picked).to_vec();
+    let all: Vec<usize> = (0..shape.len()).collect();
+    let inputs: Vec<ValueId> =
+        ["tokens", "labels"].into_iter().map(|name| g.inputs().find(|i| i.1 == name).expect("an input").0).collect();
+    let nine = g.splat_like(inputs[1], 9.0);
+    let kept = g.compare(Direction::Lt, inputs[1], nine);
+    let mut loss = plain;
+    for (weights, least) in [(kept, 1.0), (inputs[0], 1e-6)] {
+        let weights = g.convert(weights, DType::F32);
+        let weights = g.reshape(weights, &shape);
+        let losses = g.mul(picked, weights);
+        let losses = g.reduce(losses, Reducer::Sum, &all);
+        let count = g.reduce(weights, Reducer::Sum, &all);
+        let least = g.splat_like(count, least);
+        let count = g.emit(Op::Binary(Binary::Maximum), &[count, least]);
+        let term = g.div(losses, count);
+        loss = g.sub(loss, term);
+    }
     g.outputs = vec![loss];
     g
 }

@@ -84,7 +84,7 @@ into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select,
     Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
     ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
     Threefry => Threefry, Reverse => Reverse, Roll => Roll, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
-    AxisIndex => AxisIndex, HostCopy => HostCopy);
+    AxisIndex => AxisIndex, HostCopy => HostCopy, Microbatches => Microbatches);
 
 pub(crate) fn cases() -> Vec<Case> {
     [
@@ -101,6 +101,7 @@ pub(crate) fn cases() -> Vec<Case> {
         convolutions(),
         windows(),
         composites(),
+        of_microbatches(),
         local_ops(),
     ]
     .into_iter()
@@ -610,6 +611,14 @@ fn composites() -> Vec<Case> {
 }
 
 /// Ops of local graphs.
+fn of_microbatches() -> Vec<Case> {
+    vec![
+        case(Microbatches::Sum, "i32[4,6]", "i32[4,6]"),
+        case(Microbatches::Mean, "i32[6]", "i32[6]"),
+        case(Microbatches::Times, "f32[4,6]", "f32[4,6]"),
+    ]
+}
+
 fn local_ops() -> Vec<Case> {
     let mesh = Mesh::new(&[("a", 2), ("b", 3)]);
     let (a, b) = (AxisId(0), AxisId(1));

@@ -49,6 +49,7 @@ fn stablehlo(op: &Op) -> String {
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
         "shift" => "`stablehlo.collective_permute`".to_string(),
         "keep_first" | "halo" | "roll" | "stop_gradient" | "host_load" | "host_store" => "-".to_string(),
+        _ if matches!(op, Op::Microbatches(_)) => "-".to_string(),
         _ if matches!(op, Op::Composite(_)) => "several ops".to_string(),
         name => format!("`stablehlo.{name}`"),
     }
