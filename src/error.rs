@@ -76,6 +76,10 @@ pub enum Error {
     Arguments { file: PathBuf, error: Box<ArgumentError> },
     #[error("--loss: there is no result '{name}'; the results are {results}")]
     UnknownResult { name: String, results: Names },
+    #[error(
+        "{}: the function trains by more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each by itself, with --loss '{other}' and --params for what it trains", file.display()
+    )]
+    SeveralLosses { file: PathBuf, loss: String, other: String, parameters: Names },
     #[error("--loss: the loss {error}")]
     Attach { error: ShapeError },
     #[error(

@@ -8,12 +8,14 @@ use crate::pins::{self, NamedPin};
 use crate::precision::with_precision;
 use crate::training::onnx_weights::beside;
 use crate::units::smaller;
+use altiplano_ir::accumulation::part_of_batch;
 use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
 use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
+use altiplano_ir::losses_of_step::other_losses;
 use altiplano_ir::op::Op;
 use altiplano_ir::reduce::{Goal, Reduction, reduce};
 use altiplano_ir::rewrite::rewrite;
@@ -178,7 +180,7 @@ pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> 
 
 /// [`load_model`] of a file that was read already, which a pipe can be only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
-    let read = |options: &ImportOptions| Ok(loss_of(traced(file, bytes, options)?, options));
+    let read = |options: &ImportOptions| loss_of(file, traced(file, bytes, options)?, options);
     load(file, read(options)?, read, options, false)
 }
 
@@ -235,19 +237,38 @@ fn states(graph: &Graph) -> Vec<String> {
     step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
 }
 
-/// The loss of a whole training step, and what else the step does; of any other graph all of it.
-fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
-    let Traced { graph, arguments, results, aside } = traced;
+/// The loss of a whole training step, and what else the step does; of any other graph all of it. A step with several losses is
+/// refused: its gradients are not those of one.
+fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss, Error> {
+    let Traced { graph, arguments, results, mut aside } = traced;
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let states = states(&graph);
-    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, aside } };
+    let Some(step) = step else { return Ok(Loss { graph: unstack(&graph), step: None, states, aside }) };
+    if let Some(other) = other_losses(&graph, &arguments, &step).first() {
+        let name = |at: Option<usize>| {
+            let said = at.and_then(|at| results.get(at).cloned().flatten());
+            said.unwrap_or_else(|| at.map_or(String::new(), |at| at.to_string()))
+        };
+        return Err(Error::SeveralLosses {
+            file: file.to_path_buf(),
+            loss: name(graph.outputs.iter().position(|o| *o == step.loss)),
+            other: name(Some(other.output)),
+            parameters: Names(other.parameters.iter().map(|p| leaf_name(&graph, *p)).collect()),
+        });
+    }
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
     let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, aside }
+    let mut loss = step.loss_graph(&graph);
+    // A plan has microbatches of its own.
+    if let Some((part, batch)) = part_of_batch(&loss) {
+        loss = part;
+        aside.batch = aside.batch.or(Some(batch));
+    }
+    Ok(Loss { graph: unstack(&loss), step: Some((step, given)), states, aside })
 }
 
 fn load(
@@ -268,7 +289,7 @@ fn load(
         (None, Some(settled)) => settled,
         (None, None) => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
         (Some(also), _) => {
-            let second = loss_of(read_traced(also, options)?, options).graph;
+            let second = loss_of(also, read_traced(also, options)?, options)?.graph;
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
                 also: also.clone(),

@@ -6,6 +6,7 @@
 //! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
 //! plain data, verified before use.
 
+pub mod accumulation;
 pub mod array;
 pub mod autodiff;
 pub mod batch;
@@ -20,6 +21,7 @@ pub mod interpret;
 pub mod kernels;
 pub mod literal;
 pub mod loss_scale;
+pub mod losses_of_step;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;

@@ -59,6 +59,14 @@ pub fn recognise(graph: &Graph, arguments: &[ValueId], names: &[Option<String>])
     scalars.into_iter().find_map(|i| step_of_loss(graph, arguments, &reach, i))
 }
 
+/// For each leaf that the function gives back updated, beside this loss, what it is updated to.
+pub(crate) fn updated_by(graph: &Graph, arguments: &[ValueId], loss: ValueId) -> BTreeMap<ValueId, ValueId> {
+    let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
+    let index = graph.outputs.iter().position(|o| *o == loss).unwrap_or(graph.outputs.len());
+    let found = matched(graph, arguments, &reach, index).unwrap_or_default();
+    found.into_iter().map(|(leaf, (updated, _))| (leaf, updated)).collect()
+}
+
 /// The step whose loss is this output: all that is trained must be what the loss can be differentiated by, and the loss must
 /// not itself be made of gradients.
 fn step_of_loss(
@@ -72,6 +80,8 @@ fn step_of_loss(
     let needed = ancestors(graph, &[loss], |_| true);
     let smooth = ancestors(graph, &[loss], |v| graph.ty(v).dtype.is_float());
     let from_loss = graph.depends_on(|v| graph.node(v).op.is_leaf() && needed[v.index()]);
+    // A count of what the loss is a mean of is no norm of gradients.
+    let learnt = graph.depends_on(|v| smooth[v.index()] && updates.contains_key(&v));
     let users = graph.users();
     let mut parameters = Vec::new();
     let (mut changed, mut strange) = (false, false);
@@ -92,7 +102,7 @@ fn step_of_loss(
         let penalised = users[parameter.index()].iter().any(|u| is_penalty(&u));
         let mut gradient = gradient(graph, &results, &own, penalised);
         if !penalised && graph.ty(parameter).rank() > 0 {
-            let raw = gradient.and_then(|g| before_changes(graph, g));
+            let raw = gradient.and_then(|g| before_changes(graph, g, &learnt));
             changed |= raw != gradient;
             gradient = raw;
         }
@@ -120,7 +130,7 @@ fn step_of_loss(
 }
 
 /// The nodes that `outputs` are made of, through nodes that `passes` holds for.
-fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
+pub(crate) fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
     let mut needed = vec![false; graph.len()];
     outputs.iter().for_each(|o| needed[o.index()] = true);
     for v in graph.values().rev() {
@@ -131,16 +141,16 @@ fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> boo
     needed
 }
 
-/// Whether a value is one number computed from others, in a shape.
-fn is_spread(graph: &Graph, v: ValueId) -> bool {
+/// Whether a value is one number computed from what is `learnt`, in a shape.
+fn is_spread(graph: &Graph, v: ValueId, learnt: &[bool]) -> bool {
     let node = graph.node(v);
     let smaller = |o: ValueId| graph.ty(o).elements() < node.ty.elements();
-    matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && !is_uniform(graph, v)
+    matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && learnt[v.index()] && !is_uniform(graph, v)
 }
 
 /// The gradient before it was clipped, normalised or the like: by numbers made of gradients, or by functions that no
 /// gradient of a sum of products ends with. `None` where it cannot be told apart.
-fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
+fn before_changes(graph: &Graph, gradient: ValueId, learnt: &[bool]) -> Option<ValueId> {
     let shape = graph.shape(gradient);
     let plain = |v: ValueId| {
         let node = graph.node(v);
@@ -150,7 +160,7 @@ fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
                 | Op::Unary(Unary::Negate)
                 | Op::Convert(_)
         );
-        !node.op.is_elementwise() || linear && !node.operands.iter().any(|&o| is_spread(graph, o))
+        !node.op.is_elementwise() || linear && !node.operands.iter().any(|&o| is_spread(graph, o, learnt))
     };
     // The elementwise part of the gradient, from the last op to the first.
     let mut changes = false;
@@ -177,7 +187,8 @@ fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
         if !node.op.is_elementwise() && !matches!(node.op, Op::Reshape(_)) {
             return None;
         }
-        let varies = |o: &&ValueId| graph.shape(**o) == shape && !is_uniform(graph, **o) && !is_spread(graph, **o);
+        let varies =
+            |o: &&ValueId| graph.shape(**o) == shape && !is_uniform(graph, **o) && !is_spread(graph, **o, learnt);
         parts.extend(node.operands.iter().filter(varies));
     }
 }
