@@ -61,7 +61,7 @@ fn whole_step(file: &Path) -> Result<Graph, Box<dyn std::error::Error>> {
     for v in updated_leaves(&graph) {
         let op = &mut graph.nodes[v.index()].op;
         if let Op::Input(Input { name, ty }) = op.clone() {
-            *op = Op::Parameter(Parameter { name, ty });
+            *op = Op::Parameter(Parameter::new(name, ty));
         }
     }
     Ok(simplify(&graph))

@@ -1,7 +1,7 @@
 //! From a file to a model that can be planned: the format is recognised by content, arguments become parameters and
 //! inputs, the sizes that scale with the batch are found, and the graph is simplified.
 
-use crate::arguments::{self, Argument};
+use crate::arguments::{self, Argument, Role, Stated};
 use crate::error::{Error, Names};
 use crate::loss::{self, Attached};
 use crate::pins::{self, NamedPin};
@@ -28,9 +28,11 @@ use std::path::{Path, PathBuf};
 /// What a file does not say of itself.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ImportOptions {
-    /// Arguments that are trained, and those that are not: see [`arguments::trained`].
+    /// Arguments that are trained, those that are given anew for each step, and parameters that are not trained: see
+    /// [`arguments::Stated`].
     pub params: Vec<String>,
     pub inputs: Vec<String>,
+    pub freeze: Vec<String>,
     /// The batch dimension of an input, or that it has none. Default: dimension 0 of each.
     pub batch_dims: Vec<(String, Option<usize>)>,
     /// The same model traced at another batch size, which settles what scales with the batch.
@@ -230,6 +232,14 @@ fn leaf_name(graph: &Graph, v: ValueId) -> String {
     }
 }
 
+fn role(graph: &Graph, v: ValueId) -> Role {
+    match &graph.node(v).op {
+        Op::Parameter(parameter) if parameter.frozen => Role::Frozen,
+        Op::Parameter(_) => Role::Trained,
+        _ => Role::Given,
+    }
+}
+
 /// Leaves that the function gives back updated.
 fn states(graph: &Graph) -> Vec<String> {
     step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
@@ -357,18 +367,22 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     }
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
-    if said && options.params.is_empty() && options.inputs.is_empty() {
-        attach(&mut graph, attached, &mut aside.batch)?;
-        return Ok(Traced { graph, arguments: values, results, aside });
-    }
+    let wrong = |error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) };
+    let stated = Stated { params: &options.params, inputs: &options.inputs, freeze: &options.freeze };
+    let known = |graph: &Graph| -> Vec<Role> { arguments.iter().map(|a| role(graph, a.value)).collect() };
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
-    if !chosen && step::recognise(&graph, &values, &results).is_some() {
-        // The step itself says what it trains.
-        return Ok(Traced { graph, arguments: values, results, aside });
+    if !said && !chosen {
+        // A whole training step itself says what it trains.
+        let freeze = Stated { freeze: &options.freeze, ..Stated::default() };
+        let frozen = arguments::roles(&arguments, Some(&known(&graph)), freeze).map_err(wrong)?;
+        let step = arguments::with_roles(&graph, &arguments, &frozen);
+        if step::recognise(&step, &values, &results).is_some() {
+            return Ok(Traced { graph: step, arguments: values, results, aside });
+        }
     }
-    let trained = arguments::trained(&arguments, &options.params, &options.inputs)
-        .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    let mut graph = arguments::with_parameters(&graph, &arguments, &trained);
+    let said = said.then(|| known(&graph));
+    let roles = arguments::roles(&arguments, said.as_deref(), stated).map_err(wrong)?;
+    let mut graph = arguments::with_roles(&graph, &arguments, &roles);
     attach(&mut graph, attached, &mut aside.batch)?;
     Ok(Traced { graph, arguments: values, results, aside })
 }
@@ -647,7 +661,8 @@ fn open_sizes(sizes: &[onnx::Size], said: &[(String, u64)]) -> Aside {
 /// The leaves of a graph in order, which are its arguments.
 fn leaves(graph: &Graph) -> Vec<Argument> {
     let leaf = |v: ValueId| match &graph.node(v).op {
-        Op::Parameter(altiplano_ir::op::Parameter { name, ty }) | Op::Input(altiplano_ir::op::Input { name, ty }) => {
+        Op::Parameter(altiplano_ir::op::Parameter { name, ty, .. })
+        | Op::Input(altiplano_ir::op::Input { name, ty }) => {
             Some(Argument { name: Some(name.clone()), ty: ty.clone(), value: v })
         }
         _ => None,

@@ -251,7 +251,22 @@ impl Graph {
         node.op.flop(&self.operand_types(value), &node.ty)
     }
 
-    /// Parameters in order, with their names.
+    /// Whether a value is a parameter that is trained.
+    pub fn is_trained(&self, value: ValueId) -> bool {
+        matches!(&self.node(value).op, Op::Parameter(p) if !p.frozen)
+    }
+
+    /// Whether a value is a parameter that no step changes.
+    pub fn is_frozen(&self, value: ValueId) -> bool {
+        matches!(&self.node(value).op, Op::Parameter(p) if p.frozen)
+    }
+
+    /// Parameters that are trained, in order, with their names.
+    pub fn trained_parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        self.parameters().filter(|(v, _)| self.is_trained(*v))
+    }
+
+    /// Parameters in order, frozen ones included, with their names.
     pub fn parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.values().filter_map(|v| match &self.node(v).op {
             Op::Parameter(p) => Some((v, p.name.as_str())),

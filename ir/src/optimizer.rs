@@ -1,8 +1,8 @@
 //! Optimizer updates as graphs: elementwise ops on a parameter, its gradient and its state.
 //!
 //! An update is the same for every shard of a parameter, so it is written once for a local shape and runs under
-//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32;
-//! parameters of half precision keep an f32 master copy that is updated and then rounded.
+//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32, of
+//! f64 parameters f64; parameters of less than single precision keep an f32 master copy that is updated and then rounded.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -168,7 +168,12 @@ impl Optimizer {
         }
     }
 
-    /// Names of the f32 state tensors that a parameter of this type has.
+    /// The type of the state of a parameter, in which its update is computed: that of the parameter, and no less than single precision.
+    pub fn state_type(parameter: DType) -> DType {
+        if parameter == DType::F64 { DType::F64 } else { DType::F32 }
+    }
+
+    /// Names of the state tensors that a parameter of this type has, each of [`Optimizer::state_type`].
     pub fn slots(&self, parameter: DType) -> Vec<&'static str> {
         let mut slots = match self {
             Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => vec![],
@@ -179,7 +184,7 @@ impl Optimizer {
             Optimizer::Adagrad { .. } => vec!["sum"],
             Optimizer::Adadelta { .. } => vec!["v", "u"],
         };
-        if parameter.is_half() {
+        if parameter != Optimizer::state_type(parameter) {
             slots.push("master");
         }
         slots
@@ -187,7 +192,7 @@ impl Optimizer {
 
     /// Bytes of state of one element of a parameter.
     pub fn state_bytes_per_element(&self, parameter: DType) -> u64 {
-        4 * self.slots(parameter).len() as u64
+        Optimizer::state_type(parameter).bytes() * self.slots(parameter).len() as u64
     }
 }
 
@@ -246,8 +251,8 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
     let slots = optimizer.slots(dtype);
     let slot = |name: &str| slots.iter().position(|s| *s == name).map(|i| states[i]);
     let state = |name: &str| slot(name).unwrap_or_else(|| unreachable!("{optimizer:?} has the slot {name}"));
-    let half = dtype.is_half();
-    let weights = if half { slot("master").unwrap_or(parameter) } else { parameter };
+    let master = slot("master");
+    let weights = master.unwrap_or(parameter);
     let compute = graph.ty(weights).dtype;
     let mut grad = graph.convert(given.gradient, compute);
     if given.gradient_scale != 1.0 {
@@ -370,7 +375,7 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             graph.sub(weights, change)
         }
     };
-    if half {
+    if master.is_some() {
         new_states.push(new_weights);
     }
     Update { parameter: graph.convert(new_weights, dtype), states: new_states }

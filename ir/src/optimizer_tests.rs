@@ -161,3 +161,37 @@ fn optimizers_compute_what_their_papers_say() {
         None,
     );
 }
+
+/// State has the type of [`Optimizer::state_type`], and the new parameter that of the old, whatever the gradient is summed in.
+#[test]
+fn parameters_of_every_float_type_are_updated() {
+    let floats = DType::ALL.into_iter().filter(|dtype| dtype.is_float());
+    for (dtype, name) in floats.flat_map(|dtype| Optimizer::NAMES.map(|name| (dtype, name))) {
+        let optimizer = Optimizer::parse(name).expect("an optimizer");
+        let ty = TensorType::new(dtype, [2, 3]);
+        let state = ty.with_dtype(Optimizer::state_type(dtype));
+        for sum in [dtype, DType::F32, DType::F64] {
+            let mut graph = Graph::new("update");
+            let parameter = leaf(&mut graph, "p", ty.clone());
+            let gradient = leaf(&mut graph, "g", ty.with_dtype(sum));
+            let [learning_rate, step, factor] =
+                ["lr", "step", "clip"].map(|name| leaf(&mut graph, name, TensorType::scalar(DType::F32)));
+            let states: Vec<ValueId> =
+                optimizer.slots(dtype).into_iter().map(|slot| leaf(&mut graph, slot, state.clone())).collect();
+            let given = Given {
+                parameter,
+                gradient,
+                gradient_scale: 0.5,
+                factor: Some(factor),
+                states: &states,
+                learning_rate,
+                step,
+                whole: &|_, x| x,
+            };
+            let new = update(&mut graph, &optimizer, &given);
+            assert_eq!(graph.ty(new.parameter), &ty, "{name} of {dtype}");
+            assert_eq!(new.states.len(), states.len());
+            assert!(new.states.iter().all(|v| *graph.ty(*v) == state), "{name} of {dtype}");
+        }
+    }
+}

@@ -214,7 +214,7 @@ impl TrainingStep {
             let mut node = graph.node(v).clone();
             node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
             node.op = match node.op {
-                Op::Input(Input { name, ty }) if trained.contains(&v) => Op::Parameter(Parameter { name, ty }),
+                Op::Input(Input { name, ty }) if trained.contains(&v) => Op::Parameter(Parameter::new(name, ty)),
                 op => op,
             };
             map[v.index()] = part.append(node);

@@ -83,9 +83,10 @@ fn write_node(f: &mut fmt::Formatter<'_>, node: &Node) -> fmt::Result {
         write!(f, ")")?;
     }
     match &node.op {
-        Op::Parameter(crate::op::Parameter { name, .. }) | Op::Input(crate::op::Input { name, .. }) => {
-            write!(f, " {}", quoted(name))?;
+        Op::Parameter(crate::op::Parameter { name, frozen, .. }) => {
+            write!(f, " {}{}", quoted(name), if *frozen { " frozen" } else { "" })?;
         }
+        Op::Input(crate::op::Input { name, .. }) => write!(f, " {}", quoted(name))?,
         op => {
             let all = attributes::attributes(op, &node.ty);
             if !all.is_empty() {
@@ -331,6 +332,9 @@ impl<'a> Cursor<'a> {
         self.skip_space();
         if matches!(name, "parameter" | "input") {
             fields.insert("name".to_string(), Value::String(self.string()?));
+            if name == "parameter" && self.take("frozen") {
+                fields.insert("frozen".to_string(), Value::Bool(true));
+            }
         } else if self.rest().starts_with('{') {
             fields = self.json("attributes")?;
         }

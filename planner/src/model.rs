@@ -76,7 +76,7 @@ impl Layered {
         let mut needs_gradient = vec![false; graph.len()];
         for v in graph.values() {
             let node = graph.node(v);
-            let source = matches!(node.op, Op::Parameter(_)) || node.operands.iter().any(|o| needs_gradient[o.index()]);
+            let source = graph.is_trained(v) || node.operands.iter().any(|o| needs_gradient[o.index()]);
             needs_gradient[v.index()] = trains && source && graph.ty(v).dtype.is_float() && !stops.contains(&v);
         }
         let users = graph.users();
@@ -259,6 +259,9 @@ impl Layered {
             text.push(')');
         }
         for (i, &p) in layer.parameters.iter().enumerate() {
+            if self.graph.is_frozen(p) {
+                let _ = write!(text, "p{i}frozen");
+            }
             for pin in self.graph.pins_of(p) {
                 let _ = write!(text, "p{i}{:?}{:?}", pin.mesh, pin.dims);
             }

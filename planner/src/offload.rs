@@ -8,8 +8,8 @@ use crate::request::{PlanFailure, Request};
 use crate::{fits, judged_again};
 use altiplano_cost_models::Costs;
 use altiplano_ir::cluster::DeviceKind;
-use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
@@ -66,10 +66,10 @@ fn state_bytes(plan: &Plan, stage: usize) -> u64 {
     let of_parameter = |(p, name): (ValueId, &str)| {
         let (ty, storage) = (plan.graph.ty(p), stage.parameters.get(name)?);
         let slots = plan.optimizer.slots(ty.dtype).len() as u64;
-        Some(slots * storage.state.local_bytes(&ty.with_dtype(DType::F32), &stage.mesh))
+        Some(slots * storage.state.local_bytes(&ty.with_dtype(Optimizer::state_type(ty.dtype)), &stage.mesh))
     };
     match stage.offload.optimizer {
-        true => plan.graph.parameters().filter_map(of_parameter).sum(),
+        true => plan.graph.trained_parameters().filter_map(of_parameter).sum(),
         false => 0,
     }
 }

@@ -164,8 +164,9 @@ pub fn as_given(
         let rests = kept.rests(spaces);
         stage.parameters.get(&parameter.name).is_some_and(|storage| {
             *spaces.layout(rests.parameter) == storage.parameter
-                && *spaces.layout(rests.state) == storage.state
-                && spaces.layout(rests.gradient).dims == storage.gradient.dims
+                && (graph.is_frozen(p)
+                    || *spaces.layout(rests.state) == storage.state
+                        && spaces.layout(rests.gradient).dims == storage.gradient.dims)
         })
     };
     let allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
@@ -178,7 +179,8 @@ fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: Sta
     let graph = &layered.graph;
     let StageSolution { strategies, parameters, receives, .. } = found;
     let mut bytes = [0u64; 4];
-    for (p, kept) in &parameters {
+    // Of a frozen parameter the lower levels say nothing.
+    for (p, kept) in parameters.iter().filter(|(p, kept)| kept.level >= 3 || !graph.is_frozen(*p)) {
         bytes[usize::from(kept.level)] += graph.ty(*p).bytes();
     }
     let zero = (0u8..).zip(bytes).max_by_key(|&(level, bytes)| (bytes, level)).map_or(stage.zero, |most| most.0);

@@ -213,6 +213,9 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
     let held = |(p, _): (ValueId, &str)| {
         let ty = request.graph.ty(p);
+        if request.graph.is_frozen(p) {
+            return ty.bytes();
+        }
         let state = ty.elements() * request.optimizer.state_bytes_per_element(ty.dtype);
         let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
         let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };

@@ -5,6 +5,7 @@ mod support;
 use altiplano_cost_models::preset;
 use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
+use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
@@ -36,6 +37,43 @@ fn every_combination_of_degrees() {
         let plan = check(&request);
         assert_eq!(plan.num_lanes() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
+    }
+}
+
+/// Frozen parameters have no gradient and stay as they are, whether a stage trains some of its parameters, none or all.
+#[test]
+fn frozen_parameters_stay_as_they_are() {
+    let tensors = transformer(2).parameters().count();
+    let frozen: [&dyn Fn(usize) -> bool; 3] = [&|i| i % 2 == 0, &|i| i < tensors / 2, &|i| i + 2 < tensors];
+    for is_frozen in frozen {
+        let mut network = transformer(2);
+        let parameters: Vec<_> = network.parameters().map(|(v, _)| v).collect();
+        for v in parameters.into_iter().enumerate().filter(|(i, _)| is_frozen(*i)).map(|(_, v)| v) {
+            if let Op::Parameter(parameter) = &mut network.nodes[v.index()].op {
+                parameter.frozen = true;
+            }
+        }
+        let way = |dp, tp, pp| {
+            let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", dp * tp * pp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            request
+        };
+        for (dp, tp, pp) in [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)] {
+            check(&way(dp, tp, pp));
+        }
+        for zero in [0, 2, 3] {
+            let mut request = way(2, 1, 2);
+            (request.zero, request.num_microbatches) = (Some(zero), Some(2));
+            let plan = check(&request);
+            let held = |p: &Plan| p.stages.iter().map(|s| s.predicted.peak_bytes).max();
+            request.graph = request_of(&transformer(2), LossKind::Mean, "local:4").graph;
+            assert!(held(&plan) < held(&check(&request)), "what is frozen has no gradient in memory");
+        }
+        for schedule in [Schedule::ZbH1, Schedule::PipeDream] {
+            let mut request = way(1, 1, 3);
+            (request.schedule, request.num_microbatches) = (Some(schedule), Some(4));
+            check(&request);
+        }
     }
 }
 

@@ -30,7 +30,7 @@ fn labels(g: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
 }
 
 fn weight(g: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
-    g.emit(Op::Parameter(Parameter { name: name.into(), ty: TensorType::new(DType::F32, shape) }), &[])
+    g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
 }
 
 fn dot(g: &mut Graph, lhs: ValueId, rhs: ValueId, batch: [&[usize]; 2], contract: [&[usize]; 2]) -> ValueId {

@@ -30,7 +30,7 @@ use support::{assert_computes_the_same, random_steps, transformer};
 fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
     let (mut g, last) = random_steps(steps);
     // The weights come last, so that every graph has a gradient.
-    let w = g.emit(Op::Parameter(Parameter { name: "last".into(), ty: TensorType::new(DType::F32, vec![4, 6]) }), &[]);
+    let w = g.emit(Op::Parameter(Parameter::new("last", TensorType::new(DType::F32, vec![4, 6]))), &[]);
     let last = g.mul(last, w);
     let loss = g.reduce(last, Reducer::Sum, &[0, 1]);
     g.outputs = vec![loss];

@@ -340,7 +340,7 @@ fn a_network_with_its_gradients() {
     let mut g = Graph::new("network");
     let x = input(&mut g, DType::F32, &[8, 12]);
     let parameter = |g: &mut Graph, name: &str, shape: &[u64]| {
-        g.emit(Op::Parameter(Parameter { name: name.into(), ty: TensorType::new(DType::F32, shape) }), &[])
+        g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
     };
     let dot = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![0] };
     let w = parameter(&mut g, "w", &[12, 40]);

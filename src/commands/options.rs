@@ -27,12 +27,16 @@ use std::path::{Path, PathBuf};
 /// How to read a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct ModelOptions {
-    /// Arguments that are trained: positions, ranges, names or prefixes (0-11, params, params['h*)
+    /// Arguments that are trained: positions, ranges, names or patterns (0-11, params, params['h*, *lora*). In a file that
+    /// says what its parameters are, all others of them are frozen
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     params: Vec<String>,
     /// Arguments that are not: the batch, and what else each step is given
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     inputs: Vec<String>,
+    /// Parameters that are not trained, named as for --params: no gradient, no optimizer state, never changed
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    freeze: Vec<String>,
     /// Batch dimension of an input, or that it has none [default: 0 for every input]
     #[arg(long, value_parser = batch_dim, value_name = "NAME=DIM|none")]
     batch_dim: Vec<(String, Option<usize>)>,
@@ -165,6 +169,7 @@ impl ModelOptions {
         ImportOptions {
             params: self.params.clone(),
             inputs: self.inputs.clone(),
+            freeze: self.freeze.clone(),
             batch_dims: self.batch_dim.clone(),
             also: self.also.clone(),
             stop_gradients: self.stop_gradient.clone(),

@@ -120,15 +120,23 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     if let Some(reduction) = &plan.reduction {
         writeln!(out, "  reduced         {}", smaller(reduction))?;
     }
-    let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64);
-    for (v, _) in plan.own().0.parameters() {
-        elements = elements.saturating_add(plan.own().0.ty(v).elements());
-        parameter_bytes = parameter_bytes.saturating_add(plan.own().0.ty(v).bytes());
+    let (mut elements, mut frozen, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64, 0u64);
+    let graph = plan.own().0;
+    for (v, _) in graph.parameters() {
+        elements = elements.saturating_add(graph.ty(v).elements());
+        frozen = frozen.saturating_add(if graph.is_frozen(v) { graph.ty(v).elements() } else { 0 });
+        parameter_bytes = parameter_bytes.saturating_add(graph.ty(v).bytes());
         tensors += 1;
     }
+    let trained = match graph.parameters().any(|(v, _)| graph.is_frozen(v)) {
+        true if plan.schedule.trains() => {
+            format!("; {} trained, {} frozen", count(elements.saturating_sub(frozen)), count(frozen))
+        }
+        _ => String::new(),
+    };
     writeln!(
         out,
-        "  parameters      {} in {}, {}",
+        "  parameters      {} in {}, {}{trained}",
         count(elements),
         plural(tensors, "tensor"),
         bytes(parameter_bytes)

@@ -235,7 +235,7 @@ fn attention_around_a_ring_is_attention() {
                     let values = (0..ty.elements() as usize).map(|i| number(seed, i)).collect();
                     let name = format!("w{seed}");
                     case.leaves.push(Tensor::new(ty.clone(), values));
-                    case.graph.push(Op::Parameter(crate::op::Parameter { name, ty }), &[]).unwrap()
+                    case.graph.push(Op::Parameter(crate::op::Parameter::new(name, ty)), &[]).unwrap()
                 };
                 let mut operands = vec![leaf(heads, width), leaf(kv_heads, width), leaf(kv_heads, 2)];
                 operands.extend(mask.map(|mask| case.given(mask.clone())));

@@ -174,7 +174,8 @@ impl<'a> Pairing<'a> {
             (Op::Parameter(p), Op::Parameter(q)) => {
                 let further = (b - a) as u32;
                 let holders = |v: ValueId| self.of.holders.get(&v).into_iter().flatten().copied();
-                plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
+                p.frozen == q.frozen
+                    && plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
                     && holders(v).map(|s| s + further).eq(holders(w))
             }
             (Op::Input(_), _) => p.op == q.op,

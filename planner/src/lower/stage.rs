@@ -393,7 +393,7 @@ impl<'a> StageLowering<'a> {
     fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut accumulators = BTreeMap::new();
-        for (p, name) in cx.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
+        for (p, name) in cx.graph.trained_parameters().filter(|_| cx.plan.schedule.trains()) {
             let Some(storage) = cx.stage.parameters.get(name) else { continue };
             let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
             let kind = BufferKind::Accumulator { parameter: name.to_string() };

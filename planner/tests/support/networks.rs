@@ -13,7 +13,7 @@ fn input(g: &mut Graph, name: &str, dtype: DType, shape: &[u64]) -> ValueId {
 }
 
 fn parameter(g: &mut Graph, name: String, shape: &[u64]) -> ValueId {
-    g.emit(Op::Parameter(Parameter { name, ty: TensorType::new(DType::F32, shape) }), &[])
+    g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
 }
 
 fn dot(g: &mut Graph, lhs: ValueId, rhs: ValueId, batch: [&[usize]; 2], contract: [&[usize]; 2]) -> ValueId {

@@ -77,7 +77,7 @@ impl Builder {
     /// A trained weight of this module.
     pub fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(self.dtype, shape));
-        self.leaf(Op::Parameter(Parameter { name: name.clone(), ty: ty.clone() }), name, ty, false)
+        self.leaf(Op::Parameter(Parameter::new(name.clone(), ty.clone())), name, ty, false)
     }
 
     /// A buffer of this module: state that no gradient changes.

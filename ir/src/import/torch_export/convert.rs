@@ -97,7 +97,7 @@ pub struct Converter {
     pub random: Option<(ValueId, u32)>,
     /// Half precision that matrix products are computed in, where the program asks for it.
     pub autocast: Option<crate::dtype::DType>,
-    /// For each value so far whether it follows from a parameter.
+    /// For each value so far whether it follows from a parameter that is trained.
     trained: Vec<bool>,
     operations: usize,
     unsupported: Vec<Unsupported>,
@@ -170,7 +170,8 @@ impl Converter {
                     let name = text("parameter_name").unwrap_or(name);
                     let stored = weights.config.get(name).map_or(name, |payload| &payload.path_name);
                     let mut new = || {
-                        let op = Op::Parameter(Parameter { name: name.to_string(), ty: ty.clone() });
+                        let frozen = meta.requires_grad == Some(false);
+                        let op = Op::Parameter(Parameter { name: name.to_string(), ty: ty.clone(), frozen });
                         self.leaf(op, ty.clone())
                     };
                     *tied.entry(stored).or_insert_with(&mut new)
@@ -235,13 +236,13 @@ impl Converter {
         self.memory.fresh(value)
     }
 
-    /// Whether a value follows from a parameter through floats.
+    /// Whether a value follows from a parameter that is trained through floats.
     pub fn is_trained(&mut self, value: ValueId) -> bool {
         for v in self.trained.len()..self.graph.len() {
             let node = &self.graph.nodes[v];
             let of_trained = node.operands.iter().any(|o| self.trained[o.index()]);
             let flows = node.ty.dtype.is_float() && !matches!(node.op, Op::Unary(Unary::StopGradient));
-            self.trained.push(matches!(node.op, Op::Parameter(_)) || (of_trained && flows));
+            self.trained.push(self.graph.is_trained(ValueId(v as u32)) || (of_trained && flows));
         }
         self.trained[value.index()]
     }

@@ -108,6 +108,8 @@ pub struct TensorMeta {
     pub dtype: u32,
     pub sizes: Vec<Size>,
     #[serde(default)]
+    pub requires_grad: Option<bool>,
+    #[serde(default)]
     pub strides: Vec<Size>,
     #[serde(default)]
     pub storage_offset: Option<Size>,

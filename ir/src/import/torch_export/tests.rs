@@ -101,6 +101,21 @@ fn names_come_from_modules() {
 }
 
 #[test]
+fn parameters_without_requires_grad_are_frozen() {
+    let mut program = program(&[size(2), size(3)], vec![add("x", "p_w", "add")], "add");
+    let frozen = |program: &Value| {
+        imported(program).unwrap().graph.parameters().count()
+            - imported(program).unwrap().graph.trained_parameters().count()
+    };
+    // Older files do not say.
+    assert_eq!(frozen(&program), 0);
+    for requires_grad in [true, false] {
+        program["graph_module"]["graph"]["tensor_values"]["p_w"]["requires_grad"] = json!(requires_grad);
+        assert_eq!(frozen(&program), usize::from(!requires_grad));
+    }
+}
+
+#[test]
 fn changes_in_place_reach_whatever_shares_memory() {
     let select = |x: &str, dim: i64, at: i64, output: &str| {
         node(
