@@ -146,7 +146,12 @@ pub fn roles(arguments: &[Argument], known: Option<&[Role]>, stated: Stated<'_>)
             let others: Vec<usize> = (0..arguments.len()).filter(|&i| !frozen[i]).collect();
             let named: Vec<Argument> = others.iter().map(|&i| arguments[i].clone()).collect();
             let mut roles = vec![Role::Frozen; arguments.len()];
-            others.into_iter().zip(by_name(&named)?).for_each(|(i, role)| roles[i] = role);
+            let is_given = |a: &Argument| a.name.as_deref().is_some_and(|name| GIVEN.contains(&group(name)));
+            let by_name = match frozen.contains(&true) && named.iter().all(is_given) {
+                true => vec![Role::Given; named.len()],
+                false => by_name(&named)?,
+            };
+            others.into_iter().zip(by_name).for_each(|(i, role)| roles[i] = role);
             roles
         }
     };
@@ -192,10 +197,32 @@ pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Grap
         let (name, ty) = (name.clone(), ty.clone());
         node.op = match role {
             Role::Given => Op::Input(Input { name, ty }),
-            role => Op::Parameter(Parameter { name, ty, frozen: *role == Role::Frozen }),
+            role => Op::Parameter(Parameter { frozen: *role == Role::Frozen, ..Parameter::new(name, ty) }),
         };
     }
     graph
+}
+
+/// Whether the name of a leaf of a tree of weights says that these are not trained.
+pub fn is_frozen_by_name(argument: &Argument) -> bool {
+    let name = argument.name.as_deref().unwrap_or_default();
+    argument.ty.dtype.is_float() && group(name) != name && FROZEN.contains(&group(name))
+}
+
+/// Leaves parameters out of weight decay that are selected as by [`Stated`].
+///
+/// # Errors
+/// [`ArgumentError`] where a selection names no parameter.
+pub fn without_decay(graph: &mut Graph, arguments: &[Argument], selections: &[String]) -> Result<(), ArgumentError> {
+    let is_parameter = |a: &&Argument| matches!(graph.node(a.value).op, Op::Parameter(_));
+    let parameters: Vec<Argument> = arguments.iter().filter(is_parameter).cloned().collect();
+    let selected = select("no-decay", selections, &parameters)?;
+    for (argument, _) in parameters.iter().zip(selected).filter(|(_, selected)| *selected) {
+        if let Op::Parameter(parameter) = &mut graph.nodes[argument.value.index()].op {
+            parameter.no_decay = true;
+        }
+    }
+    Ok(())
 }
 
 /// The first group is trained where its name says so, or where all other groups are named like a batch.

@@ -130,6 +130,11 @@ pub enum Error {
     Cuda(Box<CudaError>),
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },
+    #[error(
+        "{}: the function is a whole training step with {update}; choose the update to plan with --optimizer (and --clip-norm, --weight-decay)",
+        file.display()
+    )]
+    UnknownUpdate { file: PathBuf, update: &'static str },
     #[error("{option}: {problem}")]
     Option { option: &'static str, problem: &'static str },
     #[error("{}:{line}:{column}: {problem}", file.display())]

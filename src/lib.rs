@@ -69,6 +69,7 @@ pub fn request(model: &Model, cluster: Cluster) -> Request {
     request.reduction = model.reduction;
     if let Some(fitted) = model.optimizer {
         request.optimizer = fitted.optimizer;
+        request.clip_norm = fitted.clip_norm;
     }
     request
 }

@@ -33,6 +33,8 @@ pub struct ImportOptions {
     pub params: Vec<String>,
     pub inputs: Vec<String>,
     pub freeze: Vec<String>,
+    /// Parameters that weight decay leaves out, named in the same way.
+    pub no_decay: Vec<String>,
     /// The batch dimension of an input, or that it has none. Default: dimension 0 of each.
     pub batch_dims: Vec<(String, Option<usize>)>,
     /// The same model traced at another batch size, which settles what scales with the batch.
@@ -85,6 +87,8 @@ pub struct Model {
     pub stop_gradients: Vec<ValueId>,
     /// The optimizer of a whole training step, and its learning rate.
     pub optimizer: Option<Fitted>,
+    /// What is wrong, in words, where the function is a whole training step whose update is none of the known ones.
+    pub unknown_update: Option<&'static str>,
     /// The gradients of a whole training step as it computes them itself.
     pub given: Option<GivenStep>,
     /// What the model is smaller by than the one in the file.
@@ -109,8 +113,8 @@ pub struct GivenStep {
 pub enum Warning {
     #[error("{0}; the batch stays as traced")]
     Batch(Doubt),
-    #[error("{}", describe_step(*.parameters, .optimizer, *.changed))]
-    TrainingStep { parameters: usize, optimizer: Option<Fitted>, changed: bool },
+    #[error("{}", describe_step(*.parameters, [*.frozen, *.no_decay], .optimizer, *.changed))]
+    TrainingStep { parameters: usize, frozen: usize, no_decay: usize, optimizer: Option<Fitted>, changed: bool },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
@@ -150,21 +154,42 @@ impl Warning {
     }
 }
 
-fn describe_step(parameters: usize, optimizer: &Option<Fitted>, changed: bool) -> String {
+fn describe_step(
+    parameters: usize,
+    [frozen, no_decay]: [usize; 2],
+    optimizer: &Option<Fitted>,
+    changed: bool,
+) -> String {
     let update = match optimizer {
-        Some(f) if f.scheduled => {
-            format!("{} with a learning rate of {} that follows a schedule", f.optimizer.name(), f.learning_rate)
+        Some(f) => {
+            let schedule = if f.scheduled { " that follows a schedule" } else { "" };
+            let clip = f.clip_norm.map_or(String::new(), |most| format!(", with gradients clipped at norm {most}"));
+            let mask = match no_decay {
+                0 => String::new(),
+                n => format!(", with {n} parameter{} left out of weight decay", if n == 1 { "" } else { "s" }),
+            };
+            format!("{} with a learning rate of {}{schedule}{clip}{mask}", f.optimizer.name(), f.learning_rate)
         }
-        Some(f) => format!("{} with a learning rate of {}", f.optimizer.name(), f.learning_rate),
-        None if changed => {
-            "gradients that are clipped or otherwise changed before the update, which a plan leaves out; choose the update with --optimizer".to_string()
-        }
-        None => "an update that is none of sgd, adam and adamw; choose one with --optimizer".to_string(),
+        None => unknown_update(changed).to_string(),
     };
     let s = if parameters == 1 { "" } else { "s" };
+    let frozen = match frozen {
+        0 => String::new(),
+        n => format!(" ({n} more stay as they are)"),
+    };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameter{s} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
+        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
     )
+}
+
+/// An update that is none of the known ones, in words.
+fn unknown_update(changed: bool) -> &'static str {
+    match changed {
+        true => {
+            "gradients that are changed before the update by more than a clip of their norm, which a plan leaves out"
+        }
+        false => "an update that is none of the known optimizers",
+    }
 }
 
 /// Reads a model file.
@@ -248,7 +273,10 @@ fn states(graph: &Graph) -> Vec<String> {
 /// The loss of a whole training step, and what else the step does; of any other graph all of it.
 fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
     let Traced { graph, arguments, results, aside } = traced;
-    let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
+    let chosen = !options.params.is_empty()
+        || !options.inputs.is_empty()
+        || !options.no_decay.is_empty()
+        || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
     // Layers that a loop ran over are planned like layers that were written out.
     let states = states(&graph);
@@ -323,10 +351,17 @@ fn load(
     let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
-    let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
+    let unknown_update = step.as_ref().filter(|(s, _)| s.optimizer.is_none()).map(|(s, _)| unknown_update(s.changed));
+    let sizes = step.as_ref().map(|(s, _)| [s.parameters.len(), s.frozen.len(), s.no_decay.len()]);
     // The step's own gradients are those of the whole model.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
-    warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
+    warnings.extend(sizes.map(|[parameters, frozen, no_decay]| Warning::TrainingStep {
+        parameters,
+        frozen,
+        no_decay,
+        optimizer,
+        changed,
+    }));
     // Of what is no loss nothing is said as of one; planning it is refused.
     let result = graph.ty(graph.outputs[0]);
     let trains = !inference && result.rank() == 0 && result.dtype.is_float();
@@ -342,6 +377,7 @@ fn load(
         loss,
         doubt,
         optimizer,
+        unknown_update,
         given,
         reduction,
         warnings,
@@ -374,15 +410,24 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     if !said && !chosen {
         // A whole training step itself says what it trains.
         let freeze = Stated { freeze: &options.freeze, ..Stated::default() };
-        let frozen = arguments::roles(&arguments, Some(&known(&graph)), freeze).map_err(wrong)?;
+        // Weights that it does not give back updated are known by their names alone.
+        let updated = step::updated_leaves(&graph);
+        let mut roles = known(&graph);
+        for (role, argument) in roles.iter_mut().zip(&arguments) {
+            if !updated.contains(&argument.value) && arguments::is_frozen_by_name(argument) {
+                *role = Role::Frozen;
+            }
+        }
+        let frozen = arguments::roles(&arguments, Some(&roles), freeze).map_err(wrong)?;
         let step = arguments::with_roles(&graph, &arguments, &frozen);
-        if step::recognise(&step, &values, &results).is_some() {
+        if options.no_decay.is_empty() && step::recognise(&step, &values, &results).is_some() {
             return Ok(Traced { graph: step, arguments: values, results, aside });
         }
     }
     let said = said.then(|| known(&graph));
     let roles = arguments::roles(&arguments, said.as_deref(), stated).map_err(wrong)?;
     let mut graph = arguments::with_roles(&graph, &arguments, &roles);
+    arguments::without_decay(&mut graph, &arguments, &options.no_decay).map_err(wrong)?;
     attach(&mut graph, attached, &mut aside.batch)?;
     Ok(Traced { graph, arguments: values, results, aside })
 }

@@ -390,9 +390,10 @@ fn given_values(
     let mut leaves: BTreeMap<String, HostTensor> = batch.clone();
     // The rows of the parameters that the plan has one by one.
     let mut rows: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for name in &given.parameters {
+    // Frozen ones are read too, and have no gradient.
+    for (_, name) in given.graph.parameters() {
         let tensor = stacked(weights, name, rows.entry(name).or_default());
-        leaves.extend(tensor.map(|t| (name.clone(), t)));
+        leaves.extend(tensor.map(|t| (name.to_string(), t)));
     }
     let mut results = evaluate(&given.graph, &leaves)?.into_iter();
     let loss = results.next().and_then(|t| t.to_f64().first().copied()).unwrap_or(f64::NAN);

@@ -110,6 +110,55 @@ fn a_whole_training_step_is_planned_as_its_loss() {
     }
 }
 
+/// Clipping, a schedule that begins at zero, a mask of weight decay and a frozen embedding are read off a step.
+#[test]
+fn a_chained_training_step_is_planned_with_its_settings() {
+    let file = format!("{}/tests/models/masked-step.mlir", env!("CARGO_MANIFEST_DIR"));
+    for options in PLANS.iter().take(5) {
+        let output = altiplano(&[&["verify", &file], *options].concat());
+        assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+        for said in [
+            "gradients of 3 parameters (1 more stay as they are) and adamw",
+            "that follows a schedule, with gradients clipped at norm 0.5, with 1 parameter left out of weight decay",
+        ] {
+            assert!(output.stderr.contains(said), "{}", output.stderr);
+        }
+        let own = output.stdout.split("against the step's own gradients:").nth(1).unwrap_or_default();
+        assert_eq!(own.matches("agrees").count(), 2, "{}", output.stdout);
+    }
+    let scratch = Scratch::new();
+    let plan = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", &file, "--cluster", "local:1", "-o", &plan]);
+    let plan = altiplano::load_plan(plan.as_ref()).expect("the plan");
+    assert_eq!(plan.clip_norm, Some(0.5));
+    let settings = r#"{"adamw":{"beta1":0.9,"beta2":0.95,"epsilon":1e-8,"weight_decay":0.1,"bias_correction":true}}"#;
+    assert_eq!(serde_json::to_string(&plan.optimizer).expect("JSON"), settings);
+}
+
+/// An update that is none of the known ones is planned with no other unless one is named.
+#[test]
+fn an_unknown_update_is_not_replaced_silently() {
+    let file = format!("{}/tests/models/lion-step.mlir", env!("CARGO_MANIFEST_DIR"));
+    let output = altiplano(&["plan", &file]);
+    assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("lion-step.mlir") && output.stderr.contains("--optimizer"), "{}", output.stderr);
+    succeeds(&["plan", &file, "--optimizer", "sgd"]);
+}
+
+/// Frozen weights are as they were after a step, and nothing is computed for them alone.
+#[test]
+fn frozen_weights_under_every_plan() {
+    let frozen = ["--freeze", "params*['w']"];
+    for options in PLANS.iter().take(7).chain(&CHOICES[..4]) {
+        agrees(DEMO, &[&frozen, *options].concat(), None);
+    }
+    let output = altiplano(&["plan", DEMO, "--freeze", "params"]);
+    assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("any parameter that is trained"), "{}", output.stderr);
+    let text = succeeds(&["plan", DEMO, "--params", "params*['b']", "--cluster", "local:1"]);
+    assert!(text.contains(" frozen\n"), "{text}");
+}
+
 #[test]
 fn gpt2_tiny_as_jax_computes_it() {
     recorded("gpt2-tiny");

@@ -83,8 +83,10 @@ fn write_node(f: &mut fmt::Formatter<'_>, node: &Node) -> fmt::Result {
         write!(f, ")")?;
     }
     match &node.op {
-        Op::Parameter(crate::op::Parameter { name, frozen, .. }) => {
-            write!(f, " {}{}", quoted(name), if *frozen { " frozen" } else { "" })?;
+        Op::Parameter(op) => {
+            write!(f, " {}", quoted(&op.name))?;
+            f.write_str(if op.frozen { " frozen" } else { "" })?;
+            f.write_str(if op.no_decay { " no_decay" } else { "" })?;
         }
         Op::Input(crate::op::Input { name, .. }) => write!(f, " {}", quoted(name))?,
         op => {
@@ -332,8 +334,10 @@ impl<'a> Cursor<'a> {
         self.skip_space();
         if matches!(name, "parameter" | "input") {
             fields.insert("name".to_string(), Value::String(self.string()?));
-            if name == "parameter" && self.take("frozen") {
-                fields.insert("frozen".to_string(), Value::Bool(true));
+            for mark in ["frozen", "no_decay"] {
+                if name == "parameter" && self.take(mark) {
+                    fields.insert(mark.to_string(), Value::Bool(true));
+                }
             }
         } else if self.rest().starts_with('{') {
             fields = self.json("attributes")?;

@@ -61,7 +61,7 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
                 for &row in &held.rows {
                     let ty = stack.ty.with_shape(&stack.ty.shape[1..]);
                     let name = row_name(&stack.name, row);
-                    let op = Op::Parameter(Parameter { name: name.clone(), ty: ty.clone(), frozen: stack.frozen });
+                    let op = Op::Parameter(Parameter { name: name.clone(), ty: ty.clone(), ..stack.clone() });
                     let value = to.append(Node { op, operands: Vec::new(), ty, batch_dims: 0, name });
                     first.get_or_insert(value);
                     made.insert((v, row), value);

@@ -37,6 +37,9 @@ pub struct ModelOptions {
     /// Parameters that are not trained, named as for --params: no gradient, no optimizer state, never changed
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     freeze: Vec<String>,
+    /// Parameters that weight decay leaves out, named as for --params
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    no_decay: Vec<String>,
     /// Batch dimension of an input, or that it has none [default: 0 for every input]
     #[arg(long, value_parser = batch_dim, value_name = "NAME=DIM|none")]
     batch_dim: Vec<(String, Option<usize>)>,
@@ -170,6 +173,7 @@ impl ModelOptions {
             params: self.params.clone(),
             inputs: self.inputs.clone(),
             freeze: self.freeze.clone(),
+            no_decay: self.no_decay.clone(),
             batch_dims: self.batch_dim.clone(),
             also: self.also.clone(),
             stop_gradients: self.stop_gradient.clone(),
@@ -493,6 +497,9 @@ impl PlanOptions {
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
             return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });
         }
+        if let Some(update) = model.unknown_update.filter(|_| self.optimizer.is_none()) {
+            return Err(Error::UnknownUpdate { file: file.to_path_buf(), update });
+        }
         warn(&model);
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
@@ -515,7 +522,7 @@ impl PlanOptions {
         }
         request.optimizer = self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.optimizer);
         self.settings.set(&mut request.optimizer)?;
-        request.clip_norm = self.clip_norm;
+        request.clip_norm = self.clip_norm.or(request.clip_norm);
         request.target = match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,

@@ -14,12 +14,15 @@ pub struct Parameter {
     pub ty: TensorType,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub frozen: bool,
+    /// The optimizer's weight decay leaves it out, as is usual for biases and gains.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_decay: bool,
 }
 
 impl Parameter {
     /// A parameter that is trained.
     pub fn new(name: impl Into<String>, ty: TensorType) -> Parameter {
-        Parameter { name: name.into(), ty, frozen: false }
+        Parameter { name: name.into(), ty, frozen: false, no_decay: false }
     }
 }
 

@@ -144,8 +144,11 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
     let dtype_unless_typed =
         |dtype: DType| (dtype != ty.dtype).then(|| ("dtype", word(dtype.name()))).into_iter().collect::<Vec<_>>();
     match op {
-        Op::Parameter(Parameter { name, frozen: true, .. }) => vec![("name", word(name)), ("frozen", true.into())],
-        Op::Parameter(Parameter { name, .. }) | Op::Input(Input { name, .. }) => vec![("name", word(name))],
+        Op::Parameter(op) => {
+            let marks = [("frozen", op.frozen), ("no_decay", op.no_decay)].into_iter().filter(|(_, marked)| *marked);
+            [("name", word(&op.name))].into_iter().chain(marks.map(|(mark, _)| (mark, true.into()))).collect()
+        }
+        Op::Input(Input { name, .. }) => vec![("name", word(name))],
         Op::Constant(literal) => {
             let mut all = vec![match &literal.values {
                 Values::Splat(v) => ("value", real(*v)),
@@ -377,7 +380,10 @@ pub(crate) fn op_from(
     let mut f = Fields::new(name, attributes);
     let typed = || ty.cloned().ok_or(AttributeError::MissingType { op: name });
     let op = match name {
-        "parameter" => Op::Parameter(Parameter { name: f.text("name")?, ty: typed()?, frozen: f.flag("frozen")? }),
+        "parameter" => {
+            let (name, ty) = (f.text("name")?, typed()?);
+            Op::Parameter(Parameter { name, ty, frozen: f.flag("frozen")?, no_decay: f.flag("no_decay")? })
+        }
         "input" => Op::Input(Input { name: f.text("name")?, ty: typed()? }),
         "iota" => Op::Iota(Iota { dim: f.size("dim")?, ty: typed()? }),
         "compare" => Op::Compare(Compare { direction: f.direction()? }),

@@ -174,7 +174,7 @@ impl<'a> Pairing<'a> {
             (Op::Parameter(p), Op::Parameter(q)) => {
                 let further = (b - a) as u32;
                 let holders = |v: ValueId| self.of.holders.get(&v).into_iter().flatten().copied();
-                p.frozen == q.frozen
+                (p.frozen, p.no_decay) == (q.frozen, q.no_decay)
                     && plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
                     && holders(v).map(|s| s + further).eq(holders(w))
             }

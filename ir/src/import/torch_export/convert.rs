@@ -171,7 +171,7 @@ impl Converter {
                     let stored = weights.config.get(name).map_or(name, |payload| &payload.path_name);
                     let mut new = || {
                         let frozen = meta.requires_grad == Some(false);
-                        let op = Op::Parameter(Parameter { name: name.to_string(), ty: ty.clone(), frozen });
+                        let op = Op::Parameter(Parameter { frozen, ..Parameter::new(name, ty.clone()) });
                         self.leaf(op, ty.clone())
                     };
                     *tied.entry(stored).or_insert_with(&mut new)

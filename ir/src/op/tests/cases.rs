@@ -113,6 +113,7 @@ fn leaves() -> Vec<Case> {
     let dense = |text: &str, values: &[f64]| case(Literal::dense(ty(text), values.to_vec()), "", text);
     vec![
         case(Parameter::new(name(), ty("f32[4,6]")), "", "f32[4,6]"),
+        case(Parameter { frozen: true, no_decay: true, ..Parameter::new(name(), ty("f32[4,6]")) }, "", "f32[4,6]"),
         case(Input { name: name(), ty: ty("i32[6]") }, "", "i32[6]"),
         case(Literal::splat(ty("f32[4,6]"), 1.5), "", "f32[4,6]"),
         case(Literal::splat(ty("bool[]"), 1.0), "", "bool[]"),

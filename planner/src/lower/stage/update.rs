@@ -149,6 +149,18 @@ impl Skip {
     }
 }
 
+/// The optimizer as it updates a parameter, which weight decay may leave out.
+fn optimizer_of(cx: &StageContext<'_>, p: ValueId) -> Optimizer {
+    let mut optimizer = cx.plan.optimizer;
+    if let Op::Parameter(parameter) = &cx.graph.node(p).op
+        && parameter.no_decay
+        && let Some(decay) = optimizer.setting("weight_decay")
+    {
+        *decay = 0.0;
+    }
+    optimizer
+}
+
 /// One by a scalar.
 fn inverse(graph: &mut Graph, x: ValueId) -> ValueId {
     let one = graph.splat_like(x, 1.0);
@@ -553,7 +565,8 @@ impl<'a> StageLowering<'a> {
                 step,
                 whole: &whole,
             };
-            let mut new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
+            let optimizer = optimizer_of(cx, p);
+            let mut new = optimizer::update(&mut b.graph, &optimizer, &given);
             if let Some(skip) = &skip {
                 new.parameter = skip.unless(&mut b.graph, parameter, new.parameter);
                 for (new, &old) in new.states.iter_mut().zip(&old) {
