@@ -371,7 +371,10 @@ fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<Val
         let of_elements = |o: ValueId| graph.ty(o).elements() == elements;
         let number = node.ty.elements() == 1;
         let inside = match &node.op {
-            Op::BroadcastInDim(_) => of_elements(at) && graph.ty(node.operands[0]).elements() == 1,
+            Op::BroadcastInDim(_) => {
+                let from = graph.ty(node.operands[0]).elements();
+                (number || of_elements(at)) && (from == 1 || from == node.ty.elements())
+            }
             Op::Reduce(_) | Op::DotGeneral(_) => number && node.operands.iter().all(|&o| of_elements(o)),
             Op::Reshape(_) => of_elements(at) || number,
             op => (number || of_elements(at)) && op.is_elementwise(),

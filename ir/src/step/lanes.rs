@@ -4,6 +4,7 @@
 //! Elementwise ops work lane by lane, and a reduction of a whole tensor adds the lanes up. So norms of tensors are told from
 //! functions of single elements, while an update of billions of elements is tried out on two of them.
 
+use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Op, Operator, Reducer};
 use crate::tensor::Tensor;
@@ -61,7 +62,11 @@ fn node_value(graph: &Graph, v: ValueId, known: &BTreeMap<ValueId, Value>) -> Op
     let operands: Vec<Value> = node.operands.iter().map(|o| known[o]).collect();
     let elements = |v: ValueId| graph.ty(v).elements();
     match &node.op {
-        Op::Constant(literal) => literal.as_splat().map(Value::One),
+        // As framework and optimizer have it, to whose last bits one minus a number near one is sensitive.
+        Op::Constant(literal) => {
+            let rounded = |x: f64| if node.ty.dtype == DType::F32 { f64::from(x as f32) } else { x };
+            literal.as_splat().map(|x| Value::One(rounded(x)))
+        }
         Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) => match operands[0] {
             // One of several elements may be spread, but not each of them.
             Value::Two(_) if elements(node.operands[0]) != elements(v) => None,
