@@ -337,7 +337,7 @@ impl<'a> Trial<'a> {
         }
         // The state is a sum or an average of squares.
         let is_sum = near(kept, 1.0, 1e-6);
-        let share = if is_sum { 1.0 } else { 1.0 - kept };
+        let share = if is_sum { 1.0 } else { 1.0 - decimal(kept) };
         let (Some((large, _)), Some((little, _))) = (first(0.0, 0.0, 1e9), first(0.0, 0.0, 1e-9)) else { return };
         let learning_rate = -large * share.sqrt();
         let weight_decay = (decayed / share).sqrt();
@@ -371,7 +371,7 @@ impl<'a> Trial<'a> {
                 let epsilon = if without.is_finite() { with * root / (without - with) } else { 0.0 };
                 let learning_rate = with * (root + epsilon) / m_hat;
                 let decoupled = (1.0 - first(1.0, [0.0, 1.0], 0.0)?[0]) / learning_rate;
-                let coupled = first(1.0, [0.0, 0.0], 0.0)?[1] / (1.0 - beta1);
+                let coupled = first(1.0, [0.0, 0.0], 0.0)?[1] / (1.0 - decimal(beta1));
                 let adam = |weight_decay| Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction };
                 add(adam(0.0), learning_rate, [1.0; 2]);
                 let weight_decay = decoupled;
@@ -395,6 +395,7 @@ impl<'a> Trial<'a> {
         let _ = adams(&mut add);
         let others = |add: &mut dyn FnMut(Optimizer, f64, [f64; 2])| -> Option<()> {
             let decay = first(0.0, [1.0, 0.0], 0.0)?[1];
+            let decay = decimal(decay);
             let root = (1.0 - decay).sqrt();
             let weight_decay = first(1.0, [0.0; 2], 0.0)?[1].sqrt() / root;
             // Averages of squares and momentum of steps, which may have the learning rate in it.
@@ -493,7 +494,9 @@ pub fn is_same(graph: &Graph, updated: ValueId, leaf: ValueId) -> bool {
 
 /// Settings that are constants of the text in single precision are meant in decimal.
 fn decimal(x: f64) -> f64 {
-    format!("{x:.5e}").parse::<f64>().ok().filter(|d| (d - x).abs() <= 1e-6 * x.abs()).unwrap_or(x)
+    let rounded = |digits: usize| format!("{x:.digits$e}").parse::<f64>().ok();
+    let near = |d: &f64| (d - x).abs() <= 2e-6 * x.abs();
+    (0..6).filter_map(rounded).find(near).unwrap_or(x)
 }
 
 fn near(a: f64, b: f64, by: f64) -> bool {
