@@ -137,7 +137,10 @@ pub enum TensorOf<'a> {
 /// All tensors of a run of a plan: its parameters, each that is trained with its state, and the state that the whole step has.
 pub fn tensors_of(plan: &Plan) -> impl Iterator<Item = TensorOf<'_>> {
     let of_parameter = |(v, name): (_, _)| {
-        let slots = plan.graph.is_trained(v).then(|| plan.optimizer.slots(plan.graph.ty(v).dtype)).unwrap_or_default();
+        let slots = match plan.graph.is_trained(v) {
+            true => plan.optimizer.slots(plan.graph.ty(v).dtype),
+            false => Vec::new(),
+        };
         let states = slots.into_iter().map(move |slot| TensorOf::State { parameter: name, slot });
         std::iter::once(TensorOf::Parameter { name }).chain(states)
     };
