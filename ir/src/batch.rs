@@ -127,12 +127,14 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
 
 /// For each value and dimension whether it scales, and the batch.
 fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<Vec<bool>>), Doubt> {
-    let mut scaled: Vec<Vec<bool>> = graph.values().map(|v| vec![false; graph.shape(v).len()]).collect();
+    // Of each dimension that scales, how many elements lie behind one step of the batch inside it: samples may be the digits in
+    // the middle of a dimension that others were merged with (positions before samples, or samples before heads).
+    let mut scaled: Vec<Vec<Option<u64>>> = graph.values().map(|v| vec![None; graph.shape(v).len()]).collect();
     let mut batch: Option<(u64, &str)> = None;
     for ((v, name), dim) in graph.inputs().zip(batch_dim) {
         let Some(dim) = dim.filter(|&d| d < graph.shape(v).len()) else { continue };
         let size = graph.shape(v)[dim];
-        scaled[v.index()][dim] = true;
+        scaled[v.index()][dim] = Some(1);
         match batch {
             None => batch = Some((size, name)),
             Some((first, _)) if first == size => {}
@@ -160,34 +162,45 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         let mut visit = |v: ValueId| {
             let rule = &rules[v.index()];
             let node = graph.node(v);
-            let mut carries = vec![false; rule.factors.len()];
+            // Of each factor that scales, how many of its elements lie behind one step of the batch.
+            let mut carries: Vec<Option<u64>> = vec![None; rule.factors.len()];
             let size = |f: u8| rule.factors[f as usize].size;
-            // A dimension that scales does so by its major-most factor that the batch divides, or else (samples that
-            // are regrouped: 8 of 64 tokens as 4 groups of 128) by its major-most one.
-            let carrier = |dim: &Vec<u8>| {
+            let behind = |dim: &[u8], at: usize| dim[at + 1..].iter().fold(1u64, |n, &f| n.saturating_mul(size(f)));
+            // A dimension that scales does so by the factor that holds the batch. Where none does (samples that are regrouped:
+            // 8 of 64 tokens as 4 groups of 128), by its major-most factor that the batch divides, or else its major-most one.
+            let carrier = |dim: &[u8], step: u64| {
+                let holds = |at: &usize| {
+                    let (behind, own) = (behind(dim, *at), size(dim[*at]));
+                    step.is_multiple_of(behind) && behind.saturating_mul(own).is_multiple_of(step.saturating_mul(batch))
+                };
+                if let Some(at) = (0..dim.len()).find(holds) {
+                    return Some((dim[at], step / behind(dim, at)));
+                }
                 let whole = dim.iter().copied().find(|&f| size(f) % batch == 0);
-                whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))
+                let f = whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))?;
+                Some((f, (size(f) / batch).max(1)))
             };
             let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
             // What dimensions of one factor say goes before guesses about those of several.
             for several in [false, true] {
                 for (value, dims) in tensors() {
                     for (d, dim) in dims.iter().enumerate() {
-                        if scaled[value.index()][d]
+                        if let Some(step) = scaled[value.index()][d]
                             && (dim.iter().filter(|&&f| size(f) > 1).count() > 1) == several
-                            && !dim.iter().any(|&f| carries[f as usize])
-                            && let Some(f) = carrier(dim)
+                            && !dim.iter().any(|&f| carries[f as usize].is_some())
+                            && let Some((f, step)) = carrier(dim, step)
                         {
-                            carries[f as usize] = true;
+                            carries[f as usize] = Some(step);
                         }
                     }
                 }
             }
             for (value, dims) in tensors() {
                 for (d, dim) in dims.iter().enumerate() {
-                    let scales = dim.iter().any(|&f| carries[f as usize]);
-                    if scales && !scaled[value.index()][d] {
-                        scaled[value.index()][d] = true;
+                    let step = (0..dim.len())
+                        .find_map(|at| carries[dim[at] as usize].map(|step| step.saturating_mul(behind(dim, at))));
+                    if step.is_some() && scaled[value.index()][d].is_none() {
+                        scaled[value.index()][d] = step;
                         changed = true;
                     }
                 }
@@ -201,6 +214,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         forward = !forward;
         quiet = if changed { 0 } else { quiet + 1 };
     }
+    let scaled: Vec<Vec<bool>> = scaled.iter().map(|dims| dims.iter().map(Option::is_some).collect()).collect();
     for v in graph.values().filter(|v| scaled[v.index()].contains(&true)) {
         match &graph.node(v).op {
             Op::Parameter(p) => {
@@ -607,6 +621,23 @@ mod tests {
         // A mean per sample, then over samples.
         let nested = "%1: f32[8] = reduce(%0) {\"reducer\":\"sum\",\"dims\":[1]}\n%2: f32[8] = tanh(%1)\n%3: f32[] = reduce(%2) {\"reducer\":\"sum\",\"dims\":[0]}\n%4: f32[] = constant {\"value\":0.125}\n%5: f32[] = multiply(%3, %4)\n%6: f32[] = negate(%5)";
         assert_eq!(understood(nested, 6).0, LossKind::Mean);
+    }
+
+    #[test]
+    fn samples_are_followed_inside_of_merged_dimensions() {
+        // Positions come before samples in the rows of a product, and there are as many heads as samples, or more positions
+        // that the batch divides.
+        for (samples, positions) in [(4u64, 12u64), (4, 4), (2, 8), (3, 12)] {
+            let rows = samples * positions;
+            let text = format!(
+                "graph \"g\" batch=0 {{\n%0: f32[{samples},{positions},8] = input \"x\"\n%1: f32[{positions},{samples},8] = transpose(%0) {{\"permutation\":[1,0,2]}}\n%2: f32[{rows},8] = reshape(%1)\n%3: f32[{rows},8] = tanh(%2)\n%4: f32[{positions},{samples},8] = reshape(%3)\n%5: f32[{samples},{positions},8] = transpose(%4) {{\"permutation\":[1,0,2]}}\n}} -> (%5)"
+            );
+            let graph = parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+            let batched = find_batch(&graph, &[Some(0)]);
+            assert_eq!(batched.doubt, None, "{samples} {positions}");
+            let again = rebatch(&batched.graph, 2 * samples).expect("another size");
+            assert_eq!(again.nodes[5].ty.shape, [2 * samples, positions, 8]);
+        }
     }
 
     #[test]
