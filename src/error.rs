@@ -50,8 +50,8 @@ pub enum Error {
     NoRank { rank: u32, devices: u32 },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), torch.export archives (.pt2), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
-    UnsupportedFormat { file: PathBuf, found: &'static str },
+    #[error("{}: this is {found}; the same as text can be read, which a Python with JAX writes:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
+    Binary { file: PathBuf, found: &'static str, script: &'static str },
     #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
     #[error("{}: this is {found}; {advice}", file.display())]
@@ -351,7 +351,7 @@ fn starts_with_place(message: &str) -> bool {
 /// Where ops cannot be expressed, the first place of the first of them leads the list.
 fn stablehlo(file: &Path, error: &ImportError) -> String {
     match error {
-        ImportError::Operations { unsupported, problems } if problems.is_empty() => {
+        ImportError::Operations { unsupported, .. } if !unsupported.is_empty() => {
             let first = unsupported.iter().filter_map(|u| u.places.first()).min();
             let place = first.map(|p| format!("{p}: ")).unwrap_or_default();
             format!("{}:{place}{error}", file.display())

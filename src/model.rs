@@ -13,7 +13,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::import::huggingface::{self, ConfigOptions};
-use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
+use altiplano_ir::import::{OpenSize, json, onnx, stablehlo, torch_export};
 use altiplano_ir::op::Op;
 use altiplano_ir::reduce::{Goal, Reduction, reduce};
 use altiplano_ir::rewrite::rewrite;
@@ -105,8 +105,8 @@ pub struct GivenStep {
 /// Something odd that does not stop the import.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Warning {
-    #[error("{0}; the batch stays as traced")]
-    Batch(Doubt),
+    #[error("{doubt}; the batch stays as traced. {remedy}")]
+    Batch { doubt: Doubt, remedy: String },
     #[error("{}", describe_step(*.parameters, .optimizer, *.changed))]
     TrainingStep { parameters: usize, optimizer: Option<Fitted>, changed: bool },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
@@ -120,6 +120,12 @@ pub enum Warning {
     Config(huggingface::Note),
     #[error("{0}")]
     Onnx(onnx::Note),
+    #[error("{0}")]
+    StableHlo(stablehlo::Note),
+    #[error(
+        "the program was decomposed (run_decompositions), which drops detach and no_grad: gradients flow where the model may stop them; export without it, or say where with --stop-gradient NAME"
+    )]
+    Decomposed,
     #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
     OpenSizes(Vec<String>),
     #[error("the batch is taken to be one sample; --global-batch N says another number")]
@@ -322,7 +328,7 @@ fn load(
     let trains = !inference && result.rank() == 0 && result.dtype.is_float();
     warnings.extend((results > 1 && !all_results && trains).then_some(Warning::OtherResults(results)));
     warnings.extend(reduction.map(Warning::Reduced));
-    warnings.extend(doubt.clone().map(Warning::Batch));
+    warnings.extend(doubt.clone().map(|doubt| Warning::Batch { doubt, remedy: batch_remedy(file, &traced, options) }));
     warnings.extend((loss == LossKind::Other && doubt.is_none() && trains).then_some(Warning::LossKind(coupling)));
     Ok(Model {
         name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
@@ -336,6 +342,29 @@ fn load(
         reduction,
         warnings,
     })
+}
+
+/// What to type where it is in doubt which sizes scale with the batch: which dimension was taken for it, and how to say or
+/// show otherwise.
+fn batch_remedy(file: &Path, graph: &Graph, options: &ImportOptions) -> String {
+    let batched = |(v, name): (ValueId, &str)| {
+        let said = options.batch_dims.iter().rev().find(|(n, _)| n == name).map(|(_, dim)| *dim);
+        let dim = said.unwrap_or((graph.ty(v).rank() > 0).then_some(0))?;
+        Some((name.to_string(), dim, *graph.shape(v).get(dim)?))
+    };
+    let Some((name, dim, size)) = graph.inputs().find_map(batched) else { return String::new() };
+    let ending = file.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
+    let open = match ending.as_str() {
+        ".pt2" => format!(
+            ", or leave it open: torch.export.export(model, inputs, dynamic_shapes={{'{name}': {{{dim}: torch.export.Dim('batch', min=2)}}, ..}})"
+        ),
+        ".mlir" => ", or leave it open: jax.export with jax.export.symbolic_shape('batch')".to_string(),
+        ".onnx" => format!(", or leave it open: dynamic_axes={{'{name}': {{{dim}: 'batch'}}}}"),
+        _ => String::new(),
+    };
+    format!(
+        "Dimension {dim} of '{name}' ({size}) is taken to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
+    )
 }
 
 /// The traced graph with its parameters told apart, nothing else changed.
@@ -428,6 +457,7 @@ pub enum Format {
     Onnx,
     TorchExport,
     MlirBytecode,
+    JaxExport,
     HuggingFaceConfig,
     Unknown,
 }
@@ -442,6 +472,10 @@ impl Format {
             return Format::MlirBytecode;
         }
         let Ok(text) = std::str::from_utf8(bytes) else {
+            // A serialized `jax.export` holds the module as bytecode behind a table of offsets.
+            if bytes.windows(14).any(|part| part == b"ML\xefR\rStableHLO") {
+                return Format::JaxExport;
+            }
             // An ONNX file is a protocol buffer whose first field is the version of its IR.
             return if bytes.starts_with(&[0x08]) { Format::Onnx } else { Format::Unknown };
         };
@@ -535,12 +569,26 @@ struct Read {
     aside: Aside,
 }
 
+/// What writes StableHLO bytecode as text; JAX's own serialization is versioned, plain bytecode is not.
+const BYTECODE_AS_TEXT: &str = r#"import sys
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+context, data = mlir.make_ir_context(), open(sys.argv[1], "rb").read()
+if b"StableHLO_v" in data[:64]:
+    data = stablehlo.deserialize_portable_artifact(context, data)
+module = ir.Module.parse(data, context) if isinstance(data, (bytes, str)) else data
+print(module.operation.get_asm(enable_debug_info=True))"#;
+
+/// What writes a serialized `jax.export` as text.
+const EXPORT_AS_TEXT: &str = r#"import sys, jax.export
+print(jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read())).mlir_module())"#;
+
 /// The batch that graphs are made with: one of one sample could not be told from other sizes of one.
 const SEVERAL: u64 = 2;
 
 fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
     let file = file.to_path_buf();
-    let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
     let text = std::str::from_utf8(bytes).unwrap_or_default();
     let format = Format::of(bytes);
     let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
@@ -551,12 +599,14 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
     }
     match format {
         Format::StableHlo => {
-            let imported =
-                stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
+            let imported = stablehlo::import_with(text, &options.sizes)
+                .map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
             let arguments = imported.arguments.into_iter();
             let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
             let (graph, results) = (imported.graph, imported.results);
-            Ok(Read { graph, arguments, results, aside: Aside::default() })
+            let mut aside = left_open(&imported.open_sizes, &options.sizes);
+            aside.notes.extend(imported.notes.into_iter().map(Warning::StableHlo));
+            Ok(Read { graph, arguments, results, aside })
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
@@ -603,7 +653,8 @@ fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, 
             Ok(Read { graph: imported.graph, arguments, results, aside })
         }
         Format::TorchExport => torch_program(file, bytes, options),
-        Format::MlirBytecode => unsupported("MLIR bytecode"),
+        Format::MlirBytecode => Err(Error::Binary { file, found: "MLIR bytecode", script: BYTECODE_AS_TEXT }),
+        Format::JaxExport => Err(Error::Binary { file, found: "a serialized jax.export", script: EXPORT_AS_TEXT }),
         Format::Unknown => Err(Error::UnknownFormat { file }),
     }
 }
@@ -613,7 +664,18 @@ fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result
     let how = torch_export::Options { sizes: options.sizes.clone() };
     let imported =
         torch_export::import(bytes, &how).map_err(|error| Error::TorchExport { file, error: Box::new(error) })?;
-    let sizes = &imported.open_sizes;
+    let newer = imported.newer.map(|found| Warning::Newer { found, known: torch_export::NEWEST });
+    let decomposed = imported.decomposed.then_some(Warning::Decomposed);
+    let mut aside = left_open(&imported.open_sizes, &options.sizes);
+    aside.notes.extend(newer.into_iter().chain(decomposed));
+    aside.buffers = imported.buffers;
+    let arguments = leaves(&imported.graph);
+    Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
+}
+
+/// What is to be known of sizes that a file leaves open: what they were taken to be, and those of another batch, which is the
+/// size that the first dimensions of inputs share.
+fn left_open(sizes: &[OpenSize], said: &[(String, u64)]) -> Aside {
     let guessed: Vec<String> = sizes.iter().filter(|s| s.chosen).map(|s| format!("{s}={}", s.value)).collect();
     let batch = sizes.iter().find(|size| size.dims.iter().any(|(_, dim)| *dim == 0));
     let other = batch.and_then(|size| {
@@ -623,13 +685,10 @@ fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result
         };
         let n = size.value;
         let other = [n.saturating_mul(2), n / 2, n + 1, n.saturating_sub(1)].into_iter().find(may_be)?;
-        Some(options.sizes.iter().cloned().chain([(size.symbol.clone(), other)]).collect())
+        Some(said.iter().cloned().chain([(size.symbol.clone(), other)]).collect())
     });
-    let newer = imported.newer.map(|found| Warning::Newer { found, known: torch_export::NEWEST });
-    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().chain(newer).collect();
-    let aside = Aside { notes, buffers: imported.buffers, other_sizes: other, ..Aside::default() };
-    let arguments = leaves(&imported.graph);
-    Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
+    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().collect();
+    Aside { notes, other_sizes: other, ..Aside::default() }
 }
 
 /// What is to be known of sizes that a file leaves open: what they were taken to be, and those of a batch twice as large.
@@ -812,7 +871,7 @@ mod tests {
 
     #[test]
     fn formats_are_recognised_by_content() {
-        let cases: [(&[u8], Format); 17] = [
+        let cases: [(&[u8], Format); 18] = [
             (b"module @jit_f {", Format::StableHlo),
             (b"#loc1 = loc(\"x\")\nmodule {", Format::StableHlo),
             (b"// a comment\nmodule", Format::StableHlo),
@@ -828,6 +887,7 @@ mod tests {
             (b"\x08\x0a\x12\x07pytorch", Format::Onnx),
             (b"\x08\x0a\xff\x07pytorch", Format::Onnx),
             (b"ML\xefR\x01", Format::MlirBytecode),
+            (b"\x18\0\0\0\xff\x01ML\xefR\rStableHLO_v1.14.1\0", Format::JaxExport),
             (b"# mine\nname = \"x\"\n[[group]]", Format::ClusterToml),
             (b"hello", Format::Unknown),
         ];

@@ -6,7 +6,10 @@
 
 mod activation;
 mod attention;
+pub mod complex;
 mod contraction;
+pub mod fourier;
+mod linalg;
 mod lookup;
 mod loss;
 mod norm;
@@ -25,6 +28,7 @@ pub use attention::{
     rotary,
 };
 pub use contraction::{Conv, contract, convolution, linear, matmul};
+pub use linalg::{MOST_ROWS, cholesky, solve, solve_triangular};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
 pub use loss::{cross_entropy, label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};

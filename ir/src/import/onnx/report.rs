@@ -50,7 +50,7 @@ pub enum OnnxError {
     TooLarge { node: String },
     #[error("the model has more than {MAX_NODES} nodes once its functions are inlined and its loops unrolled")]
     TooManyNodes,
-    #[error("{}", crate::import::listed(.unsupported, .problems))]
+    #[error("{}", crate::import::listed(.unsupported, .problems, 0))]
     Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 

@@ -21,12 +21,20 @@ pub(super) type Lowered = Result<Vec<ValueId>, Reject>;
 impl<'t, 'a> Converter<'t, 'a> {
     /// The results of an op. Calls are not ops here: the walk inlines them.
     pub fn lower(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
-        let name = operation.name;
         match operation.dialect {
             "stablehlo" | "chlo" => {}
             "sdy" => return self.sharding(operation, operands, scope),
             _ => return Err(Reject::Unsupported("")),
         }
+        if super::complex::concerns(operation) {
+            return self.complex_op(operation, operands, scope);
+        }
+        self.lower_op(operation, operands, scope)
+    }
+
+    /// [`Self::lower`] of an op of StableHLO on numbers that are real.
+    pub fn lower_op(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+        let name = operation.name;
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
             let [x] = exactly(operands)?;
             return self.one(Op::Unary(unary), &[x]);
@@ -168,9 +176,18 @@ impl<'t, 'a> Converter<'t, 'a> {
             "rng_bit_generator" => self.random_bits(operation, operands),
             "rng" => Err(Reject::Unsupported("whose numbers follow from no key; use jax.random")),
             "custom_call" => self.custom_call(operation, operands),
-            "complex" | "real" | "imag" | "conj" => Err(COMPLEX),
-            "fft" => Err(Reject::Unsupported("Fourier transforms")),
-            "cholesky" | "triangular_solve" => Err(Reject::Unsupported("linear solvers")),
+            // Of real numbers the parts are these and zero.
+            "real" | "conj" => Ok(vec![exactly::<1>(operands)?[0]]),
+            "imag" => {
+                let [x] = exactly(operands)?;
+                Ok(vec![self.arrays(|g| crate::array::full_like(g, x, 0.0))?])
+            }
+            "cholesky" => {
+                let [x] = exactly(operands)?;
+                let lower = operation.attribute("lower") != Some(&Attribute::Bool(false));
+                self.cholesky(x, lower)
+            }
+            "triangular_solve" => self.triangular_solve(operation, operands),
             "uniform_quantize" | "uniform_dequantize" => Err(QUANTIZED),
             "all_gather"
             | "all_reduce"
@@ -314,9 +331,47 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Convert(Convert { dtype }), &[x])?)
     }
 
+    /// A triangular factor of a matrix, of which one half is read.
+    fn cholesky(&mut self, x: ValueId, lower: bool) -> Lowered {
+        let factor = self.arrays(|g| {
+            let x = if lower { x } else { crate::array::swap_dims(g, x, -1, -2)? };
+            let factor = crate::array::cholesky(g, x)?;
+            if lower { Ok(factor) } else { crate::array::swap_dims(g, factor, -1, -2) }
+        });
+        Ok(vec![factor?])
+    }
+
+    fn triangular_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+        let [t, b] = exactly(operands)?;
+        let flag = |name: &str| operation.attribute(name) == Some(&Attribute::Bool(true));
+        let (left, mut lower, unit) = (flag("left_side"), flag("lower"), flag("unit_diagonal"));
+        let turns = match operation.attribute("transpose_a").and_then(Attribute::as_word) {
+            Some("TRANSPOSE" | "ADJOINT") => true,
+            Some("NO_TRANSPOSE") | None => false,
+            Some(_) => return Err(attribute("transpose_a")),
+        };
+        let solution = self.arrays(|g| {
+            use crate::array::{solve_triangular, swap_dims};
+            // X T = B is T' X' = B'.
+            let t = if turns == left { swap_dims(g, t, -1, -2)? } else { t };
+            lower ^= turns == left;
+            if left {
+                return solve_triangular(g, t, b, !lower, unit);
+            }
+            let b = swap_dims(g, b, -1, -2)?;
+            let x = solve_triangular(g, t, b, !lower, unit)?;
+            swap_dims(g, x, -1, -2)
+        });
+        Ok(vec![solution?])
+    }
+
     fn custom_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
         match target {
+            "tpu_custom_call" => self.flash_attention(operation, operands),
+            name if name.starts_with("__cudnn$fmha") => self.cudnn_attention(operation, operands),
+            // Sizes were chosen, so that what is asserted of them is known or follows.
+            "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),
             "annotate_device_placement" => Ok(operands.to_vec()),
             // What the generator of random bits is called where a device has a kernel for it.
@@ -332,7 +387,6 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-const COMPLEX: Reject = Reject::Unsupported("complex numbers");
 const QUANTIZED: Reject = Reject::Unsupported("quantized numbers");
 const COMPUTED_SHAPE: Reject = Reject::Unsupported("with a shape that is computed");
 
@@ -358,7 +412,6 @@ pub(super) fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
 
 fn no_type(ty: &Type) -> Reject {
     match ty {
-        Type::Tensor(ty) if ty.element.starts_with("complex") => COMPLEX,
         Type::Tensor(ty) if ty.element.starts_with("!quant") => QUANTIZED,
         _ => Reject::Unsupported("with a result of this type"),
     }
@@ -401,7 +454,7 @@ pub(super) fn optional_dim(operation: &Operation, name: &'static str) -> Result<
 }
 
 /// The element type of the only result, which is known even where its sizes are not.
-fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
+pub(super) fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => element_type(ty).ok_or_else(|| no_type(ty)),
         types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),

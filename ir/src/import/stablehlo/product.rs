@@ -1,7 +1,7 @@
 //! Matrix products.
 
 use super::convert::Converter;
-use super::lower::{Lowered, exactly, optional_dims, result_type};
+use super::lower::{Lowered, exactly, optional_dims, result_dtype};
 use super::syntax::Operation;
 use crate::graph::ValueId;
 use crate::op::{DotGeneral, Op};
@@ -28,7 +28,7 @@ impl Converter<'_, '_> {
 
     /// Element types of operands and result may differ: a product of half precision that is summed in single.
     pub fn product(&mut self, operation: &Operation, op: Op, mut lhs: ValueId, mut rhs: ValueId) -> Lowered {
-        let dtype = result_type(operation)?.dtype;
+        let dtype = result_dtype(operation)?;
         // The graph's products have one element type. Converting the operands up keeps every digit of the wider sum.
         if dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes()) {
             lhs = self.converted(lhs, dtype)?;

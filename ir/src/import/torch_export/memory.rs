@@ -156,6 +156,11 @@ impl Memory {
         Ok(seen.value)
     }
 
+    /// The value that was read last, which has the tensor's type.
+    pub fn last_value(&self, tensor: Tensor) -> ValueId {
+        self.tensors[tensor.0].value
+    }
+
     /// Another view of a tensor's memory.
     pub fn view(&mut self, g: &mut Graph, tensor: Tensor, view: View) -> Result<Tensor, Reject> {
         let x = self.read(g, tensor)?;

@@ -297,16 +297,16 @@ fn branches_and_loops_are_written_out() {
 
 #[test]
 fn all_that_is_not_supported_is_said_at_once() {
-    let fft = |output: &str| node("torch.ops.aten.fft_fft.default", &[("self", named("x"))], output);
+    let svd = |output: &str| node("torch.ops.aten.linalg_svd.default", &[("self", named("x"))], output);
     let other = node("torch.ops.custom.mine.default", &[("self", named("x"))], "d");
     let mut bad = add("x", "p_w", "e");
     bad["inputs"][1]["arg"] = json!({ "as_string": "text" });
-    let mut program = program(&[size(2)], vec![fft("a"), fft("b"), fft("c"), fft("f"), other, bad], "e");
+    let mut program = program(&[size(2)], vec![svd("a"), svd("b"), svd("c"), svd("f"), other, bad], "e");
     program["graph_module"]["graph"]["tensor_values"]["e"] = tensor(7, &[size(2)]);
     let error = imported(&program).unwrap_err().to_string();
     for part in [
         "e (layer.0/add): torch.ops.aten.add.Tensor: argument 'other' is missing or is not a tensor or a number",
-        "torch.ops.aten.fft_fft.default: 4 at a (layer.0/fft_fft), b (layer.0/fft_fft), c (layer.0/fft_fft), ...",
+        "torch.ops.aten.linalg_svd.default: 4 at a (layer.0/linalg_svd), b (layer.0/linalg_svd), c (layer.0/linalg_svd), ...",
         "torch.ops.custom.mine.default: 1 at d",
     ] {
         assert!(error.contains(part), "{part}\n{error}");
@@ -345,7 +345,7 @@ fn what_is_wrong_with_an_archive_is_said() {
     for (path, value, part) in [
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(1 << 40), size(1 << 40)]), "input 'x'"),
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(-1)]), "input 'x'"),
-        ("/graph_module/graph/tensor_values/x/dtype", json!(10), "input 'x'"),
+        ("/graph_module/graph/tensor_values/x/dtype", json!(20), "input 'x'"),
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(5)]), "must be equal"),
         ("/graph_module/graph/nodes/0/inputs/0/arg", named("nothing"), "'nothing' is not defined"),
         ("/graph_module/graph/nodes/0/outputs", json!([]), "no tensor"),
@@ -384,4 +384,99 @@ fn older_archives_have_the_program_at_their_root() {
     let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add");
     let bytes = archive(&[("version", b"5.3"), ("serialized_exported_program.json", program.to_string().as_bytes())]);
     assert_eq!(import(&bytes, &Options::default()).map(|i| i.graph.len()), Ok(3));
+}
+
+/// On the meta device all parameters have one path and no values: they are told apart by name.
+#[test]
+fn parameters_without_values_are_told_apart() {
+    let mut program = program(&[size(2)], vec![add("x", "p_w", "a"), add("a", "p_v", "b"), add("b", "c_k", "c")], "c");
+    let module = &mut program["graph_module"];
+    for (argument, spec) in [
+        ("p_v", json!({ "parameter": { "arg": { "name": "p_v" }, "parameter_name": "layer.v" } })),
+        ("c_k", json!({ "tensor_constant": { "arg": { "name": "c_k" }, "tensor_constant_name": "k" } })),
+    ] {
+        module["graph"]["inputs"].as_array_mut().unwrap().push(named(argument));
+        module["graph"]["tensor_values"][argument] = tensor(7, &[size(2)]);
+        module["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    }
+    let with = |device: &str| {
+        let payload = |path: &str| {
+            let mut meta = tensor(7, &[size(2)]);
+            meta["device"] = json!({ "type": device, "index": null });
+            json!({ "path_name": path, "use_pickle": false, "tensor_meta": meta })
+        };
+        let weights =
+            json!({ "config": { "layer.w": payload("weight_0"), "layer.v": payload("weight_0") } }).to_string();
+        let constants = json!({ "config": { "k": payload("tensor_0") } }).to_string();
+        let data: &[u8] = if device == "meta" { b"" } else { &[0; 8] };
+        archive(&[
+            ("m/models/model.json", program.to_string().as_bytes()),
+            ("m/data/weights/model_weights_config.json", weights.as_bytes()),
+            ("m/data/weights/weight_0", data),
+            ("m/data/constants/model_constants_config.json", constants.as_bytes()),
+            ("m/data/constants/tensor_0", data),
+        ])
+    };
+    let leaves = |device: &str| {
+        let imported = import(&with(device), &Options::default()).unwrap_or_else(|e| panic!("{e}"));
+        let parameters: Vec<String> = imported.graph.parameters().map(|(_, name)| name.to_string()).collect();
+        (parameters, imported.buffers)
+    };
+    assert_eq!(leaves("cpu"), (vec!["layer.w".to_string()], vec![]));
+    // A constant without values is given like an input.
+    assert_eq!(leaves("meta"), (vec!["layer.w".to_string(), "layer.v".to_string()], vec!["k".to_string()]));
+    assert_eq!(weights(&with("cpu")).map(|all| all.len()), Ok(3));
+    let error = weights(&with("meta")).unwrap_err().to_string();
+    assert!(error.contains("'layer.v'") && error.contains("meta device"), "{error}");
+}
+
+#[test]
+fn complex_numbers_are_pairs() {
+    let unary =
+        |op: &str, x: &str, output: &str| node(&format!("torch.ops.aten.{op}.default"), &[("self", named(x))], output);
+    let product = node("torch.ops.aten.mul.Tensor", &[("self", named("z")), ("other", named("z"))], "square");
+    let nodes = vec![unary("view_as_complex", "x", "z"), product, unary("view_as_real", "square", "pairs")];
+    let mut program = program(&[size(2), size(2)], nodes, "pairs");
+    program["graph_module"]["graph"]["tensor_values"]["z"] = tensor(10, &[size(2)]);
+    program["graph_module"]["graph"]["tensor_values"]["square"] = tensor(10, &[size(2)]);
+    // The squares of i and of 2 + 3i.
+    assert_eq!(values(&program), [-1.0, 0.0, -5.0, 12.0]);
+}
+
+#[test]
+fn what_follows_from_an_op_that_is_not_supported_is_one_line() {
+    let missing = node("torch.ops.custom.mine.default", &[("self", named("x"))], "a");
+    let follow = [add("a", "p_w", "b"), add("b", "p_w", "c"), add("c", "c", "d")];
+    let nodes = [vec![missing], follow.to_vec()].concat();
+    let error = imported(&program(&[size(2)], nodes, "d")).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "these operations are not supported:\n  torch.ops.custom.mine.default: 1 at a (layer.0/custom)\n\
+         3 operations that use their results were not looked at"
+    );
+}
+
+#[test]
+fn all_inputs_of_wrong_types_are_said_and_what_was_guessed() {
+    let kron = node("torch.ops.aten.kron.default", &[("self", named("y")), ("other", named("y"))], "k");
+    let mut program = program(&[size(2)], vec![add("x", "p_w", "a"), kron], "a");
+    let graph = &mut program["graph_module"]["graph"];
+    graph["tensor_values"]["p_w"]["dtype"] = json!(20);
+    graph["tensor_values"]["x"]["dtype"] = json!(21);
+    let mut open = open("s0");
+    open["as_expr"]["hint"] = Value::Null;
+    graph["inputs"].as_array_mut().unwrap().push(named("y"));
+    graph["tensor_values"]["y"] = tensor(7, &[open]);
+    let spec = json!({ "user_input": { "arg": named("y") } });
+    program["graph_module"]["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    let error = imported(&program).unwrap_err().to_string();
+    for part in [
+        "input 'p_w': its type",
+        "input 'x': its type",
+        "aten.kron.default: 1 at k",
+        "run_decompositions()",
+        "s0 (y.0)=2",
+    ] {
+        assert!(error.contains(part), "{part}\n{error}");
+    }
 }

@@ -206,11 +206,23 @@ fn known_branches_are_taken_and_loops_unrolled() {
     let x = || vec![input("x", &["2"])];
     assert_eq!(run(&read(&choice(condition(1), x())).unwrap(), 3.0), [-3.0; 2]);
     assert_eq!(run(&read(&choice(condition(0), x())).unwrap(), -3.0), [3.0; 2]);
-    let mut open = choice(condition(1), x());
-    let graph_of = open.graph.as_mut().unwrap();
-    graph_of.initializer.clear();
-    graph_of.input.push(input("c", &[]));
-    refused(open, "If (whose condition depends on data): 1 at y");
+    // Where data decides, both branches are computed and one is chosen; they must be of one shape.
+    let open = |model: &Model, other: Option<Graph>| {
+        let mut open = model.clone();
+        let graph_of = open.graph.as_mut().unwrap();
+        graph_of.initializer = vec![floats("zero", &[], &[0.0])];
+        graph_of.input.push(input("s", &[]));
+        graph_of.node.insert(0, node("Greater", &["s", "zero"], &["c"]));
+        if let Some(other) = other {
+            graph_of.node[1].attribute[1] = body("else_branch", other);
+        }
+        open
+    };
+    let chosen = open(&choice(condition(1), x()), None);
+    assert_eq!(run(&read(&chosen).unwrap(), 3.0), [-3.0; 2]);
+    assert_eq!(run(&read(&chosen).unwrap(), -3.0), [3.0; 2]);
+    let shorter = graph(vec![node("Neg", &["s"], &["r"])], vec![], vec![], &["r"]);
+    refused(open(&choice(condition(1), x()), Some(shorter)), "depends on data, with results of different shapes");
 
     // Doubles its value three times, or as often as a number says.
     let inner = Graph {

@@ -7,6 +7,7 @@ use Lowering::Function;
 pub const TABLE: &[(&str, Lowering)] = &[
     ("linear", Function(linear)),
     ("matmul", Function(|c| product(c, "self", "other"))),
+    ("linalg_matmul", Function(|c| product(c, "self", "other"))),
     ("mm", Function(|c| product(c, "self", "mat2"))),
     ("bmm", Function(|c| product(c, "self", "mat2"))),
     ("mv", Function(|c| product(c, "self", "vec"))),
