@@ -870,6 +870,21 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_in_doubt_says_what_to_type() {
+        let text = r#"func.func @main(%w: tensor<4x4xf32> loc("params['w']"), %x: tensor<1x4xf32> loc("x")) -> tensor<f32> {
+            %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<1x4xf32>, tensor<4x4xf32>) -> tensor<1x4xf32>
+            %f = stablehlo.constant dense<0.0> : tensor<f32>
+            %1 = stablehlo.reduce(%0 init: %f) applies stablehlo.add across dimensions = [0, 1] : (tensor<1x4xf32>, tensor<f32>) -> tensor<f32>
+            return %1 : tensor<f32>
+          }"#;
+        let model = model_of("one.mlir".as_ref(), text.as_bytes(), &ImportOptions::default()).unwrap();
+        let warning = model.warnings.iter().find(|w| matches!(w, Warning::Batch { .. })).expect("a doubt").to_string();
+        for part in ["Dimension 0 of 'x' (1)", "--batch-dim x=DIM", "--also OTHER.mlir", "jax.export.symbolic_shape"] {
+            assert!(warning.contains(part), "{part}: {warning}");
+        }
+    }
+
+    #[test]
     fn formats_are_recognised_by_content() {
         let cases: [(&[u8], Format); 18] = [
             (b"module @jit_f {", Format::StableHlo),

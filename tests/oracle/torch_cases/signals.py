@@ -84,6 +84,9 @@ def distances():
     yield Case("pairwise_distance", lambda x, y: (F.pairwise_distance(x, y), F.pairwise_distance(x, y, p=1.0, keepdim=True)), ((4, 6), (4, 6)), **WIDE)
     yield Case("weight_norm", lambda v, g: (torch._weight_norm(v, g, 0), torch._weight_norm(v, g.reshape(1, 3, 1), 1), torch._weight_norm(v, g.sum(), -1)), ((3, 3, 4), (3, 1, 1)), **WIDE)
     yield Case("circular_pad", lambda x: (F.pad(x, (2, 1, 3, 0), mode="circular"), F.pad(x[0], (1, 2), mode="circular")), ((2, 3, 4, 5),), **WIDE)
+    yield Case("unfold", lambda x: (F.unfold(x, 3, padding=1, stride=2), F.unfold(x, (2, 3), dilation=(2, 1))), ((2, 3, 6, 7),), **WIDE)
+    yield Case("fold", lambda x: F.fold(x, (6, 7), 3, padding=1, stride=2), ((2, 27, 12),), **WIDE)
+    yield Case("fold_dilated", lambda x: F.fold(x, (6, 7), (2, 3), dilation=(2, 1)), ((2, 12, 20),), **WIDE)
     for mode in ("sum", "mean", "max"):
         yield Case(f"embedding_bag_{mode}", lambda w, i, m=mode: (F.embedding_bag(i, w, mode=m), F.embedding_bag(i, w, mode=m, padding_idx=2)), ((5, 4), ints(5, 3, 6)), **WIDE)
     yield Case("embedding_bag_weighted", lambda w, s, i: F.embedding_bag(i, w, mode="sum", per_sample_weights=s), ((5, 4), (3, 6), ints(5, 3, 6)), **WIDE)

@@ -185,7 +185,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             "cholesky" => {
                 let [x] = exactly(operands)?;
                 let lower = operation.attribute("lower") != Some(&Attribute::Bool(false));
-                self.cholesky(x, lower)
+                Ok(vec![self.cholesky(x, lower)?])
             }
             "triangular_solve" => self.triangular_solve(operation, operands),
             "uniform_quantize" | "uniform_dequantize" => Err(QUANTIZED),
@@ -331,45 +331,13 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Convert(Convert { dtype }), &[x])?)
     }
 
-    /// A triangular factor of a matrix, of which one half is read.
-    fn cholesky(&mut self, x: ValueId, lower: bool) -> Lowered {
-        let factor = self.arrays(|g| {
-            let x = if lower { x } else { crate::array::swap_dims(g, x, -1, -2)? };
-            let factor = crate::array::cholesky(g, x)?;
-            if lower { Ok(factor) } else { crate::array::swap_dims(g, factor, -1, -2) }
-        });
-        Ok(vec![factor?])
-    }
-
-    fn triangular_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
-        let [t, b] = exactly(operands)?;
-        let flag = |name: &str| operation.attribute(name) == Some(&Attribute::Bool(true));
-        let (left, mut lower, unit) = (flag("left_side"), flag("lower"), flag("unit_diagonal"));
-        let turns = match operation.attribute("transpose_a").and_then(Attribute::as_word) {
-            Some("TRANSPOSE" | "ADJOINT") => true,
-            Some("NO_TRANSPOSE") | None => false,
-            Some(_) => return Err(attribute("transpose_a")),
-        };
-        let solution = self.arrays(|g| {
-            use crate::array::{solve_triangular, swap_dims};
-            // X T = B is T' X' = B'.
-            let t = if turns == left { swap_dims(g, t, -1, -2)? } else { t };
-            lower ^= turns == left;
-            if left {
-                return solve_triangular(g, t, b, !lower, unit);
-            }
-            let b = swap_dims(g, b, -1, -2)?;
-            let x = solve_triangular(g, t, b, !lower, unit)?;
-            swap_dims(g, x, -1, -2)
-        });
-        Ok(vec![solution?])
-    }
-
     fn custom_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
         match target {
             "tpu_custom_call" => self.flash_attention(operation, operands),
             name if name.starts_with("__cudnn$fmha") => self.cudnn_attention(operation, operands),
+            "lapack_spotrf_ffi" | "lapack_dpotrf_ffi" => self.lapack_cholesky(operation, operands),
+            "lapack_strsm_ffi" | "lapack_dtrsm_ffi" => self.lapack_solve(operation, operands),
             // Sizes were chosen, so that what is asserted of them is known or follows.
             "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),

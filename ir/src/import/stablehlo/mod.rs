@@ -23,6 +23,7 @@ mod random;
 mod reduction;
 mod report;
 mod sharding;
+mod solve;
 mod sort;
 pub mod syntax;
 mod update;
