@@ -98,7 +98,6 @@ def distances():
 def loops():
     yield Case("scan", lambda x, w: scan(lambda c, a: ((n := torch.tanh(c @ w + a)), n * 2), x[0], x[1:], dim=0), ((5, 2, 4), (4, 4)), trained=(), **WIDE)
     yield Case("map", lambda x, w: each(lambda a: torch.tanh(a @ w), x), ((5, 2, 4), (4, 4)), trained=(), **WIDE)
-    yield Case("vmap", lambda x, y: torch.vmap(lambda a, b: a.sum() * b + a.exp(), in_dims=(1, 1), out_dims=1)(x, y), ((3, 4), (3, 4)), **WIDE)
 
     def mask(lengths):
         f = lambda b, q, k: (q >= k) & (k < lengths[b])

@@ -69,6 +69,8 @@ pub struct Call<'c> {
     pub arguments: Vec<(&'c str, Item)>,
     /// Types of the results, where the file says them.
     pub declared: Vec<Option<TensorType>>,
+    /// The whole number that the first result is, where the file and the sizes that were given say it.
+    pub number: Option<i64>,
     /// The memory of `self` is in row-major order.
     pub row_major: bool,
 }

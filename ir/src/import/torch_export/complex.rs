@@ -360,7 +360,8 @@ impl Call<'_> {
             Some(ty.with_shape(shape.to_vec()))
         };
         let declared = self.declared.iter().map(real).collect();
-        let mut call = Call { to: self.to, name: self.name, arguments, declared, row_major: self.row_major };
+        let mut call =
+            Call { to: self.to, name: self.name, arguments, declared, number: None, row_major: self.row_major };
         let value = |call: &mut Call<'_>| call.first().map(|v| Part::Values(vec![v]));
         match lowering.apply(&mut call)? {
             Out::Value(v) | Out::Maybe(v) => Ok(Part::Values(vec![v])),

@@ -303,7 +303,11 @@ impl Converter {
         let declared: Vec<Option<TensorType>> = metas.map(|meta| meta.and_then(|meta| self.declared(meta))).collect();
         let strides = |item: &Item, name: &str| is_row_major(graph, node, name) && matches!(item, Item::Tensor(_));
         let row_major = arguments.iter().any(|(name, item)| *name == "self" && strides(item, name));
-        let mut call = Call { to: self, name, arguments, declared: declared.clone(), row_major };
+        let number = outputs.first().and_then(|name| match graph.sym_int_values.get(name.as_deref()?)? {
+            Size::Int(n) => Some(*n),
+            Size::Expr(e) => sizes::evaluate(&e.expr_str, &self.sizes),
+        });
+        let mut call = Call { to: self, name, arguments, declared: declared.clone(), number, row_major };
         let items = match lowering {
             _ if call.is_mapped() => call.mapped_results(lowering)?,
             _ if complex || call.is_complex() => call.complex_results(lowering)?,
@@ -560,6 +564,15 @@ fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, Imp
         // Sizes of one are traced apart, so that the least that a file names is often two: nothing hangs on it.
         let least = size.least.unwrap_or(2).max(2).unsigned_abs();
         (size.value, size.chosen) = (hint.unwrap_or(least), hint.is_none());
+    }
+    // A size that data decides belongs to no input, and may be given too.
+    for (name, value) in &options.sizes {
+        let range = program.range_constraints.get(name).filter(|_| !all.iter().any(|size| size.symbol == *name));
+        if let Some(range) = range {
+            let (least, most) = (range.min_val, range.max_val);
+            let (symbol, dims) = (name.clone(), Vec::new());
+            all.push(OpenSize { symbol, value: *value, dims, chosen: false, least, most });
+        }
     }
     for (name, value) in &options.sizes {
         let Some(size) = all.iter_mut().find(|size| size.is_called(name)) else {

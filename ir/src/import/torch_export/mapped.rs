@@ -74,7 +74,7 @@ impl Call<'_> {
             arguments.push(("dim", Item::List(dims)));
         }
         let declared = vec![None; self.declared.len()];
-        let mut call = Call { to: self.to, name: self.name, arguments, declared, row_major: false };
+        let mut call = Call { to: self.to, name: self.name, arguments, declared, number: None, row_major: false };
         let value = match lowering.apply(&mut call)? {
             Out::Value(v) | Out::Maybe(v) => v,
             Out::Same => call.first()?,

@@ -1,6 +1,7 @@
 //! What can be wrong with an exported program, and how it is told.
 
 use super::archive::ArchiveError;
+use super::call::SIZE_OF_DATA;
 use crate::import::OpenSize;
 use crate::op::ShapeError;
 use crate::types::TensorType;
@@ -109,6 +110,9 @@ fn advice(unsupported: &[Unsupported], guessed: &[OpenSize]) -> String {
             "\nprogram.run_decompositions() before torch.export.save writes {} in simpler ops; it also drops detach and no_grad, so that gradients flow where the model stops them",
             names.join(", ")
         );
+    }
+    if unsupported.iter().any(|op| op.name.contains(SIZE_OF_DATA)) {
+        text += "\na size that is taken from a tensor (.item()) can be given: --size u0=N, with the symbol that the program has for it";
     }
     if !guessed.is_empty() {
         let guesses: Vec<String> = guessed.iter().map(|size| format!("{size}={}", size.value)).collect();

@@ -64,6 +64,9 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     #[serde(default)]
     pub tensor_values: BTreeMap<String, TensorMeta>,
+    /// Whole numbers that nodes give, as expressions of symbols.
+    #[serde(default)]
+    pub sym_int_values: BTreeMap<String, Size>,
 }
 
 #[derive(Debug, Deserialize)]

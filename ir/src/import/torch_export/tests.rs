@@ -480,3 +480,31 @@ fn all_inputs_of_wrong_types_are_said_and_what_was_guessed() {
         assert!(error.contains(part), "{part}\n{error}");
     }
 }
+
+/// `zeros(n.item()) + x` for a number that is data: its symbol is given like an open size.
+#[test]
+fn sizes_that_data_decides_can_be_given() {
+    let mut item = node("torch.ops.aten.item.default", &[("self", named("y"))], "item");
+    item["outputs"] = json!([{ "as_sym_int": { "as_name": "item" } }]);
+    let zeros = node(
+        "torch.ops.aten.zeros.default",
+        &[("size", json!({ "as_sym_ints": [{ "as_name": "item" }] })), ("dtype", json!({ "as_scalar_type": 7 }))],
+        "zeros",
+    );
+    let mut program = program(&[size(3)], vec![item, zeros, add("zeros", "x", "sum")], "sum");
+    let graph = &mut program["graph_module"]["graph"];
+    graph["inputs"].as_array_mut().unwrap().push(named("y"));
+    graph["tensor_values"]["y"] = tensor(5, &[]);
+    graph["sym_int_values"] = json!({ "item": { "as_expr": { "expr_str": "u0", "hint": null } } });
+    let spec = json!({ "user_input": { "arg": named("y") } });
+    program["graph_module"]["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    program["range_constraints"]["u0"] = json!({ "min_val": 0, "max_val": 8 });
+    let with = |sizes: &[(&str, u64)]| {
+        let sizes = sizes.iter().map(|(name, n)| (name.to_string(), *n)).collect();
+        import(&packed(&program), &Options { sizes }).map(|i| i.graph.shape(i.graph.outputs[0]).to_vec())
+    };
+    assert_eq!(with(&[("u0", 3)]), Ok(vec![3]));
+    let error = with(&[]).unwrap_err().to_string();
+    assert!(error.contains("depends on data") && error.contains("--size u0=N"), "{error}");
+    assert!(with(&[("u0", 9)]).unwrap_err().to_string().contains("0 to 8"));
+}

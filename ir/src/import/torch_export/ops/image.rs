@@ -325,6 +325,9 @@ fn channel_shuffle(c: &mut Call<'_>) -> Lowered {
     value(a::reshape(c.g(), y, &shape)?)
 }
 
+/// Windows are written out tap by tap: larger ones would make a graph that nobody can plan.
+const MOST_TAPS: u64 = 4096;
+
 /// A window that moves over two dimensions: for each its taps, their distance, the padding, the step and the positions.
 struct Moving {
     taps: [u64; 2],
@@ -343,6 +346,9 @@ impl Moving {
         };
         let (taps, dilation) = (two("kernel_size", 1)?, two("dilation", 1)?);
         let (pad, stride) = (two("padding", 0)?, two("stride", 1)?);
+        if taps[0].saturating_mul(taps[1]) > MOST_TAPS {
+            return Err(Reject::Unsupported("with windows of more than 4096 elements"));
+        }
         let position = |d: usize| {
             let reach = taps[d].checked_sub(1)?.checked_mul(dilation[d])?.checked_add(1)?;
             let whole = pad[d].checked_mul(2)?.checked_add(image[d])?;
@@ -374,9 +380,9 @@ fn im2col(c: &mut Call<'_>) -> Lowered {
     let mut taps = Vec::new();
     for start in moving.starts() {
         let mut tap = x;
-        for d in 0..2 {
-            let end = start[d] + (moving.positions[d] - 1) * moving.stride[d] + 1;
-            tap = a::slice_dim(c.g(), tap, rank - 2 + d, start[d] as i64, end as i64, moving.stride[d])?;
+        for (d, &from) in start.iter().enumerate() {
+            let end = from + (moving.positions[d] - 1) * moving.stride[d] + 1;
+            tap = a::slice_dim(c.g(), tap, rank - 2 + d, from as i64, end as i64, moving.stride[d])?;
         }
         taps.push(tap);
     }
@@ -408,10 +414,10 @@ fn col2im(c: &mut Call<'_>) -> Lowered {
         let tap = a::select_dim(c.g(), x, n + 1, at as i64)?;
         // Spread over the padded image, and without its edges.
         let (mut low, mut high, mut interior) = (vec![0; n + 3], vec![0; n + 3], vec![0; n + 3]);
-        for d in 0..2 {
+        for (d, size) in [h, w].into_iter().enumerate() {
             let spread = (moving.positions[d] - 1) * moving.stride[d] + 1;
             low[n + 1 + d] = start[d] as i64 - moving.pad[d] as i64;
-            high[n + 1 + d] = [h, w][d] as i64 - spread as i64 - low[n + 1 + d];
+            high[n + 1 + d] = size as i64 - spread as i64 - low[n + 1 + d];
             interior[n + 1 + d] = moving.stride[d] - 1;
         }
         let placed = c.g().push(Op::Pad(crate::op::Pad { low, high, interior }), &[tap, zero])?;

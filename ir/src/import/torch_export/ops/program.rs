@@ -159,6 +159,9 @@ fn elements(c: &mut Call<'_>) -> Lowered {
 fn item(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let Some(data) = c.constant(x) else {
+        if let Some(n) = c.number {
+            return Ok(Out::Items(vec![Item::Int(n)]));
+        }
         if c.to.graph.ty(x).elements() != 1 {
             return problem("takes the number of a tensor of several");
         }
