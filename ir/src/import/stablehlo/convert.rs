@@ -17,6 +17,7 @@ use super::update::Updates;
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, Pin, ValueId};
 use crate::import::OpenSize;
+use crate::literal::Literal;
 use crate::op::{Input, Op, ShapeError};
 use crate::types::TensorType;
 
@@ -98,6 +99,7 @@ pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) ->
         lifted: None,
         problems: Vec::new(),
         notes: Vec::new(),
+        is_open: !open.is_empty(),
         threefry: HashMap::new(),
         pins: Vec::new(),
         callers: Vec::new(),
@@ -180,6 +182,8 @@ pub(super) struct Converter<'t, 'a> {
     pub lifted: Option<Vec<u64>>,
     problems: Vec<Problem>,
     notes: Vec<Note>,
+    /// The text leaves sizes open, from which others are computed.
+    is_open: bool,
     /// Whether each function that was called is the cipher of JAX's random bits.
     threefry: HashMap<&'t str, bool>,
     /// Where values shall be split, in the order of the text.
@@ -400,7 +404,10 @@ impl<'t, 'a> Converter<'t, 'a> {
         };
         self.location = location;
         let rejected = match lowered {
-            Ok(values) if values.len() == types => return Ok(self.check_results(operation, values)),
+            Ok(values) if values.len() == types => {
+                let values = self.check_results(operation, values);
+                return Ok(values.into_iter().map(|value| self.counted(value)).collect());
+            }
             Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
             Err(reject) => reject,
         };
@@ -414,6 +421,18 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
         };
         Ok(self.stand_in(operation, &operands, unsupported))
+    }
+
+    /// A scalar that follows from sizes that were open, as the constant that it is: counts that scale with the batch are then
+    /// found where they divide.
+    fn counted(&mut self, value: ValueId) -> ValueId {
+        let node = self.graph.node(value);
+        if !self.is_open || node.ty.rank() > 0 || matches!(node.op, Op::Constant(_)) {
+            return value;
+        }
+        let Some(tensor) = self.known(value) else { return value };
+        let (ty, Some(&number)) = (self.graph.ty(value).clone(), tensor.data.first()) else { return value };
+        self.push(Op::Constant(Literal::splat(ty, number)), &[]).unwrap_or(value)
     }
 
     fn check_operand(&mut self, index: usize, declared: &Type, operand: ValueId, operation: &Operation) {
