@@ -61,7 +61,7 @@ fn whole_step(file: &Path) -> Result<Graph, Box<dyn std::error::Error>> {
     for v in updated_leaves(&graph) {
         let op = &mut graph.nodes[v.index()].op;
         if let Op::Input(Input { name, ty }) = op.clone() {
-            *op = Op::Parameter(Parameter { name, ty });
+            *op = Op::Parameter(Parameter::new(name, ty));
         }
     }
     Ok(simplify(&graph))
@@ -79,7 +79,7 @@ fn measure(name: &str, graph: Graph, nodes: u32, devices: u32, trains: bool) -> 
     let optimizer = Optimizer::adamw();
     let model = layered.model(trains.then_some(&optimizer));
     let demand = Demand {
-        levels: levels(None, mesh.num_devices(), trains),
+        levels: levels(None, mesh.num_devices(), trains, Default::default()),
         num_microbatches: 1,
         in_flight: 1,
         recompute: Default::default(),

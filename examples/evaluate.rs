@@ -8,7 +8,7 @@
 //! largest expected value a result may be off. Where it has a `loss`, the function is differentiated with respect to the
 //! arguments that are named as parameters, and `grad/NAME` is compared. Exit code 1 where anything differs.
 
-use altiplano::arguments::{Argument, trained, with_parameters};
+use altiplano::arguments::{Argument, Stated, roles, with_roles};
 use altiplano::ir::autodiff::differentiate;
 use altiplano::ir::graph::Graph;
 use altiplano::ir::import::{onnx, stablehlo, torch_export};
@@ -131,13 +131,13 @@ fn check(file: &Path) -> Result<(), Failure> {
     if let Some(loss) = recorded.get("loss") {
         // Some formats say themselves what is trained.
         if graph.parameters().next().is_none() {
-            let trained = trained(&arguments, &[], &[]).map_err(|e| unsupported(&e))?;
-            graph = with_parameters(&graph, &arguments, &trained);
+            let roles = roles(&arguments, None, Stated::default()).map_err(|e| unsupported(&e))?;
+            graph = with_roles(&graph, &arguments, &roles);
         }
         graph = with_gradients(&graph).map_err(|e| unsupported(&e))?;
         expected.push(("loss".to_string(), loss));
         // An exporter may have merged weights, whose gradients nobody recorded then; of most there are some.
-        let names: Vec<String> = graph.parameters().map(|(_, name)| format!("grad/{name}")).collect();
+        let names: Vec<String> = graph.trained_parameters().map(|(_, name)| format!("grad/{name}")).collect();
         let mut outputs = vec![graph.outputs[0]];
         for (name, &output) in names.into_iter().zip(&graph.outputs[1..]) {
             match recorded.get(&name) {
@@ -203,7 +203,7 @@ fn program(bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Failure> {
 
 fn leaf(graph: &Graph, v: altiplano::ir::graph::ValueId) -> (&str, &TensorType) {
     match &graph.node(v).op {
-        Op::Parameter(Parameter { name, ty }) | Op::Input(Input { name, ty }) => (name, ty),
+        Op::Parameter(Parameter { name, ty, .. }) | Op::Input(Input { name, ty }) => (name, ty),
         op => unreachable!("{op:?} is no leaf"),
     }
 }
@@ -228,7 +228,7 @@ fn leaves(graph: &Graph, arguments: &[Argument], recorded: &Tensors) -> Result<T
 /// gradient is zero.
 fn with_gradients(graph: &Graph) -> Result<Graph, altiplano::ir::autodiff::AutodiffError> {
     let differentiated = differentiate(graph, &[])?;
-    let parameters: Vec<_> = graph.parameters().map(|(v, _)| v).collect();
+    let parameters: Vec<_> = graph.trained_parameters().map(|(v, _)| v).collect();
     let mut all = differentiated.graph;
     let mut outputs = vec![differentiated.loss];
     for v in parameters {

@@ -5,7 +5,7 @@
 use crate::error::Error;
 use crate::report::{Grid, side};
 use crate::simulate::Simulation;
-use crate::units::{bytes, digits, percent, seconds};
+use crate::units::{bytes, digits, gibibytes, percent, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::Plan;
 use altiplano_planner::account::{Part, Work, busiest, of_lanes};
@@ -134,7 +134,7 @@ impl Limits {
         });
         let limit = |lane: usize| {
             let stage = &plan.lanes()[lane];
-            let memory_bytes = plan.group_of(stage).device.memory_bytes;
+            let memory_bytes = plan.usable_bytes(stage);
             MemoryLimit { lane: plan.lane_name(lane), peak_bytes: stage.predicted.peak_bytes, memory_bytes }
         };
         let fuller = |a: &MemoryLimit, b: &MemoryLimit| a.part().total_cmp(&b.part());
@@ -142,7 +142,7 @@ impl Limits {
         let of_servers = of_servers.map(|(s, server)| MemoryLimit {
             lane: plan.program_name(plan.num_workers() as usize + s),
             peak_bytes: server.peak_bytes,
-            memory_bytes: plan.cluster.groups[0].device.memory_bytes,
+            memory_bytes: plan.cluster.usable_bytes(&plan.cluster.groups[0]),
         });
         let others = (1..plan.num_lanes()).map(limit).chain(of_servers);
         let memory = others.fold(limit(0), |a, b| if fuller(&a, &b).is_le() { b } else { a });
@@ -171,10 +171,12 @@ impl Limits {
             format!("link      {} of a step is {what}, over {link}", percent(*of_step))
         }));
         lines.push(format!(
-            "memory    {} is the fullest: {} of {} on each device ({})",
+            "memory    {} is the fullest: {} ({}) of {} ({}) that tensors can use on each device ({})",
             memory.lane,
             bytes(memory.peak_bytes),
+            gibibytes(memory.peak_bytes),
             bytes(memory.memory_bytes),
+            gibibytes(memory.memory_bytes),
             percent(memory.part())
         ));
         lines

@@ -1,11 +1,14 @@
 //! Which arguments of an imported function are trained and which are the batch.
 //!
 //! A framework exports one flat list of arguments. Names tell them apart where there are names (`params['h0']['w']`,
-//! `tokens`), options where there are none. A wrong guess would train the data, so what is not clear is asked.
+//! `tokens`), options where there are none. A wrong guess would train the data, so what is not clear is asked. Weights that are
+//! not trained are parameters all the same: they are loaded, stored and saved like the others.
 
+use crate::pins::matches;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Input, Op, Parameter};
 use altiplano_ir::types::TensorType;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// An argument of the model's function.
@@ -24,14 +27,12 @@ pub enum ArgumentError {
     NoSuchArgument { option: &'static str, selection: String, list: Listing },
     #[error("--{option}: '{selection}' is not a position, a range of positions (0-11) or a name")]
     Selection { option: &'static str, selection: String },
-    #[error("argument {position} ('{name}') is named by both --params and --inputs")]
-    Both { position: usize, name: String },
-    #[error("argument {position} ('{name}') is named by neither --params nor --inputs")]
-    Neither { position: usize, name: String },
-    #[error("--params: argument {position} ('{name}') is {ty}, and only floats can be trained")]
-    NotTrainable { position: usize, name: String, ty: TensorType },
+    #[error("argument {position} ('{name}') is named by {options}")]
+    Contradiction { position: usize, name: String, options: &'static str },
+    #[error("--{option}: argument {position} ('{name}') is {ty}, and only floats are parameters")]
+    NotTrainable { option: &'static str, position: usize, name: String, ty: TensorType },
     #[error(
-        "it is not clear which arguments are trained; say so with --params or --inputs, by position, range or name (for example {example}). The arguments are\n{list}"
+        "it is not clear which arguments are trained; say so with --params or --inputs, by position, range or name (for example {example}), and name weights that are not trained with --freeze. The arguments are\n{list}"
     )]
     Unclear { example: String, list: Listing },
 }
@@ -88,67 +89,161 @@ const GIVEN: [&str; 29] = [
     "dropout_key",
 ];
 
-/// For each argument whether it is trained. `params` and `inputs` select arguments by position (`3`), range (`0-11`),
-/// whole name (`params['wte']`), group (`params`: the part before the first bracket, dot or slash) or prefix (`params['h0*`).
-pub fn trained(arguments: &[Argument], params: &[String], inputs: &[String]) -> Result<Vec<bool>, ArgumentError> {
-    let chosen = match (params, inputs) {
-        ([], []) => by_name(arguments)?,
-        (params, []) => select("params", params, arguments)?,
-        ([], inputs) => {
-            let given = select("inputs", inputs, arguments)?;
-            given.iter().zip(arguments).map(|(given, a)| !given && a.ty.dtype.is_float()).collect()
-        }
-        (params, inputs) => {
-            let trained = select("params", params, arguments)?;
-            let given = select("inputs", inputs, arguments)?;
-            for (position, argument) in arguments.iter().enumerate() {
-                let name = display_name(position, argument);
-                match (trained[position], given[position]) {
-                    (true, true) => return Err(ArgumentError::Both { position, name }),
-                    (false, false) => return Err(ArgumentError::Neither { position, name }),
-                    _ => {}
-                }
-            }
-            trained
-        }
-    };
-    for (position, argument) in arguments.iter().enumerate().filter(|(i, _)| chosen[*i]) {
-        if !argument.ty.dtype.is_float() {
-            let name = display_name(position, argument);
-            return Err(ArgumentError::NotTrainable { position, name, ty: argument.ty.clone() });
-        }
-    }
-    Ok(chosen)
+/// Names of argument groups that mean: weights that are not trained.
+const FROZEN: [&str; 6] = ["frozen", "frozen_params", "base", "base_params", "pretrained", "pretrained_params"];
+
+/// What a training run does with an argument.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A parameter that steps change.
+    Trained,
+    /// A parameter that no step changes.
+    Frozen,
+    /// It is given anew for each step.
+    Given,
 }
 
-/// The graph in which the trained arguments are parameters.
-pub fn with_parameters(graph: &Graph, arguments: &[Argument], trained: &[bool]) -> Graph {
+/// The roles that the user states. Each entry selects arguments by position (`3`), range (`0-11`), whole name (`params['wte']`),
+/// group (`params`: the part before the first bracket, dot or slash) or a pattern in which `*` stands for anything (`*lora*`).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stated<'a> {
+    pub params: &'a [String],
+    pub inputs: &'a [String],
+    pub freeze: &'a [String],
+}
+
+/// The role of each argument. `known` are those that the file states, where it does: arguments that no option names keep them,
+/// except that with `params` all other parameters are frozen. Without `known`, names decide where no option does.
+///
+/// # Errors
+/// [`ArgumentError`] where a selection names nothing, where two contradict each other, and where nothing says what is trained.
+pub fn roles(arguments: &[Argument], known: Option<&[Role]>, stated: Stated<'_>) -> Result<Vec<Role>, ArgumentError> {
+    let trained = select("params", stated.params, arguments)?;
+    let given = select("inputs", stated.inputs, arguments)?;
+    let frozen = select("freeze", stated.freeze, arguments)?;
+    for (position, argument) in arguments.iter().enumerate() {
+        let error = |options| {
+            let name = display_name(position, argument);
+            Err(ArgumentError::Contradiction { position, name, options })
+        };
+        match (trained[position], given[position], frozen[position]) {
+            (true, true, _) => return error("both --params and --inputs"),
+            (_, true, true) => return error("both --freeze and --inputs"),
+            (false, false, false) if known.is_none() && !stated.params.is_empty() && !stated.inputs.is_empty() => {
+                return error("neither --params nor --inputs");
+            }
+            _ => {}
+        }
+    }
+    let is_float = |i: usize| arguments[i].ty.dtype.is_float();
+    let mut roles: Vec<Role> = match known {
+        Some(known) => known.to_vec(),
+        None if !stated.params.is_empty() => vec![Role::Given; arguments.len()],
+        None if !stated.inputs.is_empty() => {
+            (0..arguments.len()).map(|i| if is_float(i) { Role::Trained } else { Role::Given }).collect()
+        }
+        None => {
+            let others: Vec<usize> = (0..arguments.len()).filter(|&i| !frozen[i]).collect();
+            let named: Vec<Argument> = others.iter().map(|&i| arguments[i].clone()).collect();
+            let mut roles = vec![Role::Frozen; arguments.len()];
+            let is_given = |a: &Argument| a.name.as_deref().is_some_and(|name| GIVEN.contains(&group(name)));
+            let by_name = match frozen.contains(&true) && named.iter().all(is_given) {
+                true => vec![Role::Given; named.len()],
+                false => by_name(&named)?,
+            };
+            others.into_iter().zip(by_name).for_each(|(i, role)| roles[i] = role);
+            roles
+        }
+    };
+    for i in 0..arguments.len() {
+        roles[i] = match roles[i] {
+            _ if frozen[i] => Role::Frozen,
+            _ if given[i] => Role::Given,
+            _ if trained[i] => Role::Trained,
+            Role::Trained if !stated.params.is_empty() => Role::Frozen,
+            role => role,
+        };
+    }
+    if known.is_none() && !stated.params.is_empty() && stated.inputs.is_empty() {
+        // What is left over of a tree of weights is weights.
+        let group_of = |i: usize| arguments[i].name.as_deref().map(group);
+        let trained: BTreeSet<&str> =
+            (0..roles.len()).filter(|&i| roles[i] == Role::Trained).filter_map(group_of).collect();
+        let weights = |i: usize| {
+            let is_tree = |g: &str| arguments[i].name.as_deref() != Some(g);
+            let is_left = roles[i] == Role::Given && is_float(i);
+            is_left && group_of(i).is_some_and(|g| is_tree(g) && (FROZEN.contains(&g) || trained.contains(g)))
+        };
+        let left: Vec<usize> = (0..roles.len()).filter(|&i| weights(i)).collect();
+        left.into_iter().for_each(|i| roles[i] = Role::Frozen);
+    }
+    let wrong = (0..roles.len()).find(|&i| roles[i] != Role::Given && !is_float(i) && (trained[i] || frozen[i]));
+    match wrong {
+        Some(position) => {
+            let option = if trained[position] { "params" } else { "freeze" };
+            let (name, ty) = (display_name(position, &arguments[position]), arguments[position].ty.clone());
+            Err(ArgumentError::NotTrainable { option, position, name, ty })
+        }
+        None => Ok(roles),
+    }
+}
+
+/// The graph in which arguments have these roles.
+pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Graph {
     let mut graph = graph.clone();
-    for (argument, trained) in arguments.iter().zip(trained) {
+    for (argument, role) in arguments.iter().zip(roles) {
         let node = &mut graph.nodes[argument.value.index()];
-        node.op = match (&node.op, trained) {
-            (Op::Input(Input { name, ty }), true) => Op::Parameter(Parameter { name: name.clone(), ty: ty.clone() }),
-            (Op::Parameter(Parameter { name, ty }), false) => Op::Input(Input { name: name.clone(), ty: ty.clone() }),
-            (op, _) => op.clone(),
+        let (Op::Input(Input { name, ty }) | Op::Parameter(Parameter { name, ty, .. })) = &node.op else { continue };
+        let (name, ty) = (name.clone(), ty.clone());
+        node.op = match role {
+            Role::Given => Op::Input(Input { name, ty }),
+            role => Op::Parameter(Parameter { frozen: *role == Role::Frozen, ..Parameter::new(name, ty) }),
         };
     }
     graph
 }
 
+/// Whether the name of a leaf of a tree of weights says that these are not trained.
+pub fn is_frozen_by_name(argument: &Argument) -> bool {
+    let name = argument.name.as_deref().unwrap_or_default();
+    argument.ty.dtype.is_float() && group(name) != name && FROZEN.contains(&group(name))
+}
+
+/// Leaves parameters out of weight decay that are selected as by [`Stated`].
+///
+/// # Errors
+/// [`ArgumentError`] where a selection names no parameter.
+pub fn without_decay(graph: &mut Graph, arguments: &[Argument], selections: &[String]) -> Result<(), ArgumentError> {
+    let is_parameter = |a: &&Argument| matches!(graph.node(a.value).op, Op::Parameter(_));
+    let parameters: Vec<Argument> = arguments.iter().filter(is_parameter).cloned().collect();
+    let selected = select("no-decay", selections, &parameters)?;
+    for (argument, _) in parameters.iter().zip(selected).filter(|(_, selected)| *selected) {
+        if let Op::Parameter(parameter) = &mut graph.nodes[argument.value.index()].op {
+            parameter.no_decay = true;
+        }
+    }
+    Ok(())
+}
+
 /// The first group is trained where its name says so, or where all other groups are named like a batch.
-fn by_name(arguments: &[Argument]) -> Result<Vec<bool>, ArgumentError> {
+fn by_name(arguments: &[Argument]) -> Result<Vec<Role>, ArgumentError> {
     let groups: Option<Vec<&str>> = arguments.iter().map(|a| a.name.as_deref().map(group)).collect();
     let unclear = || ArgumentError::Unclear { example: example(arguments), list: listing(arguments) };
     let groups = groups.filter(|g| !g.is_empty()).ok_or_else(unclear)?;
-    let is_trained = |i: usize, group: &str| groups[i] == group && arguments[i].ty.dtype.is_float();
-    let all = |group: &str| (0..arguments.len()).map(|i| is_trained(i, group)).collect::<Vec<_>>();
+    let role = |i: usize, group: &str| match arguments[i].ty.dtype.is_float() {
+        true if groups[i] == group => Role::Trained,
+        true if FROZEN.contains(&groups[i]) => Role::Frozen,
+        _ => Role::Given,
+    };
+    let all = |group: &str| (0..arguments.len()).map(|i| role(i, group)).collect::<Vec<_>>();
     if let Some(name) = TRAINED.iter().find(|name| groups.contains(name)) {
         return Ok(all(name));
     }
-    let first = groups[0];
-    let rest_is_given = groups.iter().all(|g| *g == first || GIVEN.contains(g));
+    let Some(&first) = groups.iter().find(|g| !FROZEN.contains(g)) else { return Err(unclear()) };
+    let rest_is_given = groups.iter().all(|g| *g == first || GIVEN.contains(g) || FROZEN.contains(g));
     let chosen = all(first);
-    if rest_is_given && !GIVEN.contains(&first) && chosen.contains(&true) && groups.iter().any(|g| *g != first) {
+    if rest_is_given && !GIVEN.contains(&first) && chosen.contains(&Role::Trained) && groups.iter().any(|g| *g != first)
+    {
         return Ok(chosen);
     }
     Err(unclear())
@@ -200,7 +295,7 @@ fn select(option: &'static str, selections: &[String], arguments: &[Argument]) -
 
 enum Selection<'a> {
     Positions(usize, usize),
-    Prefix(&'a str),
+    Pattern(&'a str),
     Name(&'a str),
 }
 
@@ -213,8 +308,8 @@ impl<'a> Selection<'a> {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
             let (first, last) = (position(first)?, position(last)?);
             (first <= last).then_some(Selection::Positions(first, last))
-        } else if let Some(prefix) = text.strip_suffix('*') {
-            Some(Selection::Prefix(prefix))
+        } else if text.contains('*') {
+            Some(Selection::Pattern(text))
         } else {
             Some(Selection::Name(text))
         }
@@ -223,7 +318,7 @@ impl<'a> Selection<'a> {
     fn holds(&self, position: usize, name: &str) -> bool {
         match *self {
             Selection::Positions(first, last) => (first..=last).contains(&position),
-            Selection::Prefix(prefix) => name.starts_with(prefix),
+            Selection::Pattern(pattern) => matches(pattern, name),
             Selection::Name(wanted) => name == wanted || group(name) == wanted,
         }
     }
@@ -243,10 +338,43 @@ mod tests {
         names.iter().enumerate().map(argument).collect()
     }
 
+    fn owned(list: &[&str]) -> Vec<String> {
+        list.iter().map(|s| s.to_string()).collect()
+    }
+
     fn check(names: &[&str], params: &[&str], inputs: &[&str], expect: Option<&[bool]>) {
-        let owned = |list: &[&str]| list.iter().map(|s| s.to_string()).collect::<Vec<_>>();
-        let result = trained(&arguments(names), &owned(params), &owned(inputs));
-        assert_eq!(result.as_deref().ok(), expect, "{names:?} {params:?} {inputs:?}: {result:?}");
+        let stated = Stated { params: &owned(params), inputs: &owned(inputs), freeze: &[] };
+        let result = roles(&arguments(names), None, stated);
+        let trained = result.as_ref().ok().map(|roles| roles.iter().map(|r| *r == Role::Trained).collect::<Vec<_>>());
+        assert_eq!(trained.as_deref(), expect, "{names:?} {params:?} {inputs:?}: {result:?}");
+    }
+
+    #[test]
+    fn weights_that_are_not_trained_are_frozen() {
+        use Role::{Frozen, Given, Trained};
+        let check = |names: &[&str],
+                     known: Option<&[Role]>,
+                     [params, inputs, freeze]: [&[&str]; 3],
+                     expect: &[Role]| {
+            let stated = Stated { params: &owned(params), inputs: &owned(inputs), freeze: &owned(freeze) };
+            let found = roles(&arguments(names), known, stated);
+            assert_eq!(found.as_deref().ok(), Some(expect), "{names:?} {params:?} {inputs:?} {freeze:?}: {found:?}");
+        };
+        let tree = ["p['a']", "p['lora_b']", "p['step']#", "x"];
+        check(&tree, None, [&["*lora*"], &[], &[]], &[Frozen, Trained, Given, Given]);
+        let floats = ["p['a']", "p['lora_b']", "x"];
+        check(&floats, None, [&["p"], &[], &["p['a*"]], &[Frozen, Trained, Given]);
+        check(&["adapters['a']", "base['w']", "x#"], None, [&[]; 3], &[Trained, Frozen, Given]);
+        check(&["base['w']", "adapters['a']", "x#"], None, [&[]; 3], &[Frozen, Trained, Given]);
+        check(&["params['a']", "net['w']", "x#"], None, [&[], &[], &["net"]], &[Trained, Frozen, Given]);
+        check(&["?", "?", "?#"], None, [&["0"], &["2"], &["1"]], &[Trained, Frozen, Given]);
+        // A file that says what its parameters are keeps its word where no option speaks against it.
+        let known: &[Role] = &[Trained, Trained, Frozen, Given];
+        let names = ["a.w", "a.lora", "b.w", "x"];
+        check(&names, Some(known), [&[]; 3], known);
+        check(&names, Some(known), [&["*lora"], &[], &[]], &[Frozen, Trained, Frozen, Given]);
+        check(&names, Some(known), [&["b"], &[], &[]], &[Frozen, Frozen, Trained, Given]);
+        check(&names, Some(known), [&[], &["b"], &["a.w"]], &[Frozen, Trained, Given, Given]);
     }
 
     #[test]
@@ -263,6 +391,7 @@ mod tests {
         check(&["?", "?", "?#"], &[], &["2"], Some(&[true, true, false]));
         check(&["p['a']", "p['b']", "q"], &["p"], &[], Some(&[true, true, false]));
         check(&["p['a']", "p['b']", "q"], &["p['a*"], &["q", "1"], Some(&[true, false, false]));
+        check(&["params['a']", "x"], &["params"], &["x"], Some(&[true, false]));
         // Beyond the last, selected twice, left over, not a float, not a selection.
         check(&["?", "?"], &["0-2"], &[], None);
         check(&["?", "?"], &["0-1"], &["1"], None);

@@ -118,7 +118,6 @@ impl Baseline {
             return Err(option("does not divide the global batch: mbs x dp must"));
         }
         let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
-        let device = &like.cluster.groups[0].device;
         let mut request = Request::of_plan(like);
         // What runs today is synchronous.
         let is_late = like.schedule == Schedule::PipeDream;
@@ -127,7 +126,8 @@ impl Baseline {
         request.servers = None;
         request.allow_microbatch_semantics = true;
         request.target = self.target;
-        request.execution = execution(self.target, &device.name, &like.graph, Some(self.zero));
+        request.execution = execution(self.target, &like.cluster, &like.graph, Some(self.zero));
+        request.fused_attention = None;
         let degrees = Degrees {
             dp: dp as u32,
             tp: self.tp,

@@ -50,8 +50,8 @@ pub enum Error {
     NoRank { rank: u32, devices: u32 },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}, which is not supported yet; supported are StableHLO text (.mlir), torch.export archives (.pt2), ONNX, a Hugging Face config.json and altiplano.graph JSON", file.display())]
-    UnsupportedFormat { file: PathBuf, found: &'static str },
+    #[error("{}: this is {found}; the same as text can be read, which a Python with JAX writes:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
+    Binary { file: PathBuf, found: &'static str, script: &'static str },
     #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
     #[error("{}: this is {found}; {advice}", file.display())]
@@ -76,6 +76,10 @@ pub enum Error {
     Arguments { file: PathBuf, error: Box<ArgumentError> },
     #[error("--loss: there is no result '{name}'; the results are {results}")]
     UnknownResult { name: String, results: Names },
+    #[error(
+        "{}: the function trains by more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each by itself, with --loss '{other}' and --params for what it trains", file.display()
+    )]
+    SeveralLosses { file: PathBuf, loss: String, other: String, parameters: Names },
     #[error("--loss: the loss {error}")]
     Attach { error: ShapeError },
     #[error(
@@ -130,8 +134,21 @@ pub enum Error {
     Cuda(Box<CudaError>),
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },
+    #[error(
+        "{}: the function is a whole training step with {update}; choose the update to plan with --optimizer (and --clip-norm, --weight-decay)",
+        file.display()
+    )]
+    UnknownUpdate { file: PathBuf, update: &'static str },
     #[error("{option}: {problem}")]
     Option { option: &'static str, problem: &'static str },
+    /// An option of other software.
+    #[error("{problem}")]
+    NoSuchOption { problem: String },
+    /// A launcher started processes that nobody told to share the work.
+    #[error(
+        "a launcher started {size} processes, each of which would do all of the work by itself; to run them as one, one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process by itself)"
+    )]
+    Launched { size: usize, command: String },
     #[error("{}:{line}:{column}: {problem}", file.display())]
     Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
     #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
@@ -258,7 +275,7 @@ impl Error {
     /// Whether all ranks that run together find the same, so that it does not matter which one says it.
     pub fn is_of_all_ranks(&self) -> bool {
         match self {
-            Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } => true,
+            Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } | Error::Launched { .. } => true,
             Error::Runtime(error) => of_all_ranks(error),
             _ => false,
         }
@@ -351,7 +368,7 @@ fn starts_with_place(message: &str) -> bool {
 /// Where ops cannot be expressed, the first place of the first of them leads the list.
 fn stablehlo(file: &Path, error: &ImportError) -> String {
     match error {
-        ImportError::Operations { unsupported, problems } if problems.is_empty() => {
+        ImportError::Operations { unsupported, .. } if !unsupported.is_empty() => {
             let first = unsupported.iter().filter_map(|u| u.places.first()).min();
             let place = first.map(|p| format!("{p}: ")).unwrap_or_default();
             format!("{}:{place}{error}", file.display())

@@ -53,8 +53,8 @@ pub use moved::moved;
 pub use plan_file::{by_cluster, expect_writable, load_plan, open_cache, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
-    Asked, frontier_json, frontier_text, held, kernels_text, one_line, page_html, plan_dot, programs as programs_text,
-    report, side_by_side, tape_text, why_stage, why_text,
+    Asked, Look, answer, answer_as, audience, frontier_json, frontier_text, held, kernels_text, one_line, page_html,
+    plan_dot, programs as programs_text, report, report_as, side_by_side, tape_text, why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;
@@ -69,6 +69,7 @@ pub fn request(model: &Model, cluster: Cluster) -> Request {
     request.reduction = model.reduction;
     if let Some(fitted) = model.optimizer {
         request.optimizer = fitted.optimizer;
+        request.clip_norm = fitted.clip_norm;
     }
     request
 }

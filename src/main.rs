@@ -47,7 +47,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let matches = commands::config::matches(Cli::command(), std::env::args_os().collect());
+    let command = commands::vocabulary::with_names(Cli::command());
+    let matches = commands::config::matches(command, std::env::args_os().collect());
     let cli = matches.map(|matches| Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()));
     let done = cli.and_then(|cli| match cli.command {
         Command::Plan(command) => command.run(),

@@ -1,36 +1,42 @@
 //! From a file to a model that can be planned: the format is recognised by content, arguments become parameters and
 //! inputs, the sizes that scale with the batch are found, and the graph is simplified.
 
-use crate::arguments::{self, Argument};
+mod file;
+
+pub use file::{Format, read_bytes};
+
+use crate::arguments::{self, Role, Stated};
 use crate::error::{Error, Names};
 use crate::loss::{self, Attached};
 use crate::pins::{self, NamedPin};
 use crate::precision::with_precision;
-use crate::training::onnx_weights::beside;
 use crate::units::smaller;
+use altiplano_ir::accumulation::part_of_batch;
 use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
-use altiplano_ir::expand::without_composites;
+use altiplano_ir::experts;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::import::huggingface::{self, ConfigOptions};
-use altiplano_ir::import::{json, onnx, stablehlo, torch_export};
+use altiplano_ir::import::{huggingface, onnx, stablehlo};
+use altiplano_ir::losses_of_step::other_losses;
 use altiplano_ir::op::Op;
 use altiplano_ir::reduce::{Goal, Reduction, reduce};
 use altiplano_ir::rewrite::rewrite;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::step::{self, Fitted, TrainingStep};
 use altiplano_ir::unstack::{stack_of, unstack};
-use serde::de::{IgnoredAny, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
-use std::fmt;
+use file::{Read, SEVERAL, graph_of, name_of};
 use std::path::{Path, PathBuf};
 
 /// What a file does not say of itself.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ImportOptions {
-    /// Arguments that are trained, and those that are not: see [`arguments::trained`].
+    /// Arguments that are trained, those that are given anew for each step, and parameters that are not trained: see
+    /// [`arguments::Stated`].
     pub params: Vec<String>,
     pub inputs: Vec<String>,
+    pub freeze: Vec<String>,
+    /// Parameters that weight decay leaves out, named in the same way.
+    pub no_decay: Vec<String>,
     /// The batch dimension of an input, or that it has none. Default: dimension 0 of each.
     pub batch_dims: Vec<(String, Option<usize>)>,
     /// The same model traced at another batch size, which settles what scales with the batch.
@@ -53,7 +59,7 @@ pub struct ImportOptions {
     pub sequence: Option<u64>,
     /// Samples in the batch of a config's model; default: one.
     pub batch: Option<u64>,
-    /// How many tokens an expert of a config's model takes: see [`ConfigOptions::capacity_factor`].
+    /// How many tokens an expert of a config's model takes: see [`huggingface::ConfigOptions::capacity_factor`].
     pub capacity_factor: Option<f64>,
     /// Values of sizes that a file leaves open, by name.
     pub sizes: Vec<(String, u64)>,
@@ -83,6 +89,8 @@ pub struct Model {
     pub stop_gradients: Vec<ValueId>,
     /// The optimizer of a whole training step, and its learning rate.
     pub optimizer: Option<Fitted>,
+    /// What is wrong, in words, where the function is a whole training step whose update is none of the known ones.
+    pub unknown_update: Option<&'static str>,
     /// The gradients of a whole training step as it computes them itself.
     pub given: Option<GivenStep>,
     /// What the model is smaller by than the one in the file.
@@ -105,10 +113,10 @@ pub struct GivenStep {
 /// Something odd that does not stop the import.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Warning {
-    #[error("{0}; the batch stays as traced")]
-    Batch(Doubt),
-    #[error("{}", describe_step(*.parameters, .optimizer, *.changed))]
-    TrainingStep { parameters: usize, optimizer: Option<Fitted>, changed: bool },
+    #[error("{doubt}; the batch stays as traced. {remedy}")]
+    Batch { doubt: Doubt, remedy: String },
+    #[error("{}", describe_step(*.parameters, [*.frozen, *.no_decay], .optimizer, *.changed))]
+    TrainingStep { parameters: usize, frozen: usize, no_decay: usize, optimizer: Option<Fitted>, changed: bool },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
@@ -120,6 +128,12 @@ pub enum Warning {
     Config(huggingface::Note),
     #[error("{0}")]
     Onnx(onnx::Note),
+    #[error("{0}")]
+    StableHlo(stablehlo::Note),
+    #[error(
+        "the program was decomposed (run_decompositions), which drops detach and no_grad: gradients flow where the model may stop them; export without it, or say where with --stop-gradient NAME"
+    )]
+    Decomposed,
     #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
     OpenSizes(Vec<String>),
     #[error("the batch is taken to be one sample; --global-batch N says another number")]
@@ -148,21 +162,42 @@ impl Warning {
     }
 }
 
-fn describe_step(parameters: usize, optimizer: &Option<Fitted>, changed: bool) -> String {
+fn describe_step(
+    parameters: usize,
+    [frozen, no_decay]: [usize; 2],
+    optimizer: &Option<Fitted>,
+    changed: bool,
+) -> String {
     let update = match optimizer {
-        Some(f) if f.scheduled => {
-            format!("{} with a learning rate of {} that follows a schedule", f.optimizer.name(), f.learning_rate)
+        Some(f) => {
+            let schedule = if f.scheduled { " that follows a schedule" } else { "" };
+            let clip = f.clip_norm.map_or(String::new(), |most| format!(", with gradients clipped at norm {most}"));
+            let mask = match no_decay {
+                0 => String::new(),
+                n => format!(", with {n} parameter{} left out of weight decay", if n == 1 { "" } else { "s" }),
+            };
+            format!("{} with a learning rate of {}{schedule}{clip}{mask}", f.optimizer.name(), f.learning_rate)
         }
-        Some(f) => format!("{} with a learning rate of {}", f.optimizer.name(), f.learning_rate),
-        None if changed => {
-            "gradients that are clipped or otherwise changed before the update, which a plan leaves out; choose the update with --optimizer".to_string()
-        }
-        None => "an update that is none of sgd, adam and adamw; choose one with --optimizer".to_string(),
+        None => unknown_update(changed).to_string(),
     };
     let s = if parameters == 1 { "" } else { "s" };
+    let frozen = match frozen {
+        0 => String::new(),
+        n => format!(" ({n} more stay as they are)"),
+    };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameter{s} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
+        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
     )
+}
+
+/// An update that is none of the known ones, in words.
+fn unknown_update(changed: bool) -> &'static str {
+    match changed {
+        true => {
+            "gradients that are changed before the update by more than a clip of their norm, which a plan leaves out"
+        }
+        false => "an update that is none of the known optimizers",
+    }
 }
 
 /// Reads a model file.
@@ -178,7 +213,7 @@ pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> 
 
 /// [`load_model`] of a file that was read already, which a pipe can be only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
-    let read = |options: &ImportOptions| Ok(loss_of(traced(file, bytes, options)?, options));
+    let read = |options: &ImportOptions| loss_of(file, traced(file, bytes, options)?, options);
     load(file, read(options)?, read, options, false)
 }
 
@@ -230,24 +265,56 @@ fn leaf_name(graph: &Graph, v: ValueId) -> String {
     }
 }
 
+fn role(graph: &Graph, v: ValueId) -> Role {
+    match &graph.node(v).op {
+        Op::Parameter(parameter) if parameter.frozen => Role::Frozen,
+        Op::Parameter(_) => Role::Trained,
+        _ => Role::Given,
+    }
+}
+
 /// Leaves that the function gives back updated.
 fn states(graph: &Graph) -> Vec<String> {
     step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
 }
 
-/// The loss of a whole training step, and what else the step does; of any other graph all of it.
-fn loss_of(traced: Traced, options: &ImportOptions) -> Loss {
-    let Traced { graph, arguments, results, aside } = traced;
-    let chosen = !options.params.is_empty() || !options.inputs.is_empty() || options.attached().is_some();
+/// The loss of a whole training step, and what else the step does; of any other graph all of it. A step with several losses is
+/// refused: its gradients are not those of one.
+fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss, Error> {
+    let Traced { graph, arguments, results, mut aside } = traced;
+    let chosen = !options.params.is_empty()
+        || !options.inputs.is_empty()
+        || !options.no_decay.is_empty()
+        || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
-    // Layers that a loop ran over are planned like layers that were written out.
+    // Layers that a loop ran over are planned like layers that were written out, but the experts of a layer stay together.
     let states = states(&graph);
-    let Some(step) = step else { return Loss { graph: unstack(&graph), step: None, states, aside } };
+    let Some(step) = step else {
+        return Ok(Loss { graph: unstack(&experts::recognise(&graph)), step: None, states, aside });
+    };
+    if let Some(other) = other_losses(&graph, &arguments, &step).first() {
+        let name = |at: Option<usize>| {
+            let said = at.and_then(|at| results.get(at).cloned().flatten());
+            said.unwrap_or_else(|| at.map_or(String::new(), |at| at.to_string()))
+        };
+        return Err(Error::SeveralLosses {
+            file: file.to_path_buf(),
+            loss: name(graph.outputs.iter().position(|o| *o == step.loss)),
+            other: name(Some(other.output)),
+            parameters: Names(other.parameters.iter().map(|p| leaf_name(&graph, *p)).collect()),
+        });
+    }
     let compared = step.parameters.iter().filter(|p| p.gradient.is_some());
     let parameters = compared.map(|p| leaf_name(&graph, p.parameter)).collect();
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
-    Loss { graph: unstack(&step.loss_graph(&graph)), step: Some((step, given)), states, aside }
+    let mut loss = step.loss_graph(&graph);
+    // A plan has microbatches of its own.
+    if let Some((part, batch)) = part_of_batch(&loss) {
+        loss = part;
+        aside.batch = aside.batch.or(Some(batch));
+    }
+    Ok(Loss { graph: unstack(&experts::recognise(&loss)), step: Some((step, given)), states, aside })
 }
 
 fn load(
@@ -268,7 +335,7 @@ fn load(
         (None, Some(settled)) => settled,
         (None, None) => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
         (Some(also), _) => {
-            let second = loss_of(read_traced(also, options)?, options).graph;
+            let second = loss_of(also, read_traced(also, options)?, options)?.graph;
             settle(&traced, &second).map_err(|error| Error::Settle {
                 file: file.to_path_buf(),
                 also: also.clone(),
@@ -313,29 +380,60 @@ fn load(
     let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
-    let step_size = step.as_ref().map(|(s, _)| s.parameters.len());
+    let unknown_update = step.as_ref().filter(|(s, _)| s.optimizer.is_none()).map(|(s, _)| unknown_update(s.changed));
+    let sizes = step.as_ref().map(|(s, _)| [s.parameters.len(), s.frozen.len(), s.no_decay.len()]);
     // The step's own gradients are those of the whole model.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
-    warnings.extend(step_size.map(|parameters| Warning::TrainingStep { parameters, optimizer, changed }));
+    warnings.extend(sizes.map(|[parameters, frozen, no_decay]| Warning::TrainingStep {
+        parameters,
+        frozen,
+        no_decay,
+        optimizer,
+        changed,
+    }));
     // Of what is no loss nothing is said as of one; planning it is refused.
     let result = graph.ty(graph.outputs[0]);
     let trains = !inference && result.rank() == 0 && result.dtype.is_float();
     warnings.extend((results > 1 && !all_results && trains).then_some(Warning::OtherResults(results)));
     warnings.extend(reduction.map(Warning::Reduced));
-    warnings.extend(doubt.clone().map(Warning::Batch));
+    warnings.extend(doubt.clone().map(|doubt| Warning::Batch { doubt, remedy: batch_remedy(file, &traced, options) }));
     warnings.extend((loss == LossKind::Other && doubt.is_none() && trains).then_some(Warning::LossKind(coupling)));
     Ok(Model {
-        name: file.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default(),
+        name: name_of(file),
         stop_gradients,
         graph,
         inference,
         loss,
         doubt,
         optimizer,
+        unknown_update,
         given,
         reduction,
         warnings,
     })
+}
+
+/// What to type where it is in doubt which sizes scale with the batch: which dimension was taken for it, and how to say or
+/// show otherwise.
+fn batch_remedy(file: &Path, graph: &Graph, options: &ImportOptions) -> String {
+    let batched = |(v, name): (ValueId, &str)| {
+        let said = options.batch_dims.iter().rev().find(|(n, _)| n == name).map(|(_, dim)| *dim);
+        let dim = said.unwrap_or((graph.ty(v).rank() > 0).then_some(0))?;
+        Some((name.to_string(), dim, *graph.shape(v).get(dim)?))
+    };
+    let Some((name, dim, size)) = graph.inputs().find_map(batched) else { return String::new() };
+    let ending = file.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
+    let open = match ending.as_str() {
+        ".pt2" => format!(
+            ", or leave it open: torch.export.export(model, inputs, dynamic_shapes={{'{name}': {{{dim}: torch.export.Dim('batch', min=2)}}, ..}})"
+        ),
+        ".mlir" => ", or leave it open: jax.export with jax.export.symbolic_shape('batch')".to_string(),
+        ".onnx" => format!(", or leave it open: dynamic_axes={{'{name}': {{{dim}: 'batch'}}}}"),
+        _ => String::new(),
+    };
+    format!(
+        "Dimension {dim} of '{name}' ({size}) is taken to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
+    )
 }
 
 /// The traced graph with its parameters told apart, nothing else changed.
@@ -357,18 +455,31 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     }
     let values: Vec<ValueId> = arguments.iter().map(|a| a.value).collect();
     let said = graph.parameters().next().is_some();
-    if said && options.params.is_empty() && options.inputs.is_empty() {
-        attach(&mut graph, attached, &mut aside.batch)?;
-        return Ok(Traced { graph, arguments: values, results, aside });
-    }
+    let wrong = |error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) };
+    let stated = Stated { params: &options.params, inputs: &options.inputs, freeze: &options.freeze };
+    let known = |graph: &Graph| -> Vec<Role> { arguments.iter().map(|a| role(graph, a.value)).collect() };
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
-    if !chosen && step::recognise(&graph, &values, &results).is_some() {
-        // The step itself says what it trains.
-        return Ok(Traced { graph, arguments: values, results, aside });
+    if !said && !chosen {
+        // A whole training step itself says what it trains.
+        let freeze = Stated { freeze: &options.freeze, ..Stated::default() };
+        // Weights that it does not give back updated are known by their names alone.
+        let updated = step::updated_leaves(&graph);
+        let mut roles = known(&graph);
+        for (role, argument) in roles.iter_mut().zip(&arguments) {
+            if !updated.contains(&argument.value) && arguments::is_frozen_by_name(argument) {
+                *role = Role::Frozen;
+            }
+        }
+        let frozen = arguments::roles(&arguments, Some(&roles), freeze).map_err(wrong)?;
+        let step = arguments::with_roles(&graph, &arguments, &frozen);
+        if options.no_decay.is_empty() && step::recognise(&step, &values, &results).is_some() {
+            return Ok(Traced { graph: step, arguments: values, results, aside });
+        }
     }
-    let trained = arguments::trained(&arguments, &options.params, &options.inputs)
-        .map_err(|error| Error::Arguments { file: file.to_path_buf(), error: Box::new(error) })?;
-    let mut graph = arguments::with_parameters(&graph, &arguments, &trained);
+    let said = said.then(|| known(&graph));
+    let roles = arguments::roles(&arguments, said.as_deref(), stated).map_err(wrong)?;
+    let mut graph = arguments::with_roles(&graph, &arguments, &roles);
+    arguments::without_decay(&mut graph, &arguments, &options.no_decay).map_err(wrong)?;
     attach(&mut graph, attached, &mut aside.batch)?;
     Ok(Traced { graph, arguments: values, results, aside })
 }
@@ -416,243 +527,6 @@ fn loss_first(graph: &mut Graph, results: &mut [Option<String>], said: Option<&s
         results[..=at].rotate_right(1);
     }
     Ok(())
-}
-
-/// What a file is, as far as its content says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    StableHlo,
-    GraphJson,
-    PlanJson,
-    ClusterToml,
-    Onnx,
-    TorchExport,
-    MlirBytecode,
-    HuggingFaceConfig,
-    Unknown,
-}
-
-impl Format {
-    /// Looks at the content; the file's name decides nothing.
-    pub fn of(bytes: &[u8]) -> Format {
-        if bytes.starts_with(b"PK\x03\x04") {
-            return Format::TorchExport;
-        }
-        if bytes.starts_with(b"ML\xefR") {
-            return Format::MlirBytecode;
-        }
-        let Ok(text) = std::str::from_utf8(bytes) else {
-            // An ONNX file is a protocol buffer whose first field is the version of its IR.
-            return if bytes.starts_with(&[0x08]) { Format::Onnx } else { Format::Unknown };
-        };
-        match text.trim_start().chars().next() {
-            Some('{') => json_format(text),
-            Some('\u{8}') => Format::Onnx,
-            _ if looks_like_toml(text) => Format::ClusterToml,
-            _ if ["module", "func", "#loc", "//", "\"builtin.module\"", "\"func"]
-                .iter()
-                .any(|start| text.trim_start().starts_with(start)) =>
-            {
-                Format::StableHlo
-            }
-            _ => Format::Unknown,
-        }
-    }
-}
-
-/// By the document's `format`; a document that is cut off is judged by its beginning. One that has neither that nor nodes is
-/// taken for a config, of which it is said what it lacks.
-fn json_format(text: &str) -> Format {
-    match serde_json::from_str::<Header>(text) {
-        Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
-        Ok(header) if header.format.is_none() && !header.nodes => Format::HuggingFaceConfig,
-        Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
-        _ => Format::GraphJson,
-    }
-}
-
-/// What a JSON document says of itself, though it may say it twice.
-#[derive(Default)]
-struct Header {
-    format: Option<String>,
-    nodes: bool,
-}
-
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Keys;
-        impl<'de> Visitor<'de> for Keys {
-            type Value = Header;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut header = Header::default();
-                while let Some(key) = map.next_key::<String>()? {
-                    match key.as_str() {
-                        "format" => header.format = map.next_value()?,
-                        _ => {
-                            map.next_value::<IgnoredAny>()?;
-                            header.nodes |= key == "nodes";
-                        }
-                    }
-                }
-                Ok(header)
-            }
-        }
-        from.deserialize_map(Keys)
-    }
-}
-
-/// A cluster file's first statement is a name or a table header.
-fn looks_like_toml(text: &str) -> bool {
-    let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
-    let first = lines.clone().next().unwrap_or("");
-    let table = |l: &str| ["[[group]]", "[device", "[between_groups]"].iter().any(|t| l.starts_with(t));
-    table(first) || first.split('=').next().is_some_and(|key| key.trim() == "name" && first.contains('='))
-}
-
-/// The whole file. What is not text is caught by the caller.
-pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
-    let mut bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
-    // Some editors put a mark of the byte order in front of text.
-    if bytes.starts_with(b"\xef\xbb\xbf") {
-        bytes.drain(..3);
-    }
-    if bytes.iter().all(u8::is_ascii_whitespace) {
-        return Err(Error::Empty { file: file.to_path_buf() });
-    }
-    Ok(bytes)
-}
-
-/// What a file holds.
-struct Read {
-    graph: Graph,
-    arguments: Vec<Argument>,
-    results: Vec<Option<String>>,
-    aside: Aside,
-}
-
-/// The batch that graphs are made with: one of one sample could not be told from other sizes of one.
-const SEVERAL: u64 = 2;
-
-fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
-    let file = file.to_path_buf();
-    let unsupported = |found| Err(Error::UnsupportedFormat { file: file.clone(), found });
-    let text = std::str::from_utf8(bytes).unwrap_or_default();
-    let format = Format::of(bytes);
-    let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
-    if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && format != Format::HuggingFaceConfig) {
-        let problem =
-            "only the model of a Hugging Face config takes it; others have the sizes that they were traced with";
-        return Err(Error::Option { option, problem });
-    }
-    match format {
-        Format::StableHlo => {
-            let imported =
-                stablehlo::import(text).map_err(|error| Error::StableHlo { file, error: Box::new(error) })?;
-            let arguments = imported.arguments.into_iter();
-            let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect();
-            let (graph, results) = (imported.graph, imported.results);
-            Ok(Read { graph, arguments, results, aside: Aside::default() })
-        }
-        Format::GraphJson => {
-            let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
-            // Written out, composites are looked at like all else, and recognised again. Of one sample the marks of the file
-            // are all that is known of its batch, and a composite keeps them.
-            let graph = if graph.batch == 1 { graph } else { without_composites(&graph).into_owned() };
-            let arguments = leaves(&graph);
-            let results = vec![None; graph.outputs.len()];
-            Ok(Read { graph, arguments, results, aside: Aside::default() })
-        }
-        Format::HuggingFaceConfig => {
-            let how = ConfigOptions {
-                batch: SEVERAL,
-                sequence: options.sequence,
-                capacity_factor: options.capacity_factor,
-                dtype: options.precision,
-                without_loss: options.attached().is_some(),
-            };
-            let imported =
-                huggingface::import(text, &how).map_err(|error| Error::Config { file, error: Box::new(error) })?;
-            let notes = imported.notes.into_iter().map(Warning::Config).collect();
-            let graph = imported.graph;
-            let (arguments, results) = (leaves(&graph), vec![None; graph.outputs.len()]);
-            let aside = Aside { notes, batch: Some(options.batch.unwrap_or(1)), ..Aside::default() };
-            Ok(Read { graph, arguments, results, aside })
-        }
-        Format::PlanJson => Err(Error::OtherArtefact {
-            file,
-            found: "a plan",
-            advice: "use it with inspect, show, run or verify, or give the model that it was made from",
-        }),
-        Format::ClusterToml => {
-            Err(Error::OtherArtefact { file, found: "a cluster", advice: "give it with --cluster, and a model here" })
-        }
-        Format::Onnx => {
-            let how = onnx::Options { sizes: options.sizes.clone() };
-            let imported = onnx::import(bytes, &how, &|place, most| beside(&file, place, most));
-            let imported = imported.map_err(|error| Error::Onnx { file, error: Box::new(error) })?;
-            let arguments = imported.arguments.into_iter();
-            let arguments = arguments.map(|a| Argument { name: Some(a.name), ty: a.ty, value: a.value }).collect();
-            let results = imported.results.into_iter().map(Some).collect();
-            let mut aside = Aside { buffers: imported.buffers, ..open_sizes(&imported.sizes, &options.sizes) };
-            aside.notes.extend(imported.notes.into_iter().map(Warning::Onnx));
-            Ok(Read { graph: imported.graph, arguments, results, aside })
-        }
-        Format::TorchExport => torch_program(file, bytes, options),
-        Format::MlirBytecode => unsupported("MLIR bytecode"),
-        Format::Unknown => Err(Error::UnknownFormat { file }),
-    }
-}
-
-/// A program of `torch.export`. Its batch is the size that the first dimensions of its inputs share, where that is open.
-fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
-    let how = torch_export::Options { sizes: options.sizes.clone() };
-    let imported =
-        torch_export::import(bytes, &how).map_err(|error| Error::TorchExport { file, error: Box::new(error) })?;
-    let sizes = &imported.open_sizes;
-    let guessed: Vec<String> = sizes.iter().filter(|s| s.chosen).map(|s| format!("{s}={}", s.value)).collect();
-    let batch = sizes.iter().find(|size| size.dims.iter().any(|(_, dim)| *dim == 0));
-    let other = batch.and_then(|size| {
-        let may_be = |&value: &u64| {
-            let signed = value as i64;
-            signed > 1 && size.least.is_none_or(|least| signed >= least) && size.most.is_none_or(|m| signed <= m)
-        };
-        let n = size.value;
-        let other = [n.saturating_mul(2), n / 2, n + 1, n.saturating_sub(1)].into_iter().find(may_be)?;
-        Some(options.sizes.iter().cloned().chain([(size.symbol.clone(), other)]).collect())
-    });
-    let newer = imported.newer.map(|found| Warning::Newer { found, known: torch_export::NEWEST });
-    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().chain(newer).collect();
-    let aside = Aside { notes, buffers: imported.buffers, other_sizes: other, ..Aside::default() };
-    let arguments = leaves(&imported.graph);
-    Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
-}
-
-/// What is to be known of sizes that a file leaves open: what they were taken to be, and those of a batch twice as large.
-fn open_sizes(sizes: &[onnx::Size], said: &[(String, u64)]) -> Aside {
-    let guessed = sizes.iter().filter(|size| !size.said).map(|size| format!("{}={}", size.name, size.value));
-    let guessed: Vec<String> = guessed.collect();
-    let batch = sizes.iter().filter(|size| size.is_batch);
-    let twice: Vec<(String, u64)> = batch.map(|size| (size.name.clone(), size.value.saturating_mul(2))).collect();
-    let others = said.iter().filter(|(name, _)| !twice.iter().any(|(batch, _)| batch == name)).cloned();
-    let other_sizes = (!twice.is_empty()).then(|| others.chain(twice.iter().cloned()).collect());
-    let notes = (!guessed.is_empty()).then_some(Warning::OpenSizes(guessed)).into_iter().collect();
-    Aside { notes, other_sizes, ..Aside::default() }
-}
-
-/// The leaves of a graph in order, which are its arguments.
-fn leaves(graph: &Graph) -> Vec<Argument> {
-    let leaf = |v: ValueId| match &graph.node(v).op {
-        Op::Parameter(altiplano_ir::op::Parameter { name, ty }) | Op::Input(altiplano_ir::op::Input { name, ty }) => {
-            Some(Argument { name: Some(name.clone()), ty: ty.clone(), value: v })
-        }
-        _ => None,
-    };
-    graph.values().filter_map(leaf).collect()
 }
 
 /// A graph file may say itself what scales with its batch; where that says more than could be found out, it holds.
@@ -811,8 +685,23 @@ mod tests {
     }
 
     #[test]
+    fn a_batch_in_doubt_says_what_to_type() {
+        let text = r#"func.func @main(%w: tensor<4x4xf32> loc("params['w']"), %x: tensor<1x4xf32> loc("x")) -> tensor<f32> {
+            %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<1x4xf32>, tensor<4x4xf32>) -> tensor<1x4xf32>
+            %f = stablehlo.constant dense<0.0> : tensor<f32>
+            %1 = stablehlo.reduce(%0 init: %f) applies stablehlo.add across dimensions = [0, 1] : (tensor<1x4xf32>, tensor<f32>) -> tensor<f32>
+            return %1 : tensor<f32>
+          }"#;
+        let model = model_of("one.mlir".as_ref(), text.as_bytes(), &ImportOptions::default()).unwrap();
+        let warning = model.warnings.iter().find(|w| matches!(w, Warning::Batch { .. })).expect("a doubt").to_string();
+        for part in ["Dimension 0 of 'x' (1)", "--batch-dim x=DIM", "--also OTHER.mlir", "jax.export.symbolic_shape"] {
+            assert!(warning.contains(part), "{part}: {warning}");
+        }
+    }
+
+    #[test]
     fn formats_are_recognised_by_content() {
-        let cases: [(&[u8], Format); 17] = [
+        let cases: [(&[u8], Format); 18] = [
             (b"module @jit_f {", Format::StableHlo),
             (b"#loc1 = loc(\"x\")\nmodule {", Format::StableHlo),
             (b"// a comment\nmodule", Format::StableHlo),
@@ -828,6 +717,7 @@ mod tests {
             (b"\x08\x0a\x12\x07pytorch", Format::Onnx),
             (b"\x08\x0a\xff\x07pytorch", Format::Onnx),
             (b"ML\xefR\x01", Format::MlirBytecode),
+            (b"\x18\0\0\0\xff\x01ML\xefR\rStableHLO_v1.14.1\0", Format::JaxExport),
             (b"# mine\nname = \"x\"\n[[group]]", Format::ClusterToml),
             (b"hello", Format::Unknown),
         ];

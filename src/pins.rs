@@ -72,7 +72,7 @@ fn dims(text: &str) -> Option<Vec<PinnedDim>> {
 }
 
 /// Whether a name matches a pattern; everything but `*` stands for itself.
-fn matches(pattern: &str, name: &str) -> bool {
+pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
     let mut parts: Vec<&str> = parts.collect();

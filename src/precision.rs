@@ -21,7 +21,7 @@ pub fn with_precision(graph: &Graph, precision: DType) -> Result<Graph, ShapeErr
     for v in graph.values() {
         let node = graph.node(v);
         let op = match &node.op {
-            Op::Parameter(p) => Op::Parameter(Parameter { name: p.name.clone(), ty: retype(&p.ty) }),
+            Op::Parameter(p) => Op::Parameter(Parameter { ty: retype(&p.ty), ..p.clone() }),
             Op::Input(i) => Op::Input(Input { name: i.name.clone(), ty: retype(&i.ty) }),
             Op::Iota(i) => Op::Iota(Iota { ty: retype(&i.ty), dim: i.dim }),
             Op::Convert(c) => Op::Convert(Convert { dtype: dtype(c.dtype) }),
@@ -62,7 +62,7 @@ mod tests {
     fn constants_and_conversions_follow_the_parameters() {
         let mut graph = Graph::new("test");
         let ty = TensorType::new(DType::F32, [2]);
-        let weights = graph.emit(Op::Parameter(Parameter { name: "w".into(), ty: ty.clone() }), &[]);
+        let weights = graph.emit(Op::Parameter(Parameter::new("w", ty.clone())), &[]);
         let ids = graph.emit(Op::Input(Input { name: "ids".into(), ty: ty.with_dtype(DType::I32) }), &[]);
         let mask = graph.constant(Literal::splat(ty, -1e9));
         let ids = graph.convert(ids, DType::F32);

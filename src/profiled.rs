@@ -26,7 +26,7 @@ use altiplano_planner::cache::{Digest, Key};
 use altiplano_planner::frontier::{Point, frontier};
 use altiplano_planner::lower::Sketch;
 use altiplano_planner::predict::{predict, work_of};
-use altiplano_planner::{Progress, Request, plan, plan_with, programs};
+use altiplano_planner::{Progress, Request, plan_or_closest, programs};
 use altiplano_runtime::devices::cuda::{CudaOptions, Survey};
 use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, PASS, measure_gpus};
 use altiplano_runtime::measure::{Measured, Measurements, Options, measure};
@@ -74,7 +74,7 @@ fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
                 Term::once(MATMUL, dtype, [m, n, k])
             }
         }
-        KernelKind::Attention { flop, share, dtype } => Term::once(ATTENTION, dtype, [flop * share]),
+        KernelKind::Attention(a) => Term::once(ATTENTION, a.dtype, [a.flop * a.share]),
         KernelKind::Fused { .. } => Term::once(PASS, DType::F32, [bytes]),
         KernelKind::Indexed => Term::once(INDEXED, DType::F32, [bytes]),
         _ => return None,
@@ -103,11 +103,13 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
 
 /// Plans by a profile, if there is one, and says which in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
-    let Some(profile) = profile else { return Ok(plan(request, progress)?) };
+    let Some(profile) = profile else {
+        return Ok(plan_or_closest(request, &Rooflines::of(&request.cluster), progress)?);
+    };
     let group = measured_group(&request.cluster)?;
     let devices = request.cluster.num_devices();
     let cost = Profiled::new(profile.clone(), group, devices).map_err(Error::profile_option)?;
-    let mut found = plan_with(request, &cost, progress)?;
+    let mut found = plan_or_closest(request, &cost, progress)?;
     found.profile = Some(profile.label());
     Ok(found)
 }
@@ -283,7 +285,7 @@ impl CostModel for Profiled {
         match op {
             // Nothing runs for these: they are there, folded or read through.
             op if op.is_leaf() => 0.0,
-            Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) => 0.0,
+            Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) | Op::Microbatches(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) => 0.0,
             Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
                 let graph = &body.graph;

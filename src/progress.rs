@@ -12,8 +12,8 @@ use std::time::Duration;
 /// A bar that shows itself after a second, and goes when it is dropped.
 pub struct Bar {
     bar: ProgressBar,
-    /// What is known of the best plan so far.
-    best: Mutex<String>,
+    /// Seconds of the best plan so far, and what no plan falls below.
+    best: Mutex<Option<(f64, f64)>>,
     stopped: Arc<AtomicBool>,
     /// Dropped with the bar, which ends the thread that waits to show it.
     _done: Sender<()>,
@@ -62,12 +62,17 @@ impl Progress for Bar {
         self.bar.set_length(total as u64);
         self.bar.set_position(done as u64);
         let best = self.best.lock().unwrap_or_else(PoisonError::into_inner);
-        self.bar.set_message(format!("{what}{best}"));
+        let words = best.map_or(String::new(), |(step_s, bound_s)| {
+            format!("; best so far {}, lower bound {}", seconds(step_s), seconds(bound_s))
+        });
+        self.bar.set_message(format!("{what}{words}"));
     }
 
     fn best(&self, step_s: f64, bound_s: f64) {
-        let best = format!("; best so far about {}, lower bound {}", seconds(step_s), seconds(bound_s));
-        *self.best.lock().unwrap_or_else(PoisonError::into_inner) = best;
+        let mut best = self.best.lock().unwrap_or_else(PoisonError::into_inner);
+        if best.is_none_or(|(known_s, _)| step_s < known_s) {
+            *best = Some((step_s, bound_s));
+        }
     }
 
     fn stopped(&self) -> bool {

@@ -5,12 +5,13 @@
 use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
-use altiplano_ir::cluster::DeviceKind;
+use altiplano_cost_models::catalogue;
+use altiplano_ir::cluster::{Device, DeviceKind};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::memory::Category;
-use altiplano_planner::{PlanFailure, Progress, Request, Silent, closest_plan, global_batch};
+use altiplano_planner::{PlanFailure, Progress, Request, Silent, global_batch};
 use rayon::prelude::*;
 use serde_json::json;
 use std::fmt;
@@ -53,7 +54,7 @@ pub struct Shortage {
     pub moment: String,
     pub peak_bytes: u64,
     pub limit_bytes: u64,
-    /// The least that any plan that was judged needs.
+    /// What the plan that comes closest needs on any device.
     pub needed_bytes: u64,
     /// The fewest tensors held then that do not fit by themselves, largest first.
     pub tensors: Vec<HeldTensor>,
@@ -73,17 +74,20 @@ pub enum Explained {
 
 /// Nodes that are tried at most, as a multiple of those there are.
 const MOST_GROWTH: u32 = 64;
+/// What devices are tried with, as multiples of what the plan needs that comes closest.
+const LARGER: [f64; 4] = [1.01, 1.05, 1.15, 1.5];
 /// Tensors that are listed in words.
 const LISTED: usize = 6;
 
-/// What is short for a request that failed for memory, its best plan needing `required_bytes`, and what would help.
+/// What is short for a request that failed for memory, `closest` being the plan that comes closest, and what would help.
 ///
 /// # Errors
-/// What else stands in the way of the plan that comes closest.
-pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress) -> Result<Shortage, Error> {
+/// A plan that cannot be lowered.
+pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
-    let closest = closest_plan(request)?;
-    let limits: Vec<u64> = closest.stages.iter().map(|s| closest.group_of(s).device.memory_bytes).collect();
+    let closest = closest.clone();
+    let needed_bytes = closest.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
+    let limits: Vec<u64> = closest.stages.iter().map(|s| closest.usable_bytes(s)).collect();
     let simulation = Simulation::new(closest, None)?;
     let timelines = simulation.memory();
     let over = |stage: usize, m: &MemoryTimeline| m.peak_bytes as f64 / limits[stage].max(1) as f64;
@@ -101,7 +105,7 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
     });
     let tensors = too_much.cloned().collect();
     let state_bytes = memory.by_category().get(&Category::OptimizerState).copied().unwrap_or(0);
-    let mut remedies = remedies(request, progress);
+    let mut remedies = remedies(request, needed_bytes, progress);
     remedies.sort_by(|a, b| a.device_seconds().total_cmp(&b.device_seconds()));
     Ok(Shortage {
         stage,
@@ -109,7 +113,7 @@ pub fn shortage(request: &Request, required_bytes: u64, progress: &dyn Progress)
         moment: simulation.moment(stage),
         peak_bytes: memory.peak_bytes,
         limit_bytes,
-        needed_bytes: memory.peak_bytes.min(required_bytes),
+        needed_bytes,
         tensors,
         state_bytes,
         remedies,
@@ -135,10 +139,12 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         changes.push((what, new));
     };
     type Degree = fn(&mut Request) -> &mut Option<u32>;
-    let degrees: [(&str, Degree, u64); 5] = [
+    let degrees: [(&str, Degree, u64); 7] = [
         ("--dp", |r| &mut r.dp, devices),
         ("--tp", |r| &mut r.tp, devices),
         ("--pp", |r| &mut r.pp, devices),
+        ("--cp", |r| &mut r.cp, devices),
+        ("--ep", |r| &mut r.ep, devices),
         ("--num-microbatches", |r| &mut r.num_microbatches, samples),
         ("--virtual-stages", |r| &mut r.virtual_stages, 1),
     ];
@@ -154,6 +160,9 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         for other in near(given, samples) {
             change(format!("--microbatch {other}"), &|r| r.microbatch = Some(other));
         }
+    }
+    if request.micro_batch.is_some() {
+        change("--micro-batch-size left free".into(), &|r| r.micro_batch = None);
     }
     if request.zero.is_some() {
         change("--zero left free".into(), &|r| r.zero = None);
@@ -178,7 +187,7 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
 }
 
 /// Changes to a request, each planned; those that give a plan.
-fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
+fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
     let changed = |what: &str, change: &dyn Fn(&mut Request)| {
         let mut new = request.clone();
@@ -186,8 +195,9 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         change(&mut new);
         vec![(what.to_string(), new)]
     };
-    if request.microbatch.is_some() || request.num_microbatches.is_some() {
-        changes.push(changed("a free number of microbatches", &|r| (r.microbatch, r.num_microbatches) = (None, None)));
+    let free = |r: &mut Request| (r.microbatch, r.num_microbatches, r.micro_batch) = (None, None, None);
+    if request.microbatch.is_some() || request.num_microbatches.is_some() || request.micro_batch.is_some() {
+        changes.push(changed("a free number of microbatches", &free));
     }
     if request.recompute.is_some_and(|r| r != Recompute::Full) {
         changes.push(changed("--recompute full", &|r| r.recompute = Some(Recompute::Full)));
@@ -195,8 +205,15 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     if request.zero.is_some_and(|level| level < 3) && request.trains() {
         changes.push(changed("--zero 3", &|r| r.zero = Some(3)));
     }
-    if request.dp.is_some() || request.tp.is_some() || request.pp.is_some() {
-        changes.push(changed("free degrees (no --dp, --tp, --pp)", &|r| (r.dp, r.tp, r.pp) = (None, None, None)));
+    let degrees = |r: &Request| [("--dp", r.dp), ("--tp", r.tp), ("--pp", r.pp), ("--cp", r.cp), ("--ep", r.ep)];
+    let given = degrees(request).into_iter().filter_map(|(option, degree)| degree.map(|_| option));
+    let given: Vec<&str> = given.collect();
+    if !given.is_empty() {
+        let free = |r: &mut Request| {
+            (r.dp, r.tp, r.pp) = (None, None, None);
+            (r.cp, r.ep) = (None, None);
+        };
+        changes.push(changed(&format!("free degrees (no {})", given.join(", ")), &free));
     }
     if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
         changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
@@ -213,7 +230,11 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     let samples = global_batch(request);
     let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
         let change = format!("--global-batch {batch} instead of {samples}");
-        changed(&change, &|r| (r.global_batch, r.microbatch, r.num_microbatches) = (Some(batch), None, None)).remove(0)
+        let halve = |r: &mut Request| {
+            free(r);
+            r.global_batch = Some(batch);
+        };
+        changed(&change, &halve).remove(0)
     });
     changes.push(halved.collect());
     if request.dp.or(request.tp).or(request.pp).is_none() {
@@ -226,6 +247,20 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         });
         changes.push(grown.collect());
     }
+    // Of devices with a little more than the plan needs that comes closest, the first that have a plan.
+    let taken = request.cluster.groups.iter().map(|g| request.cluster.taken_bytes(g).into_iter().sum::<u64>());
+    let taken = taken.max().unwrap_or(0);
+    let larger = LARGER.into_iter().map(|times| {
+        let needed = (needed_bytes as f64 * times).ceil() as u64;
+        let memory = needed + taken;
+        let grow = |r: &mut Request| {
+            r.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.max(memory));
+        };
+        let such_as = smallest_device(&request.cluster.groups[0].device, needed)
+            .map_or(String::new(), |name| format!(", such as {name}"));
+        changed(&format!("devices with {} of memory{such_as}", bytes(memory)), &grow).remove(0)
+    });
+    changes.push(larger.collect());
     let total = changes.len();
     let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
         row.into_iter().find_map(|(change, request)| {
@@ -234,6 +269,19 @@ fn remedies(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         })
     };
     changes.into_iter().enumerate().filter_map(first_that_fits).collect()
+}
+
+/// The GPU of the catalogue with the least memory of those of a vendor on which tensors have room for so many bytes.
+fn smallest_device(like: &Device, needed_bytes: u64) -> Option<String> {
+    let vendor = |device: &Device| device.generation().map(|generation| std::mem::discriminant(&generation));
+    let usable = |device: &Device| {
+        let taken = device.reserved.map_or(0, |r| r.context_bytes + r.communication_bytes + r.allocator_bytes);
+        device.memory_bytes.saturating_sub(taken)
+    };
+    let devices = catalogue::device_names().into_iter().filter_map(|name| catalogue::device(&name));
+    let alike = devices.filter(|d| d.kind == DeviceKind::Gpu && vendor(d) == vendor(like));
+    let enough = alike.filter(|d| usable(d) >= needed_bytes);
+    enough.min_by_key(|device| device.memory_bytes).map(|device| device.name)
 }
 
 /// A failed search as JSON (docs/failure.schema.json).
@@ -295,14 +343,10 @@ impl fmt::Display for Shortage {
             writeln!(f, "  {:>8}  in {} more", bytes(sum), rest.len())?;
         }
         match self.remedies.is_empty() {
-            true => writeln!(f, "none of the changes tried makes it fit")?,
+            true => write!(f, "none of the changes tried makes it fit")?,
             false => writeln!(f, "what would make it fit, least device time a sample first:")?,
         }
-        for remedy in &self.remedies {
-            writeln!(f, "  {remedy}")?;
-        }
-        // Rounded up, and a plan that was judged may have needed less than what should come closest.
-        write!(f, "  devices with {}", bytes(self.needed_bytes + self.needed_bytes / 100))?;
-        Ok(())
+        let lines: Vec<String> = self.remedies.iter().map(|remedy| format!("  {remedy}")).collect();
+        write!(f, "{}", lines.join("\n"))
     }
 }

@@ -354,8 +354,15 @@ fn why(compute: &Compute, kernel: &Kernel) -> String {
         KernelKind::Convolution { flop, .. } => {
             format!("{flop:.3e} FLOP at {:.3} of the peak", c.matmul_efficiency)
         }
-        KernelKind::Attention { flop, share, .. } => {
-            format!("fused attention: {share} of {flop:.3e} FLOP at {:.3} of the peak", c.attention_efficiency)
+        KernelKind::Attention(a) => {
+            let efficiency = if a.backward { c.attention_backward_efficiency } else { c.attention_efficiency };
+            let (share, keys) = (digits(a.share), a.keys);
+            format!(
+                "fused attention: {share} of {:.3e} FLOP over {keys} keys, and {} keys to fill, at {efficiency:.3} of the peak: {}",
+                a.flop,
+                c.attention_fill,
+                seconds(compute.attention_s(a))
+            )
         }
         KernelKind::Fused { operations } if c.vector_flops > 0.0 => {
             format!("{operations:.3e} operations at {:.3e}/s", c.vector_flops)
@@ -403,6 +410,7 @@ fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
 
 fn phase(phase: Phase) -> &'static str {
     match phase {
+        Phase::Totals => "totals",
         Phase::Forward => "forward",
         Phase::Backward => "backward",
         Phase::Weights => "weights",

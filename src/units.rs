@@ -25,6 +25,17 @@ pub fn bytes(value: u64) -> String {
     }
 }
 
+/// `1.15 GiB`, binary, as tools of device vendors count memory.
+pub fn gibibytes(value: u64) -> String {
+    const KI: f64 = 1024.0;
+    match value as f64 {
+        v if v < KI * KI => format!("{} KiB", digits(v / KI)),
+        v if v < KI * KI * KI => format!("{} MiB", digits(v / KI / KI)),
+        v if v < KI * KI * KI * KI => format!("{} GiB", digits(v / KI / KI / KI)),
+        v => format!("{} TiB", digits(v / KI / KI / KI / KI)),
+    }
+}
+
 /// `124 M`, of things.
 pub fn count(value: u64) -> String {
     match value {
@@ -82,6 +93,8 @@ mod tests {
         assert_eq!(seconds(123.4), "123 s");
         assert_eq!(bytes(6_442_450_944), "6.44 GB");
         assert_eq!(bytes(999), "999 B");
+        assert_eq!(gibibytes(69_300_000_000), "64.5 GiB");
+        assert_eq!(gibibytes(2048), "2.00 KiB");
         assert_eq!(count(124_439_808), "124 M");
         assert_eq!(percent(0.4567), "45.7 %");
         assert_eq!(digits(0.0), "0.00");

@@ -206,7 +206,8 @@ pub fn verify(
         return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
     }
     // A scale of the loss is a power of two at best, and a step that it makes overflow says nothing of gradients.
-    let plan = &Plan { loss_scale: None, ..plan.clone() };
+    let unscaled = |plan: &Plan| Plan { loss_scale: None, ..plan.clone() };
+    let (plan, one) = (&unscaled(plan), unscaled(&one));
     let ours = match &training.cuda {
         None => outcome(plan, &weights, &batch, training.learning_rate)?,
         Some(options) => {
@@ -367,9 +368,11 @@ fn outcome_on(
     let scale = if plan.loss == LossKind::Sum { 1.0 } else { 1.0 / plan.num_microbatches as f64 };
     let (mut gradients, mut updated) = (BTreeMap::new(), BTreeMap::new());
     for name in weights.keys() {
-        let sum = devices.gradient(name)?.to_f64();
-        gradients.insert(name.clone(), sum.into_iter().map(|g| g * scale).collect());
         updated.insert(name.clone(), devices.updated(name)?.to_f64());
+    }
+    for (_, name) in plan.graph.trained_parameters() {
+        let sum = devices.gradient(name)?.to_f64();
+        gradients.insert(name.to_string(), sum.into_iter().map(|g| g * scale).collect());
     }
     Ok(Outcome { loss, gradients, weights: updated })
 }
@@ -388,9 +391,10 @@ fn given_values(
     let mut leaves: BTreeMap<String, HostTensor> = batch.clone();
     // The rows of the parameters that the plan has one by one.
     let mut rows: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for name in &given.parameters {
+    // Frozen ones are read too, and have no gradient.
+    for (_, name) in given.graph.parameters() {
         let tensor = stacked(weights, name, rows.entry(name).or_default());
-        leaves.extend(tensor.map(|t| (name.clone(), t)));
+        leaves.extend(tensor.map(|t| (name.to_string(), t)));
     }
     let mut results = evaluate(&given.graph, &leaves)?.into_iter();
     let loss = results.next().and_then(|t| t.to_f64().first().copied()).unwrap_or(f64::NAN);
@@ -456,7 +460,7 @@ fn recorded_values(
     };
     let loss = find("loss".to_string())?.to_f64().first().copied().unwrap_or(f64::NAN);
     let mut gradients = BTreeMap::new();
-    for (v, name) in plan.own().0.parameters() {
+    for (v, name) in plan.own().0.trained_parameters() {
         let tensor = find(format!("grad/{name}"))?;
         let expected = plan.own().0.ty(v);
         if tensor.ty.shape != expected.shape {
@@ -535,8 +539,12 @@ impl Tolerance {
     /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
     fn weights(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Comparison {
         let all = reference.weights.iter().filter_map(|(name, updated)| {
-            let (Some(ours_updated), Some(gradient)) = (ours.weights.get(name), reference.gradients.get(name)) else {
+            let Some(ours_updated) = ours.weights.get(name) else {
                 return Some(difference(name, &[], updated, self.tensor, &[]));
+            };
+            // A frozen parameter is as it was.
+            let Some(gradient) = reference.gradients.get(name) else {
+                return Some(difference(name, ours_updated, updated, self.tensor, &[]));
             };
             let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
             let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);

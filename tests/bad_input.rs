@@ -115,12 +115,11 @@ fn graph_files() {
 #[test]
 fn other_files() {
     let scratch = Scratch::new();
-    let supported = "supported are StableHLO text";
     let cases: [(&str, &[u8], &str); 7] = [
         ("model.onnx", b"\x08\x0a\x12\x07pytorch\x1a\x06", "not a complete ONNX file"),
         ("model.pt2", b"PK\x03\x04\x00\x00\xff", "the zip archive has no end"),
-        ("config.json", b"{\"model_type\": \"gpt2\", \"n_layer\": 12}", "n_embd: is missing"),
-        ("bytecode.mlir", b"ML\xefR\x0dMLIR", supported),
+        ("config.json", b"{\"model_type\": \"gpt2\", \"n_layer\": -12}", "n_layer: expected a whole number"),
+        ("bytecode.mlir", b"ML\xefR\x0dMLIR", "MLIR bytecode; the same as text can be read"),
         ("text.mlir", b"hello", "text.mlir:1:1"),
         ("noise.mlir", b"\xff\xfe\x00\x01", "noise.mlir"),
         ("cluster.toml", b"name = \"mine\"\n[[group]]\n", "--cluster"),
@@ -320,6 +319,22 @@ fn rings_that_cannot_be() {
     for (blocks, expected) in cases {
         for command in ["plan", "run", "verify"] {
             refused(&[command, DEMO, "--ring", blocks], &["--ring", expected]);
+        }
+    }
+}
+
+#[test]
+fn loss_chunks_that_cannot_be() {
+    let cases = [
+        ("some", "expected a number of chunks, auto or none"),
+        ("1", "must be between 2 and 256"),
+        ("257", "must be between 2 and 256"),
+        // Positions are a power of two.
+        ("63", "what no cross-entropy over a linear layer of the model can be cut into"),
+    ];
+    for (chunks, expected) in cases {
+        for command in ["plan", "run", "verify"] {
+            refused(&[command, DEMO, "--loss-chunks", chunks], &["--loss-chunks", expected]);
         }
     }
 }

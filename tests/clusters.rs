@@ -58,7 +58,10 @@ fn the_example_of_two_kinds_is_no_slower_than_either() {
     for global_batch in [8, 512] {
         let both = planned(&model, cluster.clone(), global_batch);
         let text = report(&both);
-        assert!(text.contains("8 x A100-SXM-40GB, 40.0 GB each; 16 x V100-SXM2-32GB, 32.0 GB each"), "{text}");
+        assert!(
+            text.contains("8 x A100-SXM-40GB, 42.4 GB (39.5 GiB) each; 16 x V100-SXM2-32GB, 34.1 GB (31.7 GiB) each"),
+            "{text}"
+        );
         let stage = &both.stages[0];
         assert!(text.contains(&format!("group{}, {}", stage.group, both.group_of(stage).device.name)), "{text}");
         assert!(text.contains("alone"), "baselines say which group they are on: {text}");

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{DEMO, Scratch, altiplano, succeeds};
+use common::{DEMO, Scratch, altiplano, altiplano_with, succeeds};
 use serde_json::Value;
 
 /// What the README promises first.
@@ -77,7 +77,9 @@ fn a_model_survives_the_graph_format() {
     assert_eq!(succeeds(&["show", DEMO]), succeeds(&["show", &graph]));
     let plan = |model: &str| -> Value {
         let mut plan: Value = serde_json::from_str(&succeeds(&["plan", model, "--json"])).expect("JSON");
-        plan["model"] = Value::Null;
+        assert_eq!(plan["made_by"]["command"], format!("altiplano plan {model}"));
+        assert_eq!(plan["made_by"]["version"], env!("CARGO_PKG_VERSION"));
+        (plan["model"], plan["made_by"]) = (Value::Null, Value::Null);
         plan
     };
     assert_eq!(plan(DEMO), plan(&graph));
@@ -284,9 +286,164 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     {
         assert!(output.stderr.contains(part), "'{part}' is missing:\n{}", output.stderr);
     }
+    // The message, the explanation and the remedy are of one plan.
+    let number = |before: &str, after: &str| -> String {
+        let (_, rest) = output.stderr.split_once(before).unwrap_or_else(|| panic!("'{before}': {}", output.stderr));
+        rest.split_once(after).expect("a number").0.to_string()
+    };
+    let needed = number("no plan fits in memory: the best needs ", " per device");
+    assert_eq!(number("what comes closest holds ", " of 10.0 MB"), needed);
+    let megabytes: f64 = number("  devices with ", " MB").parse().expect("megabytes");
+    let text = std::fs::read_to_string(&cluster).expect("the cluster");
+    let larger = scratch.file("larger.toml", text.replace("1e7", &format!("{:e}", megabytes * 1.005e6)));
+    assert!(megabytes > 10.0 && succeeds(&["plan", DEMO, "--cluster", &larger]).contains("chosen"));
     // What is advised works.
     let line = output.stderr.lines().find(|line| line.ends_with(" per device") && line.contains(" times the nodes"));
     let times = line.and_then(|line| line.split_whitespace().next()).and_then(|n| n.parse().ok());
     write(times.expect("more nodes are advised"));
     assert!(succeeds(&["plan", DEMO, "--cluster", &cluster]).contains("chosen"));
+}
+
+/// The plan that a command line gives, and the answer that its report begins with.
+fn plan_and_answer(options: &[&str]) -> (Value, String) {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let report = succeeds(&[&["plan", "-o", &file], options].concat());
+    let plan = serde_json::from_str(&std::fs::read_to_string(file).expect("the plan")).expect("JSON");
+    (plan, report.lines().next().unwrap_or("").to_string())
+}
+
+#[test]
+fn the_answer_comes_first_in_the_words_of_those_who_set_degrees() {
+    let (plan, answer) = plan_and_answer(&[DEMO, "--dp", "2", "--pp", "2", "--global-batch", "16", "--zero", "1"]);
+    let microbatches = plan["num_microbatches"].as_u64().expect("a count");
+    let each = plan["microbatch"].as_u64().expect("samples") / 2;
+    let begins = format!(
+        "DP 2 (ZeRO-1) x TP 1 x PP 2 x CP 1 x EP 1, micro-batch {each} a worker, {microbatches} microbatches, recompute "
+    );
+    assert!(answer.starts_with(&begins), "{answer}");
+    let tokens = plan["predicted"]["samples_per_s"].as_f64().expect("samples") * 64.0 / 4.0;
+    assert!(answer.contains(&format!(" {:.2}k tokens/s/worker, ", tokens / 1e3)), "{answer}");
+    assert!(answer.contains(" GFLOP/s/worker, ") && answer.ends_with(" of 6.44 GB"), "{answer}");
+    let (_, answer) = plan_and_answer(&[DEMO, "--dp", "2", "--tp", "2", "--zero", "0"]);
+    assert!(answer.starts_with("DP 2 x TP 2 x PP 1 x CP 1 x EP 1"), "{answer}");
+    // Samples, where nothing is looked up by tokens.
+    let scratch = Scratch::new();
+    let (_, answer) = plan_and_answer(&[&scratch.file("mixed.mlir", common::MIXED), "--dp", "2"]);
+    assert!(answer.contains(" samples/s, "), "{answer}");
+    // Warnings go to stderr, and behind the answer.
+    let output = altiplano(&["plan", DEMO, "--target", "fsdp", "--cluster", "4xA100-80"]);
+    assert!(output.stdout.starts_with("DP 4 (") && !output.stdout.contains("ZeRO-1"), "{}", output.stdout);
+    assert!(output.stdout.contains("for PyTorch FSDP"), "{}", output.stdout);
+    // Whom a model is for may follow from its form, and is said.
+    let output = altiplano(&["plan", DEMO, "--target", "auto", "--cluster", "4xA100-80"]);
+    assert!(output.stdout.contains("for JAX on XLA"), "{}", output.stdout);
+    assert!(output.stderr.contains("planning for --target xla, since the model is StableHLO"), "{}", output.stderr);
+}
+
+#[test]
+fn one_gpu_is_enough_where_more_gain_little() {
+    let options = [DEMO, "--cluster", "dgx-h100:1"];
+    let (plan, answer) = plan_and_answer(&options);
+    assert!(answer.contains("1 of 8 GPUs"), "{answer}");
+    let (fastest, _) = plan_and_answer(&[&options[..], &["--prefer", "fastest"]].concat());
+    let step_s = |plan: &Value| plan["predicted"]["step_time_s"].as_f64().expect("seconds");
+    let (one_s, most_s) = (step_s(&plan), 1.2 * step_s(&fastest));
+    assert!(step_s(&fastest) < one_s && one_s <= most_s, "{one_s} {most_s}");
+    let named = plan["alternatives"].as_array().into_iter().flatten().find(|line| line["name"] == "faster");
+    assert_eq!(named.map(step_s), Some(step_s(&fastest)));
+    // What is asked for is not made simpler.
+    assert!(!plan_and_answer(&[&options[..], &["--dp", "8"]].concat()).1.contains("1 of 8"));
+}
+
+#[test]
+fn degrees_and_batches_are_taken_by_the_names_that_others_have() {
+    let given = [
+        "--tensor-model-parallel-size=1",
+        "--pipeline_parallel_degree=2",
+        "--data-parallel-size=2",
+        "--train_batch_size=16",
+        "--gradient_accumulation_steps=4",
+    ];
+    let (mut theirs, _) = plan_and_answer(&[&[DEMO][..], &given].concat());
+    let ours = ["--tp=1", "--pp=2", "--dp=2", "--global-batch=16", "--num-microbatches=4"];
+    let (mut known, _) = plan_and_answer(&[&[DEMO][..], &ours].concat());
+    (theirs["made_by"], known["made_by"]) = (Value::Null, Value::Null);
+    assert_eq!(theirs, known);
+    let sharded = plan_and_answer(&[DEMO, "--data_parallel_shard_degree", "4"]).1;
+    assert!(sharded.starts_with("DP 4 (FSDP) x TP 1 "), "{sharded}");
+    let scratch = Scratch::new();
+    let options = "pipeline_parallel_degree = 2\ntensor-model-parallel-size = 1\ndp = 2\nsteps = 1\n";
+    let text = succeeds(&["run", DEMO, "--config", &scratch.file("options.toml", options)]);
+    assert!(text.contains("2 stages of mesh<data=2, tensor=1>"), "{text}");
+    let refused = altiplano(&["plan", DEMO, "--use-distributed-optimizer"]);
+    assert_eq!((refused.code, refused.stderr.contains("--zero 1")), (Some(2), true), "{}", refused.stderr);
+}
+
+#[test]
+fn a_micro_batch_is_of_each_replica() {
+    let (plan, answer) = plan_and_answer(&[DEMO, "--micro-batch-size", "2", "--global-batch", "32"]);
+    assert!(answer.contains(" micro-batch 2 a "), "{answer}");
+    let replicas = plan["stages"][0]["mesh"]["axes"][0]["size"].as_u64().expect("a degree");
+    assert_eq!(plan["microbatch"].as_u64(), Some(2 * replicas));
+    let (plan, _) = plan_and_answer(&[DEMO, "--micro-batch-size", "2", "--dp", "4"]);
+    assert_eq!((plan["microbatch"].as_u64(), plan["global_batch"].as_u64()), (Some(8), Some(8)));
+    let refused = altiplano(&["plan", DEMO, "--micro-batch-size", "3", "--global-batch", "32"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("does not divide the global batch"), "{}", refused.stderr);
+}
+
+/// A small model with four experts.
+const EXPERTS: &str = r#"{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
+    "max_position_embeddings": 64}"#;
+
+#[test]
+fn experts_and_positions_are_split_as_is_asked() {
+    let scratch = Scratch::new();
+    let config = scratch.file("config.json", EXPERTS);
+    let fixed = [config.as_str(), "--seq", "64", "--global-batch", "8", "--cluster", "4xA100-80"];
+    for ep in ["1", "2", "4"] {
+        let (_, answer) = plan_and_answer(&[&fixed[..], &["--ep", ep]].concat());
+        assert!(answer.contains(&format!(" x EP {ep},")), "--ep {ep}: {answer}");
+    }
+    // Replicas deal experts out among themselves, as elsewhere.
+    let (_, answer) = plan_and_answer(&[&fixed[..], &["--dp", "4", "--ep", "4"]].concat());
+    assert!(answer.starts_with("DP 4") && answer.contains(" x EP 4,"), "{answer}");
+    for cp in ["1", "2"] {
+        let (_, answer) = plan_and_answer(&[&fixed[..], &["--context-parallel-size", cp, "--dp", "2"]].concat());
+        assert!(answer.contains(&format!(" x CP {cp} ")), "--cp {cp}: {answer}");
+    }
+    for (options, expected) in
+        [(["--ep", "3"], "does not divide the number of experts"), (["--cp", "3"], "are no multiple of it")]
+    {
+        let refused = altiplano(&[&["plan"], &fixed[..], &options[..]].concat());
+        assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+        assert!(refused.stderr.contains(expected), "{options:?}: {}", refused.stderr);
+    }
+    let refused = altiplano(&["plan", DEMO, "--ep", "2"]);
+    assert!(refused.stderr.contains("is for models with experts"), "{}", refused.stderr);
+}
+
+#[test]
+fn a_launcher_does_not_start_as_many_trainings() {
+    let launchers = [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("RANK", "WORLD_SIZE"),
+    ];
+    for (rank, size) in launchers {
+        let output = altiplano_with(&[(rank, "1"), (size, "4")], &["run", DEMO, "--steps", "1"]);
+        assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+        let typed = format!("mpirun -n 4 altiplano run {DEMO} --steps 1 --engine mpi");
+        assert!(output.stderr.contains(&typed) && output.stdout.is_empty(), "{}", output.stderr);
+        // One process is no launch, and who says threads means them.
+        for (size_of, more) in [("1", &[][..]), ("4", &["--engine", "threads"])] {
+            let output = altiplano_with(&[(rank, "0"), (size, size_of)], &[&["run", "nowhere.json"], more].concat());
+            assert!(output.stderr.contains("nowhere.json"), "{}", output.stderr);
+        }
+    }
+    let output = altiplano_with(&[("RANK", "0"), ("WORLD_SIZE", "2")], &["profile", "--quick"]);
+    assert!(output.stderr.contains("mpirun -n 2 altiplano profile --quick --engine mpi"), "{}", output.stderr);
 }

@@ -55,6 +55,24 @@ fn the_demo_model_under_other_choices() {
     }
 }
 
+/// Microbatches and replicas of unequal weights, with what else looks at all gradients.
+#[test]
+fn a_weighted_mean_under_many_plans() {
+    for options in [
+        "--cluster local:2 --dp 2 --tp 1 --pp 1 --num-microbatches 4 --zero 3",
+        "--cluster local:2 --dp 1 --tp 1 --pp 2 --num-microbatches 4 --clip-norm 0.01",
+        "--cluster local:2 --dp 2 --tp 1 --pp 1 --num-microbatches 2 --update stale",
+        "--cluster local:4 --dp 2 --tp 2 --pp 1 --num-microbatches 2 --loss-scale 1024",
+        "--cluster local:2 --dp 1 --tp 1 --pp 2 --num-microbatches 4 --schedule pipedream --optimizer sgd",
+    ] {
+        agrees("tests/models/weighted.mlir", &options.split(' ').collect::<Vec<_>>(), None);
+    }
+    let refused =
+        altiplano(&["plan", "tests/models/weighted.mlir", "--cluster", "local:4", "--parameter-servers", "1"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("total of the whole batch"), "{}", refused.stderr);
+}
+
 #[test]
 fn a_plan_file_stands_alone() {
     let scratch = Scratch::new();
@@ -108,6 +126,55 @@ fn a_whole_training_step_is_planned_as_its_loss() {
         let own = output.stdout.split("against the step's own gradients:").nth(1).unwrap_or_default();
         assert_eq!(own.matches("agrees").count(), 2, "{}", output.stdout);
     }
+}
+
+/// Clipping, a schedule that begins at zero, a mask of weight decay and a frozen embedding are read off a step.
+#[test]
+fn a_chained_training_step_is_planned_with_its_settings() {
+    let file = format!("{}/tests/models/masked-step.mlir", env!("CARGO_MANIFEST_DIR"));
+    for options in [PLANS[0], PLANS[5]] {
+        let output = altiplano(&[&["verify", &file], options].concat());
+        assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+        for said in [
+            "gradients of 3 parameters (1 more stay as they are) and adamw",
+            "that follows a schedule, with gradients clipped at norm 0.5, with 1 parameter left out of weight decay",
+        ] {
+            assert!(output.stderr.contains(said), "{}", output.stderr);
+        }
+        let own = output.stdout.split("against the step's own gradients:").nth(1).unwrap_or_default();
+        assert_eq!(own.matches("agrees").count(), 2, "{}", output.stdout);
+    }
+    let scratch = Scratch::new();
+    let plan = scratch.path("plan.json").display().to_string();
+    succeeds(&["plan", &file, "--cluster", "local:1", "-o", &plan]);
+    let plan = altiplano::load_plan(plan.as_ref()).expect("the plan");
+    assert_eq!(plan.clip_norm, Some(0.5));
+    let settings = r#"{"adamw":{"beta1":0.9,"beta2":0.95,"epsilon":1e-8,"weight_decay":0.1,"bias_correction":true}}"#;
+    assert_eq!(serde_json::to_string(&plan.optimizer).expect("JSON"), settings);
+}
+
+/// An update that is none of the known ones is planned with no other unless one is named.
+#[test]
+fn an_unknown_update_is_not_replaced_silently() {
+    let file = format!("{}/tests/models/lion-step.mlir", env!("CARGO_MANIFEST_DIR"));
+    let output = altiplano(&["plan", &file]);
+    assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("lion-step.mlir") && output.stderr.contains("--optimizer"), "{}", output.stderr);
+    succeeds(&["plan", &file, "--optimizer", "sgd"]);
+}
+
+/// Frozen weights are as they were after a step, and nothing is computed for them alone.
+#[test]
+fn frozen_weights_under_every_plan() {
+    let frozen = ["--freeze", "params*['w']"];
+    for options in [PLANS[2], PLANS[6], CHOICES[2]] {
+        agrees(DEMO, &[&frozen[..], options].concat(), None);
+    }
+    let output = altiplano(&["plan", DEMO, "--freeze", "params"]);
+    assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("any parameter that is trained"), "{}", output.stderr);
+    let text = succeeds(&["plan", DEMO, "--params", "params*['b']", "--cluster", "local:1"]);
+    assert!(text.contains(" frozen\n"), "{text}");
 }
 
 #[test]
@@ -173,5 +240,75 @@ fn recorded(name: &str) {
     };
     for options in PLANS {
         agrees(&model, options, Some(&expect));
+    }
+}
+
+/// Eight samples of three tokens, each of which goes to two of four experts: rows are sorted by expert, multiplied in runs, and added
+/// to their tokens.
+const EXPERTS: &str = r#"module {
+  func.func public @main(%r: tensor<6x4xf32> loc("params.r"), %u: tensor<4x6x8xf32> loc("params.u"), %d: tensor<4x8x6xf32> loc("params.d"), %x: tensor<8x3x6xf32> loc("x")) -> tensor<f32> {
+    %t = stablehlo.reshape %x : (tensor<8x3x6xf32>) -> tensor<24x6xf32>
+    %l = stablehlo.dot_general %t, %r, contracting_dims = [1] x [0] : (tensor<24x6xf32>, tensor<6x4xf32>) -> tensor<24x4xf32>
+    %v, %i = chlo.top_k(%l, k = 2) : tensor<24x4xf32> -> (tensor<24x2xf32>, tensor<24x2xi32>)
+    %g = stablehlo.logistic %v : tensor<24x2xf32>
+    %k = stablehlo.reshape %i : (tensor<24x2xi32>) -> tensor<48xi32>
+    %p = stablehlo.iota dim = 0 : tensor<48xi32>
+    %s:2 = "stablehlo.sort"(%k, %p) <{dimension = 0 : i64, is_stable = true}> ({
+    ^bb0(%a: tensor<i32>, %b: tensor<i32>, %c: tensor<i32>, %e: tensor<i32>):
+      %less = stablehlo.compare LT, %a, %b, SIGNED : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %less : tensor<i1>
+    }) : (tensor<48xi32>, tensor<48xi32>) -> (tensor<48xi32>, tensor<48xi32>)
+    %two = stablehlo.constant dense<2> : tensor<48xi32>
+    %token = stablehlo.divide %s#1, %two : tensor<48xi32>
+    %at = stablehlo.reshape %token : (tensor<48xi32>) -> tensor<48x1xi32>
+    %rows = "stablehlo.gather"(%t, %at) <{dimension_numbers = #stablehlo.gather<offset_dims = [1], collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1, 6>}> : (tensor<24x6xf32>, tensor<48x1xi32>) -> tensor<48x6xf32>
+    %n = stablehlo.iota dim = 1 : tensor<48x4xi32>
+    %kk = stablehlo.broadcast_in_dim %k, dims = [0] : (tensor<48xi32>) -> tensor<48x4xi32>
+    %hit = stablehlo.compare EQ, %kk, %n, SIGNED : (tensor<48x4xi32>, tensor<48x4xi32>) -> tensor<48x4xi1>
+    %one = stablehlo.convert %hit : (tensor<48x4xi1>) -> tensor<48x4xi32>
+    %zero = stablehlo.constant dense<0> : tensor<i32>
+    %sizes = stablehlo.reduce(%one init: %zero) applies stablehlo.add across dimensions = [0] : (tensor<48x4xi32>, tensor<i32>) -> tensor<4xi32>
+    %h = "chlo.ragged_dot"(%rows, %u, %sizes) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]>}> : (tensor<48x6xf32>, tensor<4x6x8xf32>, tensor<4xi32>) -> tensor<48x8xf32>
+    %act = stablehlo.tanh %h : tensor<48x8xf32>
+    %o = "chlo.ragged_dot"(%act, %d, %sizes) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]>}> : (tensor<48x8xf32>, tensor<4x8x6xf32>, tensor<4xi32>) -> tensor<48x6xf32>
+    %gk = stablehlo.reshape %g : (tensor<24x2xf32>) -> tensor<48xf32>
+    %order = stablehlo.reshape %s#1 : (tensor<48xi32>) -> tensor<48x1xi32>
+    %gates = "stablehlo.gather"(%gk, %order) <{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, slice_sizes = array<i64: 1>}> : (tensor<48xf32>, tensor<48x1xi32>) -> tensor<48xf32>
+    %gw = stablehlo.broadcast_in_dim %gates, dims = [0] : (tensor<48xf32>) -> tensor<48x6xf32>
+    %w = stablehlo.multiply %o, %gw : tensor<48x6xf32>
+    %none = stablehlo.constant dense<0.0> : tensor<24x6xf32>
+    %sum = "stablehlo.scatter"(%none, %at, %w) <{scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [1], inserted_window_dims = [0], scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %both = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %both : tensor<f32>
+    }) : (tensor<24x6xf32>, tensor<48x1xi32>, tensor<48x6xf32>) -> tensor<24x6xf32>
+    %y = stablehlo.add %t, %sum : tensor<24x6xf32>
+    %sq = stablehlo.multiply %y, %y : tensor<24x6xf32>
+    %f = stablehlo.constant dense<0.0> : tensor<f32>
+    %total = stablehlo.reduce(%sq init: %f) applies stablehlo.add across dimensions = [0, 1] : (tensor<24x6xf32>, tensor<f32>) -> tensor<f32>
+    %many = stablehlo.constant dense<144.0> : tensor<f32>
+    %loss = stablehlo.divide %total, %many : tensor<f32>
+    return %loss : tensor<f32>
+  }
+}
+"#;
+
+#[test]
+fn sorted_experts_under_every_plan() {
+    let scratch = Scratch::new();
+    let file = scratch.path("experts.mlir");
+    std::fs::write(&file, EXPERTS).expect("a file");
+    let file = file.display().to_string();
+    let three = ["--cluster", "local:8", "--dp", "2", "--tp", "2", "--pp", "2"];
+    let plans: [&[&str]; 6] = [
+        &["--dp", "4"],
+        &["--tp", "4"],
+        &["--pp", "2", "--num-microbatches", "4"],
+        &three,
+        &["--dp", "4", "--zero", "3"],
+        &["--cluster", "local:1", "--num-microbatches", "8"],
+    ];
+    for options in plans {
+        agrees(&file, &[options, &["--params", "params"]].concat(), None);
     }
 }

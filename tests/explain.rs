@@ -6,7 +6,7 @@ mod common;
 use altiplano::cost_models::{Rooflines, preset};
 use altiplano::planner::account::{Part, accounts, of_lanes};
 use altiplano::planner::{Request, Silent};
-use altiplano::{ImportOptions, load_model, plan, request};
+use altiplano::{ImportOptions, Look, answer, load_model, load_plan, plan, report, report_as, request};
 use common::{DEMO, Scratch, altiplano, golden, succeeds};
 
 /// A plan of two stages of two workers, and one of one stage.
@@ -28,6 +28,10 @@ fn why_a_parameter_is_kept_as_it_is() {
     // The layout that the plan has is among those priced, and costs what it costs.
     let taken: Vec<&str> = text.lines().filter(|line| line.contains("<- taken")).collect();
     assert!(!taken.is_empty() && taken.iter().all(|line| line.contains("the same")), "{text}");
+    // What is held is what the plan says is held.
+    let json: serde_json::Value = serde_json::from_str(&succeeds(&["inspect", &plan, "--json"])).expect("JSON");
+    let peak = altiplano::units::bytes(json["stages"][0]["predicted"]["peak_bytes"].as_u64().expect("bytes"));
+    assert!(text.contains(&format!("a device holds {peak} of 6.44 GB")), "{text}");
     let layouts = text.lines().filter(|line| line.trim_start().starts_with('[')).count();
     assert!(layouts > taken.len(), "no other layout is priced:\n{text}");
 }
@@ -154,6 +158,37 @@ fn the_report_draws_the_step_and_what_is_held() {
     );
     let text = succeeds(&["inspect", &fuller]);
     assert!(text.lines().any(|l| l.contains("aaaa") && l.contains('|')), "{text}");
+}
+
+#[test]
+fn a_report_is_as_wide_as_the_terminal() {
+    let scratch = Scratch::new();
+    let plan = load_plan(planned(&scratch, "plan.json", PIPELINE).as_ref()).expect("a plan");
+    let narrow = Look { width: Some(80), colour: false };
+    let text = report_as(&plan, narrow);
+    let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > 80).collect();
+    assert!(wide.is_empty(), "{wide:?}");
+    // A screen of 24 lines begins with the answer, for whom it is, and what it is an answer to.
+    let screen: Vec<&str> = text.lines().take(24).collect();
+    for part in ["DP 2", "PP 2", "for Altiplano's own runtime", "gpt-small-demo on local:4"] {
+        assert!(screen.iter().take(10).any(|line| line.contains(part)), "'{part}': {screen:?}");
+    }
+    let plain = report(&plan);
+    assert!(plain.starts_with(&answer(&plan)), "{plain}");
+    let coloured = report_as(&plan, Look { width: None, colour: true });
+    let escapes = ["\u{1b}[0m", "\u{1b}[1m", "\u{1b}[36m"];
+    assert!(escapes.iter().all(|escape| coloured.contains(escape)));
+    assert_eq!(escapes.iter().fold(coloured, |text, escape| text.replace(escape, "")), plain);
+}
+
+#[test]
+fn stages_that_differ_are_said_to() {
+    let scratch = Scratch::new();
+    let mut plan = load_plan(planned(&scratch, "plan.json", PIPELINE).as_ref()).expect("a plan");
+    plan.stages[1].zero = 3;
+    let text = answer(&plan);
+    let expected = "PP 2, stages that differ: stage0 DP 2 (ZeRO-1) x TP 1 x CP 1 x EP 1; stage1 DP 2 (FSDP) x TP 1 x CP 1 x EP 1, micro-batch 1 a worker, ";
+    assert!(text.starts_with(expected), "{text}");
 }
 
 #[test]

@@ -80,6 +80,29 @@ fn what_is_taken_for_granted_is_said() {
     }
 }
 
+#[test]
+fn a_folder_is_its_config() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("models/Tiny-1.5");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let refused = altiplano(&["plan", &folder.display().to_string()]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("Tiny-1.5: a folder without a config.json"));
+    std::fs::write(folder.join("adapter_config.json"), "{}").expect("a file");
+    let refused = altiplano(&["show", &folder.display().to_string()]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("give the folder of the model that it adapts"));
+    std::fs::write(folder.join("config.json"), GPT2).expect("a file");
+    let of_folder = run(&["show", &folder.display().to_string()], "--seq 8");
+    let of_file = run(&["show", &folder.join("config.json").display().to_string()], "--seq 8");
+    assert!(of_folder.contains("Tiny-1.5") || of_folder == of_file, "{of_folder}");
+    std::fs::write(folder.join("config.json"), GPT2.replace("61", "-61")).expect("a file");
+    let refused = altiplano(&["plan", &folder.display().to_string()]);
+    assert!(
+        refused.code == Some(2) && refused.stderr.contains("config.json: vocab_size: expected"),
+        "{}",
+        refused.stderr
+    );
+}
+
 /// What is no loss is not said to be an odd one.
 #[test]
 fn a_model_without_a_loss_is_shown_without_complaint() {

@@ -133,6 +133,8 @@ fn asked(file: &str, cluster: &str, memory_bytes: Option<u64>, offload: Option<O
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
+    // All of it is for tensors.
+    device.reserved = None;
     request
 }
 
@@ -177,6 +179,7 @@ fn stages_with_room_keep_their_state() {
     assert!(needs(&away, small) < needs(&away, large));
     let limit = (needs(&away, small) + needs(&away, large)) / 2;
     away.cluster.groups[0].device.memory_bytes = limit;
+    away.cluster.groups[0].device.reserved = None;
     assert!(fits(&away));
     let costs = Rooflines::of(&away.cluster);
     let found = only_where_needed(away.clone(), &costs).expect("it is judged");

@@ -128,6 +128,8 @@ fn asked_of(file: &str, import: &ImportOptions, memory_bytes: Option<u64>, offlo
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
+    // All of it is for tensors.
+    device.reserved = None;
     request
 }
 

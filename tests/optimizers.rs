@@ -8,7 +8,7 @@ use altiplano::ir::program::{ALL_PARAMETERS, GRADIENT_SQUARES, GRADIENT_VARIANCE
 use altiplano::runtime::{HostTensor, Options, Session};
 use altiplano::training::{Training, scalars, start};
 use altiplano::{ImportOptions, planner::programs};
-use common::{Scratch, planned};
+use common::{Scratch, planned, succeeds};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -64,7 +64,8 @@ fn conditioned(name: &str) -> Optimizer {
         | Optimizer::Adagrad { epsilon, .. }
         | Optimizer::Adadelta { epsilon, .. }
         | Optimizer::Lamb { epsilon, .. } => *epsilon = 1e-2,
-        Optimizer::Sgd { .. } | Optimizer::Lars { .. } | Optimizer::Larc { .. } => {}
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => {}
+        Optimizer::Lars { .. } | Optimizer::Larc { .. } => {}
     }
     optimizer
 }
@@ -102,6 +103,42 @@ fn many_devices_update_as_one() {
             for (parameter, expected) in &one.weights {
                 assert!(near(&many.weights[parameter], expected, 2e-5), "{name} {words}: {parameter}");
             }
+        }
+    }
+}
+
+/// A model with parameters of three element types.
+const MIXED: &str = "
+module @jit_loss {
+  func.func public @main(%arg0: tensor<4x4xf64>, %arg1: tensor<4xf32>, %arg2: tensor<4x4xbf16>, %arg3: tensor<8x4xf32>) -> tensor<f64> {
+    %0 = stablehlo.convert %arg3 : (tensor<8x4xf32>) -> tensor<8x4xf64>
+    %1 = stablehlo.dot_general %0, %arg0, contracting_dims = [1] x [0] : (tensor<8x4xf64>, tensor<4x4xf64>) -> tensor<8x4xf64>
+    %2 = stablehlo.convert %1 : (tensor<8x4xf64>) -> tensor<8x4xf32>
+    %3 = stablehlo.broadcast_in_dim %arg1, dims = [1] : (tensor<4xf32>) -> tensor<8x4xf32>
+    %4 = stablehlo.add %2, %3 : tensor<8x4xf32>
+    %5 = stablehlo.tanh %4 : tensor<8x4xf32>
+    %6 = stablehlo.convert %5 : (tensor<8x4xf32>) -> tensor<8x4xbf16>
+    %7 = stablehlo.dot_general %6, %arg2, contracting_dims = [1] x [0] : (tensor<8x4xbf16>, tensor<4x4xbf16>) -> tensor<8x4xbf16>
+    %8 = stablehlo.convert %7 : (tensor<8x4xbf16>) -> tensor<8x4xf64>
+    %9 = stablehlo.multiply %8, %8 : tensor<8x4xf64>
+    %cst = stablehlo.constant dense<0.000000e+00> : tensor<f64>
+    %10 = stablehlo.reduce(%9 init: %cst) applies stablehlo.add across dimensions = [0, 1] : (tensor<8x4xf64>, tensor<f64>) -> tensor<f64>
+    %cst_0 = stablehlo.constant dense<3.200000e+01> : tensor<f64>
+    %11 = stablehlo.divide %10, %cst_0 : tensor<f64>
+    return %11 : tensor<f64>
+  }
+}
+";
+
+#[test]
+fn parameters_of_several_element_types_train_together() {
+    let scratch = Scratch::new();
+    let file = scratch.file("mixed.mlir", MIXED);
+    for name in Optimizer::NAMES {
+        for words in [&["--cluster", "local:1"][..], &["--dp", "2", "--zero", "3", "--clip-norm", "1"], &["--pp", "2"]]
+        {
+            let all = [&["verify", &file, "--params", "0-2", "--optimizer", name], words].concat();
+            assert!(succeeds(&all).contains("the numbers agree"), "{name} {words:?}");
         }
     }
 }

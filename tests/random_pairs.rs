@@ -66,7 +66,13 @@ fn vary(group: &mut Group, random: &mut Random) {
     group.nodes = random.of(&[1, 1, 2, 3, 4]);
     group.devices_per_node = random.of(&[1, 2, 3, 4, 5, 6, 7, 8]);
     // From a device that holds little to the whole of it.
-    group.device.memory_bytes = (group.device.memory_bytes >> random.below(10)).max(1 << 20);
+    let smaller = random.below(10);
+    group.device.memory_bytes = (group.device.memory_bytes >> smaller).max(1 << 20);
+    if let Some(reserved) = &mut group.device.reserved {
+        reserved.context_bytes >>= smaller;
+        reserved.communication_bytes >>= smaller;
+        reserved.allocator_bytes >>= smaller;
+    }
     group.inter_node.bytes_per_s *= random.of(&[0.1, 1.0, 4.0]);
     group.intra_node.bytes_per_s *= random.of(&[0.1, 1.0, 2.0]);
 }
@@ -92,12 +98,18 @@ fn check(seed: u64) {
     match (with_threads(1), with_threads(3)) {
         (Ok(first), Ok(second)) => {
             assert!(first.verify().is_empty(), "{pair}: {:?}", first.verify());
-            let limit = wanted.cluster.groups[0].device.memory_bytes;
+            let limit = wanted.cluster.usable_bytes(&wanted.cluster.groups[0]);
             let peak = first.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
             assert!(peak <= limit, "{pair}: a plan that needs {peak} bytes");
             let step_s = first.predicted.step_time_s;
             assert!(step_s.is_finite() && step_s > 0.0, "{pair}: {step_s} s");
-            assert!(first.predicted.lower_bound_s <= step_s, "{pair}: faster than its bound");
+            let predicted = &first.predicted;
+            assert!(predicted.lower_bound_s <= step_s, "{pair}: faster than its bound");
+            assert!(predicted.mfu > 0.0 && predicted.mfu <= 1.0, "{pair}: an MFU of {}", predicted.mfu);
+            assert!(
+                (predicted.lower_bound_s / step_s - predicted.mfu).abs() < 1e-9,
+                "{pair}: other FLOPs in MFU and bound"
+            );
             assert!(first.to_json() == second.to_json(), "{pair}: two threads gave another plan");
         }
         (Err(first), Err(second)) => {

@@ -2,8 +2,11 @@
 
 mod common;
 
+use altiplano::planner::Progress;
+use altiplano::{ImportOptions, load_cluster, load_model, request};
 use common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::Value;
+use std::sync::Mutex;
 
 const TWO_NODES: [&str; 5] = ["plan", DEMO, "--cluster", "p3.16xlarge:2", "--json"];
 
@@ -33,6 +36,34 @@ fn what_alpa_searches_is_a_part_of_the_whole() {
         assert_eq!(stage["recompute"], "full");
         let count = stage["devices"].as_array().map_or(0, Vec::len);
         assert!(count.is_power_of_two() || count % 8 == 0);
+    }
+}
+
+/// Keeps what it is told.
+#[derive(Default)]
+struct Told(Mutex<Vec<f64>>);
+
+impl Progress for Told {
+    fn step(&self, _: &str, _: usize, _: usize) {}
+
+    fn best(&self, step_s: f64, bound_s: f64) {
+        assert!(bound_s <= step_s, "{bound_s} {step_s}");
+        self.0.lock().expect("nobody panicked").push(step_s);
+    }
+}
+
+#[test]
+fn progress_tells_steps_of_plans_that_were_judged() {
+    let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the demo");
+    for cluster in ["local:4", "p3.16xlarge:2"] {
+        let mut request = request(&model, load_cluster(cluster).expect("a preset"));
+        (request.global_batch, request.baselines) = (Some(256), false);
+        let told = Told::default();
+        let plan = altiplano::plan(&request, &told).expect("a plan");
+        let best_s = told.0.lock().expect("nobody panicked").iter().copied().fold(f64::INFINITY, f64::min);
+        // Of plans that are as fast as can be told, the leanest is chosen.
+        let step_s = plan.predicted.step_time_s;
+        assert!(best_s <= step_s && step_s <= 1.02 * best_s, "{cluster}: {best_s} {step_s}");
     }
 }
 

@@ -111,6 +111,16 @@ fn transformers_train_as_on_the_cpu_runtime() {
     }
 }
 
+/// Totals of the batch are summed before the first microbatch.
+#[test]
+fn weighted_means_train_as_on_the_cpu_runtime() {
+    let file = PathBuf::from("tests/models/weighted.mlir");
+    let weighted = Model { file, import: ImportOptions::default() };
+    for words in ["local:1 micro4 sgd", "local:2 dp2 tp1 pp1 micro2 zero3", "local:2 dp1 tp1 pp2 micro4 sgd clip"] {
+        trains_alike(&weighted, words, 0..2);
+    }
+}
+
 /// Sequences that are long beside heads, on devices whose attention is one kernel: nothing of the size of scores is in memory.
 #[test]
 fn fused_attention_trains_as_on_the_cpu_runtime() {
@@ -165,7 +175,7 @@ fn rings_of_attention_train_as_on_the_cpu_runtime() {
                 let of_phase = program.bodies.iter().zip(&ordered).filter(|(b, _)| b.phase == phase);
                 of_phase.flat_map(|(_, kernels)| kernels).filter(|k| fits(k)).count()
             };
-            let attends = |k: &Kernel| matches!(k.kind, KernelKind::Attention { .. });
+            let attends = |k: &Kernel| matches!(k.kind, KernelKind::Attention(_));
             assert_eq!(in_phase(Phase::Forward, &attends), 2 * rounds, "{words}");
             assert_eq!(in_phase(Phase::Backward, &attends), 2 * rounds, "{words}");
         }

@@ -2,7 +2,7 @@
 //! and a count of nodes, or by a count of devices.
 
 pub use crate::devices::{
-    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, device, device_names, fuses_attention, host_bytes_per_s, is_fitted,
+    GPU_LAUNCH_S, MATMUL_EFFICIENCY, constants, constants_of, device, device_names, host_bytes_per_s, is_fitted,
     matmul_efficiency, nvlink_generation,
 };
 use crate::error::{ClusterError, nearest};

@@ -52,39 +52,39 @@ fn every_device_is_sound() {
 fn figures() {
     // (preset, devices, device, peak f16, memory bytes, intra bytes/s, node's network bytes/s)
     let table = [
-        ("p3.16xlarge:8", 64, "V100-SXM2-16GB", 125e12, 16e9, 150e9, 3.125e9),
-        ("dgx-1:1", 8, "V100-SXM2-32GB", 125e12, 32e9, 150e9, 50e9),
-        ("p4d.24xlarge:3", 24, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
-        ("p4de.24xlarge:1", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 50e9),
-        ("dgx-a100:16", 128, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("a100-800gbps:64", 512, "A100-SXM-80GB", 312e12, 80e9, 300e9, 100e9),
-        ("dgx-h100:4", 32, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
-        ("p5.48xlarge:2048", 16384, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
-        ("dgx-a100", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("dgx-a100/8", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("dgx-a100/3", 3, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("dgx-a100:1/2", 2, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("dgx-2:2", 32, "V100-SXM3-32GB", 125e12, 32e9, 150e9, 100e9),
-        ("dgx-h200:2", 16, "H200", 989.5e12, 141e9, 450e9, 400e9),
-        ("dgx-b200:2", 16, "B200", 2250e12, 180e9, 900e9, 400e9),
-        ("p6-b200:4", 32, "B200", 2250e12, 180e9, 900e9, 400e9),
-        ("p4d:2", 16, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
-        ("p4de:1/2", 2, "A100-SXM-80GB", 312e12, 80e9, 300e9, 50e9),
-        ("p5/4", 4, "H100-SXM", 989.5e12, 80e9, 450e9, 400e9),
-        ("polaris:10", 40, "A100-SXM-40GB", 312e12, 40e9, 300e9, 50e9),
-        ("perlmutter:10", 40, "A100-SXM-40GB", 312e12, 40e9, 300e9, 100e9),
-        ("perlmutter:1/3", 3, "A100-SXM-40GB", 312e12, 40e9, 200e9, 100e9),
-        ("frontier:9", 72, "MI250X-GCD", 191.5e12, 64e9, 100e9, 100e9),
+        ("p3.16xlarge:8", 64, "V100-SXM2-16GB", 125e12, 16.945e9, 150e9, 3.125e9),
+        ("dgx-1:1", 8, "V100-SXM2-32GB", 125e12, 34.09e9, 150e9, 50e9),
+        ("p4d.24xlarge:3", 24, "A100-SXM-40GB", 312e12, 42.406e9, 300e9, 50e9),
+        ("p4de.24xlarge:1", 8, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 50e9),
+        ("dgx-a100:16", 128, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("a100-800gbps:64", 512, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 100e9),
+        ("dgx-h100:4", 32, "H100-SXM", 989.5e12, 85.52e9, 450e9, 400e9),
+        ("p5.48xlarge:2048", 16384, "H100-SXM", 989.5e12, 85.52e9, 450e9, 400e9),
+        ("dgx-a100", 8, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("dgx-a100/8", 8, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("dgx-a100/3", 3, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("dgx-a100:1/2", 2, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("dgx-2:2", 32, "V100-SXM3-32GB", 125e12, 34.09e9, 150e9, 100e9),
+        ("dgx-h200:2", 16, "H200", 989.5e12, 150.755e9, 450e9, 400e9),
+        ("dgx-b200:2", 16, "B200", 2250e12, 192.266e9, 900e9, 400e9),
+        ("p6-b200:4", 32, "B200", 2250e12, 192.266e9, 900e9, 400e9),
+        ("p4d:2", 16, "A100-SXM-40GB", 312e12, 42.406e9, 300e9, 50e9),
+        ("p4de:1/2", 2, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 50e9),
+        ("p5/4", 4, "H100-SXM", 989.5e12, 85.52e9, 450e9, 400e9),
+        ("polaris:10", 40, "A100-SXM-40GB", 312e12, 42.406e9, 300e9, 50e9),
+        ("perlmutter:10", 40, "A100-SXM-40GB", 312e12, 42.406e9, 300e9, 100e9),
+        ("perlmutter:1/3", 3, "A100-SXM-40GB", 312e12, 42.406e9, 200e9, 100e9),
+        ("frontier:9", 72, "MI250X-GCD", 191.5e12, 68.703e9, 100e9, 100e9),
         // Counts of devices.
-        ("8xA100-80", 8, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("4x8xA100-80", 32, "A100-SXM-80GB", 312e12, 80e9, 300e9, 200e9),
-        ("2x4xa100-sxm-40gb", 8, "A100-SXM-40GB", 312e12, 40e9, 300e9, 100e9),
-        ("8xV100-16", 8, "V100-SXM2-16GB", 125e12, 16e9, 150e9, 50e9),
-        ("16xH100", 16, "H100-SXM", 989.5e12, 80e9, 450e9, 800e9),
-        ("2x8xL40S", 16, "L40S", 362e12, 48e9, 31.5e9, 12.5e9),
-        ("1x4090", 1, "RTX-4090", 165.2e12, 24e9, 31.5e9, 12.5e9),
-        ("8xMI300X", 8, "MI300X", 1307.4e12, 192e9, 448e9, 400e9),
-        ("4xMI300X", 4, "MI300X", 1307.4e12, 192e9, 192e9, 200e9),
+        ("8xA100-80", 8, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("4x8xA100-80", 32, "A100-SXM-80GB", 312e12, 85.098e9, 300e9, 200e9),
+        ("2x4xa100-sxm-40gb", 8, "A100-SXM-40GB", 312e12, 42.406e9, 300e9, 100e9),
+        ("8xV100-16", 8, "V100-SXM2-16GB", 125e12, 16.945e9, 150e9, 50e9),
+        ("16xH100", 16, "H100-SXM", 989.5e12, 85.52e9, 450e9, 800e9),
+        ("2x8xL40S", 16, "L40S", 362e12, 47.697e9, 31.5e9, 12.5e9),
+        ("1x4090", 1, "RTX-4090", 165.2e12, 25.394e9, 31.5e9, 12.5e9),
+        ("8xMI300X", 8, "MI300X", 1307.4e12, 206.142e9, 448e9, 400e9),
+        ("4xMI300X", 4, "MI300X", 1307.4e12, 206.142e9, 192e9, 200e9),
     ];
     for (text, devices, device, f16, memory, intra, network) in table {
         let cluster = preset(text).unwrap();
@@ -133,5 +133,23 @@ fn wrong_text_is_refused() {
     assert!(matches!(preset("dgx-a100:2/2"), Err(ClusterError::PartOfSeveralNodes { .. })));
     for text in ["dgx-a100:1/0", "dgx-a100:1/9", "dgx-a100:1/", "dgx-a100:1/x", "dgx-a100:1/2/2", "local:4/5"] {
         assert!(matches!(preset(text), Err(ClusterError::PartOfNode { .. })), "{text}");
+    }
+}
+
+/// No device gives tensors more than it has, and what it keeps is a small part: a few hundredths, and a context.
+#[test]
+fn tensors_can_use_most_of_a_gpu() {
+    for name in device_names() {
+        let device = device(&name).unwrap();
+        assert_eq!(device.reserved.is_some(), device.kind.is_gpu(), "{name}");
+        assert_eq!(device.architecture.is_some(), device.kind.is_gpu(), "{name}");
+        let mut cluster = preset("dgx-h100:1").unwrap();
+        cluster.groups[0].device = device.clone();
+        let usable = cluster.usable_bytes(&cluster.groups[0]) as f64 / device.memory_bytes as f64;
+        assert!(usable <= 1.0 && usable > 0.88, "{name}: {usable}");
+        // There is nobody to communicate with.
+        cluster.groups[0].devices_per_node = 1;
+        let alone = cluster.usable_bytes(&cluster.groups[0]) as f64 / device.memory_bytes as f64;
+        assert!(alone > usable || !device.kind.is_gpu(), "{name}");
     }
 }

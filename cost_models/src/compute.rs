@@ -6,7 +6,7 @@
 //! its scalar operations. The host needs time to issue each kernel, which is what small ones take.
 
 use crate::catalogue;
-use crate::kernels::{Kernel, KernelKind, Matmul};
+use crate::kernels::{Attention, Kernel, KernelKind, Matmul};
 use crate::roofline::peak_flops;
 pub use altiplano_ir::cluster::Constants;
 use altiplano_ir::cluster::{Device, DeviceKind};
@@ -47,7 +47,13 @@ pub struct Compute {
 
 impl Compute {
     pub fn new(device: Device) -> Self {
-        let constants = device.constants.unwrap_or_else(|| catalogue::constants(&device.name));
+        let mut constants = device.constants.unwrap_or_else(|| catalogue::constants_of(&device));
+        // What multiplies runs at a lower clock within a power limit; memory has a clock of its own.
+        let clock = device.clock_part();
+        constants.matmul_efficiency *= clock;
+        constants.attention_efficiency *= clock;
+        constants.attention_backward_efficiency *= clock;
+        constants.vector_flops *= clock;
         Compute { device, constants }
     }
 
@@ -65,9 +71,7 @@ impl Compute {
             KernelKind::Convolution { flop, dtype } => {
                 flop / (peak_flops(&self.device, dtype) * self.constants.matmul_efficiency)
             }
-            KernelKind::Attention { flop, share, dtype } => {
-                flop * share / (peak_flops(&self.device, dtype) * self.constants.attention_efficiency)
-            }
+            KernelKind::Attention(attention) => self.attention_s(&attention),
             KernelKind::Fused { .. } if self.constants.vector_flops == 0.0 => 0.0,
             KernelKind::Fused { operations } => operations / self.constants.vector_flops,
             KernelKind::Indexed => 0.0,
@@ -108,6 +112,16 @@ impl Compute {
             (None, DeviceKind::Cpu) => self.memory_s(2.0 * bytes),
             (None, DeviceKind::Gpu) => bytes / catalogue::host_bytes_per_s(&self.device.name),
         }
+    }
+
+    /// Seconds that the products of fused attention take. A row of queries takes as long as the keys in the tiles that it sees, and
+    /// [`Constants::attention_fill`] more.
+    pub fn attention_s(&self, attention: &Attention) -> f64 {
+        let Attention { flop, share, keys, backward, dtype } = *attention;
+        let c = &self.constants;
+        let efficiency = if backward { c.attention_backward_efficiency } else { c.attention_efficiency };
+        let part = if share > 0.0 { share + c.attention_fill / keys.max(1) as f64 } else { 0.0 };
+        flop * part / (peak_flops(&self.device, dtype) * efficiency)
     }
 
     /// Seconds that a matmul's multiplications take, in the best of [`TILES`].

@@ -68,3 +68,43 @@ proptest! {
         }
     }
 }
+
+/// Kernels published with NVIDIA's AIConfigurator (bf16, causal, heads of 128, 32 samples and heads or more): seconds measured.
+#[test]
+fn fused_attention_takes_what_was_measured() {
+    let table = [
+        // (device, batch, length, heads, milliseconds, tolerated part)
+        ("A100-SXM-80GB", 4, 16384, 96, 132.622, 0.1),
+        ("A100-SXM-80GB", 1, 16384, 96, 33.2847, 0.1),
+    ];
+    for (name, batch, length, heads, expect_ms, tolerance) in table {
+        let compute = Compute::new(catalogue::device(name).unwrap());
+        let tiles = f64::from(length) / 128.0;
+        let flop = 4.0 * f64::from(batch * heads) * f64::from(length).powi(2) * 128.0;
+        let share = (tiles + 1.0) / 2.0 / tiles;
+        let attention = Attention { flop, share, keys: length as u64, backward: false, dtype: DType::BF16 };
+        let ms = 1e3 * compute.attention_s(&attention);
+        assert!((ms / expect_ms - 1.0).abs() < tolerance, "{name} {batch} x {length}: {ms} ms, measured {expect_ms}");
+        // A backward pass has five products for two.
+        let backward = Attention { flop: 2.5 * flop, backward: true, ..attention };
+        let times = compute.attention_s(&backward) / compute.attention_s(&attention);
+        assert!((2.5..3.5).contains(&times), "{times}");
+        // A window of 1,024 takes far less, and more than its part of the products.
+        let window = Attention { share: (8.0 + 1.0) / tiles, ..attention };
+        let times = compute.attention_s(&window) / compute.attention_s(&attention);
+        assert!((0.12..0.25).contains(&times), "{times}");
+    }
+}
+
+#[test]
+fn a_power_limit_slows_what_multiplies_and_not_memory() {
+    let device = catalogue::device("H100-SXM").unwrap();
+    let full = Compute::new(device.clone());
+    let limited = Compute::new(Device { power_limit_watts: Some(500.0), ..device.clone() });
+    let part = limited.constants.matmul_efficiency / full.constants.matmul_efficiency;
+    // (500 - 100) of (700 - 100) W, to the third root.
+    assert!((part - (2.0f64 / 3.0).cbrt()).abs() < 1e-9, "{part}");
+    assert_eq!(limited.memory_s(1e9), full.memory_s(1e9));
+    let unlimited = Compute::new(Device { power_limit_watts: Some(900.0), ..device });
+    assert_eq!(unlimited.constants, full.constants);
+}

@@ -3,18 +3,31 @@
 //! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
 //! Where a datasheet gives a machine's total, it is divided by the number of devices.
 
-use crate::fitted::{FITTED, FUSE_ATTENTION};
-use altiplano_ir::cluster::{Constants, Device, DeviceKind};
+use crate::fitted::{FITTED, with_attention_of};
+use altiplano_ir::cluster::Architecture::{self, Amd, Nvidia};
+use altiplano_ir::cluster::{Constants, Device, DeviceKind, Reserved};
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
 /// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
 /// no vendor states it.
 pub const GPU_LAUNCH_S: f64 = 3e-6;
 
-/// A device of the catalogue. `gb` are decimal gigabytes: packages carry binary ones, 7% more, and that is about what
-/// driver contexts, communication buffers and fragmentation take.
+/// Bytes that a CUDA or HIP context takes with the code of its kernels and the workspaces of its libraries. `nvidia-smi` shows 450 to
+/// 600 MiB for a process of PyTorch that has multiplied two matrices.
+const CONTEXT_BYTES: u64 = 500_000_000;
+
+/// Bytes of NCCL's or RCCL's buffers: 16 to 32 channels with buffers of 4 to 8 MiB for each of several peers and protocols (NCCL
+/// user guide, NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS).
+const COMMUNICATION_BYTES: u64 = 600_000_000;
+
+/// Part of the memory that a caching allocator holds and cannot give out.
+const ALLOCATOR_PART: f64 = 0.02;
+
+/// A device of the catalogue. `gb` is the memory that its driver reports, in decimal gigabytes; packages are sold by binary ones.
 struct DeviceFigures {
     name: &'static str,
+    /// `None` for what is no GPU.
+    architecture: Option<Architecture>,
     gb: f64,
     gb_per_s: f64,
     /// TFLOP/s by element type of matmul operands. `f32` is IEEE single precision, not TF32, which rounds its operands.
@@ -35,13 +48,17 @@ pub use altiplano_ir::cluster::MATMUL_EFFICIENCY;
 
 // Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for the B200
 // its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm documentation).
+// Memory: what the driver reports in all (`total_memory` of PyTorch's device properties, or `nvidia-smi` where it is not published).
+// V100 16160 MiB and 34,089,730,048 bytes; A100 40,442 MiB and 85,097,971,712; H100 81,559 MiB; H200 143,771 MiB; B200 183,359 MiB; L40S
+// 47,697 MB with ECC; RTX 4090 25,393,692,672; MI300X 206,141,652,992; MI250X 68,702,699,520 a die.
 // Watts: the power limits of the same vendors' datasheets; of the MI250X half of a module's 560 W.
 const DEVICES: &[DeviceFigures] = &[
     // NVIDIA Tesla V100 datasheet (2020), SXM2: 125 TFLOP/s tensor, 15.7 single, 7.8 double; HBM2 at 900 GB/s. No bf16.
     // Matmuls of GPT layers run at 72 to 88 TFLOP/s (Aceso's V100 profiles, 2024, SuperScaler repository).
     DeviceFigures {
         name: "V100-SXM2-16GB",
-        gb: 16.0,
+        architecture: Some(Nvidia(70)),
+        gb: 16.945,
         gb_per_s: 900.0,
         tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
         matmul_efficiency: 0.72,
@@ -53,7 +70,8 @@ const DEVICES: &[DeviceFigures] = &[
     },
     DeviceFigures {
         name: "V100-SXM2-32GB",
-        gb: 32.0,
+        architecture: Some(Nvidia(70)),
+        gb: 34.090,
         gb_per_s: 900.0,
         tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
         matmul_efficiency: 0.72,
@@ -66,7 +84,8 @@ const DEVICES: &[DeviceFigures] = &[
     // NVIDIA DGX-2 datasheet (2019): the V100 on its other board, at the same rates.
     DeviceFigures {
         name: "V100-SXM3-32GB",
-        gb: 32.0,
+        architecture: Some(Nvidia(70)),
+        gb: 34.090,
         gb_per_s: 900.0,
         tflops: &[(F64, 7.8), (F32, 15.7), (F16, 125.0)],
         matmul_efficiency: 0.72,
@@ -81,7 +100,8 @@ const DEVICES: &[DeviceFigures] = &[
     // Matmuls of GPT layers run at 235 to 255 TFLOP/s (EleutherAI cookbook, benchmarks/sizing).
     DeviceFigures {
         name: "A100-SXM-40GB",
-        gb: 40.0,
+        architecture: Some(Nvidia(80)),
+        gb: 42.406,
         gb_per_s: 1555.0,
         tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
         matmul_efficiency: 0.8,
@@ -93,7 +113,8 @@ const DEVICES: &[DeviceFigures] = &[
     },
     DeviceFigures {
         name: "A100-SXM-80GB",
-        gb: 80.0,
+        architecture: Some(Nvidia(80)),
+        gb: 85.098,
         gb_per_s: 2039.0,
         tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
         matmul_efficiency: 0.8,
@@ -105,7 +126,8 @@ const DEVICES: &[DeviceFigures] = &[
     },
     DeviceFigures {
         name: "A100-PCIe",
-        gb: 80.0,
+        architecture: Some(Nvidia(80)),
+        gb: 85.098,
         gb_per_s: 1935.0,
         tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
         matmul_efficiency: 0.75,
@@ -118,7 +140,8 @@ const DEVICES: &[DeviceFigures] = &[
     // NVIDIA A100 40GB PCIe product brief (2020): the same rates, HBM2 at 1555 GB/s.
     DeviceFigures {
         name: "A100-PCIe-40GB",
-        gb: 40.0,
+        architecture: Some(Nvidia(80)),
+        gb: 42.406,
         gb_per_s: 1555.0,
         tflops: &[(F64, 19.5), (F32, 19.5), (F16, 312.0), (BF16, 312.0)],
         matmul_efficiency: 0.75,
@@ -133,7 +156,8 @@ const DEVICES: &[DeviceFigures] = &[
     // The best matmul shape reaches 0.80 (Bekman, ml-engineering, accelerator tables), common ones less under its power limit.
     DeviceFigures {
         name: "H100-SXM",
-        gb: 80.0,
+        architecture: Some(Nvidia(90)),
+        gb: 85.520,
         gb_per_s: 3350.0,
         tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
         matmul_efficiency: 0.72,
@@ -147,7 +171,8 @@ const DEVICES: &[DeviceFigures] = &[
     // tensor; HBM2e at 2 TB/s.
     DeviceFigures {
         name: "H100-PCIe",
-        gb: 80.0,
+        architecture: Some(Nvidia(90)),
+        gb: 85.520,
         gb_per_s: 2000.0,
         tflops: &[(F64, 51.0), (F32, 51.0), (F16, 756.5), (BF16, 756.5), (F8E4M3FN, 1513.0), (F8E5M2, 1513.0)],
         matmul_efficiency: 0.72,
@@ -160,7 +185,8 @@ const DEVICES: &[DeviceFigures] = &[
     // NVIDIA H200 datasheet (2024), SXM: the H100's rates; 141 GB HBM3e at 4.8 TB/s.
     DeviceFigures {
         name: "H200",
-        gb: 141.0,
+        architecture: Some(Nvidia(90)),
+        gb: 150.755,
         gb_per_s: 4800.0,
         tflops: &[(F64, 67.0), (F32, 67.0), (F16, 989.5), (BF16, 989.5), (F8E4M3FN, 1979.0), (F8E5M2, 1979.0)],
         matmul_efficiency: 0.72,
@@ -174,7 +200,8 @@ const DEVICES: &[DeviceFigures] = &[
     // 296 f64, 1.4 TB HBM3e at 62 TB/s.
     DeviceFigures {
         name: "B200",
-        gb: 180.0,
+        architecture: Some(Nvidia(100)),
+        gb: 192.266,
         gb_per_s: 7750.0,
         tflops: &[(F64, 37.0), (F32, 75.0), (F16, 2250.0), (BF16, 2250.0), (F8E4M3FN, 4500.0), (F8E5M2, 4500.0)],
         matmul_efficiency: MATMUL_EFFICIENCY,
@@ -188,7 +215,8 @@ const DEVICES: &[DeviceFigures] = &[
     // GDDR6 at 864 GB/s.
     DeviceFigures {
         name: "L40S",
-        gb: 48.0,
+        architecture: Some(Nvidia(89)),
+        gb: 47.697,
         gb_per_s: 864.0,
         tflops: &[(F64, 1.43), (F32, 91.6), (F16, 362.0), (BF16, 362.0), (F8E4M3FN, 733.0), (F8E5M2, 733.0)],
         matmul_efficiency: MATMUL_EFFICIENCY,
@@ -202,7 +230,8 @@ const DEVICES: &[DeviceFigures] = &[
     // 330.3 for 8-bit floats, 82.6 f32, f64 at 1/64 of that; GDDR6X at 1008 GB/s.
     DeviceFigures {
         name: "RTX-4090",
-        gb: 24.0,
+        architecture: Some(Nvidia(89)),
+        gb: 25.394,
         gb_per_s: 1008.0,
         tflops: &[(F64, 1.29), (F32, 82.6), (F16, 165.2), (BF16, 165.2), (F8E4M3FN, 330.3), (F8E5M2, 330.3)],
         matmul_efficiency: MATMUL_EFFICIENCY,
@@ -217,7 +246,8 @@ const DEVICES: &[DeviceFigures] = &[
     // The best matmul shape reaches 0.51 (Bekman, ml-engineering, accelerator tables).
     DeviceFigures {
         name: "MI300X",
-        gb: 192.0,
+        architecture: Some(Amd(0x942)),
+        gb: 206.142,
         gb_per_s: 5300.0,
         tflops: &[
             (F64, 163.4),
@@ -238,7 +268,8 @@ const DEVICES: &[DeviceFigures] = &[
     // bf16 matrix, 95.7 f32 and f64 matrix, 128 GB HBM2e at 3.2768 TB/s.
     DeviceFigures {
         name: "MI250X-GCD",
-        gb: 64.0,
+        architecture: Some(Amd(0x90a)),
+        gb: 68.703,
         gb_per_s: 1638.4,
         tflops: &[(F64, 47.85), (F32, 47.85), (F16, 191.5), (BF16, 191.5)],
         matmul_efficiency: MATMUL_EFFICIENCY,
@@ -252,6 +283,7 @@ const DEVICES: &[DeviceFigures] = &[
     // 2 operations x 3e9 = 96e9 at most) and its share of memory. Fixed, not measured: plans are the same everywhere.
     DeviceFigures {
         name: "cpu-worker",
+        architecture: None,
         gb: 6.442450944,
         gb_per_s: 8.0,
         tflops: &[(F64, 0.025), (F32, 0.05)],
@@ -266,10 +298,13 @@ const DEVICES: &[DeviceFigures] = &[
 
 impl DeviceFigures {
     fn device(&self) -> Device {
+        let allocator_bytes = (ALLOCATOR_PART * self.gb * 1e9) as u64;
+        let reserved =
+            Reserved { context_bytes: CONTEXT_BYTES, communication_bytes: COMMUNICATION_BYTES, allocator_bytes };
         Device {
             name: self.name.to_string(),
             kind: if self.nvlink.is_some() { DeviceKind::Gpu } else { DeviceKind::Cpu },
-            memory_bytes: (self.gb * 1e9) as u64,
+            memory_bytes: (self.gb * 1e9).round() as u64,
             memory_bytes_per_s: self.gb_per_s * 1e9,
             peak_flops: self.tflops.iter().map(|&(dtype, tflops)| (dtype, tflops * 1e12)).collect(),
             launch_s: self.launch_s,
@@ -278,6 +313,10 @@ impl DeviceFigures {
             host_bytes_per_s: None,
             multiprocessors: Some(self.multiprocessors),
             watts: (self.watts > 0.0).then_some(self.watts),
+            power_limit_watts: None,
+            architecture: self.architecture,
+            fused_attention: None,
+            reserved: self.nvlink.map(|_| reserved),
         }
     }
 }
@@ -297,16 +336,22 @@ pub fn is_fitted(name: &str) -> bool {
     FITTED.iter().any(|(device, _)| *device == name)
 }
 
-/// Whether the software of the device of this name fuses attention.
-pub fn fuses_attention(name: &str) -> bool {
-    FUSE_ATTENTION.contains(&name)
-}
-
 /// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.
 pub fn constants(name: &str) -> Constants {
     let matmul_efficiency = matmul_efficiency(name);
     let fitted = FITTED.iter().find(|(device, _)| *device == name).map(|(_, constants)| *constants);
-    fitted.unwrap_or(Constants { matmul_efficiency, ..Constants::default() })
+    fitted.unwrap_or_else(|| {
+        let plain = Constants { matmul_efficiency, ..Constants::default() };
+        with_attention_of(device(name).and_then(|device| device.generation()), plain)
+    })
+}
+
+/// [`constants`] of a device, which may have figures that the catalogue does not know.
+pub fn constants_of(device: &Device) -> Constants {
+    match self::device(&device.name) {
+        Some(_) => constants(&device.name),
+        None => with_attention_of(device.generation(), constants(&device.name)),
+    }
 }
 
 /// Generation of the NVLink of a GPU of the catalogue, 0 for one without; `None` for all other devices.

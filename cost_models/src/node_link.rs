@@ -9,7 +9,7 @@
 //! constants are those of the nearest kind that has, and its comment says so.
 
 use crate::catalogue;
-use altiplano_ir::cluster::Group;
+use altiplano_ir::cluster::{Architecture, Group};
 
 /// How a message is split and acknowledged, after NCCL's protocols: small units with a flag each have a short way and waste
 /// bandwidth, large chunks behind a barrier the reverse. Each message takes whichever is faster for its size.
@@ -265,6 +265,13 @@ impl NodeLink {
     /// Any other kind is taken for switches where the device is a GPU of the catalogue, and for shared memory elsewhere.
     pub fn of(group: &Group) -> &'static NodeLink {
         let generation = catalogue::nvlink_generation(&group.device.name);
+        // A switch is of the time of its devices.
+        let of_its_time = || match group.device.generation() {
+            Some(Architecture::Nvidia(0..80)) => 2,
+            Some(Architecture::Nvidia(90..100)) => 4,
+            Some(Architecture::Nvidia(100..)) => 5,
+            _ => 3,
+        };
         match group.intra_node.kind.as_str() {
             "nvlink" => &HYBRID_CUBE,
             "nvlink-mesh" => &MESH_3,
@@ -272,7 +279,7 @@ impl NodeLink {
             "infinity-fabric" => &INFINITY_FABRIC,
             "pcie" => &PCI_EXPRESS,
             "shared-memory" => &MEMORY,
-            "nvswitch" => NodeLink::switched(generation.unwrap_or(3)),
+            "nvswitch" => NodeLink::switched(generation.unwrap_or_else(of_its_time)),
             _ => generation.map_or(&MEMORY, NodeLink::switched),
         }
     }

@@ -104,7 +104,7 @@ pub fn peak_flops(device: &Device, dtype: DType) -> f64 {
 fn launches(op: &Op, operands: &[&TensorType]) -> f64 {
     match op {
         Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
-        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Collective(_) | Op::AxisIndex(_) => 0.0,
+        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Collective(_) | Op::AxisIndex(_) | Op::Microbatches(_) => 0.0,
         Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
             let graph = &body.graph;
             let inside = graph.values().filter(|&v| !body.is_constant(v));
@@ -147,6 +147,8 @@ impl CostModel for Roofline {
             // Leaves are there already; the others are folded into whatever reads them.
             Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) => 0.0,
+            // Scalars of a step.
+            Op::Microbatches(_) => 0.0,
             // The ops that it is made of.
             Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
                 let graph = &body.graph;
@@ -178,8 +180,8 @@ impl CostModel for Roofline {
                 let flop = 2.0 * terms * result.elements() as f64;
                 self.launched(self.matmul_s(flop, read + written, lhs.map_or(result.dtype, |t| t.dtype)))
             }
-            // A convolution is a matmul over the elements of its windows.
-            Op::Convolution(_) => {
+            // A convolution is a matmul over the elements of its windows, and a grouped product one for each group.
+            Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => {
                 let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
                 self.launched(self.matmul_s(op.flop(operands, result) as f64, read + written, dtype))
             }

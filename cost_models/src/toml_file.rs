@@ -4,7 +4,8 @@
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
 use altiplano_ir::cluster::{
-    BetweenGroups, Cluster, Constants, DataStorage, Device, DeviceKind, Group, InterNode, IntraNode, NodeDisk,
+    Architecture, BetweenGroups, Cluster, Constants, DataStorage, Device, DeviceKind, Group, InterNode, IntraNode,
+    NodeDisk, Reserved,
 };
 use altiplano_ir::dtype::DType;
 use serde::Deserialize;
@@ -99,6 +100,10 @@ struct DeviceToml {
     l2_bytes: Option<Spanned<f64>>,
     multiprocessors: Option<Spanned<u64>>,
     watts: Option<Spanned<f64>>,
+    power_limit_watts: Option<Spanned<f64>>,
+    architecture: Option<Spanned<String>>,
+    fused_attention: Option<bool>,
+    reserved: Option<Reserved>,
     host_bytes_per_s: Option<Spanned<f64>>,
     #[serde(default)]
     constants: BTreeMap<String, Spanned<f64>>,
@@ -300,7 +305,16 @@ impl Reader<'_> {
         let l2_bytes = figures.l2_bytes.as_ref().map(|b| self.positive("l2_bytes", b)).transpose()?;
         let multiprocessors = figures.multiprocessors.as_ref().map(|n| self.count("multiprocessors", n)).transpose()?;
         let watts = figures.watts.as_ref().map(|w| self.positive("watts", w)).transpose()?;
+        let power_limit_watts =
+            figures.power_limit_watts.as_ref().map(|w| self.positive("power_limit_watts", w)).transpose()?;
+        let architecture = figures.architecture.as_ref().map(|at| {
+            let wrong = |message| ClusterError::Toml { place: self.place(at), message };
+            Architecture::try_from(at.get_ref().clone()).map_err(wrong)
+        });
+        let architecture = architecture.transpose()?;
         let known = like.as_ref();
+        // What is taken of a device's memory is known where its memory is.
+        let of_memory = known.filter(|_| figures.memory_bytes.is_none()).and_then(|d| d.reserved);
         let kind = figures.kind.or(known.map(|d| d.kind)).unwrap_or_default();
         let stated = figures.host_bytes_per_s.as_ref().map(|b| self.positive("host_bytes_per_s", b)).transpose()?;
         // Under another name the catalogue would not know it.
@@ -316,6 +330,10 @@ impl Reader<'_> {
             l2_bytes: l2_bytes.map(|b| b.ceil() as u64).or(known.and_then(|d| d.l2_bytes)),
             multiprocessors: multiprocessors.or(known.and_then(|d| d.multiprocessors)),
             watts: watts.or(known.and_then(|d| d.watts)),
+            power_limit_watts,
+            architecture: architecture.or(known.and_then(|d| d.architecture)),
+            fused_attention: figures.fused_attention,
+            reserved: figures.reserved.or(of_memory),
             host_bytes_per_s,
             constants: self.constants(figures, known.map_or(name, |d| &d.name))?,
         })
@@ -482,6 +500,19 @@ fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
         }
         if let Some(watts) = device.watts {
             writeln!(out, "watts = {}", float(watts))?;
+        }
+        if let Some(watts) = device.power_limit_watts {
+            writeln!(out, "power_limit_watts = {}", float(watts))?;
+        }
+        if let Some(architecture) = device.architecture {
+            writeln!(out, "architecture = \"{architecture}\"")?;
+        }
+        if let Some(fused) = device.fused_attention {
+            writeln!(out, "fused_attention = {fused}")?;
+        }
+        if let Some(Reserved { context_bytes, communication_bytes, allocator_bytes }) = device.reserved {
+            let bytes = format!("context_bytes = {context_bytes}, communication_bytes = {communication_bytes}");
+            writeln!(out, "reserved = {{ {bytes}, allocator_bytes = {allocator_bytes} }}")?;
         }
         if let Some(rate) = device.host_bytes_per_s {
             writeln!(out, "host_bytes_per_s = {}", float(rate))?;

@@ -218,7 +218,8 @@ fn a_device_is_like_another() {
     let catalogued = cluster.groups[0].device.clone();
     assert!(devices.apply(&mut cluster));
     let constants = Constants { skew_s: 0.0, ..catalogue::constants("A100-SXM-80GB") };
-    let expect = Device { memory_bytes: 64_000_000_000, constants: Some(constants), ..catalogued };
+    // What is taken of a memory is known of the one that the catalogue knows.
+    let expect = Device { memory_bytes: 64_000_000_000, reserved: None, constants: Some(constants), ..catalogued };
     assert_eq!(cluster.groups[0].device, expect);
     let mut other = preset("dgx-h200:1").unwrap();
     assert!(!devices.apply(&mut other));
@@ -288,6 +289,14 @@ proptest! {
             l2_bytes,
             multiprocessors,
             watts: price.filter(|&p| p > 0.0),
+            power_limit_watts: price.filter(|&p| p > 1.0),
+            architecture: multiprocessors.map(|n| if n % 2 == 0 { Architecture::Nvidia(n) } else { Architecture::Amd(n) }),
+            fused_attention: multiprocessors.filter(|n| n % 3 > 0).map(|n| n % 3 == 1),
+            reserved: l2_bytes.map(|bytes| Reserved {
+                context_bytes: bytes,
+                communication_bytes: bytes / 2,
+                allocator_bytes: bytes / 3,
+            }),
             host_bytes_per_s: price.filter(|&p| p > 0.0),
             constants,
         };
@@ -309,4 +318,32 @@ proptest! {
         let cluster = Cluster { name, groups: vec![group], between_groups: None, storage };
         prop_assert_eq!(parse(&print(&cluster)), Ok(cluster));
     }
+}
+
+/// What software and owners make of a device is said in its table.
+#[test]
+fn a_device_says_its_architecture_its_attention_and_its_power_limit() {
+    let group = GROUP.replace("A100-SXM-80GB", "own");
+    let table =
+        "\n[device.own]\nlike = \"H100-SXM\"\nwatts = 700.0\npower_limit_watts = 500.0\nfused_attention = false\n";
+    let cluster = parse(&format!("{group}{table}")).unwrap();
+    let device = &cluster.groups[0].device;
+    assert_eq!((device.architecture, device.fused_attention), (Some(Architecture::Nvidia(90)), Some(false)));
+    assert_eq!((device.power_limit_watts, device.watts), (Some(500.0), Some(700.0)));
+    assert_eq!(device.reserved, catalogue::device("H100-SXM").unwrap().reserved);
+    // Nothing is taken of a memory that is stated.
+    let stated = parse(&format!("{group}{table}memory_bytes = 96e9\n")).unwrap();
+    assert_eq!(stated.usable_bytes(&stated.groups[0]), 96_000_000_000);
+
+    let limited = parse(include_str!("../../examples/clusters/h100-500w.toml")).unwrap();
+    let device = &limited.groups[0].device;
+    assert!(device.clock_part() < 0.9 && device.generation() == Some(Architecture::Nvidia(90)));
+
+    let own = "\n[device.own]\nmemory_bytes = 1e9\nmemory_bytes_per_s = 1e9\npeak_flops = { f32 = 1e9, bf16 = 2e9 }\n";
+    let read = |more: &str| parse(&format!("{group}{own}{more}")).map(|c| c.groups[0].device.generation());
+    assert_eq!(read(""), Ok(Some(Architecture::Nvidia(80))));
+    assert_eq!(read("architecture = \"gfx90a\"\n"), Ok(Some(Architecture::Amd(0x90a))));
+    assert_eq!(read("kind = \"cpu\"\n"), Ok(None));
+    let wrong = read("architecture = \"hopper\"\n").unwrap_err().to_string();
+    assert!(wrong.contains("'hopper' is no architecture") && wrong.contains("sm_90"), "{wrong}");
 }

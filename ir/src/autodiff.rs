@@ -6,7 +6,7 @@
 
 use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
-use crate::op::{Gradient, Op, Operator};
+use crate::op::{Gradient, Operator};
 use crate::shift::irrelevant_maxima;
 use crate::types::TensorType;
 
@@ -34,7 +34,7 @@ pub struct Differentiated {
 pub enum AutodiffError {
     #[error("the loss must be a float scalar, but output {output} is {ty}")]
     NotAScalar { output: ValueId, ty: TensorType },
-    #[error("the loss does not depend on any parameter")]
+    #[error("the loss does not depend on any parameter that is trained")]
     NoParameters,
     #[error("'{name}' names no value whose gradient could be stopped")]
     UnknownStop { name: String },
@@ -61,7 +61,7 @@ pub fn undifferentiated(forward: &Graph) -> Differentiated {
     }
 }
 
-/// Differentiates the first output with respect to every parameter. `stops` are values through which no gradient
+/// Differentiates the first output with respect to every parameter that is trained. `stops` are values through which no gradient
 /// flows.
 pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiated, AutodiffError> {
     differentiate_for(forward, stops, true)
@@ -78,7 +78,7 @@ pub fn differentiate_for(
     if ty.rank() != 0 || !ty.dtype.is_float() {
         return Err(AutodiffError::NotAScalar { output: loss, ty: ty.clone() });
     }
-    let is_parameter = |v: ValueId| matches!(forward.node(v).op, Op::Parameter(_));
+    let is_parameter = |v: ValueId| forward.is_trained(v);
     let mut varies = vec![false; forward.len()];
     let irrelevant = irrelevant_maxima(forward);
     for v in forward.values() {

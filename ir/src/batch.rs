@@ -6,13 +6,13 @@
 //! that count summed samples (the divisor of a mean) are found by following sums over the batch to the division
 //! that normalises them. What cannot be decided is said, and a second trace at another size settles it.
 
+mod loss;
+
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
-use crate::op::{
-    ArgSort, Binary, Composite, Cumulative, DotGeneral, GatherDims, Op, Operator, ReduceWindow, Reducer, Scatter,
-    ScatterAdd, SelectAndScatter, Unary,
-};
+use crate::op::{Composite, Op, Operator};
 use crate::sample::count_by_sample;
+use loss::{Understood, normalise};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -20,11 +20,11 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossKind {
-    /// The mean over samples: the mean of the microbatches' losses.
+    /// The mean over samples, or one weighted by what depends on no parameter: the mean of the microbatches' losses.
     Mean,
     /// The sum over samples.
     Sum,
-    /// Neither (batch statistics, masked means): a microbatch has its own meaning.
+    /// Neither (batch statistics): a microbatch has its own meaning.
     Other,
 }
 
@@ -109,7 +109,9 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
                 node.batch_dims = dims.iter().enumerate().filter(|(_, s)| **s).map(|(d, _)| 1 << d).sum();
             }
             batched = count_by_sample(&batched);
-            let (loss, coupling) = normalise(&mut batched);
+            let understood = normalise(&mut batched);
+            batched = understood.applied(&batched);
+            let Understood { loss, coupling, .. } = understood;
             // The proof that all of this is consistent is that the graph can be rebuilt at another size.
             match rebatch(&batched, 2 * batch) {
                 Ok(_) => Batched { graph: batched, loss, coupling, doubt: None },
@@ -127,12 +129,14 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
 
 /// For each value and dimension whether it scales, and the batch.
 fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<Vec<bool>>), Doubt> {
-    let mut scaled: Vec<Vec<bool>> = graph.values().map(|v| vec![false; graph.shape(v).len()]).collect();
+    // Of each dimension that scales, how many elements lie behind one step of the batch inside it: samples may be the digits in
+    // the middle of a dimension that others were merged with (positions before samples, or samples before heads).
+    let mut scaled: Vec<Vec<Option<u64>>> = graph.values().map(|v| vec![None; graph.shape(v).len()]).collect();
     let mut batch: Option<(u64, &str)> = None;
     for ((v, name), dim) in graph.inputs().zip(batch_dim) {
         let Some(dim) = dim.filter(|&d| d < graph.shape(v).len()) else { continue };
         let size = graph.shape(v)[dim];
-        scaled[v.index()][dim] = true;
+        scaled[v.index()][dim] = Some(1);
         match batch {
             None => batch = Some((size, name)),
             Some((first, _)) if first == size => {}
@@ -160,34 +164,45 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         let mut visit = |v: ValueId| {
             let rule = &rules[v.index()];
             let node = graph.node(v);
-            let mut carries = vec![false; rule.factors.len()];
+            // Of each factor that scales, how many of its elements lie behind one step of the batch.
+            let mut carries: Vec<Option<u64>> = vec![None; rule.factors.len()];
             let size = |f: u8| rule.factors[f as usize].size;
-            // A dimension that scales does so by its major-most factor that the batch divides, or else (samples that
-            // are regrouped: 8 of 64 tokens as 4 groups of 128) by its major-most one.
-            let carrier = |dim: &Vec<u8>| {
+            let behind = |dim: &[u8], at: usize| dim[at + 1..].iter().fold(1u64, |n, &f| n.saturating_mul(size(f)));
+            // A dimension that scales does so by the factor that holds the batch. Where none does (samples that are regrouped:
+            // 8 of 64 tokens as 4 groups of 128), by its major-most factor that the batch divides, or else its major-most one.
+            let carrier = |dim: &[u8], step: u64| {
+                let holds = |at: &usize| {
+                    let (behind, own) = (behind(dim, *at), size(dim[*at]));
+                    step.is_multiple_of(behind) && behind.saturating_mul(own).is_multiple_of(step.saturating_mul(batch))
+                };
+                if let Some(at) = (0..dim.len()).find(holds) {
+                    return Some((dim[at], step / behind(dim, at)));
+                }
                 let whole = dim.iter().copied().find(|&f| size(f) % batch == 0);
-                whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))
+                let f = whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))?;
+                Some((f, (size(f) / batch).max(1)))
             };
             let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
             // What dimensions of one factor say goes before guesses about those of several.
             for several in [false, true] {
                 for (value, dims) in tensors() {
                     for (d, dim) in dims.iter().enumerate() {
-                        if scaled[value.index()][d]
+                        if let Some(step) = scaled[value.index()][d]
                             && (dim.iter().filter(|&&f| size(f) > 1).count() > 1) == several
-                            && !dim.iter().any(|&f| carries[f as usize])
-                            && let Some(f) = carrier(dim)
+                            && !dim.iter().any(|&f| carries[f as usize].is_some())
+                            && let Some((f, step)) = carrier(dim, step)
                         {
-                            carries[f as usize] = true;
+                            carries[f as usize] = Some(step);
                         }
                     }
                 }
             }
             for (value, dims) in tensors() {
                 for (d, dim) in dims.iter().enumerate() {
-                    let scales = dim.iter().any(|&f| carries[f as usize]);
-                    if scales && !scaled[value.index()][d] {
-                        scaled[value.index()][d] = true;
+                    let step = (0..dim.len())
+                        .find_map(|at| carries[dim[at] as usize].map(|step| step.saturating_mul(behind(dim, at))));
+                    if step.is_some() && scaled[value.index()][d].is_none() {
+                        scaled[value.index()][d] = step;
                         changed = true;
                     }
                 }
@@ -201,6 +216,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         forward = !forward;
         quiet = if changed { 0 } else { quiet + 1 };
     }
+    let scaled: Vec<Vec<bool>> = scaled.iter().map(|dims| dims.iter().map(Option::is_some).collect()).collect();
     for v in graph.values().filter(|v| scaled[v.index()].contains(&true)) {
         match &graph.node(v).op {
             Op::Parameter(p) => {
@@ -212,234 +228,6 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         }
     }
     Ok((batch, scaled))
-}
-
-/// How a value depends on the batch.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Aggregate {
-    /// Not at all.
-    None,
-    /// Each sample separately, along a batch dimension.
-    PerSample,
-    /// A sum over all samples.
-    Sum,
-    /// A mean over all samples.
-    Mean,
-    /// Anything else.
-    Mixed,
-}
-
-/// Marks the constants that count samples, and says what kind of loss the first output is, and what couples samples in it.
-fn normalise(graph: &mut Graph) -> (LossKind, Option<Coupling>) {
-    let mut kinds: Vec<Aggregate> = Vec::with_capacity(graph.len());
-    let mut counts: Vec<Option<u64>> = Vec::with_capacity(graph.len());
-    for v in graph.values() {
-        let (count, counted) = summed_elements(graph, v, &counts);
-        counts.push(count);
-        if let Some((operand, power)) = counted {
-            scale_constant(graph, v, operand, power);
-        }
-        let kind = aggregate(graph, v, &kinds, &counts, counted.is_some());
-        kinds.push(kind);
-    }
-    match graph.outputs.first().map(|o| kinds[o.index()]) {
-        Some(Aggregate::Mean) => (LossKind::Mean, None),
-        Some(Aggregate::Sum) => (LossKind::Sum, None),
-        _ => (LossKind::Other, coupling(graph, &kinds)),
-    }
-}
-
-/// Where mixing begins on the way to the first output.
-fn coupling(graph: &Graph, kinds: &[Aggregate]) -> Option<Coupling> {
-    let is_mixed = |v: &&ValueId| kinds[v.index()] == Aggregate::Mixed;
-    let mut at = graph.outputs.first().filter(is_mixed)?;
-    while let Some(operand) = graph.node(*at).operands.iter().find(is_mixed) {
-        at = operand;
-    }
-    let node = graph.node(*at);
-    Some(Coupling { op: node.op.name(), name: node.name.clone() })
-}
-
-/// The number of elements, those of all samples included, that were summed into each element of `v` and not yet divided
-/// by; and where `v` divides by it, the operand that is this count and the power of the batch with which it scales. Batch
-/// statistics are found here as well as losses.
-fn summed_elements(graph: &Graph, v: ValueId, counts: &[Option<u64>]) -> (Option<u64>, Option<(usize, i8)>) {
-    let node = graph.node(v);
-    let of = |i: usize| counts[node.operands[i].index()];
-    let contracted = |operand: usize, dims: &[usize]| {
-        let from = graph.node(node.operands[operand]);
-        let over_batch = dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
-        let product = dims.iter().fold(1u64, |n, &d| n.saturating_mul(from.ty.shape[d]));
-        (over_batch && node.batch_dims == 0).then_some(product)
-    };
-    let count = match &node.op {
-        Op::Reduce(r) if r.reducer == Reducer::Sum => contracted(0, &r.dims).or_else(|| {
-            let reduced = r.dims.iter().fold(1u64, |n, &d| n.saturating_mul(graph.shape(node.operands[0])[d]));
-            of(0).map(|count| count.saturating_mul(reduced))
-        }),
-        Op::DotGeneral(dot) => contracted(0, &dot.lhs_contract),
-        Op::Binary(op @ (Binary::Divide | Binary::Multiply)) => {
-            let other = match (of(0), of(1), op) {
-                (Some(count), None, _) => Some((count, 1)),
-                (None, Some(count), Binary::Multiply) => Some((count, 0)),
-                _ => None,
-            };
-            let Some((count, other)) = other else { return (None, None) };
-            let divisor = splat(graph, node.operands[other]);
-            let divisor = divisor.map(|c| if *op == Binary::Divide { c } else { 1.0 / c });
-            let is_count = |n: u64| divisor.is_some_and(|d| (d - n as f64).abs() <= 1e-6 * n as f64);
-            if is_count(count) || is_count(graph.batch) {
-                let power = if *op == Binary::Divide { 1 } else { -1 };
-                return (None, Some((other, power)));
-            }
-            divisor.map(|_| count)
-        }
-        Op::Binary(Binary::Add | Binary::Subtract) if of(0) == of(1) => of(0),
-        Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => of(0),
-        Op::BroadcastInDim(_) if node.batch_dims == 0 => of(0),
-        _ => None,
-    };
-    (count, None)
-}
-
-/// How `v` depends on the batch; `counted` says that it divides a sum by the number of its elements.
-fn aggregate(graph: &Graph, v: ValueId, kinds: &[Aggregate], counts: &[Option<u64>], counted: bool) -> Aggregate {
-    let node = graph.node(v);
-    let of = |i: usize| kinds[node.operands[i].index()];
-    let all: Vec<Aggregate> = (0..node.operands.len()).map(of).collect();
-    let has_batch = node.batch_dims != 0;
-    match &node.op {
-        _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
-        // Two batch dimensions pair samples with each other; a count along the batch tells them apart.
-        _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
-        Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
-        op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
-            if has_batch {
-                Aggregate::PerSample
-            } else {
-                Aggregate::None
-            }
-        }
-        Op::Reduce(r) => {
-            let from = graph.node(node.operands[0]);
-            let over_batch = r.dims.iter().any(|&d| from.batch_dims >> d & 1 == 1);
-            match (of(0), over_batch, r.reducer) {
-                (Aggregate::PerSample, true, Reducer::Sum) if !has_batch => Aggregate::Sum,
-                (Aggregate::PerSample, true, _) => Aggregate::Mixed,
-                (kind @ (Aggregate::None | Aggregate::PerSample), false, _) => kind,
-                (kind @ (Aggregate::Sum | Aggregate::Mean), false, Reducer::Sum) => kind,
-                _ => Aggregate::Mixed,
-            }
-        }
-        // Ops that look along whole dimensions or windows of them: samples stay apart unless it is the batch's.
-        Op::DotGeneral(DotGeneral { lhs_contract: dims, .. }) if over_batch(graph, v, dims) => Aggregate::Mixed,
-        Op::Convolution(op) if over_batch(graph, v, &[&[op.lhs.feature], op.lhs.spatial.as_slice()].concat()) => {
-            Aggregate::Mixed
-        }
-        Op::ReduceWindow(ReduceWindow { window, .. }) | Op::SelectAndScatter(SelectAndScatter { window, .. })
-            if over_batch(graph, v, &(0..window.len()).filter(|&d| !window[d].is_one()).collect::<Vec<_>>()) =>
-        {
-            Aggregate::Mixed
-        }
-        Op::Binary(Binary::Divide | Binary::Multiply) => {
-            let sum = |kind: Aggregate| matches!(kind, Aggregate::Sum | Aggregate::Mean);
-            let divides = matches!(node.op, Op::Binary(Binary::Divide));
-            match (of(0), of(1)) {
-                (kind, Aggregate::None) if sum(kind) => {
-                    if counted {
-                        Aggregate::Mean
-                    } else {
-                        kind
-                    }
-                }
-                (Aggregate::None, kind) if sum(kind) && !divides => {
-                    if counted {
-                        Aggregate::Mean
-                    } else {
-                        kind
-                    }
-                }
-                _ => elementwise(&all),
-            }
-        }
-        Op::Binary(Binary::Add | Binary::Subtract) => match all.as_slice() {
-            [Aggregate::Mean, Aggregate::Mean] => Aggregate::Mean,
-            [Aggregate::Sum, Aggregate::Sum] => {
-                let [a, b] = [0, 1].map(|i| counts[node.operands[i].index()]);
-                if a == b { Aggregate::Sum } else { Aggregate::Mixed }
-            }
-            [Aggregate::Mean, Aggregate::None] | [Aggregate::None, Aggregate::Mean] => Aggregate::Mean,
-            _ => elementwise(&all),
-        },
-        Op::Unary(Unary::Negate) | Op::Convert(_) | Op::Reshape(_) | Op::Transpose(_) => all[0],
-        Op::BroadcastInDim(_) => match all[0] {
-            Aggregate::None if has_batch => Aggregate::PerSample,
-            Aggregate::Sum | Aggregate::Mean if has_batch => Aggregate::Mixed,
-            kind => kind,
-        },
-        // Along the batch these make one sample's value depend on others, or on its place among them.
-        Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
-            if node.batch_dims >> dim & 1 == 1 =>
-        {
-            Aggregate::Mixed
-        }
-        Op::Roll(op) if node.batch_dims >> op.dim & 1 == 1 => Aggregate::Mixed,
-        Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
-        // Looking up one sample's value at a place that another says (the edges of a graph).
-        Op::Gather(op) if indexes_batch(&op.dims, graph.node(node.operands[0])) => Aggregate::Mixed,
-        Op::ScatterAdd(ScatterAdd { dims, .. }) | Op::Scatter(Scatter { dims, .. }) if indexes_batch(dims, node) => {
-            Aggregate::Mixed
-        }
-        Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
-        _ => elementwise(&all),
-    }
-}
-
-/// Whether a lookup chooses among the samples of a table.
-fn indexes_batch(dims: &GatherDims, table: &Node) -> bool {
-    let chosen = |d: &&usize| dims.slice_sizes[**d] < table.ty.shape[**d];
-    dims.start_index_map.iter().filter(chosen).any(|&d| table.batch_dims >> d & 1 == 1)
-}
-
-/// Whether one of these dimensions of the first operand scales with the batch.
-fn over_batch(graph: &Graph, v: ValueId, dims: &[usize]) -> bool {
-    let from = graph.node(graph.node(v).operands[0]);
-    dims.iter().any(|&d| from.batch_dims >> d & 1 == 1)
-}
-
-/// Any op that treats samples separately if its operands do.
-fn elementwise(operands: &[Aggregate]) -> Aggregate {
-    if operands.iter().all(|k| *k == Aggregate::None) {
-        Aggregate::None
-    } else if operands.iter().all(|k| matches!(k, Aggregate::None | Aggregate::PerSample)) {
-        Aggregate::PerSample
-    } else {
-        Aggregate::Mixed
-    }
-}
-
-fn splat(graph: &Graph, v: ValueId) -> Option<f64> {
-    match &graph.node(v).op {
-        Op::Constant(l) => l.as_splat(),
-        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Convert(_) => splat(graph, graph.node(v).operands[0]),
-        _ => None,
-    }
-}
-
-/// Gives the constant behind an operand of `user` a power of the batch. A constant that other nodes use too scales for
-/// all of them: importers give each use of a number its own constant, and sharing comes after this pass.
-fn scale_constant(graph: &mut Graph, user: ValueId, operand: usize, power: i8) {
-    let mut v = graph.node(user).operands[operand];
-    loop {
-        let node = &mut graph.nodes[v.index()];
-        match &mut node.op {
-            Op::Constant(literal) => {
-                literal.batch_power = power;
-                return;
-            }
-            _ => v = node.operands[0],
-        }
-    }
 }
 
 /// The graph at another batch size: sizes and counting constants are rewritten. `Err` names the node whose op
@@ -572,7 +360,9 @@ pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
     }
     let batched = count_by_sample(&batched);
     let mut marked = batched.clone();
-    let (loss, coupling) = normalise(&mut marked);
+    let understood = normalise(&mut marked);
+    let batched = understood.applied(&batched);
+    let Understood { loss, coupling, .. } = understood;
     rebatch(&batched, second_batch).map_err(|value| SettleError::CannotResize { value })?;
     Ok(Batched { graph: batched, loss, coupling, doubt: None })
 }
@@ -610,6 +400,23 @@ mod tests {
     }
 
     #[test]
+    fn samples_are_followed_inside_of_merged_dimensions() {
+        // Positions come before samples in the rows of a product, and there are as many heads as samples, or more positions
+        // that the batch divides.
+        for (samples, positions) in [(4u64, 12u64), (4, 4), (2, 8), (3, 12)] {
+            let rows = samples * positions;
+            let text = format!(
+                "graph \"g\" batch=0 {{\n%0: f32[{samples},{positions},8] = input \"x\"\n%1: f32[{positions},{samples},8] = transpose(%0) {{\"permutation\":[1,0,2]}}\n%2: f32[{rows},8] = reshape(%1)\n%3: f32[{rows},8] = tanh(%2)\n%4: f32[{positions},{samples},8] = reshape(%3)\n%5: f32[{samples},{positions},8] = transpose(%4) {{\"permutation\":[1,0,2]}}\n}} -> (%5)"
+            );
+            let graph = parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+            let batched = find_batch(&graph, &[Some(0)]);
+            assert_eq!(batched.doubt, None, "{samples} {positions}");
+            let again = rebatch(&batched.graph, 2 * samples).expect("another size");
+            assert_eq!(again.nodes[5].ty.shape, [2 * samples, positions, 8]);
+        }
+    }
+
+    #[test]
     fn losses_that_mix_samples_are_neither() {
         let dot = "{\"lhs_contract\":[1],\"rhs_contract\":[1]}";
         for (body, output) in [
@@ -624,12 +431,12 @@ mod tests {
             ),
             // A maximum over the batch.
             ("%1: f32[] = reduce(%0) {\"reducer\":\"max\",\"dims\":[0,1]}".to_string(), 1),
-            // A batch statistic applied to each sample.
+            // A batch statistic of what is trained, applied to each sample.
             (
                 format!(
-                    "%1: f32[4] = reduce(%0) {{\"reducer\":\"sum\",\"dims\":[0]}}\n%2: f32[8,4] = broadcast_in_dim(%1) {{\"dims\":[1]}}\n%3: f32[8,4] = subtract(%0, %2)\n%4: f32[] = reduce(%3) {ALL}"
+                    "%1: f32[4] = parameter \"w\"\n%2: f32[8,4] = broadcast_in_dim(%1) {{\"dims\":[1]}}\n%3: f32[8,4] = multiply(%0, %2)\n%4: f32[4] = reduce(%3) {{\"reducer\":\"sum\",\"dims\":[0]}}\n%5: f32[8,4] = broadcast_in_dim(%4) {{\"dims\":[1]}}\n%6: f32[8,4] = subtract(%3, %5)\n%7: f32[] = reduce(%6) {ALL}"
                 ),
-                4,
+                7,
             ),
             // A function of the sum.
             (format!("%1: f32[] = reduce(%0) {ALL}\n%2: f32[] = tanh(%1)"), 2),

@@ -4,6 +4,7 @@
 use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 
 /// What runs programs on a device, which decides what of them is kept in memory.
@@ -47,6 +48,18 @@ pub struct Device {
     /// Power that it draws at work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub watts: Option<f64>,
+    /// Power that its owner lets it draw, where that is less.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub power_limit_watts: Option<f64>,
+    /// Instruction set as compilers name it: `sm_90`, `gfx942`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub architecture: Option<Architecture>,
+    /// Whether its software has attention in one kernel, where that is stated; see [`Device::generation`] where it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fused_attention: Option<bool>,
+    /// Memory that no tensor of a plan can use; none where it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reserved: Option<Reserved>,
     /// Bandwidth of the link to the memory of its host, per direction, while all devices of a node use theirs; the catalogue's where
     /// it is not stated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -56,6 +69,88 @@ pub struct Device {
     pub constants: Option<Constants>,
 }
 
+/// Memory of a device that is taken before a plan stores anything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reserved {
+    /// The driver's context, code of kernels, and workspaces of libraries.
+    pub context_bytes: u64,
+    /// Buffers of the library that communicates, where there are several devices.
+    pub communication_bytes: u64,
+    /// What an allocator has of the device and cannot give out, since free blocks have the wrong sizes.
+    pub allocator_bytes: u64,
+}
+
+/// The instruction set of a device: vendors' compilers name it, and libraries say by it which kernels they have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Architecture {
+    /// NVIDIA's compute capability, ten times: 90 for 9.0.
+    Nvidia(u32),
+    /// AMD's name, as a hexadecimal number: `0x942` for `gfx942`.
+    Amd(u32),
+}
+
+impl TryFrom<String> for Architecture {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        // `sm_90a` has instructions beyond those of sm_90.
+        let nvidia = text.strip_prefix("sm_").map(|n| n.trim_end_matches(['a', 'f'])).and_then(|n| n.parse().ok());
+        let amd = text.strip_prefix("gfx").and_then(|n| u32::from_str_radix(n, 16).ok());
+        match (nvidia, amd) {
+            (Some(capability), _) => Ok(Architecture::Nvidia(capability)),
+            (None, Some(number)) => Ok(Architecture::Amd(number)),
+            (None, None) => Err(format!("'{text}' is no architecture; examples are sm_80, sm_90 and gfx942")),
+        }
+    }
+}
+
+impl From<Architecture> for String {
+    fn from(architecture: Architecture) -> String {
+        architecture.to_string()
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Architecture::Nvidia(capability) => write!(f, "sm_{capability}"),
+            Architecture::Amd(number) => write!(f, "gfx{number:x}"),
+        }
+    }
+}
+
+impl Device {
+    /// The architecture that is stated, or the oldest that has units for the element types of the device's peak rates; `None` for
+    /// what is no GPU.
+    pub fn generation(&self) -> Option<Architecture> {
+        let has = |dtype: DType| self.peak_flops.contains_key(&dtype);
+        let guess = || {
+            Some(match () {
+                _ if has(DType::F8E4M3FNUZ) => Architecture::Amd(0x942),
+                _ if has(DType::F8E4M3FN) => Architecture::Nvidia(89),
+                _ if has(DType::BF16) => Architecture::Nvidia(80),
+                _ if has(DType::F16) => Architecture::Nvidia(70),
+                _ => return None,
+            })
+        };
+        self.kind.is_gpu().then(|| self.architecture.or_else(guess)).flatten()
+    }
+
+    /// Part of its full clock at which it multiplies within its power limit.
+    ///
+    /// What multiplying draws beyond what the device draws at rest grows with the cube of the clock, since voltage follows the
+    /// clock. At rest a device draws about a seventh of its power (an H100 about 100 of 700 W).
+    pub fn clock_part(&self) -> f64 {
+        const AT_REST: f64 = 1.0 / 7.0;
+        match (self.watts, self.power_limit_watts) {
+            (Some(full), Some(limit)) if limit < full => ((limit / full - AT_REST) / (1.0 - AT_REST)).max(0.01).cbrt(),
+            _ => 1.0,
+        }
+    }
+}
+
 /// What no datasheet states: fractions of the peaks that kernels reach, and how long it takes to start one. They belong to a
 /// kind of device and the software that drives it, and are fitted on measured steps.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,8 +158,12 @@ pub struct Device {
 pub struct Constants {
     /// Part of the peak rate that a full wave of the largest tiles reaches.
     pub matmul_efficiency: f64,
-    /// Part of the peak rate that fused attention reaches.
+    /// Part of the peak rate that the forward pass of fused attention reaches on long rows.
     pub attention_efficiency: f64,
+    /// The same of its backward pass, whose five products count.
+    pub attention_backward_efficiency: f64,
+    /// Keys that a row of queries takes as long as, beyond those that it sees: filling pipelines, and blocks that end early.
+    pub attention_fill: f64,
     /// Part of the memory's bandwidth that streaming kernels reach.
     pub memory_efficiency: f64,
     /// The same of kernels that sum gradients and update parameters. Software that runs passes op by op moves more in them than fused
@@ -97,6 +196,8 @@ impl Default for Constants {
         Constants {
             matmul_efficiency: MATMUL_EFFICIENCY,
             attention_efficiency: 0.5,
+            attention_backward_efficiency: 0.5,
+            attention_fill: 0.0,
             memory_efficiency: MEMORY_EFFICIENCY,
             update_efficiency: MEMORY_EFFICIENCY,
             collective_efficiency: 1.0,
@@ -120,9 +221,11 @@ pub const MATMUL_EFFICIENCY: f64 = 0.7;
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 impl Constants {
-    pub const NAMES: [&str; 13] = [
+    pub const NAMES: [&str; 15] = [
         "matmul_efficiency",
         "attention_efficiency",
+        "attention_backward_efficiency",
+        "attention_fill",
         "memory_efficiency",
         "update_efficiency",
         "collective_efficiency",
@@ -141,6 +244,8 @@ impl Constants {
         Some(match name {
             "matmul_efficiency" => &mut self.matmul_efficiency,
             "attention_efficiency" => &mut self.attention_efficiency,
+            "attention_backward_efficiency" => &mut self.attention_backward_efficiency,
+            "attention_fill" => &mut self.attention_fill,
             "memory_efficiency" => &mut self.memory_efficiency,
             "update_efficiency" => &mut self.update_efficiency,
             "collective_efficiency" => &mut self.collective_efficiency,
@@ -257,6 +362,19 @@ impl Group {
 }
 
 impl Cluster {
+    /// Bytes of a device of a group that tensors can use: its memory less what is [`Reserved`].
+    pub fn usable_bytes(&self, group: &Group) -> u64 {
+        self.taken_bytes(group).into_iter().fold(group.device.memory_bytes, u64::saturating_sub)
+    }
+
+    /// What is [`Reserved`] on a device of a group: for the context, to communicate, and by the allocator.
+    pub fn taken_bytes(&self, group: &Group) -> [u64; 3] {
+        let Some(Reserved { context_bytes, communication_bytes, allocator_bytes }) = group.device.reserved else {
+            return [0; 3];
+        };
+        [context_bytes, if self.num_devices() > 1 { communication_bytes } else { 0 }, allocator_bytes]
+    }
+
     pub fn num_devices(&self) -> u32 {
         self.groups.iter().map(Group::num_devices).sum()
     }

@@ -63,6 +63,19 @@ pub fn without_composites(graph: &Graph) -> Cow<'_, Graph> {
 }
 
 impl Expanded {
+    /// The values here that a backward pass computes again under every plan ([`Function::recomputes_inside`]). Results of composites
+    /// are not among them.
+    ///
+    /// [`Function::recomputes_inside`]: crate::op::Function::recomputes_inside
+    pub fn recomputed(&self, from: &Graph) -> Vec<bool> {
+        let inside = |(at, (v, inside)): (usize, &(ValueId, Option<(Arc<Decomposition>, ValueId)>))| {
+            let is_result = self.values[v.index()].index() == at;
+            let recomputes = matches!(&from.node(*v).op, Op::Composite(op) if op.function.recomputes_inside());
+            recomputes && inside.is_some() && !is_result
+        };
+        self.origins.iter().enumerate().map(inside).collect()
+    }
+
     /// The first node here of what begins at a node there.
     pub fn start(&self, start: u32) -> u32 {
         self.origins.partition_point(|(v, _)| v.0 < start) as u32

@@ -66,6 +66,36 @@ pub struct Graph {
 
 /// What a model says of how a value is to be laid out, in terms of a mesh of its own.
 ///
+impl Graph {
+    /// Values that are summed over the microbatches of a step before the first of them is worked on ([`Microbatches`]).
+    pub fn totals(&self) -> impl Iterator<Item = ValueId> + '_ {
+        self.values().filter(|&v| self.is_total(v))
+    }
+
+    pub fn is_total(&self, v: ValueId) -> bool {
+        matches!(self.node(v).op, Op::Microbatches(op) if op.is_total())
+    }
+
+    /// Totals of what is not known before the first microbatch is worked on.
+    fn totals_too_late(&self) -> Vec<GraphError> {
+        if self.totals().next().is_none() {
+            return Vec::new();
+        }
+        let trained = self.depends_on(|v| matches!(self.node(v).op, Op::Parameter(_)));
+        let totalled = self.depends_on(|v| self.is_total(v));
+        let late = |node: ValueId| {
+            let operand = self.node(node).operands[0].index();
+            let what = match (trained[operand], totalled[operand]) {
+                (true, _) => "a parameter",
+                (_, true) => "another total",
+                _ => return None,
+            };
+            Some(GraphError::Total { node, op: self.node(node).op.name(), what })
+        };
+        self.totals().filter_map(late).collect()
+    }
+}
+
 /// `%3 on mesh<data=2, model=4>: [{data}, {?}]` splits dimension 0 over two devices and leaves dimension 1 open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pin {
@@ -122,6 +152,8 @@ pub enum GraphError {
     DuplicateName { name: String },
     #[error("the graph has no outputs")]
     NoOutputs,
+    #[error("{op} {node} depends on {what}, but must be known before the first microbatch is worked on")]
+    Total { node: ValueId, op: &'static str, what: &'static str },
     #[error("pin of {value}: {problem}")]
     Pin { value: ValueId, problem: &'static str },
 }
@@ -251,7 +283,22 @@ impl Graph {
         node.op.flop(&self.operand_types(value), &node.ty)
     }
 
-    /// Parameters in order, with their names.
+    /// Whether a value is a parameter that is trained.
+    pub fn is_trained(&self, value: ValueId) -> bool {
+        matches!(&self.node(value).op, Op::Parameter(p) if !p.frozen)
+    }
+
+    /// Whether a value is a parameter that no step changes.
+    pub fn is_frozen(&self, value: ValueId) -> bool {
+        matches!(&self.node(value).op, Op::Parameter(p) if p.frozen)
+    }
+
+    /// Parameters that are trained, in order, with their names.
+    pub fn trained_parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
+        self.parameters().filter(|(v, _)| self.is_trained(*v))
+    }
+
+    /// Parameters in order, frozen ones included, with their names.
     pub fn parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.values().filter_map(|v| match &self.node(v).op {
             Op::Parameter(p) => Some((v, p.name.as_str())),
@@ -310,6 +357,10 @@ impl Graph {
             {
                 errors.push(GraphError::DuplicateName { name: name.clone() });
             }
+        }
+        // Operands that are not defined before their users were found above.
+        if errors.is_empty() {
+            errors.extend(self.totals_too_late());
         }
         if self.outputs.is_empty() {
             errors.push(GraphError::NoOutputs);

@@ -11,14 +11,17 @@
 //!
 //! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
 //! own, out of a reduction that needs every row, and where rows of several products that grow are combined, as the rounds of a
-//! ring of attention are, which are kernels of their own). A kernel is a connected set of nodes of one level, so kernels never
+//! ring of attention are, which are kernels of their own; a reshape that changes no shape is a barrier as well, by which a
+//! graph says that values are to be made one after the other). A kernel is a connected set of nodes of one level, so kernels never
 //! depend on each other in a circle.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{HostCopy, HostRoute, Op, Operator};
 use crate::optimizer::leaf;
+use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
@@ -87,12 +90,8 @@ pub enum KernelKind {
     Fused {
         operations: f64,
     },
-    /// Products around large values that stay on the chip; `share` of their elements are computed, the rest being masked.
-    Attention {
-        flop: f64,
-        share: f64,
-        dtype: DType,
-    },
+    /// Products around large values that stay on the chip.
+    Attention(Attention),
     /// Lookups, scatters and windows.
     Indexed,
     /// So many passes over keys and positions.
@@ -110,6 +109,20 @@ impl KernelKind {
     pub fn communicates(&self) -> bool {
         matches!(self, KernelKind::Collective | KernelKind::HostCopy(_))
     }
+}
+
+/// Fused attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Of its products, as if nothing were masked.
+    pub flop: f64,
+    /// Part of the tiles that is computed; a mask hides the rest wherever its data are.
+    pub share: f64,
+    /// Length of a row of the large values.
+    pub keys: u64,
+    /// Whether more than one of its products makes large values, as where gradients of scores are made beside the scores.
+    pub backward: bool,
+    pub dtype: DType,
 }
 
 /// `batch` products of `[m, k]` and `[k, n]`.
@@ -172,8 +185,9 @@ pub fn kernels_where(
     let written = &written.iter().copied().chain(stored).collect();
     let roles = roles(graph, written);
     let source = sources(graph, &roles);
-    let group = groups(graph, &roles, &source);
-    let kept = kept(graph, &roles, &source, &group, written);
+    let barriers = barriers(graph, &roles);
+    let group = groups(graph, &roles, &source, &barriers);
+    let kept = kept(graph, &roles, &source, &barriers, &group, written);
     let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         members[group[v.index()] as usize].push(v);
@@ -283,6 +297,7 @@ fn with_products_fused(
     for i in 0..kernels.len() {
         groups.entry((component[i], depth[i])).or_default().push(i);
     }
+    let shares = Shares { graph, known: RefCell::default() };
     let together = |of_group: &[usize]| -> Option<Kernel> {
         // Large values of before are made again, of what is in memory and of nothing that is not.
         let mut again: BTreeSet<usize> = of_group.iter().copied().collect();
@@ -327,17 +342,18 @@ fn with_products_fused(
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
-        // What a mask that is known beforehand hides is not computed.
+        // What a mask hides wherever it stands is not computed.
         let share = |&v: &ValueId| {
-            let node = graph.node(v);
-            let known =
-                matches!(node.op, Op::Select(_)) && roles[source[node.operands[0].index()].0.index()] == Role::Constant;
-            known.then(|| seen(graph, node.operands[0]))
+            let selects = matches!(graph.node(v).op, Op::Select(_));
+            selects
+                .then(|| shares.of(Mask::of_select(graph, v, |o| roles[source[o.index()].0.index()] == Role::Constant)))
         };
         let share = nodes.iter().filter_map(share).fold(1.0, f64::min);
         let read_bytes = reads.iter().map(|r| r.1).sum();
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
-        let kind = KernelKind::Attention { flop, share, dtype };
+        let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
+        let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
+        let kind = KernelKind::Attention(Attention { flop, share, keys, backward: grown().count() > 1, dtype });
         Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
             .filter(|kernel| !kernel.writes.is_empty())
     };
@@ -356,26 +372,21 @@ fn with_products_fused(
     kept.chain(fused).collect()
 }
 
-/// The part of a known mask that a device sees at most, as others wait for it: of what lies ahead of each position, half of all; where
-/// positions are split, of the last part all but half a part; and of a block whose positions are alike, all of it.
-fn seen(graph: &Graph, mask: ValueId) -> f64 {
-    let mut parts = 1;
-    let mut by_position = false;
-    let mut open = vec![mask];
-    let mut found: BTreeSet<ValueId> = BTreeSet::from([mask]);
-    while let Some(v) = open.pop() {
-        let node = graph.node(v);
-        match &node.op {
-            Op::AxisIndex(op) => parts = parts.max(op.mesh.product(&op.axes)),
-            Op::Iota(_) => by_position |= node.ty.elements() > 1,
-            _ => {}
+/// The visible parts of a body's masks. Layers have masks of their own that are alike, and one is looked at for all.
+struct Shares<'a> {
+    graph: &'a Graph,
+    known: RefCell<BTreeMap<(bool, String), f64>>,
+}
+
+impl Shares<'_> {
+    fn of(&self, mask: Mask) -> f64 {
+        let form = (mask.shows, form(self.graph, mask.value));
+        if let Some(&known) = self.known.borrow().get(&form) {
+            return known;
         }
-        open.extend(node.operands.iter().filter(|o| found.insert(**o)));
-    }
-    match parts {
-        1 => 0.5,
-        _ if by_position => 1.0 - 0.5 / parts as f64,
-        _ => 1.0,
+        let share = visible(self.graph, mask, TILE, &unknown_leaf);
+        self.known.borrow_mut().insert(form, share);
+        share
     }
 }
 
@@ -406,6 +417,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             }
             Op::Slice(_) | Op::Transpose(_) | Op::BroadcastInDim(_) => Role::Alias,
             Op::Collective(c) if !c.collective.communicates() => Role::Alias,
+            Op::Microbatches(_) => Role::Alias,
             Op::Reduce(reduce) => {
                 let shape = graph.shape(operand());
                 let row: u64 = reduce.dims.iter().map(|&d| shape[d]).product();
@@ -417,6 +429,8 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             | Op::Convolution(_)
             | Op::Gather(_)
             | Op::ScatterAdd(_)
+            | Op::GroupedDot(_)
+            | Op::GroupedOuter(_)
             | Op::Scatter(_)
             | Op::ReduceWindow(_)
             | Op::SelectAndScatter(_)
@@ -469,8 +483,19 @@ fn sources(graph: &Graph, roles: &[Role]) -> Vec<(ValueId, u64)> {
     source
 }
 
+/// The barriers between each value and its source ([`sources`]): reshapes that change no shape.
+fn barriers(graph: &Graph, roles: &[Role]) -> Vec<u32> {
+    let mut barriers = vec![0; graph.len()];
+    for v in graph.values().filter(|v| roles[v.index()] == Role::Alias) {
+        let operand = graph.node(v).operands[0];
+        let same = matches!(graph.node(v).op, Op::Reshape(_)) && graph.shape(v) == graph.shape(operand);
+        barriers[v.index()] = barriers[operand.index()] + u32::from(same);
+    }
+    barriers
+}
+
 /// The kernel of each computed node, named by one of its nodes.
-fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> {
+fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[u32]) -> Vec<u32> {
     let mut level = vec![0u32; graph.len()];
     let mut parent: Vec<u32> = (0..graph.len() as u32).collect();
     fn find(parent: &mut [u32], mut at: u32) -> u32 {
@@ -485,10 +510,10 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)]) -> Vec<u32> 
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         let alone = roles[v.index()] == Role::Alone;
         let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
-        let mut at = 0;
-        for o in operands.iter().filter(|o| computes(roles[o.index()])) {
+        let mut at = graph.node(v).operands.iter().map(|o| barriers[o.index()]).max().unwrap_or(0);
+        for (o, direct) in operands.iter().zip(&graph.node(v).operands).filter(|(o, _)| computes(roles[o.index()])) {
             let barrier = alone || matches!(roles[o.index()], Role::Alone | Role::Reduction);
-            at = at.max(level[o.index()] + u32::from(barrier));
+            at = at.max(level[o.index()] + u32::from(barrier) + barriers[direct.index()]);
         }
         if grows(graph, v) {
             made_of[v.index()] = Some(v);
@@ -525,13 +550,20 @@ struct Kept {
     sources: Vec<Vec<ValueId>>,
 }
 
-fn kept(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], group: &[u32], written: &BTreeSet<ValueId>) -> Kept {
+fn kept(
+    graph: &Graph,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    barriers: &[u32],
+    group: &[u32],
+    written: &BTreeSet<ValueId>,
+) -> Kept {
     let mut into_alone = vec![false; graph.len()];
     let mut crosses = vec![false; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
-        for o in &graph.node(v).operands {
-            let o = source[o.index()].0.index();
-            into_alone[o] |= roles[v.index()] == Role::Alone;
+        for direct in &graph.node(v).operands {
+            let o = source[direct.index()].0.index();
+            into_alone[o] |= roles[v.index()] == Role::Alone || barriers[direct.index()] > 0;
             crosses[o] |= group[o] != group[v.index()];
         }
     }
@@ -645,6 +677,22 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
             let aligned = rows.iter().map(|r| 1 << r.trailing_zeros().min(3)).min().unwrap_or(1);
             let dtype = graph.ty(node.operands[0]).dtype;
             KernelKind::Matmul(Matmul { batch, m: rest(lhs), n: rest(rhs), k, dtype, aligned })
+        }
+        Op::GroupedDot(_) | Op::GroupedOuter(_) => {
+            let matrices =
+                if matches!(node.op, Op::GroupedDot(_)) { graph.shape(node.operands[1]) } else { &node.ty.shape };
+            let flop = node.op.flop(&graph.operand_types(v), &node.ty);
+            let (batch, terms, columns) = (matrices[0].max(1), matrices[1], matrices[2]);
+            // Rows are spread evenly.
+            let rows = flop.div_ceil(2 * batch * (terms * columns).max(1));
+            let [m, n, k] = match &node.op {
+                Op::GroupedOuter(_) => [terms, columns, rows],
+                Op::GroupedDot(dot) if dot.contract == 2 => [rows, terms, columns],
+                _ => [rows, columns, terms],
+            };
+            let aligned = [terms, columns].iter().map(|r| 1 << r.trailing_zeros().min(3)).min().unwrap_or(1);
+            let dtype = graph.ty(node.operands[0]).dtype;
+            KernelKind::Matmul(Matmul { batch, m, n, k, dtype, aligned })
         }
         Op::Convolution(_) => {
             let flop = node.op.flop(&graph.operand_types(v), &node.ty) as f64;

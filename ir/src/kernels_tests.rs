@@ -1,6 +1,7 @@
 //! Which kernels graphs become, by hand; and what must hold of any.
 
 use super::*;
+use crate::literal::Literal;
 use crate::mesh::{AxisId, Mesh};
 use crate::op::{AxisIndex, Direction, DotGeneral, Input, Iota, Reducer, Select, Slice, Unary};
 use crate::types::TensorType;
@@ -106,11 +107,16 @@ fn fused_attention_never_writes_scores() {
     assert_eq!(of(&g, &[narrow], false).len(), 5);
 
     let found = of(&g, &[narrow], true);
-    let Some(Kernel { kind: KernelKind::Attention { flop, share, .. }, read_bytes, written_bytes, .. }) =
-        found.iter().find(|k| matches!(k.kind, KernelKind::Attention { .. }))
+    let Some(Kernel {
+        kind: KernelKind::Attention(Attention { flop, share, keys, backward, .. }),
+        read_bytes,
+        written_bytes,
+        ..
+    }) = found.iter().find(|k| matches!(k.kind, KernelKind::Attention(_)))
     else {
         panic!("{found:?}");
     };
+    assert_eq!((*keys, *backward), (1024, false));
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
     // No product sums the other one that grows up again, so that it is written as any product is.
@@ -123,7 +129,8 @@ fn fused_attention_never_writes_scores() {
 fn the_device_that_sees_most_says_how_much_is_computed() {
     let share = |parts: u32, alike: bool| {
         let mut g = Graph::new("masked");
-        let [q, k, v] = [0; 3].map(|_| input(&mut g, &[16, 1024, 64]));
+        let q = input(&mut g, &[16, 1024, 64]);
+        let [k, v] = [0; 2].map(|_| input(&mut g, &[16, 1024 * u64::from(parts), 64]));
         let scores = product(&mut g, q, k, 2);
         let shape = g.shape(scores).to_vec();
         let iota = |g: &mut Graph, dim: usize| {
@@ -136,7 +143,9 @@ fn the_device_that_sees_most_says_how_much_is_computed() {
             let mesh = Mesh::new(&[("data", parts)]);
             let index = g.emit(Op::AxisIndex(AxisIndex { axes: vec![AxisId(0)], mesh, dtype: DType::I32 }), &[]);
             let block = g.broadcast(index, &shape, &[]);
-            row = if alike { block } else { g.add(row, block) };
+            let size = g.constant(Literal::splat(TensorType::new(DType::I32, shape.clone()), 1024.0));
+            let begin = g.mul(block, size);
+            row = if alike { block } else { g.add(row, begin) };
             first = if alike { g.div(block, block) } else { column };
         }
         let seen = g.compare(Direction::Ge, row, first);
@@ -146,15 +155,16 @@ fn the_device_that_sees_most_says_how_much_is_computed() {
         let mixed = product(&mut g, weights, v, 1);
         let found = of(&g, &[mixed], true);
         let kernels = found.iter().filter_map(|kernel| match kernel.kind {
-            KernelKind::Attention { share, .. } => Some(share),
+            KernelKind::Attention(Attention { share, .. }) => Some(share),
             _ => None,
         });
         kernels.collect::<Vec<f64>>()
     };
-    assert_eq!(share(4, false), [0.875]);
-    assert_eq!(share(2, false), [0.75]);
+    // Of 8 x 8 tiles those on the diagonal count as a whole; the last part sees all that is before it.
+    assert_eq!(share(1, false), [36.0 / 64.0]);
+    assert_eq!(share(2, false), [(64.0 + 36.0) / 128.0]);
+    assert_eq!(share(4, false), [(192.0 + 36.0) / 256.0]);
     assert_eq!(share(4, true), [1.0]);
-    assert_eq!(share(1, false), [0.5]);
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
 //! plain data, verified before use.
 
+pub mod accumulation;
 pub mod array;
 pub mod autodiff;
 pub mod batch;
@@ -13,6 +14,7 @@ pub mod cluster;
 pub mod dot;
 pub mod dtype;
 pub mod expand;
+pub mod experts;
 pub mod float;
 pub mod graph;
 pub mod import;
@@ -20,6 +22,7 @@ pub mod interpret;
 pub mod kernels;
 pub mod literal;
 pub mod loss_scale;
+pub mod losses_of_step;
 pub mod mesh;
 pub mod op;
 pub mod optimizer;
@@ -44,4 +47,5 @@ pub mod tensor;
 pub mod text;
 pub mod types;
 pub mod unstack;
+pub mod visible;
 pub mod work;

@@ -54,7 +54,7 @@ impl LossScale {
     /// What a model is trained with unless something else is asked for: a scale that is found where something that depends on a
     /// parameter is f16. The other float types have numbers as small as gradients are.
     pub fn of_model(graph: &Graph) -> Option<LossScale> {
-        let trained = graph.depends_on(|v| matches!(graph.node(v).op, Op::Parameter(_)));
+        let trained = graph.depends_on(|v| graph.is_trained(v));
         let is_small = |v: ValueId| trained[v.index()] && graph.ty(v).dtype == DType::F16;
         graph.values().any(is_small).then(LossScale::default)
     }

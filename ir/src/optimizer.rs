@@ -1,8 +1,8 @@
 //! Optimizer updates as graphs: elementwise ops on a parameter, its gradient and its state.
 //!
 //! An update is the same for every shard of a parameter, so it is written once for a local shape and runs under
-//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32;
-//! parameters of half precision keep an f32 master copy that is updated and then rounded.
+//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32, of
+//! f64 parameters f64; parameters of less than single precision keep an f32 master copy that is updated and then rounded.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -21,6 +21,9 @@ use serde::{Deserialize, Serialize};
 pub enum Optimizer {
     /// `u = momentum * u + g + weight_decay * p; p -= lr * u`. Without momentum there is no state.
     Sgd { momentum: f64, weight_decay: f64 },
+    /// Momentum as Sutskever et al. 2013 write Nesterov's (equation 7 in the form that frameworks have): `u = momentum * u + g +
+    /// weight_decay * p; p -= lr * (g + weight_decay * p + momentum * u)`.
+    Nesterov { momentum: f64, weight_decay: f64 },
     /// Adam (Kingma & Ba 2015), decay added to the gradient.
     Adam {
         beta1: f64,
@@ -42,30 +45,64 @@ pub enum Optimizer {
     },
     /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), decay added to the gradient: `v = decay * v + (1 - decay) * g^2`,
     /// `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
-    Rmsprop { decay: f64, epsilon: f64, momentum: f64, weight_decay: f64 },
+    Rmsprop {
+        decay: f64,
+        epsilon: f64,
+        momentum: f64,
+        weight_decay: f64,
+        /// `sqrt(v + epsilon)` takes the place of `sqrt(v) + epsilon`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        epsilon_in_root: bool,
+    },
     /// Adagrad (Duchi, Hazan & Singer 2011), decay added to the gradient: `s += g^2; p -= lr * g / (sqrt(s) + epsilon)`.
-    Adagrad { epsilon: f64, weight_decay: f64 },
+    Adagrad {
+        epsilon: f64,
+        weight_decay: f64,
+        /// `sqrt(s + epsilon)` takes the place of `sqrt(s) + epsilon`.
+        #[serde(default, skip_serializing_if = "is_false")]
+        epsilon_in_root: bool,
+    },
     /// Adadelta (Zeiler 2012, algorithm 1), decay added to the gradient: `v = rho * v + (1 - rho) * g^2`,
     /// `d = g * sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its own rate is 1.
     Adadelta { rho: f64, epsilon: f64, weight_decay: f64 },
     /// LARS (You, Gitman & Ginsburg 2017, algorithm 1): `r = trust * |p| / (|g| + weight_decay * |p|)`,
     /// `u = momentum * u + lr * r * (g + weight_decay * p)`, `p -= u`.
-    Lars { momentum: f64, weight_decay: f64, trust: f64 },
+    Lars {
+        momentum: f64,
+        weight_decay: f64,
+        trust: f64,
+        /// Parameters of fewer than two dimensions step by a ratio too.
+        #[serde(default, skip_serializing_if = "is_false")]
+        ratio_of_all: bool,
+    },
     /// LARC (Ginsburg, Gitman & You 2018): the rate of a layer is LARS's, and at most the given one:
     /// `r = min(trust * |p| / (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
     Larc { momentum: f64, weight_decay: f64, trust: f64 },
     /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) + weight_decay * p`
     /// with Adam's averages, `p -= lr * |p| / |d| * d`.
-    Lamb { beta1: f64, beta2: f64, epsilon: f64, weight_decay: f64 },
+    Lamb {
+        beta1: f64,
+        beta2: f64,
+        epsilon: f64,
+        weight_decay: f64,
+        /// Parameters of fewer than two dimensions step by a ratio too.
+        #[serde(default, skip_serializing_if = "is_false")]
+        ratio_of_all: bool,
+    },
 }
 
 fn yes() -> bool {
     true
 }
 
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
 impl Optimizer {
     /// The names of all.
-    pub const NAMES: [&str; 9] = ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "lars", "larc", "lamb"];
+    pub const NAMES: [&str; 10] =
+        ["sgd", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "lars", "larc", "lamb"];
 
     pub fn sgd() -> Self {
         Optimizer::Sgd { momentum: 0.9, weight_decay: 0.0 }
@@ -83,14 +120,27 @@ impl Optimizer {
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "sgd" => Some(Optimizer::sgd()),
+            "nesterov" => Some(Optimizer::Nesterov { momentum: 0.9, weight_decay: 0.0 }),
             "adam" => Some(Optimizer::adam()),
             "adamw" => Some(Optimizer::adamw()),
-            "rmsprop" => Some(Optimizer::Rmsprop { decay: 0.99, epsilon: 1e-8, momentum: 0.0, weight_decay: 0.0 }),
-            "adagrad" => Some(Optimizer::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }),
+            "rmsprop" => Some(Optimizer::Rmsprop {
+                decay: 0.99,
+                epsilon: 1e-8,
+                momentum: 0.0,
+                weight_decay: 0.0,
+                epsilon_in_root: false,
+            }),
+            "adagrad" => Some(Optimizer::Adagrad { epsilon: 1e-10, weight_decay: 0.0, epsilon_in_root: false }),
             "adadelta" => Some(Optimizer::Adadelta { rho: 0.95, epsilon: 1e-6, weight_decay: 0.0 }),
-            "lars" => Some(Optimizer::Lars { momentum: 0.9, weight_decay: 5e-4, trust: 1e-3 }),
+            "lars" => Some(Optimizer::Lars { momentum: 0.9, weight_decay: 5e-4, trust: 1e-3, ratio_of_all: false }),
             "larc" => Some(Optimizer::Larc { momentum: 0.9, weight_decay: 5e-4, trust: 1e-3 }),
-            "lamb" => Some(Optimizer::Lamb { beta1: 0.9, beta2: 0.999, epsilon: 1e-6, weight_decay: 0.01 }),
+            "lamb" => Some(Optimizer::Lamb {
+                beta1: 0.9,
+                beta2: 0.999,
+                epsilon: 1e-6,
+                weight_decay: 0.01,
+                ratio_of_all: false,
+            }),
             _ => None,
         }
     }
@@ -98,6 +148,7 @@ impl Optimizer {
     pub fn name(&self) -> &'static str {
         match self {
             Optimizer::Sgd { .. } => "sgd",
+            Optimizer::Nesterov { .. } => "nesterov",
             Optimizer::Adam { .. } => "adam",
             Optimizer::Adamw { .. } => "adamw",
             Optimizer::Rmsprop { .. } => "rmsprop",
@@ -129,11 +180,12 @@ impl Optimizer {
     /// assert!(sgd.setting("beta1").is_none());
     /// ```
     pub fn setting(&mut self, name: &str) -> Option<&mut f64> {
-        use Optimizer::{Adadelta, Adagrad, Adam, Adamw, Lamb, Larc, Lars, Rmsprop, Sgd};
+        use Optimizer::{Adadelta, Adagrad, Adam, Adamw, Lamb, Larc, Lars, Nesterov, Rmsprop, Sgd};
         match (name, self) {
             (
                 "momentum",
                 Sgd { momentum: x, .. }
+                | Nesterov { momentum: x, .. }
                 | Rmsprop { momentum: x, .. }
                 | Lars { momentum: x, .. }
                 | Larc { momentum: x, .. },
@@ -152,6 +204,7 @@ impl Optimizer {
             | (
                 "weight_decay",
                 Sgd { weight_decay: x, .. }
+                | Nesterov { weight_decay: x, .. }
                 | Adam { weight_decay: x, .. }
                 | Adamw { weight_decay: x, .. }
                 | Rmsprop { weight_decay: x, .. }
@@ -168,18 +221,24 @@ impl Optimizer {
         }
     }
 
-    /// Names of the f32 state tensors that a parameter of this type has.
+    /// The type of the state of a parameter, in which its update is computed: that of the parameter, and no less than single precision.
+    pub fn state_type(parameter: DType) -> DType {
+        if parameter == DType::F64 { DType::F64 } else { DType::F32 }
+    }
+
+    /// Names of the state tensors that a parameter of this type has, each of [`Optimizer::state_type`].
     pub fn slots(&self, parameter: DType) -> Vec<&'static str> {
         let mut slots = match self {
             Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => vec![],
-            Optimizer::Sgd { .. } | Optimizer::Lars { .. } | Optimizer::Larc { .. } => vec!["momentum"],
+            Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => vec!["momentum"],
+            Optimizer::Lars { .. } | Optimizer::Larc { .. } => vec!["momentum"],
             Optimizer::Adam { .. } | Optimizer::Adamw { .. } | Optimizer::Lamb { .. } => vec!["m", "v"],
             Optimizer::Rmsprop { momentum, .. } if *momentum == 0.0 => vec!["v"],
             Optimizer::Rmsprop { .. } => vec!["v", "momentum"],
             Optimizer::Adagrad { .. } => vec!["sum"],
             Optimizer::Adadelta { .. } => vec!["v", "u"],
         };
-        if parameter.is_half() {
+        if parameter != Optimizer::state_type(parameter) {
             slots.push("master");
         }
         slots
@@ -187,7 +246,7 @@ impl Optimizer {
 
     /// Bytes of state of one element of a parameter.
     pub fn state_bytes_per_element(&self, parameter: DType) -> u64 {
-        4 * self.slots(parameter).len() as u64
+        Optimizer::state_type(parameter).bytes() * self.slots(parameter).len() as u64
     }
 }
 
@@ -246,8 +305,8 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
     let slots = optimizer.slots(dtype);
     let slot = |name: &str| slots.iter().position(|s| *s == name).map(|i| states[i]);
     let state = |name: &str| slot(name).unwrap_or_else(|| unreachable!("{optimizer:?} has the slot {name}"));
-    let half = dtype.is_half();
-    let weights = if half { slot("master").unwrap_or(parameter) } else { parameter };
+    let master = slot("master");
+    let weights = master.unwrap_or(parameter);
     let compute = graph.ty(weights).dtype;
     let mut grad = graph.convert(given.gradient, compute);
     if given.gradient_scale != 1.0 {
@@ -260,7 +319,9 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
     }
     let rate = graph.convert(learning_rate, compute);
     let lr = graph.broadcast_scalar(rate, &shape);
-    let has_ratio = shape.len() > 1;
+    let of_all =
+        matches!(optimizer, Optimizer::Lars { ratio_of_all: true, .. } | Optimizer::Lamb { ratio_of_all: true, .. });
+    let has_ratio = of_all || shape.len() > 1;
 
     let mut new_states = Vec::new();
     let new_weights = match *optimizer {
@@ -274,6 +335,14 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
                 }
                 None => grad,
             };
+            let change = graph.mul(lr, direction);
+            graph.sub(weights, change)
+        }
+        Optimizer::Nesterov { momentum, weight_decay } => {
+            grad = decayed(graph, grad, weights, weight_decay);
+            let velocity = moved(graph, state("momentum"), grad, momentum);
+            new_states.push(velocity);
+            let direction = moved(graph, velocity, grad, momentum);
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
@@ -293,12 +362,12 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
-        Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay } => {
+        Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay, epsilon_in_root } => {
             grad = decayed(graph, grad, weights, weight_decay);
             let square = graph.mul(grad, grad);
             let v = average(graph, state("v"), square, decay);
             new_states.push(v);
-            let mut direction = by_root(graph, grad, v, epsilon);
+            let mut direction = by_root(graph, grad, v, epsilon, epsilon_in_root);
             if let Some(old) = slot("momentum") {
                 direction = moved(graph, old, direction, momentum);
                 new_states.push(direction);
@@ -306,12 +375,12 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
-        Optimizer::Adagrad { epsilon, weight_decay } => {
+        Optimizer::Adagrad { epsilon, weight_decay, epsilon_in_root } => {
             grad = decayed(graph, grad, weights, weight_decay);
             let square = graph.mul(grad, grad);
             let sum = graph.add(state("sum"), square);
             new_states.push(sum);
-            let direction = by_root(graph, grad, sum, epsilon);
+            let direction = by_root(graph, grad, sum, epsilon, epsilon_in_root);
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
@@ -333,7 +402,7 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             let change = graph.mul(lr, direction);
             graph.sub(weights, change)
         }
-        Optimizer::Lars { momentum, weight_decay, trust } | Optimizer::Larc { momentum, weight_decay, trust } => {
+        Optimizer::Lars { momentum, weight_decay, trust, .. } | Optimizer::Larc { momentum, weight_decay, trust } => {
             let mut rate = rate;
             if has_ratio {
                 let [of_weights, of_gradient] = [weights, grad].map(|x| norm(graph, x, given.whole));
@@ -353,7 +422,7 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             new_states.push(velocity);
             graph.sub(weights, velocity)
         }
-        Optimizer::Lamb { beta1, beta2, epsilon, weight_decay } => {
+        Optimizer::Lamb { beta1, beta2, epsilon, weight_decay, .. } => {
             let settings = (beta1, beta2, epsilon, true);
             let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
             new_states.extend(averages);
@@ -370,7 +439,7 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
             graph.sub(weights, change)
         }
     };
-    if half {
+    if master.is_some() {
         new_states.push(new_weights);
     }
     Update { parameter: graph.convert(new_weights, dtype), states: new_states }
@@ -393,11 +462,17 @@ fn adam(
         m_hat = unbiased(graph, m, beta1, step, &shape);
         v_hat = unbiased(graph, v, beta2, step, &shape);
     }
-    (by_root(graph, m_hat, v_hat, epsilon), [m, v])
+    (by_root(graph, m_hat, v_hat, epsilon, false), [m, v])
 }
 
-/// `x / (sqrt(square) + epsilon)`.
-fn by_root(graph: &mut Graph, x: ValueId, square: ValueId, epsilon: f64) -> ValueId {
+/// `x / (sqrt(square) + epsilon)`, or `x / sqrt(square + epsilon)`.
+fn by_root(graph: &mut Graph, x: ValueId, square: ValueId, epsilon: f64, in_root: bool) -> ValueId {
+    if in_root {
+        let epsilon = graph.splat_like(square, epsilon);
+        let sum = graph.add(square, epsilon);
+        let root = graph.unary(Unary::Sqrt, sum);
+        return graph.div(x, root);
+    }
     let root = graph.unary(Unary::Sqrt, square);
     let epsilon = graph.splat_like(root, epsilon);
     let denominator = graph.add(root, epsilon);

@@ -29,6 +29,11 @@ fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr:
                 *a = momentum * *a + g[i] + weight_decay * p[i];
                 p[i] -= lr * *a;
             }
+            Optimizer::Nesterov { momentum, weight_decay } => {
+                let g = g[i] + weight_decay * p[i];
+                *a = momentum * *a + g;
+                p[i] -= lr * (g + momentum * *a);
+            }
             Optimizer::Adam { beta1, beta2, epsilon, .. }
             | Optimizer::Adamw { beta1, beta2, epsilon, .. }
             | Optimizer::Lamb { beta1, beta2, epsilon, .. } => {
@@ -42,15 +47,15 @@ fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr:
                 };
                 direction[i] = m / (v.sqrt() + epsilon) + decay * p[i];
             }
-            Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay } => {
+            Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay, epsilon_in_root } => {
                 let g = g[i] + weight_decay * p[i];
                 *a = decay * *a + (1.0 - decay) * g * g;
-                *b = momentum * *b + g / (a.sqrt() + epsilon);
+                *b = momentum * *b + g / if epsilon_in_root { (*a + epsilon).sqrt() } else { a.sqrt() + epsilon };
                 p[i] -= lr * *b;
             }
-            Optimizer::Adagrad { epsilon, .. } => {
+            Optimizer::Adagrad { epsilon, epsilon_in_root, .. } => {
                 *a += g[i] * g[i];
-                p[i] -= lr * g[i] / (a.sqrt() + epsilon);
+                p[i] -= lr * g[i] / if epsilon_in_root { (*a + epsilon).sqrt() } else { a.sqrt() + epsilon };
             }
             Optimizer::Adadelta { rho, epsilon, .. } => {
                 *a = rho * *a + (1.0 - rho) * g[i] * g[i];
@@ -58,9 +63,9 @@ fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr:
                 *b = rho * *b + (1.0 - rho) * d * d;
                 p[i] -= lr * d;
             }
-            Optimizer::Lars { momentum, weight_decay, trust } => {
+            Optimizer::Lars { momentum, weight_decay, trust, ratio_of_all } => {
                 let local = trust * p_norm / (g_norm + weight_decay * p_norm);
-                let local = if has_ratio && p_norm > 0.0 && g_norm > 0.0 { local } else { 1.0 };
+                let local = if (has_ratio || ratio_of_all) && p_norm > 0.0 && g_norm > 0.0 { local } else { 1.0 };
                 *a = momentum * *a + lr * local * (g[i] + weight_decay * p[i]);
                 p[i] -= *a;
             }
@@ -75,7 +80,11 @@ fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr:
     }
     let ratio = match optimizer {
         Optimizer::Adam { .. } | Optimizer::Adamw { .. } => 1.0,
-        Optimizer::Lamb { .. } if has_ratio && p_norm > 0.0 && length(&direction) > 0.0 => p_norm / length(&direction),
+        Optimizer::Lamb { ratio_of_all, .. }
+            if (has_ratio || *ratio_of_all) && p_norm > 0.0 && length(&direction) > 0.0 =>
+        {
+            p_norm / length(&direction)
+        }
         Optimizer::Lamb { .. } => 1.0,
         _ => return,
     };
@@ -154,10 +163,49 @@ fn optimizers_compute_what_their_papers_say() {
             }
         }
     }
-    check(
-        &Optimizer::Rmsprop { decay: 0.9, epsilon: 1e-6, momentum: 0.8, weight_decay: 0.1 },
-        [1.0, 2.0, 3.0],
-        0.1,
-        None,
-    );
+    let further = [
+        Optimizer::Nesterov { momentum: 0.8, weight_decay: 0.1 },
+        Optimizer::Rmsprop { decay: 0.9, epsilon: 1e-6, momentum: 0.8, weight_decay: 0.1, epsilon_in_root: false },
+        Optimizer::Rmsprop { decay: 0.9, epsilon: 1e-2, momentum: 0.8, weight_decay: 0.1, epsilon_in_root: true },
+        Optimizer::Adagrad { epsilon: 1e-2, weight_decay: 0.0, epsilon_in_root: true },
+        Optimizer::Lars { momentum: 0.9, weight_decay: 0.1, trust: 0.02, ratio_of_all: true },
+        Optimizer::Lamb { beta1: 0.9, beta2: 0.99, epsilon: 1e-6, weight_decay: 0.1, ratio_of_all: true },
+    ];
+    for optimizer in further {
+        check(&optimizer, [1.0, 2.0, 3.0], 0.1, None);
+    }
+}
+
+/// State has the type of [`Optimizer::state_type`], and the new parameter that of the old, whatever the gradient is summed in.
+#[test]
+fn parameters_of_every_float_type_are_updated() {
+    let floats = DType::ALL.into_iter().filter(|dtype| dtype.is_float());
+    for (dtype, name) in floats.flat_map(|dtype| Optimizer::NAMES.map(|name| (dtype, name))) {
+        let optimizer = Optimizer::parse(name).expect("an optimizer");
+        let ty = TensorType::new(dtype, [2, 3]);
+        let state = ty.with_dtype(Optimizer::state_type(dtype));
+        for sum in [dtype, DType::F32, DType::F64] {
+            let mut graph = Graph::new("update");
+            let parameter = leaf(&mut graph, "p", ty.clone());
+            let gradient = leaf(&mut graph, "g", ty.with_dtype(sum));
+            let [learning_rate, step, factor] =
+                ["lr", "step", "clip"].map(|name| leaf(&mut graph, name, TensorType::scalar(DType::F32)));
+            let states: Vec<ValueId> =
+                optimizer.slots(dtype).into_iter().map(|slot| leaf(&mut graph, slot, state.clone())).collect();
+            let given = Given {
+                parameter,
+                gradient,
+                gradient_scale: 0.5,
+                factor: Some(factor),
+                states: &states,
+                learning_rate,
+                step,
+                whole: &|_, x| x,
+            };
+            let new = update(&mut graph, &optimizer, &given);
+            assert_eq!(graph.ty(new.parameter), &ty, "{name} of {dtype}");
+            assert_eq!(new.states.len(), states.len());
+            assert!(new.states.iter().all(|v| *graph.ty(*v) == state), "{name} of {dtype}");
+        }
+    }
 }

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 
 fn parameter(graph: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
     let ty = TensorType::new(DType::F32, shape);
-    graph.emit(Op::Parameter(Parameter { name: name.into(), ty }), &[])
+    graph.emit(Op::Parameter(Parameter::new(name, ty)), &[])
 }
 
 fn input(graph: &mut Graph, name: &str, dtype: DType, shape: &[u64]) -> ValueId {

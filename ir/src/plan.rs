@@ -271,6 +271,23 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+/// Which floating-point operations of attention count as the model's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MfuConvention {
+    /// Those that a mask leaves: what has to be computed.
+    #[default]
+    Computed,
+    /// All, whatever a mask hides, as the appendix of PaLM (Chowdhery et al. 2022) and Megatron-LM count.
+    Full,
+}
+
+impl MfuConvention {
+    fn is_computed(&self) -> bool {
+        *self == MfuConvention::Computed
+    }
+}
+
 /// Predicted for the plan.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Predicted {
@@ -279,15 +296,17 @@ pub struct Predicted {
     /// Where batches follow each other: of one alone, from its arrival to its last result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_s: Option<f64>,
-    /// No plan on these devices can be faster: the step's FLOPs at the devices' peak rate.
+    /// No plan on these devices can be faster: the operations that the step has to compute at the devices' peak rates.
     pub lower_bound_s: f64,
     pub samples_per_s: f64,
     /// Model FLOPs of a step over what all devices' peaks could do in the step time.
     pub mfu: f64,
     /// Peak of the devices of each stage, and of each parameter server.
     pub peak_bytes: Vec<u64>,
-    /// Floating-point operations of a step of the model (forward and backward, without recomputation).
+    /// Floating-point operations of a step of the model (forward and backward, without recomputation), as `mfu_convention` counts.
     pub model_flop: f64,
+    #[serde(default, skip_serializing_if = "MfuConvention::is_computed")]
+    pub mfu_convention: MfuConvention,
 }
 
 /// How one parameter, its gradient and its optimizer state are stored on a stage.
@@ -379,6 +398,16 @@ pub struct Alternative {
     pub detail: String,
 }
 
+/// The program that made a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MadeBy {
+    /// Of the program.
+    pub version: String,
+    /// The command line, without what only says where results go.
+    pub command: String,
+}
+
 /// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -428,6 +457,9 @@ pub struct Plan {
     /// predicted follows from the plan and that profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
+    /// What wrote the plan; absent where a library did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made_by: Option<MadeBy>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.
@@ -500,6 +532,11 @@ impl Plan {
     /// Where a parameter's own elements are among those that the plan's graph has of it, if there are more.
     pub fn extents(&self, parameter: &str) -> Option<&Extents> {
         self.padding.as_ref()?.parameters.get(parameter)
+    }
+
+    /// Bytes of a device of a stage that tensors can use.
+    pub fn usable_bytes(&self, stage: &Stage) -> u64 {
+        self.cluster.usable_bytes(self.group_of(stage))
     }
 
     /// The group of the cluster that a stage runs on.

@@ -44,7 +44,7 @@ pub enum BufferKind {
     /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision
     /// parameter, which starts as the parameter's value; all others start at zero). Lives for the whole run.
     State { parameter: String, slot: String },
-    /// Sum of a parameter's gradient over the microbatches of a step. Zero before the first of them; keeps its value until the
+    /// Sum of a parameter's gradient over the microbatches of a step, or of a value of [`Phase::Totals`] ([`ALL_PARAMETERS`]). Zero before the first of them; keeps its value until the
     /// next step, or the one after it ([`Overlap::doubles_accumulators`]), adds its own.
     Accumulator { parameter: String },
     /// An input of the model, one instance per microbatch: the microbatch's rows in each batch dimension,
@@ -101,6 +101,9 @@ impl Buffer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
+    /// Adds what a microbatch has of values that are summed over all of them ([`crate::op::Microbatches`]). Called for every
+    /// microbatch before the first forward body.
+    Totals,
     Forward,
     /// All gradients, or under a schedule that runs them apart those that earlier stages wait for.
     Backward,
@@ -188,7 +191,7 @@ pub struct Overlap {
 impl Phase {
     /// Whether a body works on a microbatch with the weights of its step, rather than on what all of a step gave.
     pub fn is_of_microbatch(self) -> bool {
-        matches!(self, Phase::Forward | Phase::Backward | Phase::Weights)
+        matches!(self, Phase::Totals | Phase::Forward | Phase::Backward | Phase::Weights)
     }
 }
 

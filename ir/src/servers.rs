@@ -21,7 +21,7 @@ pub struct ParameterServers {
     /// wait for it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub asynchronous: bool,
-    /// By name the server of each parameter, as a position in `servers`.
+    /// By name the server of each parameter that is trained, as a position in `servers`.
     pub holds: BTreeMap<String, u32>,
     /// Of each server.
     pub predicted: Vec<ServerPredicted>,
@@ -45,10 +45,10 @@ fn is_false(flag: &bool) -> bool {
 }
 
 impl ParameterServers {
-    /// Deals parameters to servers, the largest first to whoever holds least.
+    /// Deals parameters that are trained to servers; workers hold all others. They are dealt the largest first to whoever holds least.
     pub fn dealt(graph: &Graph, workers: Vec<u32>, servers: Vec<u32>, asynchronous: bool) -> ParameterServers {
         let mut parameters: Vec<(u64, &str)> =
-            graph.parameters().map(|(v, name)| (graph.ty(v).bytes(), name)).collect();
+            graph.trained_parameters().map(|(v, name)| (graph.ty(v).bytes(), name)).collect();
         parameters.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
         let mut held = vec![0u64; servers.len()];
         let mut holds = BTreeMap::new();
@@ -129,10 +129,10 @@ impl Plan {
         if !self.stages.iter().all(whole) {
             fail("workers", "push whole gradients, and one of the stage's is partial");
         }
-        let named: BTreeSet<&str> = self.graph.parameters().map(|(_, name)| name).collect();
+        let named: BTreeSet<&str> = self.graph.trained_parameters().map(|(_, name)| name).collect();
         let held: BTreeSet<&str> = holds.keys().map(String::as_str).collect();
         if named != held || holds.values().any(|&server| server as usize >= of_weights.len()) {
-            fail("holds", "must name a server for each parameter of the graph");
+            fail("holds", "must name a server for each parameter of the graph that is trained");
         }
         if predicted.len() != of_weights.len() {
             fail("predicted", "must say something of each server");

@@ -2,15 +2,15 @@
 //!
 //! A framework may hand over more than a loss: its gradients and the optimizer's update as well, in one function. Such a
 //! function is recognised by what its results are made of: an updated weight is the weight and its state under elementwise
-//! ops, and all that the loss has to say about it comes in through one value, the gradient. The update is a function of a
+//! ops and norms, and all that the loss has to say about it comes in through one value, the gradient. The update is a function of a
 //! few numbers then, and trying it out tells which optimizer it is. What remains is the loss, which is planned.
 
+mod fit;
+mod lanes;
+
 use crate::graph::{Graph, ValueId};
-use crate::interpret;
-use crate::op::{Binary, Input, Op, Operator, Parameter, Unary};
-use crate::optimizer::{Given, Optimizer, leaf, update};
-use crate::tensor::Tensor;
-use crate::types::TensorType;
+use crate::op::{Binary, Input, Op, Parameter, Unary};
+use crate::optimizer::Optimizer;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A function that is one step of training.
@@ -18,9 +18,13 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct TrainingStep {
     pub loss: ValueId,
     pub parameters: Vec<TrainedParameter>,
+    /// Weights that the step gives back as they are.
+    pub frozen: Vec<ValueId>,
+    /// Parameters that weight decay leaves out.
+    pub no_decay: Vec<ValueId>,
     /// What all parameters are updated by, if it is an optimizer that this crate knows.
     pub optimizer: Option<Fitted>,
-    /// Gradients are clipped or otherwise changed before the update.
+    /// Gradients are changed before the update, by more than a clip of their norm.
     pub changed: bool,
 }
 
@@ -31,6 +35,8 @@ pub struct TrainedParameter {
     pub states: Vec<ValueId>,
     /// What the loss is differentiated to by it, where that can be told from what is done to it before the update.
     pub gradient: Option<ValueId>,
+    /// What the update reads: the gradient, or what was made of all gradients.
+    pub applied: Option<ValueId>,
     pub updated: ValueId,
     pub updated_states: Vec<ValueId>,
 }
@@ -39,10 +45,12 @@ pub struct TrainedParameter {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fitted {
     pub optimizer: Optimizer,
-    /// That of the first step.
+    /// That of the first step in which it is not zero.
     pub learning_rate: f64,
     /// The learning rate follows a schedule.
     pub scheduled: bool,
+    /// The norm at which gradients are clipped.
+    pub clip_norm: Option<f64>,
 }
 
 /// The training step that a graph with several results is. `arguments` are its leaves in the function's order, and `names` what
@@ -59,6 +67,14 @@ pub fn recognise(graph: &Graph, arguments: &[ValueId], names: &[Option<String>])
     scalars.into_iter().find_map(|i| step_of_loss(graph, arguments, &reach, i))
 }
 
+/// For each leaf that the function gives back updated, beside this loss, what it is updated to.
+pub(crate) fn updated_by(graph: &Graph, arguments: &[ValueId], loss: ValueId) -> BTreeMap<ValueId, ValueId> {
+    let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
+    let index = graph.outputs.iter().position(|o| *o == loss).unwrap_or(graph.outputs.len());
+    let found = matched(graph, arguments, &reach, index).unwrap_or_default();
+    found.into_iter().map(|(leaf, (updated, _))| (leaf, updated)).collect()
+}
+
 /// The step whose loss is this output: all that is trained must be what the loss can be differentiated by, and the loss must
 /// not itself be made of gradients.
 fn step_of_loss(
@@ -72,10 +88,19 @@ fn step_of_loss(
     let needed = ancestors(graph, &[loss], |_| true);
     let smooth = ancestors(graph, &[loss], |v| graph.ty(v).dtype.is_float());
     let from_loss = graph.depends_on(|v| graph.node(v).op.is_leaf() && needed[v.index()]);
+    // A count of what the loss is a mean of is no norm of gradients.
+    let learnt = graph.depends_on(|v| smooth[v.index()] && updates.contains_key(&v));
     let users = graph.users();
-    let mut parameters = Vec::new();
-    let (mut changed, mut strange) = (false, false);
+    let (mut parameters, mut frozen) = (Vec::new(), Vec::new());
+    let mut strange = false;
     for (&parameter, &(updated, index)) in updates.iter().filter(|(a, _)| smooth[a.index()]) {
+        if graph.is_frozen(parameter) {
+            continue;
+        }
+        if fit::is_same(graph, updated, parameter) {
+            frozen.push(parameter);
+            continue;
+        }
         // A count of steps is updated as well, but learns nothing from the batch.
         let learns = |s: &ValueId| updates.get(s).is_some_and(|(updated, _)| from_loss[updated.index()]);
         let is_state = |s: &&ValueId| **s != parameter && learns(s) && !needed[s.index()];
@@ -90,14 +115,13 @@ fn step_of_loss(
             needed[u.index()] && node.op.is_elementwise() && !keeps && node.ty.shape == graph.shape(parameter)
         };
         let penalised = users[parameter.index()].iter().any(|u| is_penalty(&u));
-        let mut gradient = gradient(graph, &results, &own, penalised);
-        if !penalised && graph.ty(parameter).rank() > 0 {
-            let raw = gradient.and_then(|g| before_changes(graph, g));
-            changed |= raw != gradient;
-            gradient = raw;
-        }
+        let applied = gradient(graph, &results, &own, penalised);
+        let gradient = match !penalised && graph.ty(parameter).rank() > 0 {
+            true => applied.and_then(|g| before_changes(graph, g, &learnt)),
+            false => applied,
+        };
         strange |= gradient.is_none();
-        parameters.push(TrainedParameter { parameter, states, gradient, updated, updated_states });
+        parameters.push(TrainedParameter { parameter, states, gradient, applied, updated, updated_states });
     }
     let gradients: BTreeSet<ValueId> = parameters.iter().filter_map(|p| p.gradient).collect();
     let from_gradients = graph.depends_on(|v| gradients.contains(&v));
@@ -112,15 +136,19 @@ fn step_of_loss(
         let ty = graph.ty(*a);
         steers[a.index()] && !needed[a.index()] && !known.contains(a) && ty.dtype.is_float() && ty.rank() > 0
     };
-    strange |= changed || updates.keys().any(foreign);
-    let mut fits = parameters.iter().map(|p| if strange { None } else { fit(graph, p) });
-    let first = fits.next()?;
-    let same = fits.all(|f| f == first);
-    Some(TrainingStep { loss, parameters, optimizer: first.filter(|_| same), changed })
+    strange |= updates.keys().any(foreign);
+    if parameters.is_empty() {
+        return None;
+    }
+    let counts = fit::counts(graph, &updates);
+    let found = if strange { None } else { fit::fit(graph, &parameters, &counts) };
+    let changed = found.is_none() && parameters.iter().any(|p| p.gradient != p.applied);
+    let (optimizer, no_decay) = found.map_or((None, Vec::new()), |found| (Some(found.fitted), found.no_decay));
+    Some(TrainingStep { loss, parameters, frozen, no_decay, optimizer, changed })
 }
 
 /// The nodes that `outputs` are made of, through nodes that `passes` holds for.
-fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
+pub(crate) fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
     let mut needed = vec![false; graph.len()];
     outputs.iter().for_each(|o| needed[o.index()] = true);
     for v in graph.values().rev() {
@@ -131,16 +159,16 @@ fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> boo
     needed
 }
 
-/// Whether a value is one number computed from others, in a shape.
-fn is_spread(graph: &Graph, v: ValueId) -> bool {
+/// Whether a value is one number computed from what is `learnt`, in a shape.
+fn is_spread(graph: &Graph, v: ValueId, learnt: &[bool]) -> bool {
     let node = graph.node(v);
     let smaller = |o: ValueId| graph.ty(o).elements() < node.ty.elements();
-    matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && !is_uniform(graph, v)
+    matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && learnt[v.index()] && !is_uniform(graph, v)
 }
 
 /// The gradient before it was clipped, normalised or the like: by numbers made of gradients, or by functions that no
 /// gradient of a sum of products ends with. `None` where it cannot be told apart.
-fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
+fn before_changes(graph: &Graph, gradient: ValueId, learnt: &[bool]) -> Option<ValueId> {
     let shape = graph.shape(gradient);
     let plain = |v: ValueId| {
         let node = graph.node(v);
@@ -150,7 +178,7 @@ fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
                 | Op::Unary(Unary::Negate)
                 | Op::Convert(_)
         );
-        !node.op.is_elementwise() || linear && !node.operands.iter().any(|&o| is_spread(graph, o))
+        !node.op.is_elementwise() || linear && !node.operands.iter().any(|&o| is_spread(graph, o, learnt))
     };
     // The elementwise part of the gradient, from the last op to the first.
     let mut changes = false;
@@ -177,7 +205,8 @@ fn before_changes(graph: &Graph, gradient: ValueId) -> Option<ValueId> {
         if !node.op.is_elementwise() && !matches!(node.op, Op::Reshape(_)) {
             return None;
         }
-        let varies = |o: &&ValueId| graph.shape(**o) == shape && !is_uniform(graph, **o) && !is_spread(graph, **o);
+        let varies =
+            |o: &&ValueId| graph.shape(**o) == shape && !is_uniform(graph, **o) && !is_spread(graph, **o, learnt);
         parts.extend(node.operands.iter().filter(varies));
     }
 }
@@ -214,7 +243,10 @@ impl TrainingStep {
             let mut node = graph.node(v).clone();
             node.operands.iter_mut().for_each(|o| *o = map[o.index()]);
             node.op = match node.op {
-                Op::Input(Input { name, ty }) if trained.contains(&v) => Op::Parameter(Parameter { name, ty }),
+                Op::Input(Input { name, ty }) if trained.contains(&v) || self.frozen.contains(&v) => {
+                    let (frozen, no_decay) = (!trained.contains(&v), self.no_decay.contains(&v));
+                    Op::Parameter(Parameter { frozen, no_decay, ..Parameter::new(name, ty) })
+                }
                 op => op,
             };
             map[v.index()] = part.append(node);
@@ -336,7 +368,8 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalis
     }
 }
 
-/// Whether `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape.
+/// Whether `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape, and by numbers that are made of all
+/// elements, as norms are.
 fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<ValueId, bool>) -> bool {
     let mut stack = vec![(v, false)];
     while let Some((at, ready)) = stack.pop() {
@@ -344,7 +377,19 @@ fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<Val
             continue;
         }
         let node = graph.node(at);
-        let inside = node.ty.shape == shape && (node.op.is_elementwise() || matches!(node.op, Op::Reshape(_)));
+        // Norms are computed of tensors in one dimension, too.
+        let elements: u64 = shape.iter().product();
+        let of_elements = |o: ValueId| graph.ty(o).elements() == elements;
+        let number = node.ty.elements() == 1;
+        let inside = match &node.op {
+            Op::BroadcastInDim(_) => {
+                let from = graph.ty(node.operands[0]).elements();
+                (number || of_elements(at)) && (from == 1 || from == node.ty.elements())
+            }
+            Op::Reduce(_) | Op::DotGeneral(_) => number && node.operands.iter().all(|&o| of_elements(o)),
+            Op::Reshape(_) => of_elements(at) || number,
+            op => (number || of_elements(at)) && op.is_elementwise(),
+        };
         if !inside || ready {
             let depends = inside && node.operands.iter().any(|o| known.get(o) == Some(&true));
             known.insert(at, depends);
@@ -365,167 +410,6 @@ fn is_uniform(graph: &Graph, v: ValueId) -> bool {
         Op::BroadcastInDim(_) | Op::Reshape(_) => is_uniform(graph, node.operands[0]),
         op => node.ty.rank() == 0 && op.is_elementwise() && node.operands.iter().all(|&o| is_uniform(graph, o)),
     }
-}
-
-/// The value of one element of `v`, where those of the `given` values are known and scalar arguments are `scalar`.
-fn element(graph: &Graph, v: ValueId, given: &BTreeMap<ValueId, f64>, scalar: f64) -> Option<f64> {
-    let mut known: BTreeMap<ValueId, f64> = given.clone();
-    let mut stack = vec![v];
-    while let Some(&at) = stack.last() {
-        if known.contains_key(&at) {
-            stack.pop();
-            continue;
-        }
-        let node = graph.node(at);
-        if let Some(&missing) = node.operands.iter().find(|o| !known.contains_key(o)) {
-            stack.push(missing);
-            continue;
-        }
-        let operands: Vec<Tensor> =
-            node.operands.iter().map(|o| Tensor::scalar(graph.ty(*o).dtype, known[o])).collect();
-        let value = match &node.op {
-            Op::Constant(literal) => literal.as_splat()?,
-            Op::BroadcastInDim(_) | Op::Reshape(_) => operands[0].data[0],
-            op if op.is_leaf() && node.ty.rank() == 0 => scalar,
-            op if op.is_elementwise() => {
-                op.eval(&operands.iter().collect::<Vec<_>>(), &TensorType::scalar(node.ty.dtype)).data[0]
-            }
-            _ => return None,
-        };
-        known.insert(at, value);
-    }
-    known.get(&v).copied()
-}
-
-/// The optimizer that computes an update, its settings read off at chosen points and then confirmed at others.
-fn fit(graph: &Graph, p: &TrainedParameter) -> Option<Fitted> {
-    // Scalar arguments are counts of steps done.
-    let after = |steps: f64, result: ValueId, weight: f64, states: &[f64], g: f64| {
-        let mut given: BTreeMap<ValueId, f64> = p.states.iter().copied().zip(states.iter().copied()).collect();
-        given.extend([(p.parameter, weight)].into_iter().chain(p.gradient.map(|gradient| (gradient, g))));
-        element(graph, result, &given, steps)
-    };
-    let at = |result: ValueId, weight: f64, states: &[f64], g: f64| after(0.0, result, weight, states, g);
-    let weight = |w: f64, states: &[f64], g: f64| at(p.updated, w, states, g);
-    let fitted = |optimizer, learning_rate| Fitted { optimizer, learning_rate, scheduled: false };
-    let mut candidates = Vec::new();
-    match *p.updated_states.as_slice() {
-        [] => {
-            let learning_rate = -weight(0.0, &[], 1.0)?;
-            let weight_decay = (1.0 - weight(1.0, &[], 0.0)?) / learning_rate;
-            candidates.push(fitted(Optimizer::Sgd { momentum: 0.0, weight_decay }, learning_rate));
-        }
-        [velocity] => {
-            let momentum = at(velocity, 0.0, &[1.0], 0.0)?;
-            let learning_rate = -weight(0.0, &[0.0], 1.0)?;
-            let weight_decay = at(velocity, 1.0, &[0.0], 0.0)?;
-            candidates.push(fitted(Optimizer::Sgd { momentum, weight_decay }, learning_rate));
-        }
-        [m, v] => {
-            let (beta1, beta2) = (at(m, 0.0, &[1.0, 0.0], 0.0)?, at(v, 0.0, &[0.0, 1.0], 0.0)?);
-            for bias_correction in [false, true] {
-                let unbiased = |x: f64, beta: f64| if bias_correction { x / (1.0 - beta) } else { x };
-                let (m_hat, root) = (unbiased(beta1, beta1), unbiased(beta2, beta2).sqrt());
-                // -lr * m_hat / (sqrt(v_hat) + epsilon), with and without v.
-                let (with, without) = (-weight(0.0, &[1.0, 1.0], 0.0)?, -weight(0.0, &[1.0, 0.0], 0.0)?);
-                let epsilon = if without.is_finite() { with * root / (without - with) } else { 0.0 };
-                let learning_rate = with * (root + epsilon) / m_hat;
-                let decoupled = (1.0 - weight(1.0, &[0.0, 1.0], 0.0)?) / learning_rate;
-                let coupled = at(m, 1.0, &[0.0, 0.0], 0.0)? / (1.0 - beta1);
-                let settings = |weight_decay| (beta1, beta2, epsilon, weight_decay, bias_correction);
-                let fitted = |optimizer| fitted(optimizer, learning_rate);
-                // Without decay they are the same.
-                let plain = settings(0.0);
-                candidates.push(fitted(adam(plain)));
-                candidates.push(fitted(adamw(settings(decoupled))));
-                candidates.push(fitted(adam(settings(coupled))));
-            }
-        }
-        _ => return None,
-    }
-    // How much farther than the candidate the update goes, the same everywhere; `None` where it goes elsewhere.
-    let rate = |f: &Fitted, steps: f64| -> Option<f64> {
-        let mut rate: Option<f64> = None;
-        for i in 0..16u32 {
-            let number = |k: u32| f64::from((i * 7 + k * 5) % 11) / 4.0 - 1.2;
-            let states: Vec<f64> = (0..p.states.len() as u32).map(|k| number(k + 2).abs() + 0.01).collect();
-            let expected = step_of(f, steps + 1.0, number(0), &states, number(1));
-            for (&r, expected) in p.updated_states.iter().zip(&expected[1..]) {
-                let found = after(steps, r, number(0), &states, number(1))?;
-                if (found - expected).abs() > 1e-5 * expected.abs() + 1e-12 {
-                    return None;
-                }
-            }
-            // Of the weight it is the change that counts, which is small.
-            let (change, expected) =
-                (after(steps, p.updated, number(0), &states, number(1))? - number(0), expected[0] - number(0));
-            let known = *rate.get_or_insert(change / expected);
-            if (change - known * expected).abs() > 1e-5 * change.abs() + 1e-12 {
-                return None;
-            }
-        }
-        rate.filter(|r| *r > 0.0)
-    };
-    let first = |f: &&Fitted| f.learning_rate > 0.0 && rate(f, 0.0).is_some_and(|r| (r - 1.0).abs() < 1e-4);
-    let always = candidates.iter().filter(first).find(|f| rate(f, 9.0).is_some_and(|r| (r - 1.0).abs() < 1e-4));
-    let mut fitted = match always {
-        Some(f) => *f,
-        // Another step size at another step is a schedule.
-        // (Averages without a bias are a schedule of those with one, so these are tried last.)
-        None => Fitted { scheduled: true, ..*candidates.iter().rev().filter(first).find(|f| rate(f, 9.0).is_some())? },
-    };
-    // Settings that are constants of the text in single precision are meant in decimal.
-    let decimal =
-        |x: f64| format!("{x:.5e}").parse::<f64>().ok().filter(|d| (d - x).abs() <= 1e-6 * x.abs()).unwrap_or(x);
-    fitted.learning_rate = decimal(fitted.learning_rate);
-    fitted.optimizer = match fitted.optimizer {
-        Optimizer::Sgd { momentum, weight_decay } => {
-            Optimizer::Sgd { momentum: decimal(momentum), weight_decay: decimal(weight_decay) }
-        }
-        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction } => {
-            adam((decimal(beta1), decimal(beta2), decimal(epsilon), small(decimal(weight_decay)), bias_correction))
-        }
-        Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
-            adamw((decimal(beta1), decimal(beta2), decimal(epsilon), small(decimal(weight_decay)), bias_correction))
-        }
-        other => other,
-    };
-    Some(fitted)
-}
-
-/// What is left of a zero after a division.
-fn small(x: f64) -> f64 {
-    if x.abs() < 1e-9 { 0.0 } else { x }
-}
-
-fn adam((beta1, beta2, epsilon, weight_decay, bias_correction): (f64, f64, f64, f64, bool)) -> Optimizer {
-    Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction }
-}
-
-fn adamw((beta1, beta2, epsilon, weight_decay, bias_correction): (f64, f64, f64, f64, bool)) -> Optimizer {
-    Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction }
-}
-
-/// One step of an optimizer on one weight: the new weight, then the new state.
-fn step_of(fitted: &Fitted, step: f64, weight: f64, states: &[f64], gradient: f64) -> Vec<f64> {
-    let scalar = TensorType::scalar(crate::dtype::DType::F32);
-    let mut graph = Graph::new("step");
-    let values = [&[weight, gradient, fitted.learning_rate, step], states].concat();
-    let leaves: Vec<ValueId> = (0..values.len()).map(|i| leaf(&mut graph, i.to_string(), scalar.clone())).collect();
-    let given = Given {
-        parameter: leaves[0],
-        gradient: leaves[1],
-        gradient_scale: 1.0,
-        factor: None,
-        states: &leaves[4..],
-        learning_rate: leaves[2],
-        step: leaves[3],
-        whole: &|_, x| x,
-    };
-    let new = update(&mut graph, &fitted.optimizer, &given);
-    graph.outputs = [&[new.parameter], new.states.as_slice()].concat();
-    let results = interpret::run(&graph, |v| Tensor::scalar(scalar.dtype, values[v.index()]));
-    results.iter().map(|t| t.data[0]).collect()
 }
 
 #[cfg(test)]

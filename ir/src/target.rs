@@ -2,13 +2,14 @@
 
 use crate::dtype::DType;
 use crate::types::TensorType;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// How the software that runs a plan reduces gradients, and what it fuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Execution {
-    /// Gradients are sent together, so many bytes at a time; 0 sends each on its own.
+    /// Gradients are sent together, so many bytes at a time; 0 sends each on its own, [`u64::MAX`] all at once, which JSON has as `null`.
+    #[serde(serialize_with = "null_for_all", deserialize_with = "all_for_null")]
     pub bucket_bytes: u64,
     /// Reductions start while the backward pass still runs, and updated parameters are gathered while the next step begins.
     pub overlap: bool,
@@ -18,6 +19,14 @@ pub struct Execution {
     pub fused_loss: bool,
     /// Type in which half-precision gradients are summed over microbatches and devices.
     pub gradients: Option<DType>,
+}
+
+fn null_for_all<S: Serializer>(bytes: &u64, to: S) -> Result<S::Ok, S::Error> {
+    Some(*bytes).filter(|&bytes| bytes < u64::MAX).serialize(to)
+}
+
+fn all_for_null<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(u64::MAX))
 }
 
 impl Default for Execution {
@@ -71,5 +80,20 @@ impl Target {
 
     pub(crate) fn is_ours(&self) -> bool {
         *self == Target::Altiplano
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_without_an_end_is_null() {
+        for (bytes, text) in [(u64::MAX, "null"), (0, "0"), (1 << 20, "1048576")] {
+            let execution = Execution { bucket_bytes: bytes, ..Execution::default() };
+            let json = serde_json::to_string(&execution).expect("JSON");
+            assert!(json.contains(&format!("\"bucket_bytes\":{text},")), "{json}");
+            assert_eq!(serde_json::from_str::<Execution>(&json).expect("an execution"), execution);
+        }
     }
 }

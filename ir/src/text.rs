@@ -83,9 +83,12 @@ fn write_node(f: &mut fmt::Formatter<'_>, node: &Node) -> fmt::Result {
         write!(f, ")")?;
     }
     match &node.op {
-        Op::Parameter(crate::op::Parameter { name, .. }) | Op::Input(crate::op::Input { name, .. }) => {
-            write!(f, " {}", quoted(name))?;
+        Op::Parameter(op) => {
+            write!(f, " {}", quoted(&op.name))?;
+            f.write_str(if op.frozen { " frozen" } else { "" })?;
+            f.write_str(if op.no_decay { " no_decay" } else { "" })?;
         }
+        Op::Input(crate::op::Input { name, .. }) => write!(f, " {}", quoted(name))?,
         op => {
             let all = attributes::attributes(op, &node.ty);
             if !all.is_empty() {
@@ -331,6 +334,11 @@ impl<'a> Cursor<'a> {
         self.skip_space();
         if matches!(name, "parameter" | "input") {
             fields.insert("name".to_string(), Value::String(self.string()?));
+            for mark in ["frozen", "no_decay"] {
+                if name == "parameter" && self.take(mark) {
+                    fields.insert(mark.to_string(), Value::Bool(true));
+                }
+            }
         } else if self.rest().starts_with('{') {
             fields = self.json("attributes")?;
         }

@@ -61,7 +61,7 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
                 for &row in &held.rows {
                     let ty = stack.ty.with_shape(&stack.ty.shape[1..]);
                     let name = row_name(&stack.name, row);
-                    let op = Op::Parameter(Parameter { name: name.clone(), ty: ty.clone() });
+                    let op = Op::Parameter(Parameter { name: name.clone(), ty: ty.clone(), ..stack.clone() });
                     let value = to.append(Node { op, operands: Vec::new(), ty, batch_dims: 0, name });
                     first.get_or_insert(value);
                     made.insert((v, row), value);
@@ -143,7 +143,7 @@ fn stacks(graph: &Graph) -> BTreeSet<ValueId> {
     let names: BTreeSet<&str> =
         graph.parameters().map(|(_, name)| name).chain(graph.inputs().map(|(_, name)| name)).collect();
     let is_stack = |&stack: &ValueId| {
-        let Op::Parameter(Parameter { name, ty }) = &graph.node(stack).op else {
+        let Op::Parameter(Parameter { name, ty, .. }) = &graph.node(stack).op else {
             return false;
         };
         // Layers are nodes, so a stack of them has no more rows than there are of these.
@@ -236,7 +236,7 @@ mod tests {
     fn tables_are_no_stacks() {
         let mut graph = Graph::new("table");
         let ty = crate::types::TensorType::new(crate::dtype::DType::F32, [1 << 32, 2]);
-        let table = graph.emit(Op::Parameter(Parameter { name: "table".to_string(), ty }), &[]);
+        let table = graph.emit(Op::Parameter(Parameter::new("table", ty)), &[]);
         let slice = Slice { start: vec![7, 0], limit: vec![8, 2], stride: vec![1, 1] };
         let row = graph.emit(Op::Slice(slice), &[table]);
         graph.outputs = vec![row];

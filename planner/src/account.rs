@@ -55,7 +55,7 @@ impl Work {
         match (kind, sent) {
             (_, Some(collective)) => Work::collective(collective, mesh),
             (KernelKind::Matmul(_), _) => Work::Matmuls,
-            (KernelKind::Attention { .. }, _) => Work::Attention,
+            (KernelKind::Attention(_), _) => Work::Attention,
             (KernelKind::Convolution { .. }, _) => Work::Convolutions,
             (KernelKind::Fused { .. } | KernelKind::Collective, _) => Work::Elementwise,
             (KernelKind::HostCopy(_), _) => Work::HostCopies,
@@ -179,7 +179,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
                 Phase::Forward => &timing.forward,
                 Phase::Backward => &timing.backward,
                 Phase::Weights => &timing.weights,
-                Phase::Reduce | Phase::Norm | Phase::Update => continue,
+                Phase::Totals | Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
             of_body(body, played, mesh).0.into_iter().for_each(|(work, s)| account.add(work, batches * s));
         }

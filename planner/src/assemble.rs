@@ -77,7 +77,8 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         stop_gradients: request.stop_gradients.clone(),
         reduction: request.reduction,
         profile: None,
-        predicted: Predicted::default(),
+        made_by: None,
+        predicted: Predicted { mfu_convention: request.mfu_convention, ..Predicted::default() },
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),
         stages,
@@ -269,13 +270,19 @@ pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, 
     for (p, kept) in kept {
         let Op::Parameter(parameter) = &graph.node(p).op else { continue };
         let rests = kept.rests(spaces);
+        let at_rest = spaces.layout(rests.parameter).clone();
+        if parameter.frozen {
+            let [gradient, state] = [at_rest.clone(), at_rest.clone()];
+            parameters.insert(parameter.name.clone(), Storage { parameter: at_rest, gradient, state });
+            continue;
+        }
         let mut gradient = spaces.layout(rests.gradient).clone();
         if kept.level < 2 {
             let split: Vec<AxisId> = gradient.split_axes().collect();
             let axes = partial.get(&p).into_iter().flatten().filter(|a| !split.contains(a));
             gradient.partial = axes.map(|&a| (a, Reducer::Sum)).collect();
         }
-        let (at_rest, state) = (spaces.layout(rests.parameter).clone(), spaces.layout(rests.state).clone());
+        let state = spaces.layout(rests.state).clone();
         parameters.insert(parameter.name.clone(), Storage { parameter: at_rest, gradient, state });
     }
     Stage { mesh, shardings, parameters, receives, ..stage }

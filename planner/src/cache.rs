@@ -137,6 +137,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         graph,
         // What the graph was made of changes nothing that is predicted of it.
         padding: _,
+        made_by: _,
         // How it is called, and what was predicted of it before.
         format: _,
         version: _,

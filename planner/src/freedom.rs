@@ -51,17 +51,18 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
     if request.zero.is_some_and(|z| z > 3) {
         return invalid("zero", request.zero.unwrap_or(0) as u64, "must be 0, 1, 2 or 3");
     }
+    let cp = request.cp.unwrap_or(1);
     if let (Some(dp), Some(tp), Some(pp)) = (request.dp, request.tp, request.pp) {
-        let product = dp as u64 * tp as u64 * pp as u64;
+        let product = dp as u64 * tp as u64 * pp as u64 * u64::from(cp);
         if product != devices as u64 {
-            return Err(PlanFailure::Degrees { dp, tp, pp, product, devices });
+            return Err(PlanFailure::Degrees { dp, tp, pp, cp, product, devices });
         }
     }
-    let given: u64 = [request.dp, request.tp, request.pp].into_iter().flatten().map(u64::from).product();
+    let given: u64 = [request.dp, request.tp, request.pp, Some(cp)].into_iter().flatten().map(u64::from).product();
     let several = request.cluster.groups.len() > 1;
     if given > devices as u64 || !several && devices as u64 % given != 0 {
         let (dp, tp, pp) = (request.dp.unwrap_or(1), request.tp.unwrap_or(1), request.pp.unwrap_or(1));
-        return Err(PlanFailure::Degrees { dp, tp, pp, product: given, devices });
+        return Err(PlanFailure::Degrees { dp, tp, pp, cp, product: given, devices });
     }
     if several {
         // Of several groups the stages may have different sizes, but each lies in one group.
@@ -152,7 +153,7 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         virtual_stages: request.virtual_stages,
         zero_bubble: request.schedule.is_none(),
         num_microbatches: counts,
-        memory_bytes: request.cluster.groups.iter().map(|g| g.device.memory_bytes).collect(),
+        memory_bytes: request.cluster.groups.iter().map(|g| request.cluster.usable_bytes(g)).collect(),
         only_group: None,
         lean: false,
         all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
@@ -202,6 +203,7 @@ pub fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Fre
     ];
     // What runs no pipelines has none to compare with.
     plain.retain(|(_, freedom)| !matches!(request.target, Target::Fsdp | Target::Xla) || freedom.pp == Some(1));
+    plain.retain(|(_, freedom)| request.target != Target::Fsdp || freedom.zero != Some(1));
     // Where nothing is trained there is no optimizer state to shard.
     plain.retain(|(_, freedom)| request.trains() || freedom.zero != Some(1));
     plain

@@ -7,10 +7,15 @@
 
 pub mod account;
 pub mod again;
+mod asked;
 pub mod assemble;
 pub mod cache;
+pub mod chunked_loss;
+mod closest;
 mod cuts;
+pub mod enough;
 pub mod fixed;
+pub mod flop;
 mod freedom;
 pub mod frontier;
 pub mod inter_op;
@@ -22,6 +27,7 @@ pub mod memory;
 pub mod model;
 pub mod neighbours;
 pub mod offload;
+pub mod parallelism;
 pub mod predict;
 pub mod refine;
 pub mod request;
@@ -32,7 +38,10 @@ pub mod target;
 pub mod timing;
 pub mod why;
 
+pub use asked::pin_positions;
 use cache::Cache;
+use closest::leanest;
+pub use closest::{closest_plan, plan_or_closest};
 pub use cuts::Cuts;
 use cuts::Sizes;
 pub use freedom::global_batch;
@@ -50,7 +59,6 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::padding::{self, Padded, Padding};
 use altiplano_ir::plan::{Alternative, Plan, Predicted, Schedule, Stage, StagePredicted, Target};
 use altiplano_ir::program::Programs;
-use altiplano_ir::recompute::Recompute;
 use inter_op::search::{Found, Freedom, Searched, search};
 use inter_op::variants;
 use model::Layered;
@@ -79,8 +87,15 @@ fn planned(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
+    if let Some(size) = request.micro_batch {
+        return asked::by_micro_batch(request, size, progress, |fixed| planned(fixed, cuts, costs, progress));
+    }
+    let pinned = asked::with_pins(request)?;
+    let request = pinned.as_ref().unwrap_or(request);
     let in_blocks = rings::asked_for(request)?;
     let request = in_blocks.as_ref().unwrap_or(request);
+    let in_chunks = chunked_loss::asked_for(request)?;
+    let request = in_chunks.as_ref().unwrap_or(request);
     if let Some(over) = request.servers {
         return servers::planned(request, over, costs, progress);
     }
@@ -113,7 +128,7 @@ fn planned_among(
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
-    if request.target == Target::Megatron {
+    if request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1) {
         // It makes vocabularies divisible, as these are where sizes hardly grow, and does not add heads.
         return best_of_sweep(request, costs, progress);
     }
@@ -140,16 +155,32 @@ fn planned_among(
             Some((larger, padding)) => (Request { offload: request.offload, ..larger.clone() }, Some(padding)),
             None => (request.clone(), None),
         };
-        if !progress.stopped()
-            && let Some(ringed) = rings::variant(&base, &found[best].plan, costs)
-        {
-            let sizes = Sizes::new(&ringed);
+        let choose_variant = |variant: &Request| {
+            let sizes = Sizes::new(variant);
             let layered = |count: u32| sizes.at(count);
-            let mut choice = choose(&ringed, &freedom, costs, &layered, progress);
-            if let Some(padding) = padding {
-                choice.plan = choice.plan.map(|plan| with_padding(plan, padding));
-            }
-            found.push(choice);
+            let choice = choose(variant, &freedom, costs, &layered, progress);
+            let plan = match padding {
+                Some(padding) => choice.plan.map(|plan| with_padding(plan, padding)),
+                None => choice.plan,
+            };
+            Choice { plan, ..choice }
+        };
+        let ringed = match progress.stopped() {
+            true => None,
+            false => rings::variant(&base, &found[best].plan, costs),
+        };
+        found.extend(ringed.as_ref().map(choose_variant));
+        // The better of both, or where neither has a plan the leaner one, with its logits in chunks.
+        let (at, last) = (best_of(&found), found.len() - 1);
+        let fails = found.iter().all(|choice| choice.plan.is_err());
+        let (base, at) = match &ringed {
+            Some(ringed) if fails || at == last => (ringed, last),
+            _ => (&base, best),
+        };
+        if !progress.stopped()
+            && let Some(in_chunks) = chunked_loss::variant(base, &found[at].plan)
+        {
+            found.push(choose_variant(&in_chunks));
         }
         // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
         let several = request.cluster.groups.len() > 1;
@@ -182,10 +213,18 @@ fn planned_among(
     }
     let Choice { plan, mut baselines, mut others } = choice;
     let mut plan = plan?;
+    let mut faster = None;
+    if let Some(of_one) = enough::one_device(request, &plan, &freedom, costs, &layered, progress) {
+        faster = Some(enough::line(&plan, &of_one));
+        plan = of_one;
+    }
     if progress.stopped() || !request.baselines {
+        plan.alternatives.extend(faster);
         return Ok(plan);
     }
     others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    others.retain(|other| faster.is_none() || other.num_devices() == plan.num_devices());
+    baselines.extend(faster);
     baselines.extend(lost::alternatives(&plan, others));
     baselines.push(Alternative {
         name: "chosen".into(),
@@ -365,6 +404,11 @@ fn choose(
         true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
         false => Ok(chosen_of(refined)),
     });
+    if let Ok(plan) = plan.as_ref()
+        && fits(plan)
+    {
+        progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s);
+    }
     Choice { plan, baselines: alternatives, others }
 }
 
@@ -481,25 +525,15 @@ fn judged_baselines(
 
 /// The best configuration of a sweep, with those that come after it as alternatives.
 fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let swept = sweep::sweep(request, &sweep::Space::default(), costs, progress)?;
+    let mut space = sweep::Space::default();
+    if request.target != Target::Megatron {
+        space.zero.push(3);
+    }
+    let swept = sweep::sweep(request, &space, costs, progress)?;
     let mut plans: Vec<Plan> = swept.into_iter().map(|s| s.plan).collect();
     let mut best = plans.remove(0);
     best.alternatives = lost::alternatives(&best, plans);
     Ok(best)
-}
-
-/// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
-/// closest.
-pub fn closest_plan(request: &Request) -> Result<Plan, PlanFailure> {
-    let costs = Rooflines::of(&request.cluster);
-    if let Some(over) = request.servers {
-        return servers::closest(request, over, &costs);
-    }
-    let request = &target::aimed(request)?;
-    let freedom = freedom(request)?;
-    let sizes = Sizes::new(request);
-    let layered = |count: u32| sizes.at(count);
-    leanest(request, &freedom, &costs, &layered)
 }
 
 /// `1 stage`, `2 stages`.
@@ -558,22 +592,6 @@ fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool
     fitting_s.is_finite() && fitting_s > CRAMPED * least_s(&BTreeMap::new())
 }
 
-/// What comes closest to fitting where nothing fits: the most microbatches, recomputed.
-fn leanest(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
-) -> Result<Plan, PlanFailure> {
-    let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
-    let recompute = Some(freedom.recompute.unwrap_or(Recompute::Full));
-    let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
-    let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
-    let searched = search(request, &lean, costs, layered, &Silent);
-    let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
-    judged(request, &ranked[0], costs)
-}
-
 /// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
 /// needs more, it looks again under a limit that is lower by as much.
 fn within_memory(
@@ -610,16 +628,7 @@ fn within_memory(
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
             let Some(fullest) = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b))) else { continue };
             if closest.as_ref().is_none_or(|(least, _)| part(fullest) < *least) {
-                let stages = count(plan.stages.len() as u32, "stage", "stages");
-                let (required_bytes, limit_bytes) = (fullest.predicted.peak_bytes, devices[fullest.group as usize]);
-                let failure = PlanFailure::Memory {
-                    required_bytes,
-                    limit_bytes,
-                    over_bytes: required_bytes.saturating_sub(limit_bytes),
-                    device: plan.group_of(fullest).device.name.clone(),
-                    detail: format!("{stages}, {}", count(plan.num_microbatches, "microbatch", "microbatches")),
-                };
-                closest = Some((part(fullest), failure));
+                closest = Some((part(fullest), PlanFailure::of_closest(plan.clone(), lost::shape(&plan))));
             }
             if let Some((required_bytes, limit_bytes)) = offload::short_node(&plan) {
                 short_node.get_or_insert(PlanFailure::HostMemory { required_bytes, limit_bytes });
@@ -635,6 +644,7 @@ fn within_memory(
                     }
                 }
             } else {
+                progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s);
                 fitting.push(plan);
             }
         }
@@ -835,7 +845,7 @@ fn judged_as(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Plan {
 
 /// Predictions that are nearer to each other are no reason to prefer a plan: on published steps errors of like plans differ by
 /// about as much (benches/results/fidelity.md).
-const UNDECIDED: f64 = 0.02;
+pub const UNDECIDED: f64 = 0.02;
 
 /// Of plans that are as fast as the fastest, as far as the judge can tell, the place of one that needs the fewest devices, and of
 /// those the one that needs least memory; of those that need about as much, the fastest.
@@ -866,7 +876,7 @@ fn peak_bytes(plan: &Plan) -> u64 {
 /// Whether every device has the memory that the judge says its stage needs, and every node what is left in its own.
 pub fn fits(plan: &Plan) -> bool {
     let of_servers = plan.servers.iter().flat_map(|over| &over.predicted);
-    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes)
-        && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.groups[0].device.memory_bytes)
+    plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.usable_bytes(s))
+        && of_servers.into_iter().all(|s| s.peak_bytes <= plan.cluster.usable_bytes(&plan.cluster.groups[0]))
         && offload::short_node(plan).is_none()
 }

@@ -5,7 +5,7 @@
 
 use crate::account::{Account, Part, Work};
 use crate::{chosen_of, count, peak_bytes};
-use altiplano_ir::plan::{Alternative, Plan, Schedule, Stage};
+use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeSet;
 
@@ -110,10 +110,10 @@ pub fn reason(chosen: &Plan, lost: &Plan) -> String {
         };
     }
     let (a, b) = (busiest(chosen), busiest(lost));
-    let of = |stage: &Stage, part: Part| match part {
-        Part::Computing => stage.predicted.compute_s,
-        Part::Communicating => stage.predicted.communication_s,
-        Part::Waiting => stage.predicted.bubble_s,
+    let of = |parts: [f64; 3], part: Part| match part {
+        Part::Computing => parts[0],
+        Part::Communicating => parts[1],
+        Part::Waiting => parts[2],
     };
     let parts = Part::ALL.map(|part| (part.name(), of(b, part) - of(a, part)));
     let most = parts.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or((Part::Computing.name(), 0.0));
@@ -125,16 +125,23 @@ pub fn reason(chosen: &Plan, lost: &Plan) -> String {
     }
 }
 
-/// The stage that computes and communicates longest.
-fn busiest(plan: &Plan) -> &Stage {
-    let busy = |s: &Stage| s.predicted.compute_s + s.predicted.communication_s;
-    plan.stages.iter().max_by(|a, b| busy(a).total_cmp(&busy(b))).unwrap_or(&plan.stages[0])
+/// Seconds of a step that the devices which compute and communicate longest do so, and wait. Devices that several stages share do what all
+/// of these do.
+fn busiest(plan: &Plan) -> [f64; 3] {
+    let of_lane = |lane: usize| {
+        plan.stages_of(lane).map(|i| &plan.stages[i].predicted).fold([0.0; 3], |[compute_s, sends_s, _], stage| {
+            [compute_s + stage.compute_s, sends_s + stage.communication_s, stage.bubble_s]
+        })
+    };
+    let lanes = (0..plan.num_lanes()).map(of_lane);
+    lanes.max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1]))).unwrap_or_default()
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
     use altiplano_ir::mesh::Mesh;
+    use altiplano_ir::plan::Stage;
 
     /// A plan of nothing, whose predictions a test fills in.
     pub(crate) fn empty() -> Plan {
@@ -163,6 +170,7 @@ pub(crate) mod tests {
             stop_gradients: Vec::new(),
             reduction: None,
             profile: None,
+            made_by: None,
             predicted: Default::default(),
             alternatives: Vec::new(),
             layers: vec![0, 1],
@@ -193,6 +201,17 @@ pub(crate) mod tests {
             predicted,
         });
         plan
+    }
+
+    #[test]
+    fn stages_that_share_devices_count_together() {
+        // Two stages of 0.5 s on the same devices are 1 s of each of these, as in the other plan the one stage is.
+        let mut chosen = with_stage(4, 0.5, 0.1, 0.0);
+        chosen.stages.push(chosen.stages[0].clone());
+        chosen.virtual_stages = 2;
+        chosen.predicted.step_time_s = 1.2;
+        let lost = with_stage(2, 1.01, 0.25, 0.0);
+        assert_eq!(reason(&chosen, &lost), "5.0 % slower: communicating takes 4.2 % of a step more");
     }
 
     #[test]

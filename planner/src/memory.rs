@@ -15,7 +15,7 @@ use altiplano_ir::program::{
 };
 use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What a tensor is held for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -620,6 +620,8 @@ impl Walk<'_> {
     /// What is there before the first call.
     fn start(&mut self) {
         let Overlap { steps, stashes_parameters, doubles_accumulators } = self.overlap;
+        let writes = self.program.bodies.iter().flat_map(|body| &body.writes);
+        let written: BTreeSet<BufferId> = writes.map(|w| w.0).collect();
         for (id, buffer) in (0u32..).map(BufferId).zip(&self.program.buffers) {
             let category = match buffer.kind {
                 BufferKind::Parameter { .. } => Category::Parameters,
@@ -633,7 +635,7 @@ impl Walk<'_> {
             self.keep((id, false), tensor, 0);
             // Of two steps that are under way, each has its own.
             let of_other_step = match category {
-                Category::Parameters if stashes_parameters => Category::Stashed,
+                Category::Parameters if stashes_parameters && written.contains(&id) => Category::Stashed,
                 Category::Gradients if doubles_accumulators => Category::Gradients,
                 Category::Other if steps => Category::Other,
                 _ => continue,

@@ -76,7 +76,7 @@ impl Layered {
         let mut needs_gradient = vec![false; graph.len()];
         for v in graph.values() {
             let node = graph.node(v);
-            let source = matches!(node.op, Op::Parameter(_)) || node.operands.iter().any(|o| needs_gradient[o.index()]);
+            let source = graph.is_trained(v) || node.operands.iter().any(|o| needs_gradient[o.index()]);
             needs_gradient[v.index()] = trains && source && graph.ty(v).dtype.is_float() && !stops.contains(&v);
         }
         let users = graph.users();
@@ -259,6 +259,9 @@ impl Layered {
             text.push(')');
         }
         for (i, &p) in layer.parameters.iter().enumerate() {
+            if self.graph.is_frozen(p) {
+                let _ = write!(text, "p{i}frozen");
+            }
             for pin in self.graph.pins_of(p) {
                 let _ = write!(text, "p{i}{:?}{:?}", pin.mesh, pin.dims);
             }
@@ -295,7 +298,8 @@ pub(crate) fn saved_between(graph: &Graph, starts: &[u32], readers: &[Vec<ValueI
 fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], readers: &[Vec<ValueId>]) -> Vec<bool> {
     let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
     read.resize(graph.len(), false);
-    let repeats = Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false };
+    let repeats =
+        Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false, always: &[] };
     let again = repeats.of(graph.values().filter(|v| layer_of[v.index()].is_some()));
     for v in again.iter().rev() {
         if std::mem::take(&mut read[v.index()]) {

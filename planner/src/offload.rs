@@ -8,8 +8,8 @@ use crate::request::{PlanFailure, Request};
 use crate::{fits, judged_again};
 use altiplano_cost_models::Costs;
 use altiplano_ir::cluster::DeviceKind;
-use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
@@ -46,8 +46,7 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
             (Offload::ACTIVATIONS, state_bytes),
         ];
         // Whenever most is held, what is in the host now would be held as well.
-        let fits =
-            |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.group_of(stage).device.memory_bytes;
+        let fits = |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.usable_bytes(stage);
         let less = parts.into_iter().filter(|(left, _)| *left == Offload::NONE || stage.offload == Offload::ALL);
         if let Some((left, _)) = less.into_iter().find(|(_, more)| fits(*more)) {
             plan.stages_of(lane).for_each(|s| back.stages[s].offload = left);
@@ -66,10 +65,10 @@ fn state_bytes(plan: &Plan, stage: usize) -> u64 {
     let of_parameter = |(p, name): (ValueId, &str)| {
         let (ty, storage) = (plan.graph.ty(p), stage.parameters.get(name)?);
         let slots = plan.optimizer.slots(ty.dtype).len() as u64;
-        Some(slots * storage.state.local_bytes(&ty.with_dtype(DType::F32), &stage.mesh))
+        Some(slots * storage.state.local_bytes(&ty.with_dtype(Optimizer::state_type(ty.dtype)), &stage.mesh))
     };
     match stage.offload.optimizer {
-        true => plan.graph.parameters().filter_map(of_parameter).sum(),
+        true => plan.graph.trained_parameters().filter_map(of_parameter).sum(),
         false => 0,
     }
 }

@@ -8,21 +8,17 @@ mod exchange;
 
 pub use exchange::Exchanged;
 
+use crate::flop::step_work;
 use crate::lower::{Prices, Sketch};
 use crate::memory::{LaneMemory, steps};
 use crate::timing::{BodyWork, StageTiming, stage_timing, work};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{Costs, Runtime, TransferPath, path_between_groups, transfer_path};
-use altiplano_ir::cluster::{Cluster, Group};
-use altiplano_ir::graph::Graph;
-use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Goal, Plan, Predicted, Stage, StagePredicted, Update};
+use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
-use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
-use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The work of a plan's programs, by stage; none for stages that are as others.
@@ -373,59 +369,20 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         over.predicted = predicted.collect();
     }
     let of_servers = plan.servers.iter().flat_map(|over| &over.predicted).map(|server| server.peak_bytes);
-    let peak = peak_flops(&plan.cluster, &plan.graph);
-    let model_flop = step_flop(&plan.graph, plan.schedule.trains()) * plan.num_microbatches as f64;
+    let work =
+        |counts| step_work(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.num_microbatches, counts);
+    let mfu_convention = plan.predicted.mfu_convention;
+    let computed = work(MfuConvention::Computed);
+    let lower_bound_s = computed.seconds(&plan.cluster);
+    let counted = if mfu_convention == MfuConvention::Computed { computed } else { work(mfu_convention) };
     plan.predicted = Predicted {
         step_time_s: timeline.step_s,
         latency_s,
-        lower_bound_s: model_flop / peak,
+        lower_bound_s,
         samples_per_s: plan.global_batch as f64 / timeline.step_s,
-        mfu: model_flop / peak / timeline.step_s,
+        mfu: counted.seconds(&plan.cluster) / timeline.step_s,
         peak_bytes: plan.stages.iter().map(|s| s.predicted.peak_bytes).chain(of_servers).collect(),
-        model_flop,
+        model_flop: counted.flop(),
+        mfu_convention,
     };
-}
-
-/// The work of training in units of the forward's: the backward of a matmul is two of its size.
-const TRAINING_PASSES: f64 = 3.0;
-
-/// FLOPs of a microbatch's forward and, where the model is trained, of its backward.
-pub fn step_flop(graph: &Graph, trains: bool) -> f64 {
-    let passes = if trains { TRAINING_PASSES } else { 1.0 };
-    passes * forward_flop(graph, &mut FxHashMap::default())
-}
-
-/// FLOPs of matmuls and convolutions of the forward graph, of those in composites too. Equal composites are looked into once.
-fn forward_flop(graph: &Graph, known: &mut FxHashMap<(String, Vec<TensorType>), f64>) -> f64 {
-    let mut flop = 0.0;
-    for v in graph.values() {
-        let node = graph.node(v);
-        match &node.op {
-            Op::Composite(op) => {
-                let types = graph.operand_types(v);
-                let key = (format!("{op:?}"), types.iter().map(|&ty| ty.clone()).collect());
-                flop += match known.get(&key) {
-                    Some(&known) => known,
-                    None => {
-                        let inside = op.body(&types).map_or(0.0, |body| forward_flop(&body.graph, known));
-                        known.insert(key, inside);
-                        inside
-                    }
-                };
-            }
-            op if op.is_contraction() => flop += graph.flop(v) as f64,
-            _ => {}
-        }
-    }
-    flop
-}
-
-/// Peak rate of all devices together for the element type of most of the model's matmuls.
-pub fn peak_flops(cluster: &Cluster, graph: &Graph) -> f64 {
-    let dots = graph.values().filter(|v| graph.node(*v).op.is_contraction());
-    let dtype = dots.max_by_key(|&v| graph.flop(v)).map_or(altiplano_ir::dtype::DType::F32, |v| graph.ty(v).dtype);
-    let peak = |group: &Group| {
-        altiplano_cost_models::roofline::peak_flops(&group.device, dtype) * f64::from(group.num_devices())
-    };
-    cluster.groups.iter().map(peak).sum()
 }

@@ -11,7 +11,7 @@ use crate::inter_op::search::Freedom;
 use crate::intra_op::solve::Options;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use crate::intra_op::statement::{Kept, Model};
+use crate::intra_op::statement::{Kept, Model, Variable};
 use crate::lower::Prices;
 use crate::model::Layered;
 use crate::request::{PlanFailure, Request};
@@ -19,7 +19,7 @@ use crate::{chosen_of, fits, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Plan, Solved, Stage};
+use altiplano_ir::plan::{Plan, Solved, Stage, Target};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -106,12 +106,14 @@ pub fn refined(
 }
 
 /// The levels of storage that a parameter may choose from.
-pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool) -> Vec<u8> {
+pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool, target: Target) -> Vec<u8> {
     match fixed {
         Some(level) => vec![level],
         None if num_devices == 1 => vec![0],
         // Parameters are all there is to shard where nothing is trained.
         None if !trains => vec![0, 3],
+        // It shards gradients wherever it shards state.
+        None if target == Target::Fsdp => vec![0, 2, 3],
         None => vec![0, 1, 2, 3],
     }
 }
@@ -132,11 +134,12 @@ fn solved_again(
         // Where either degree is given, the mesh is of replicas and what they split features over.
         first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
+        experts_on_data: request.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
-    let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains));
+    let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains, plan.target));
     let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.optimizer)) };
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);
@@ -158,27 +161,52 @@ pub fn as_given(
     stage: &Stage,
     spaces: &mut Spaces<'_>,
 ) -> Option<StageSolution> {
+    as_given_but(program, graph, stage, spaces, None)
+}
+
+/// [`as_given`] where one variable of the problem, by its number, takes another of its choices.
+pub fn as_given_but(
+    program: &StageProgram,
+    graph: &Graph,
+    stage: &Stage,
+    spaces: &mut Spaces<'_>,
+    change: Option<(usize, usize)>,
+) -> Option<StageSolution> {
     // Which ways of keeping a parameter are the plan's is known before the problem is solved.
     let kept = |p: ValueId, kept: Kept, spaces: &mut Spaces<'_>| {
         let Op::Parameter(parameter) = &graph.node(p).op else { return false };
         let rests = kept.rests(spaces);
         stage.parameters.get(&parameter.name).is_some_and(|storage| {
             *spaces.layout(rests.parameter) == storage.parameter
-                && *spaces.layout(rests.state) == storage.state
-                && spaces.layout(rests.gradient).dims == storage.gradient.dims
+                && (graph.is_frozen(p)
+                    || *spaces.layout(rests.state) == storage.state
+                        && spaces.layout(rests.gradient).dims == storage.gradient.dims)
         })
     };
-    let allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
-    let strategy = |v: ValueId| stage.shardings.get(&v).map(|s| s.strategy.clone());
+    let mut allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
+    let mut other = None;
+    match change.map(|(at, choice)| (&program.statement.variables[at], choice)) {
+        Some((Variable::Node(v, space), choice)) => other = Some((*v, space.choices[choice].strategy.clone())),
+        Some((Variable::Parameter(p, kept), choice)) => {
+            allowed.retain(|(known, _)| known != p);
+            allowed.push((*p, kept[choice]));
+        }
+        _ => {}
+    }
+    let strategy = |v: ValueId| match &other {
+        Some((changed, strategy)) if *changed == v => Some(strategy.clone()),
+        _ => stage.shardings.get(&v).map(|s| s.strategy.clone()),
+    };
     program.solve_given(strategy, |p, kept| allowed.contains(&(p, kept)), &OPTIONS).ok()
 }
 
 /// A stage with the shardings of a solution.
-fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
+pub fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
     let graph = &layered.graph;
     let StageSolution { strategies, parameters, receives, .. } = found;
     let mut bytes = [0u64; 4];
-    for (p, kept) in &parameters {
+    // Of a frozen parameter the lower levels say nothing.
+    for (p, kept) in parameters.iter().filter(|(p, kept)| kept.level >= 3 || !graph.is_frozen(*p)) {
         bytes[usize::from(kept.level)] += graph.ty(*p).bytes();
     }
     let zero = (0u8..).zip(bytes).max_by_key(|&(level, bytes)| (bytes, level)).map_or(stage.zero, |most| most.0);

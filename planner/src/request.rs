@@ -1,15 +1,16 @@
 //! What the user asks of the planner, and why it may say no.
 
 use crate::cache::Cache;
+use crate::chunked_loss::{self, LossChunks};
 use crate::rings::{self, Ring};
-use altiplano_cost_models::catalogue::fuses_attention;
+use crate::target::execution;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Goal, Offload, Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, MfuConvention, Offload, Plan, Schedule, Stage, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
@@ -29,6 +30,8 @@ pub struct Request {
     pub pad: bool,
     /// Whether attention may go around a ring (see [`crate::rings`]).
     pub ring: Ring,
+    /// Whether the logits of a loss may be made in chunks (see [`crate::chunked_loss`]).
+    pub loss_chunks: LossChunks,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
     pub global_batch: Option<u64>,
@@ -38,6 +41,12 @@ pub struct Request {
     pub dp: Option<u32>,
     pub tp: Option<u32>,
     pub pp: Option<u32>,
+    /// Devices that split the positions of samples, beside those of the other degrees; 1: attention keeps samples whole.
+    pub cp: Option<u32>,
+    /// Parts that experts are dealt out to, among the devices of the other degrees.
+    pub ep: Option<u32>,
+    /// Samples that one replica takes at a time: `microbatch` over the degree of data parallelism.
+    pub micro_batch: Option<u64>,
     /// [`Schedule::Forward`] plans to run the model, not to train it.
     pub schedule: Option<Schedule>,
     /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
@@ -58,14 +67,20 @@ pub struct Request {
     /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
     pub loss_scale: Option<LossScale>,
     pub execution: Execution,
+    /// Whether attention is one kernel; what the target's software has on these devices where nothing is said.
+    pub fused_attention: Option<bool>,
     /// What is to run the plan; see [`crate::target::aimed`].
     pub target: Target,
     /// Which part of the space is searched.
     pub search: SearchKind,
     /// Split a loss that is no mean or sum over samples into microbatches all the same.
     pub allow_microbatch_semantics: bool,
+    /// Take the fastest plan also where it is hardly faster than one GPU (see [`crate::enough`]).
+    pub fastest: bool,
     /// Price the plain baselines as well.
     pub baselines: bool,
+    /// Which FLOPs count in the plan's MFU.
+    pub mfu_convention: MfuConvention,
     /// What earlier searches found. It changes how long a search takes, and nothing else.
     pub cache: Option<Arc<Cache>>,
 }
@@ -73,8 +88,7 @@ pub struct Request {
 impl Request {
     /// A request in which everything is searched.
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
-        // One kernel on every device or on none, since lowering is the same for all stages.
-        let fused_attention = cluster.groups.iter().all(|group| fuses_attention(&group.device.name));
+        let execution = execution(Target::Altiplano, &cluster, &graph, None);
         let loss_scale = LossScale::of_model(&graph);
         Request {
             model: model.into(),
@@ -84,6 +98,7 @@ impl Request {
             reduction: None,
             pad: true,
             ring: Ring::Auto,
+            loss_chunks: LossChunks::Auto,
             cluster,
             global_batch: None,
             microbatch: None,
@@ -91,6 +106,9 @@ impl Request {
             dp: None,
             tp: None,
             pp: None,
+            cp: None,
+            ep: None,
+            micro_batch: None,
             schedule: None,
             update: Update::Synchronous,
             servers: None,
@@ -102,11 +120,14 @@ impl Request {
             offload: Some(Offload::NONE),
             clip_norm: None,
             loss_scale,
-            execution: Execution { fused_attention, fused_loss: true, ..Execution::default() },
+            execution,
+            fused_attention: None,
             target: Target::Altiplano,
             search: SearchKind::Whole,
             allow_microbatch_semantics: false,
+            fastest: true,
             baselines: true,
+            mfu_convention: MfuConvention::default(),
             cache: None,
         }
     }
@@ -115,8 +136,9 @@ impl Request {
     /// when it was made no plan says.
     pub fn of_plan(plan: &Plan) -> Self {
         let (graph, stop_gradients) = plan.own();
-        let mut request = Request::new(plan.model.clone(), rings::without(graph), plan.loss, plan.cluster.clone());
-        request.stop_gradients = stop_gradients.to_vec();
+        let (graph, stop_gradients) = chunked_loss::without(&rings::without(graph), stop_gradients);
+        let mut request = Request::new(plan.model.clone(), graph, plan.loss, plan.cluster.clone());
+        request.stop_gradients = stop_gradients;
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);
         // Those that say what is computed, which no other may take the place of.
@@ -134,6 +156,8 @@ impl Request {
         request.clip_norm = plan.clip_norm;
         request.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
+        request.fused_attention = Some(plan.execution.fused_attention);
+        request.mfu_convention = plan.predicted.mfu_convention;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;
         request
@@ -177,8 +201,8 @@ pub enum PlanFailure {
     Option { option: &'static str, value: u64, problem: &'static str },
     #[error("--{option} with --parameter-servers: {problem}")]
     Servers { option: &'static str, problem: &'static str },
-    #[error("{}", degrees(*.dp, *.tp, *.pp, *.product, *.devices))]
-    Degrees { dp: u32, tp: u32, pp: u32, product: u64, devices: u32 },
+    #[error("{}", degrees(*.dp, *.tp, *.pp, *.cp, *.product, *.devices))]
+    Degrees { dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32 },
     #[error(
         "--dp x --tp puts {of_stage} devices into a stage, which lies in one group of nodes; the groups of the cluster have {}",
         .groups.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ")
@@ -187,12 +211,20 @@ pub enum PlanFailure {
     #[error("the model has {layers} layers, too few for {stages} pipeline stages")]
     TooFewLayers { layers: u32, stages: u32 },
     #[error(
-        "no plan fits in memory: the best needs {} per device, {} more than the {} that a {device} has ({detail})",
+        "no plan fits in memory: the best needs {} per device, {} more than the {} that tensors can use of a {device} ({detail})",
         Bytes(*required_bytes),
         Bytes(*over_bytes),
         Bytes(*limit_bytes)
     )]
-    Memory { required_bytes: u64, limit_bytes: u64, over_bytes: u64, device: String, detail: String },
+    Memory {
+        required_bytes: u64,
+        limit_bytes: u64,
+        over_bytes: u64,
+        device: String,
+        detail: String,
+        /// The plan that needs so much, where it was judged; else what is required is an estimate.
+        closest: Option<Box<Plan>>,
+    },
     #[error(
         "no plan fits in the memory of its nodes: of what fits on devices the best keeps {} of optimizer state on a node that has {}",
         Bytes(*required_bytes),
@@ -205,7 +237,7 @@ pub enum PlanFailure {
     #[error("by the search's estimates more than {times} times slower than the best plan")]
     FarBehind { times: f64 },
     #[error(
-        "no plan for this cluster and these options lays out values as --pin or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
+        "no plan for this cluster and these options lays out values as --pin, --cp, --ep or the model's own shardings ask for (--ignore-shardings leaves those of the model out): {}{}",
         .pins.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("; "),
         if .pins.len() > 3 { format!("; and {} more", .pins.len() - 3) } else { String::new() }
     )]
@@ -213,6 +245,24 @@ pub enum PlanFailure {
 }
 
 impl PlanFailure {
+    /// What it means that a judged plan, the nearest to fitting, does not fit.
+    pub fn of_closest(closest: Plan, detail: String) -> Self {
+        let part = |s: &Stage| s.predicted.peak_bytes as f64 / closest.usable_bytes(s).max(1) as f64;
+        let of_stage = closest.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b)));
+        let of_servers = closest.servers.iter().flat_map(|over| &over.predicted).map(|server| server.peak_bytes).max();
+        let group = of_stage.map_or(&closest.cluster.groups[0], |stage| closest.group_of(stage));
+        let (device, limit_bytes) = (&group.device, closest.cluster.usable_bytes(group));
+        let required_bytes = of_stage.map_or(0, |stage| stage.predicted.peak_bytes).max(of_servers.unwrap_or(0));
+        PlanFailure::Memory {
+            required_bytes,
+            limit_bytes,
+            over_bytes: required_bytes.saturating_sub(limit_bytes),
+            device: device.name.clone(),
+            detail,
+            closest: Some(Box::new(closest)),
+        }
+    }
+
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
         use PlanFailure::{FarBehind, HostMemory, Memory, NoCombination, Pins};
@@ -225,7 +275,7 @@ pub trait Progress: Sync {
     /// `done` of `total` pieces of work, and what the current one is.
     fn step(&self, what: &str, done: usize, total: usize);
 
-    /// The fastest step found so far, as the search estimates it, and what no plan on these devices falls below.
+    /// The step of a plan that was judged and fits, and what no plan on these devices falls below.
     fn best(&self, _step_s: f64, _bound_s: f64) {}
 
     /// Whether to look no further and give the best plan found so far.
@@ -270,13 +320,16 @@ impl std::fmt::Display for Bytes {
 }
 
 /// Why degrees are not those of a cluster: together they must be all of its devices, one alone must divide them.
-fn degrees(dp: u32, tp: u32, pp: u32, product: u64, devices: u32) -> String {
-    let all = [("--dp", dp), ("--tp", tp), ("--pp", pp)];
+fn degrees(dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32) -> String {
+    let all = [("--dp", dp), ("--tp", tp), ("--pp", pp), ("--cp", cp)];
     let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();
     match split.as_slice() {
         [one] if product <= u64::from(devices) => {
             format!("{one}: the cluster's {devices} devices are no multiple of it")
         }
-        _ => format!("--dp {dp} x --tp {tp} x --pp {pp} is {product} devices, but the cluster has {devices}"),
+        _ => {
+            let context = if cp > 1 { format!(" x --cp {cp}") } else { String::new() };
+            format!("--dp {dp} x --tp {tp} x --pp {pp}{context} is {product} devices, but the cluster has {devices}")
+        }
     }
 }

@@ -150,7 +150,7 @@ fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> boo
     let ringed = ringed(plan, graph, blocks).and_then(|ringed| predicted(ringed, &layered, costs, None).ok());
     let Some(ringed) = ringed else { return true };
     let fullest = |plan: &Plan| {
-        let part = |s: &Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes as f64;
+        let part = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
         plan.stages.iter().map(part).fold(0.0, f64::max)
     };
     let times = ringed.predicted.step_time_s / plan.predicted.step_time_s;
@@ -168,7 +168,7 @@ fn of_memory(request: &Request) -> BTreeMap<ValueId, u64> {
     let bytes = |v: ValueId| -> u64 { graph.node(v).operands[1..3].iter().map(|&o| graph.ty(o).bytes()).sum() };
     let all: u64 = attentions(graph, true).map(bytes).sum();
     let of_sample = all as f64 / graph.batch.max(1) as f64;
-    if blocks < 2 || of_sample < WORTH_A_RING * group.device.memory_bytes as f64 {
+    if blocks < 2 || of_sample < WORTH_A_RING * request.cluster.usable_bytes(group) as f64 {
         return BTreeMap::new();
     }
     attentions(graph, true).map(|v| (v, blocks)).collect()

@@ -151,6 +151,13 @@ fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
             "would change the loss, which is not a mean over samples: each worker has its own; --allow-microbatch-semantics permits it",
         );
     }
+    if request.graph.totals().next().is_some() {
+        return invalid(
+            "parameter-servers",
+            request.servers.map_or(0, |over| over.count).into(),
+            "would change the loss, which is divided by a total of the whole batch: each worker has its own; leave --parameter-servers out",
+        );
+    }
     let given = match (request.num_microbatches, request.microbatch) {
         (Some(0), _) => return invalid("num-microbatches", 0, "must be at least 1"),
         (_, Some(0)) => return invalid("microbatch", 0, "must be at least 1"),
@@ -233,14 +240,8 @@ fn fastest(
         return Ok(plans.swap_remove(at));
     }
     let leanest = leanest(plans)?;
-    let (required_bytes, device) = (peak_bytes(&leanest), &request.cluster.groups[0].device);
-    Err(PlanFailure::Memory {
-        required_bytes,
-        limit_bytes: device.memory_bytes,
-        over_bytes: required_bytes.saturating_sub(device.memory_bytes),
-        device: device.name.clone(),
-        detail: lost::shape(&leanest),
-    })
+    let detail = lost::shape(&leanest);
+    Err(PlanFailure::of_closest(leanest, detail))
 }
 
 /// What comes closest to fitting where no plan over servers fits.

@@ -5,12 +5,13 @@
 //! cluster, few enough to lower and judge all that may fit. What comes out is what such a stack can do at its best, and what a
 //! search over more must not be slower than.
 
+use crate::asked::pin_positions;
 use crate::cuts::at_microbatches;
 use crate::fixed::{Degrees, finely_layered, fixed_of};
 use crate::model::Layered;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::target::one_group;
-use crate::{fits, global_batch, peak_bytes, predicted};
+use crate::{fits, global_batch, lost, peak_bytes, predicted};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
@@ -76,7 +77,11 @@ impl<'a> Sizes<'a> {
         let count = degrees.num_microbatches;
         let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
         let new = || {
-            let request = Request { graph: at_microbatches(self.request, count)?, ..self.request.clone() };
+            let mut graph = at_microbatches(self.request, count)?;
+            if let Some(cp) = self.request.cp {
+                pin_positions(&mut graph, cp);
+            }
+            let request = Request { graph, ..self.request.clone() };
             Some(AtSize { layered: finely_layered(&request), request })
         };
         let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
@@ -102,7 +107,7 @@ pub fn sweep(
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
     let sizes = Sizes::new(request);
-    let tried: Vec<(Vec<Swept>, Option<u64>)> = alike
+    let tried: Vec<(Vec<Swept>, Option<Plan>)> = alike
         .into_par_iter()
         .map(|((dp, tp, pp), mut list)| {
             let i = done.fetch_add(1, Ordering::Relaxed);
@@ -112,7 +117,7 @@ pub fn sweep(
                 (d.virtual_stages, lean)
             });
             let mut fitting = Vec::new();
-            let mut least: Option<u64> = None;
+            let mut least: Option<Plan> = None;
             for (k, degrees) in list.into_iter().enumerate() {
                 if progress.stopped() {
                     break;
@@ -122,7 +127,9 @@ pub fn sweep(
                     fitting.push(Swept { degrees, plan });
                     continue;
                 }
-                least = Some(least.unwrap_or(u64::MAX).min(peak_bytes(&plan)));
+                if least.as_ref().is_none_or(|least| peak_bytes(&plan) < peak_bytes(least)) {
+                    least = Some(plan);
+                }
                 if k == 0 {
                     break;
                 }
@@ -130,19 +137,16 @@ pub fn sweep(
             (fitting, least)
         })
         .collect();
-    let least = tried.iter().filter_map(|t| t.1).min();
-    let mut found: Vec<Swept> = tried.into_iter().flat_map(|t| t.0).collect();
+    let (found, least): (Vec<Vec<Swept>>, Vec<Option<Plan>>) = tried.into_iter().unzip();
+    let mut found: Vec<Swept> = found.into_iter().flatten().collect();
     found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
     if !found.is_empty() {
         return Ok(found);
     }
-    let device = &request.cluster.groups[0].device;
-    Err(least.map_or(PlanFailure::NoCombination, |required_bytes| PlanFailure::Memory {
-        required_bytes,
-        limit_bytes: device.memory_bytes,
-        over_bytes: required_bytes.saturating_sub(device.memory_bytes),
-        device: device.name.clone(),
-        detail: format!("the leanest of {total} combinations of dp, tp and pp"),
+    let least = least.into_iter().flatten().min_by_key(peak_bytes);
+    Err(least.map_or(PlanFailure::NoCombination, |plan| {
+        let detail = format!("{}, the leanest of {total} combinations of dp, tp and pp", lost::shape(&plan));
+        PlanFailure::of_closest(plan, detail)
     }))
 }
 
@@ -191,7 +195,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         let judged: Vec<(Degrees, Plan)> = judged.collect::<Vec<_>>().into_iter().flatten().collect();
         let mut better = false;
         for (degrees, plan) in judged {
-            let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes as f64;
+            let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
             let over = plan.stages.iter().map(over).fold(1.0, f64::max);
             let here = (over, plan.predicted.step_time_s);
             if here < best {
@@ -213,6 +217,9 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
     let held = |(p, _): (ValueId, &str)| {
         let ty = request.graph.ty(p);
+        if request.graph.is_frozen(p) {
+            return ty.bytes();
+        }
         let state = ty.elements() * request.optimizer.state_bytes_per_element(ty.dtype);
         let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
         let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
@@ -220,7 +227,7 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     };
     let bytes: u64 = request.graph.parameters().map(held).sum();
     let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
-    bytes / devices.max(1) <= request.cluster.groups[0].device.memory_bytes
+    bytes / devices.max(1) <= request.cluster.usable_bytes(&request.cluster.groups[0])
 }
 
 /// How many things two configurations differ in, a factor of two counted as one.
@@ -291,7 +298,8 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
 /// The configurations that use every device.
 fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let group = &request.cluster.groups[0];
-    let devices = request.cluster.num_devices();
+    let cp = request.cp.unwrap_or(1).max(1);
+    let devices = request.cluster.num_devices() / cp;
     let global = global_batch(request);
     let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
     let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
@@ -308,6 +316,10 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
             let sizes: &[u64] = if request.graph.batch == 0 { &[1] } else { &space.micro_batches };
             let one = [global / u64::from(dp).max(1)];
             let sizes: &[u64] = if whole { &one } else { sizes };
+            // What is given need not be among those that are tried.
+            let asked = request.microbatch.or(request.num_microbatches.map(|n| global / u64::from(n).max(1)));
+            let asked = asked.filter(|_| request.graph.batch != 0).map(|m| [m / u64::from(dp).max(1)]);
+            let sizes: &[u64] = asked.as_ref().map_or(sizes, |asked| asked);
             for &size in sizes.iter().filter(|&&size| size > 0) {
                 let together = if request.graph.batch == 0 { 1 } else { size * u64::from(dp) };
                 if global % together != 0 || request.microbatch.is_some_and(|m| m != together) {
@@ -334,8 +346,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                         let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
                             let stages = stages.saturating_mul(virtual_stages);
-                            let of =
-                                Degrees { dp, tp, cp: 1, stages, virtual_stages, num_microbatches, zero, recompute };
+                            let of = Degrees { dp, tp, cp, stages, virtual_stages, num_microbatches, zero, recompute };
                             all.push(of);
                         }
                     }

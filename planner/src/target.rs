@@ -3,24 +3,26 @@
 //! A target narrows what is searched to what its users can configure, and says how it runs that: which reductions hide behind the
 //! backward pass, whether attention is one kernel, in which type gradients are summed. Everything else is as for any plan.
 
+use crate::lower::repeat::grows;
 use crate::request::{PlanFailure, Request, SearchKind};
-use altiplano_cost_models::catalogue::fuses_attention;
+use altiplano_ir::cluster::{Architecture, Cluster, Group};
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::Graph;
-use altiplano_ir::op::Op;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Composite, Function, Op};
 use altiplano_ir::plan::{Execution, Target};
+use std::collections::BTreeSet;
 
 /// How a target runs a model on a device. Sources: Megatron-LM's `--overlap-grad-reduce` and `--overlap-param-gather` come with its
 /// distributed optimizer, and it reduces all of a stage's gradients in one buffer; FSDP prefetches the next parameters and reduces
-/// in the type that it computes in (PyTorch's `MixedPrecision`); XLA schedules collectives asynchronously and writes attention's scores.
-/// All three have losses whose lookup reads a tensor of log-probabilities and whose gradient is scattered into another: Megatron-LM's
+/// in the type that it computes in (PyTorch's `MixedPrecision`); XLA schedules collectives asynchronously. All three have losses whose
+/// lookup reads a tensor of log-probabilities and whose gradient is scattered into another: Megatron-LM's
 /// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives of `take_along_axis`.
-pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) -> Execution {
+pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<u8>) -> Execution {
     let half = graph.values().find_map(|v| match graph.node(v).op {
         Op::Parameter(_) if graph.ty(v).dtype.is_half() => Some(graph.ty(v).dtype),
         _ => None,
     });
-    let fused_attention = fuses_attention(device);
+    let fused_attention = fuses_attention(target, cluster, graph);
     match target {
         Target::Altiplano => Execution { fused_attention, fused_loss: true, ..Execution::default() },
         Target::Megatron => Execution {
@@ -31,7 +33,81 @@ pub fn execution(target: Target, device: &str, graph: &Graph, zero: Option<u8>) 
             gradients: half.map(|_| DType::F32),
         },
         Target::Fsdp => Execution { overlap: true, fused_attention, gradients: half, ..Execution::default() },
-        Target::Xla => Execution { overlap: true, fused_attention: false, ..Execution::default() },
+        Target::Xla => Execution { overlap: true, fused_attention, ..Execution::default() },
+    }
+}
+
+/// Whether the software of a target has attention in one kernel for a model, on every device of a cluster: lowering is the same for all
+/// stages. A device that says so itself is taken at its word.
+pub fn fuses_attention(target: Target, cluster: &Cluster, graph: &Graph) -> bool {
+    let heads = heads(graph);
+    let fuses = |group: &Group| {
+        let device = &group.device;
+        let by_software = || {
+            let Some(generation) = device.generation() else { return false };
+            heads.iter().all(|head| has_kernel(target, generation, *head))
+        };
+        device.kind.is_gpu() && device.fused_attention.unwrap_or_else(by_software)
+    };
+    cluster.groups.iter().all(fuses)
+}
+
+/// The type and size of a head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Head {
+    dtype: DType,
+    size: u64,
+}
+
+/// The heads of a model: of attention that was recognised, else of products that are larger than their factors.
+fn heads(graph: &Graph) -> BTreeSet<Head> {
+    let head = |v: ValueId| {
+        let ty = graph.ty(v);
+        Some(Head { dtype: ty.dtype, size: *ty.shape.last()? })
+    };
+    let of_node = |v: ValueId| -> Vec<Head> {
+        let node = graph.node(v);
+        match &node.op {
+            Op::Composite(Composite { function: Function::Attention { .. }, .. }) => {
+                node.operands.iter().take(3).filter_map(|&o| head(o)).collect()
+            }
+            Op::DotGeneral(dot) if grows(graph, v) => {
+                let lhs = graph.ty(node.operands[0]);
+                let size = dot.lhs_contract.iter().map(|&d| lhs.shape[d]).product();
+                vec![Head { dtype: lhs.dtype, size }]
+            }
+            _ => Vec::new(),
+        }
+    };
+    graph.values().flat_map(of_node).collect()
+}
+
+/// Whether a target's software has a kernel for heads like this on devices of a generation:
+///
+/// * This project's kernels multiply by `mma.sync` of sm_80, also single precision, and hold heads of 256 elements. It runs on no
+///   other vendor's devices; plans for these are for what will.
+/// * Megatron-LM takes Transformer Engine's: FlashAttention-2 (16 bits, sm_80 and later, heads up to 256) or its port to gfx90a and
+///   gfx942.
+/// * PyTorch's `scaled_dot_product_attention` has FlashAttention-2 likewise, and for all else on NVIDIA devices a memory-efficient kernel:
+///   of f16 and f32 everywhere, of bf16 from sm_80 on. Both want rows of 16 bytes.
+/// * XLA calls cuDNN's: 16 bits, sm_80 and later, heads up to 128, from sm_90 on 256; on AMD devices it writes scores.
+fn has_kernel(target: Target, generation: Architecture, head: Head) -> bool {
+    let Head { dtype, size } = head;
+    let aligned = (size * dtype.bytes()).is_multiple_of(16);
+    let is_flash = match generation {
+        Architecture::Nvidia(capability) => capability >= 80,
+        Architecture::Amd(number) => (0x90a..0x1000).contains(&number),
+    };
+    let flash = is_flash && dtype.is_half() && size <= 256 && aligned;
+    match (target, generation) {
+        (Target::Altiplano, _) => is_flash && (dtype.is_half() || dtype == DType::F32) && size <= 256,
+        (Target::Megatron, _) | (Target::Fsdp, Architecture::Amd(_)) => flash,
+        (Target::Fsdp, Architecture::Nvidia(capability)) => {
+            let efficient = dtype == DType::F32 || dtype == DType::F16 || dtype == DType::BF16 && capability >= 80;
+            efficient && aligned
+        }
+        (Target::Xla, Architecture::Nvidia(capability)) => flash && (size <= 128 || capability >= 90),
+        (Target::Xla, Architecture::Amd(_)) => false,
     }
 }
 
@@ -59,7 +135,7 @@ pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {
         Target::Altiplano | Target::Megatron => [None, None, None],
-        Target::Fsdp => [Some(devices), Some(1), Some(1)],
+        Target::Fsdp => [Some(devices / request.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
         Target::Xla => [None, None, Some(1)],
     };
     let degrees = [("dp", &mut aimed.dp, dp), ("tp", &mut aimed.tp, tp), ("pp", &mut aimed.pp, pp)];
@@ -73,8 +149,43 @@ pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
         }
     }
     if request.target != Target::Altiplano {
-        let device = &request.cluster.groups[0].device.name;
-        aimed.execution = execution(request.target, device, &request.graph, request.zero);
+        aimed.execution = execution(request.target, &request.cluster, &request.graph, request.zero);
+    }
+    if let Some(fused_attention) = request.fused_attention {
+        aimed.execution.fused_attention = fused_attention;
     }
     Ok(aimed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn software_has_attention_in_one_kernel_by_generation_type_and_head() {
+        use Architecture::{Amd, Nvidia};
+        use Target::{Altiplano, Fsdp, Megatron, Xla};
+        let table = [
+            // (generation, type, head, targets that have a kernel)
+            (Nvidia(90), DType::BF16, 128, vec![Altiplano, Megatron, Fsdp, Xla]),
+            (Nvidia(80), DType::BF16, 128, vec![Altiplano, Megatron, Fsdp, Xla]),
+            (Nvidia(89), DType::F16, 64, vec![Altiplano, Megatron, Fsdp, Xla]),
+            (Nvidia(80), DType::BF16, 256, vec![Altiplano, Megatron, Fsdp]),
+            (Nvidia(90), DType::BF16, 256, vec![Altiplano, Megatron, Fsdp, Xla]),
+            (Nvidia(80), DType::BF16, 512, vec![Fsdp]),
+            (Nvidia(80), DType::F32, 64, vec![Altiplano, Fsdp]),
+            (Nvidia(80), DType::F64, 64, vec![]),
+            (Nvidia(80), DType::BF16, 25, vec![Altiplano]),
+            (Nvidia(70), DType::F16, 128, vec![Fsdp]),
+            (Nvidia(75), DType::BF16, 128, vec![]),
+            (Amd(0x942), DType::BF16, 128, vec![Altiplano, Megatron, Fsdp]),
+            (Amd(0x90a), DType::BF16, 128, vec![Altiplano, Megatron, Fsdp]),
+            (Amd(0x906), DType::F16, 128, vec![]),
+        ];
+        for (generation, dtype, size, expect) in table {
+            let all = [Altiplano, Megatron, Fsdp, Xla].into_iter();
+            let found: Vec<Target> = all.filter(|&t| has_kernel(t, generation, Head { dtype, size })).collect();
+            assert_eq!(found, expect, "{generation} {dtype} heads of {size}");
+        }
+    }
 }

@@ -242,9 +242,11 @@ pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
 pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution, late: Option<u32>) -> StageTiming {
     if prices.cost.runtime().is_some() {
         let mut timing = StageTiming::default();
+        let mut totals = Played::default();
         for body in bodies {
             let played = played_in_order(&body.kernels, &body.prices(prices, execution));
             match body.phase {
+                Phase::Totals => totals = played,
                 Phase::Forward => timing.forward = played,
                 Phase::Backward => timing.backward = played,
                 Phase::Weights => timing.weights = played,
@@ -257,10 +259,12 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 }
             }
         }
+        begin_with(&mut timing.forward, &totals);
         return timing;
     }
     let mut timing = StageTiming::default();
     let host = |ahead_s: f64| Host { ahead_s, queued: prices.cost.queued_kernels() };
+    let mut totals = Played::default();
     let mut list: Vec<Task> = Vec::new();
     // The task after which each buffer holds its last value of the step.
     let mut written: FxHashMap<BufferId, u32> = FxHashMap::default();
@@ -271,6 +275,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         let costs = body.prices(prices, execution);
         let tasks = tasks(&body.kernels, &costs);
         match body.phase {
+            Phase::Totals => totals = play(&tasks, host(0.0)),
             Phase::Forward => timing.forward = play(&tasks, host(0.0)),
             Phase::Backward | Phase::Weights => {
                 let before = match body.phase {
@@ -326,6 +331,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
     let ahead_s = if late.is_some() { 0.0 } else { timing.forward.ahead_s[1] };
     let played = play(&list, host(ahead_s));
     timing.finish_s = (played.seconds - before_s).max(0.0);
+    begin_with(&mut timing.forward, &totals);
     timing.finish_spans =
         played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();
     if execution.overlap {
@@ -333,6 +339,15 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         timing.finish_s -= gathers_s.min(timing.forward.seconds).min(timing.finish_s);
     }
     timing
+}
+
+/// Counts what runs once for a microbatch before any forward pass as the beginning of its own.
+fn begin_with(forward: &mut Played, totals: &Played) {
+    forward.spans.iter_mut().for_each(|(from, to)| (*from, *to) = (*from + totals.seconds, *to + totals.seconds));
+    forward.seconds += totals.seconds;
+    forward.compute_s += totals.compute_s;
+    forward.communication_s += totals.communication_s;
+    forward.exposed_s += totals.exposed_s;
 }
 
 /// Adds a body's tasks to those of the bodies before it, not to start before `barrier_s`.

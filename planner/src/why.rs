@@ -1,6 +1,7 @@
 //! Why a plan lays a value out as it does: every other layout of the value, or way of storing the parameter, beside the one
 //! taken, with the rest of its stage as it is and with the rest chosen anew. The prices are those of the stage's problem
-//! ([`crate::intra_op::stage`]), by which shardings are chosen; what a plan takes as a whole, the judge says.
+//! ([`crate::intra_op::stage`]), by which shardings are chosen. What the plan takes with another layout and all else as it is, the judge
+//! says, as it does of every plan.
 
 use crate::intra_op::solve::{Options, Problem, SolveError, alternatives};
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -8,12 +9,14 @@ use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
 use crate::intra_op::statement::{Model, Variable};
 use crate::lower::Prices;
 use crate::model::Layered;
-use crate::refine::{as_given, levels};
+use crate::predicted;
+use crate::refine::{as_given, as_given_but, levels, written};
 use crate::request::PlanFailure;
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
+use rayon::prelude::*;
 
 /// One layout of a value, or one way of storing a parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,19 +34,32 @@ pub struct Layout {
     pub whole_s: f64,
     /// What else is chosen otherwise then.
     pub others: usize,
-    /// Bytes over a device's memory at the fullest point, all else as it is.
+    /// Bytes over a device's memory at the fullest point, all else as it is: what the judge finds of the plan, and what the problem
+    /// estimates that the layout adds.
     pub over_bytes: u64,
+    /// What the judge says of the plan with this layout and all else as it is, where it was asked.
+    pub judged: Option<Judged>,
+}
+
+/// A plan with one layout changed, as the judge finds it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Judged {
+    pub step_s: f64,
+    /// Of the stage's devices.
+    pub peak_bytes: u64,
 }
 
 /// A value in one stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Why {
     pub stage: usize,
-    /// Seconds of a microbatch of the stage as it is.
+    /// Seconds of a microbatch of the stage as it is, by the prices of its problem, which add up what overlaps.
     pub cost_s: f64,
-    /// The most that its problem holds at any point, and what a device has.
-    pub most_bytes: u64,
-    pub limit_bytes: u64,
+    /// The same as the judge has it, forward and backward.
+    pub microbatch_s: f64,
+    /// The most that a device holds by the judge, and what it has.
+    pub peak_bytes: u64,
+    pub device_bytes: u64,
     /// When that is: the name of what is computed or updated then.
     pub fullest: String,
     /// Of what the plan's graph or `--pin` asks of the value, the text.
@@ -55,13 +71,20 @@ pub struct Why {
 /// Effort for each alternative: stages mostly need a small part of it.
 const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 0.5, gap: 1e-4 };
 
-/// What each stage that has the value could do with it. Empty where no stage decides on it.
+/// Layouts that the judge is asked about at most, those first that are estimated to be the best.
+const MOST_JUDGED: usize = 12;
+
+/// What each stage that has the value could do with it, judged. Empty where no stage decides on it.
 pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
-    why_in(plan, value, |_| true)
+    asked(plan, value, |_| true, true)
 }
 
-/// [`why`] in the stages that are wanted.
+/// [`why`] in the stages that are wanted, by the problem's prices alone.
 pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Result<Vec<Why>, PlanFailure> {
+    asked(plan, value, wanted, false)
+}
+
+fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: bool) -> Result<Vec<Why>, PlanFailure> {
     let trains = plan.schedule.trains();
     let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
     let readers = match trains {
@@ -78,7 +101,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
         let group = plan.group_of(stage);
         let prices = Prices::new(costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
-        let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains));
+        let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains, plan.target));
         let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&plan.optimizer)) };
         let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
         let nodes = model.nodes(&range);
@@ -89,9 +112,9 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
         };
         let Some(at) = program.statement.variables.iter().position(is_it) else { continue };
         let Some(given) = as_given(&program, &plan.graph, stage, &mut spaces) else { continue };
-        // What the plan needs by this problem's estimate is allowed, since the judge found that it fits.
-        let limit_bytes = group.device.memory_bytes.max(given.most_bytes);
-        program.problem.limit_bytes = Some(limit_bytes);
+        // What the judge found that the plan leaves free, other layouts may need beyond what this problem estimates of it.
+        let (peak_bytes, device_bytes) = (stage.predicted.peak_bytes, plan.cluster.usable_bytes(group));
+        program.problem.limit_bytes = Some(given.most_bytes + device_bytes.saturating_sub(peak_bytes));
         let all = match alternatives(&program.problem, &given.choice, at, &OPTIONS) {
             Ok(all) => all,
             Err(SolveError::Malformed { .. } | SolveError::Infeasible) => continue,
@@ -108,7 +131,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
             }
             _ => String::new(),
         };
-        let mut layouts: Vec<Layout> = Vec::new();
+        let mut layouts: Vec<(Layout, usize)> = Vec::new();
         for other in all {
             let new = Layout {
                 layout: text(other.strategy, &spaces),
@@ -119,15 +142,42 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
                 whole_s: other.whole - given.cost_s,
                 others: other.others,
                 over_bytes: other.over.map_or(0, |(_, bytes)| bytes),
+                judged: None,
             };
+            let new = (new, other.strategy);
             // Several strategies may give one layout: the cheapest stands for them, the chosen one for itself.
-            match layouts.iter_mut().find(|l| l.layout == new.layout) {
-                Some(known) if !known.chosen && (new.chosen || new.whole_s < known.whole_s) => *known = new,
+            match layouts.iter_mut().find(|(l, _)| l.layout == new.0.layout) {
+                Some(known) if !known.0.chosen && (new.0.chosen || new.0.whole_s < known.0.whole_s) => *known = new,
                 Some(_) => {}
                 None => layouts.push(new),
             }
         }
-        layouts.sort_by(|a, b| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
+        layouts.sort_by(|(a, _), (b, _)| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
+        if judge {
+            // Whether it fits is for the judge to say.
+            program.problem.limit_bytes = None;
+            let mut others: Vec<(usize, Plan)> = Vec::new();
+            for (i, (layout, strategy)) in layouts.iter().enumerate().take(MOST_JUDGED) {
+                if layout.chosen || layout.in_place_s == f64::INFINITY {
+                    continue;
+                }
+                let other = as_given_but(&program, &plan.graph, stage, &mut spaces, Some((at, *strategy)));
+                let Some(other) = other else { continue };
+                let mut changed = plan.clone();
+                changed.stages[index] = written(&layered, &mut spaces, stage, other);
+                others.push((i, changed));
+            }
+            let judged: Vec<(usize, Judged)> = others
+                .into_par_iter()
+                .filter_map(|(i, changed)| {
+                    let plan = predicted(changed, &layered, &costs, None).ok()?;
+                    let peak_bytes = plan.stages[index].predicted.peak_bytes;
+                    Some((i, Judged { step_s: plan.predicted.step_time_s, peak_bytes }))
+                })
+                .collect();
+            judged.into_iter().for_each(|(i, judged)| layouts[i].0.judged = Some(judged));
+        }
+        let layouts: Vec<Layout> = layouts.into_iter().map(|(layout, _)| layout).collect();
         let point = program.most_bytes(&given.choice).1 as usize;
         let named = |v: ValueId| match (parameter_name(plan, v), plan.graph.node(v).name.as_str()) {
             (Some(name), _) => name.to_string(),
@@ -149,8 +199,9 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
         found.push(Why {
             stage: index,
             cost_s: given.cost_s,
-            most_bytes: given.most_bytes,
-            limit_bytes,
+            microbatch_s: stage.predicted.forward_s + stage.predicted.backward_s,
+            peak_bytes,
+            device_bytes,
             fullest,
             pin: plan.graph.pins.iter().find(|pin| pin.value == value).map(ToString::to_string),
             layouts,

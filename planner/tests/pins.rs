@@ -13,8 +13,8 @@ fn perceptron() -> (Graph, ValueId, ValueId) {
     let mut graph = Graph::new("perceptron");
     let ty = |shape: &[u64]| TensorType::new(DType::F32, shape);
     let x = graph.emit(Op::Input(Input { name: "x".into(), ty: ty(&[64, 256]) }), &[]);
-    let w = graph.emit(Op::Parameter(Parameter { name: "w".into(), ty: ty(&[256, 512]) }), &[]);
-    let u = graph.emit(Op::Parameter(Parameter { name: "u".into(), ty: ty(&[512, 256]) }), &[]);
+    let w = graph.emit(Op::Parameter(Parameter::new("w", ty(&[256, 512]))), &[]);
+    let u = graph.emit(Op::Parameter(Parameter::new("u", ty(&[512, 256]))), &[]);
     let dot = |lhs: usize, rhs: usize| DotGeneral {
         lhs_batch: vec![],
         rhs_batch: vec![],

@@ -5,14 +5,16 @@ mod support;
 use altiplano_cost_models::preset;
 use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
+use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
+use altiplano_planner::chunked_loss::LossChunks;
 use altiplano_planner::{Request, Silent, plan, programs};
-use support::networks::{convolutional, mixture_of_experts, skipping};
-use support::{check, transformer};
+use support::networks::{convolutional, language_head, mixture_of_experts, skipping};
+use support::{check, transformer, weighted};
 
 fn request(cluster: &str) -> Request {
     request_of(&transformer(2), LossKind::Mean, cluster)
@@ -36,6 +38,71 @@ fn every_combination_of_degrees() {
         let plan = check(&request);
         assert_eq!(plan.num_lanes() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
+    }
+}
+
+/// Logits in chunks give the losses and gradients of whole logits, with weights of either orientation, and a device never holds more
+/// than a chunk of them.
+#[test]
+fn logits_in_chunks_compute_the_same() {
+    for (dp, tp, microbatches) in [(1, 1, 2), (4, 1, 1), (1, 4, 1), (2, 2, 2)] {
+        for (contract, chunks, recompute) in [(0, 2, Recompute::None), (1, 4, Recompute::Full)] {
+            let graph = language_head(contract);
+            // Kinds of losses are told before composites are recognised.
+            let mut request = request_of(&graph, LossKind::Other, &format!("local:{}", dp * tp));
+            request.loss = LossKind::Mean;
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(1));
+            (request.loss_chunks, request.recompute) = (LossChunks::Count(chunks), Some(recompute));
+            request.num_microbatches = Some(microbatches);
+            let plan = check(&request);
+            assert!(plan.graph.to_string().contains("linear_cross_entropy"), "{}", plan.graph);
+            let microbatch = plan.microbatch / u64::from(dp);
+            let classes = 24 / u64::from(tp);
+            let chunk = microbatch * 12 / chunks * 24;
+            let programs = programs(&plan).expect("programs");
+            let nodes = programs.programs.iter().flat_map(|p| &p.bodies).flat_map(|b| &b.graph.nodes);
+            let logits =
+                nodes.filter(|n| n.ty.shape.len() == 3 && n.ty.shape.last().is_some_and(|&d| d >= classes && d != 6));
+            assert!(logits.clone().next().is_some());
+            assert!(logits.map(|n| n.ty.elements()).all(|elements| elements <= chunk), "{dp} {tp}");
+        }
+    }
+}
+
+/// Frozen parameters have no gradient and stay as they are, whether a stage trains some of its parameters, none or all.
+#[test]
+fn frozen_parameters_stay_as_they_are() {
+    let tensors = transformer(2).parameters().count();
+    let frozen: [&dyn Fn(usize) -> bool; 3] = [&|i| i % 2 == 0, &|i| i < tensors / 2, &|i| i + 2 < tensors];
+    for is_frozen in frozen {
+        let mut network = transformer(2);
+        let parameters: Vec<_> = network.parameters().map(|(v, _)| v).collect();
+        for v in parameters.into_iter().enumerate().filter(|(i, _)| is_frozen(*i)).map(|(_, v)| v) {
+            if let Op::Parameter(parameter) = &mut network.nodes[v.index()].op {
+                parameter.frozen = true;
+            }
+        }
+        let way = |dp, tp, pp| {
+            let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", dp * tp * pp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            request
+        };
+        for (dp, tp, pp) in [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)] {
+            check(&way(dp, tp, pp));
+        }
+        for zero in [0, 2, 3] {
+            let mut request = way(2, 1, 2);
+            (request.zero, request.num_microbatches) = (Some(zero), Some(2));
+            check(&request);
+        }
+        let all = request_of(&transformer(2), LossKind::Mean, "local:1");
+        let held = |request: &Request| check(request).predicted.peak_bytes[0];
+        assert!(held(&way(1, 1, 1)) < held(&all), "what is frozen has no gradient in memory");
+        for schedule in [Schedule::ZbH1, Schedule::PipeDream] {
+            let mut request = way(1, 1, 3);
+            (request.schedule, request.num_microbatches) = (Some(schedule), Some(4));
+            check(&request);
+        }
     }
 }
 
@@ -87,6 +154,41 @@ fn every_way_to_store_and_to_recompute() {
             assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
         }
     }
+}
+
+/// Means that are divided by a count of the whole batch, which microbatches and replicas have parts of.
+#[test]
+fn weighted_means_accumulate_over_microbatches() {
+    let network = weighted(4);
+    let request = |cluster: &str, (dp, tp, pp): (u32, u32, u32), microbatches: u32| {
+        let mut request = request_of(&network, LossKind::Mean, cluster);
+        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        request.num_microbatches = Some(microbatches);
+        request
+    };
+    let called = |plan: &Plan| {
+        let programs = programs(plan).expect("programs").programs;
+        programs.iter().flat_map(|p| &p.bodies).filter(|body| body.phase == Phase::Totals).count()
+    };
+    for degrees in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)] {
+        let devices = degrees.0 * degrees.1 * degrees.2;
+        for microbatches in [1, 2] {
+            let plan = check(&request(&format!("local:{devices}"), degrees, microbatches));
+            // One stage has the loss, and one microbatch has nothing to add up.
+            assert_eq!(called(&plan), usize::from(microbatches > 1));
+        }
+    }
+    let mut stored = request("local:2", (2, 1, 1), 2);
+    (stored.zero, stored.recompute) = (Some(3), Some(Recompute::Full));
+    check(&stored);
+    for schedule in [Schedule::GPipe, Schedule::ZbH1, Schedule::PipeDream] {
+        let mut request = request("local:2", (1, 1, 2), 4);
+        request.schedule = Some(schedule);
+        assert_eq!(check(&request).schedule, schedule);
+    }
+    let mut sharing = request("local:2", (1, 1, 2), 4);
+    sharing.virtual_stages = Some(2);
+    check(&sharing);
 }
 
 /// A device that lacks a little memory computes some layers again, not all.

@@ -117,7 +117,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
             reused.unwrap_or_else(|| {
                 let ty = TensorType::new(DType::F32, shape.to_vec());
                 let name = format!("w{}", weights.len());
-                let w = g.emit(Op::Parameter(Parameter { name, ty }), &[]);
+                let w = g.emit(Op::Parameter(Parameter::new(name, ty)), &[]);
                 weights.push(w);
                 w
             })
@@ -218,7 +218,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
     }
     // Parameters enter at the end too, so that every graph has a gradient.
     let ty = TensorType::new(DType::F32, vec![8]);
-    let last_weight = g.emit(Op::Parameter(Parameter { name: "last".into(), ty }), &[]);
+    let last_weight = g.emit(Op::Parameter(Parameter::new("last", ty)), &[]);
     let spread = g.broadcast(last_weight, &shape, &[1]);
     let last = g.mul(values[values.len() - 1], spread);
     let loss = g.reduce(last, Reducer::Sum, &[0, 1]);

@@ -37,7 +37,7 @@ fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64
     for i in 0..layers {
         let projected = |g: &mut Graph, name: &str, heads: u64| {
             let ty = TensorType::new(DType::F32, [width, heads * size]);
-            let w = g.emit(Op::Parameter(Parameter { name: format!("{name}{i}"), ty }), &[]);
+            let w = g.emit(Op::Parameter(Parameter::new(format!("{name}{i}"), ty)), &[]);
             let y = dot(g, x, w);
             g.reshape(y, &[batch, TOKENS, heads, size])
         };
@@ -46,7 +46,7 @@ fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64
         let mixed = g.emit(attention.into(), &operands);
         let mixed = g.reshape(mixed, &[batch, TOKENS, width]);
         let ty = TensorType::new(DType::F32, [width, width]);
-        let w = g.emit(Op::Parameter(Parameter { name: format!("o{i}"), ty }), &[]);
+        let w = g.emit(Op::Parameter(Parameter::new(format!("o{i}"), ty)), &[]);
         let y = dot(&mut g, mixed, w);
         x = g.add(x, y);
         added.push(x);

@@ -16,6 +16,7 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use altiplano_planner::chunked_loss::LossChunks;
 use altiplano_planner::rings::Ring;
 use altiplano_planner::{Request, Silent, plan, programs};
 
@@ -30,7 +31,7 @@ fn labels(g: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
 }
 
 fn weight(g: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
-    g.emit(Op::Parameter(Parameter { name: name.into(), ty: TensorType::new(DType::F32, shape) }), &[])
+    g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
 }
 
 fn dot(g: &mut Graph, lhs: ValueId, rhs: ValueId, batch: [&[usize]; 2], contract: [&[usize]; 2]) -> ValueId {
@@ -63,6 +64,8 @@ fn batched(mut g: Graph, loss: ValueId) -> Graph {
 fn cluster() -> Cluster {
     let mut cluster = preset("dgx-h100:1").expect("a preset");
     cluster.groups[0].devices_per_node = DEVICES as u32;
+    // All memory is for tensors.
+    cluster.groups[0].device.reserved = None;
     cluster
 }
 
@@ -396,7 +399,10 @@ fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
 fn ring_attention() {
     let tokens = 32768;
     let (graph, found) = attentions(tokens, 1);
-    let auto = request(&graph, cluster());
+    // On links on which gathered keys are waited for.
+    let mut slow = cluster();
+    slow.groups[0].intra_node.bytes_per_s /= 16.0;
+    let auto = request(&graph, slow.clone());
     let (plan, programs) = chosen(&auto);
     let (gathering, _) = chosen(&Request { ring: Ring::None, ..auto.clone() });
     let block = tokens / DEVICES * 3 * 128;
@@ -404,7 +410,9 @@ fn ring_attention() {
     for &[_, x] in &found {
         assert_eq!(parts_of(&plan, x), [1, DEVICES, 1]);
     }
-    assert_eq!(count(&sent(&programs, Phase::Forward), "shift", block), rounds);
+    let forward = sent(&programs, Phase::Forward);
+    let (auto_s, gathering_s) = (plan.predicted.step_time_s, gathering.predicted.step_time_s);
+    assert_eq!(count(&forward, "shift", block), rounds, "{auto_s} {gathering_s} {forward:?}");
     // Keys and values go round again, and their gradients home.
     assert_eq!(count(&sent(&programs, Phase::Backward), "shift", block), 2 * rounds);
     let bodies = programs.programs.iter().flat_map(|p| &p.bodies);
@@ -426,7 +434,32 @@ fn ring_attention() {
     let (by_hand, found) = attentions(tokens, DEVICES);
     let pins: Vec<(ValueId, &[u64])> =
         found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
-    assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
+    assert_priced_alike(&request(&by_hand, slow), &plan, &pins);
+}
+
+/// Where logits do not fit they are made a chunk at a time, and where they fit they are made whole.
+#[test]
+fn logits_that_do_not_fit_are_made_in_chunks() {
+    let (batch, tokens, width, classes) = (4, 8192, 256, 32768);
+    let mut g = Graph::new("head");
+    let x = input(&mut g, "x", &[batch, tokens, width]);
+    let targets = labels(&mut g, "labels", &[batch, tokens]);
+    let head = weight(&mut g, "head", &[width, classes]);
+    let logits = project(&mut g, x, head);
+    let losses = g.emit(Function::CrossEntropy { dim: 2 }.into(), &[logits, targets]);
+    let loss = g.emit(Function::Mean { dims: vec![0, 1] }.into(), &[losses]);
+    let auto = request(&batched(g, loss), cluster());
+    let is_cut = |plan: &Plan| plan.graph.nodes.iter().any(|n| n.op.name() == "linear_cross_entropy");
+    let (whole, _) = chosen(&auto);
+    assert!(!is_cut(&whole));
+    let (cut, _) = chosen(&Request { loss_chunks: LossChunks::Count(32), ..auto.clone() });
+    assert!(is_cut(&cut) && cut.predicted.step_time_s > whole.predicted.step_time_s);
+    let [whole_bytes, cut_bytes] = [&whole, &cut].map(|plan| plan.predicted.peak_bytes[0]);
+    assert!(4 * cut_bytes < whole_bytes, "{cut_bytes} {whole_bytes}");
+    let mut small = auto.clone();
+    small.cluster.groups[0].device.memory_bytes = 2 * cut_bytes;
+    assert!(altiplano_planner::plan(&Request { loss_chunks: LossChunks::None, ..small.clone() }, &Silent).is_err());
+    assert!(is_cut(&chosen(&small).0));
 }
 
 /// Samples are split, and so are the experts: tokens travel to their experts and back (Lepikhin et al. 2021).

@@ -30,7 +30,7 @@ use support::{assert_computes_the_same, random_steps, transformer};
 fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
     let (mut g, last) = random_steps(steps);
     // The weights come last, so that every graph has a gradient.
-    let w = g.emit(Op::Parameter(Parameter { name: "last".into(), ty: TensorType::new(DType::F32, vec![4, 6]) }), &[]);
+    let w = g.emit(Op::Parameter(Parameter::new("last", TensorType::new(DType::F32, vec![4, 6]))), &[]);
     let last = g.mul(last, w);
     let loss = g.reduce(last, Reducer::Sum, &[0, 1]);
     g.outputs = vec![loss];
@@ -244,10 +244,10 @@ fn memory_is_estimated() {
             let readers = gradient_readers(&plan.graph, &[]).expect("a gradient");
             for ((i, stage), held) in plan.stages.iter().enumerate().zip(cpu_peaks(&lowered)) {
                 let prices = Prices::new(&cost, &request.cluster.groups[0], stage.submesh, &stage.mesh);
-                let roles = AxisRoles { first_is_data: true, second_is_model: true, features_axis: None };
+                let roles = AxisRoles { first_is_data: true, second_is_model: true, ..AxisRoles::default() };
                 let mut spaces = Spaces::new(&prices, roles);
                 let demand = Demand {
-                    levels: levels(Some(zero), stage.mesh.num_devices(), true),
+                    levels: levels(Some(zero), stage.mesh.num_devices(), true, Default::default()),
                     num_microbatches: 2,
                     in_flight: plan.schedule.in_flight(2, plan.stages.len() as u32, i as u32),
                     recompute: Recomputation::Alike(recompute),

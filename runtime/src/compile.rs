@@ -9,6 +9,7 @@ use crate::kernel::convolution::Conv;
 use crate::kernel::copy::Copy;
 use crate::kernel::dot::Dot;
 use crate::kernel::gather::Lookup;
+use crate::kernel::grouped::Grouped;
 use crate::kernel::reduce::Reduction;
 use crate::kernel::rows::{Reversal, RowOrder, RowScan};
 use crate::kernel::window::Pooling;
@@ -86,7 +87,9 @@ fn of_node(graph: &Graph, v: ValueId, shape: &[usize]) -> Kernel {
             Kernel::Dense(Arc::new(HostTensor::from_f64(node.ty.clone(), &data).data))
         }
         Op::Iota(_) => Kernel::Iota(dtype),
-        Op::HostCopy(_) => Kernel::Copy(copy_into(&View::whole(v, shape.to_vec()), 0, &row_major(shape))),
+        Op::HostCopy(_) | Op::Microbatches(_) => {
+            Kernel::Copy(copy_into(&View::whole(v, shape.to_vec()), 0, &row_major(shape)))
+        }
         Op::AxisIndex(op) => Kernel::AxisIndex { axes: op.axes.clone(), dtype: op.dtype },
         Op::BitcastConvert(op) => Kernel::Bitcast(Bitcast { from: graph.ty(operand(0)).dtype, to: op.dtype }),
         Op::Reverse(op) => Kernel::Reverse(Reversal::new(shape, &op.dims)),
@@ -120,6 +123,20 @@ fn of_node(graph: &Graph, v: ValueId, shape: &[usize]) -> Kernel {
             dtype,
             combine: op.combine,
         },
+        Op::GroupedDot(op) => Kernel::GroupedDot(Grouped::dot_of(
+            op,
+            class(graph, v),
+            class(graph, operand(2)),
+            graph.shape(operand(1)),
+            graph.ty(operand(2)),
+        )),
+        Op::GroupedOuter(op) => Kernel::GroupedOuter(Grouped::outer_of(
+            op,
+            class(graph, v),
+            class(graph, operand(2)),
+            shape,
+            graph.ty(operand(2)),
+        )),
         Op::Collective(op) => Kernel::Collective {
             collective: op.collective.clone(),
             dtype,

@@ -69,6 +69,8 @@ pub fn run_kernel(
             }
             lookup.scatter(*dtype, *index, *combine, inputs[1], inputs[2], output);
         }
+        Kernel::GroupedDot(grouped) => grouped.dot(inputs, output, threads)?,
+        Kernel::GroupedOuter(grouped) => grouped.outer(inputs, output, threads)?,
         Kernel::Bitcast(bitcast) => bitcast.run(inputs[0], output, threads),
         Kernel::Reverse(reversal) => reversal.run(class, inputs[0], output, threads),
         Kernel::Cumulative(scan) => scan.run(inputs[0], output, threads),

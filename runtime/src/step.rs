@@ -8,6 +8,7 @@ use crate::kernel::convolution::Conv;
 use crate::kernel::copy::Copy;
 use crate::kernel::dot::Dot;
 use crate::kernel::gather::Lookup;
+use crate::kernel::grouped::Grouped;
 use crate::kernel::reduce::Reduction;
 use crate::kernel::rows::{Reversal, RowOrder, RowScan};
 use crate::kernel::window::Pooling;
@@ -65,6 +66,8 @@ pub enum Kernel {
         dtype: DType,
         combine: Combine,
     },
+    GroupedDot(Grouped),
+    GroupedOuter(Grouped),
     Bitcast(Bitcast),
     Reverse(Reversal),
     Cumulative(RowScan),
@@ -84,6 +87,7 @@ impl Kernel {
             Kernel::Dot(_) | Kernel::Convolution(_) | Kernel::ReduceWindow { .. } | Kernel::SelectAndScatter { .. } => {
                 true
             }
+            Kernel::GroupedDot(_) | Kernel::GroupedOuter(_) => true,
             Kernel::Reduce(_) | Kernel::ScatterAdd { .. } | Kernel::Scatter { .. } => true,
             Kernel::Iota(_) | Kernel::AxisIndex { .. } | Kernel::Fill { .. } | Kernel::Dense(_) => false,
             Kernel::Copy(_) | Kernel::Concatenate(_) | Kernel::Pad(_) | Kernel::Gather { .. } => false,

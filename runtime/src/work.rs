@@ -99,6 +99,8 @@ fn step_work(step: &Step, threads: usize) -> Work {
                 work.once("copy", DType::F32, bytes);
             }
         }
+        Kernel::GroupedDot(grouped) => work = grouped.dot_work(threads),
+        Kernel::GroupedOuter(grouped) => work = grouped.outer_work(threads),
         Kernel::Fill { .. } | Kernel::AxisIndex { .. } => work.once("fill", DType::F32, bytes),
         Kernel::Dense(_) => work.once("copy", DType::F32, bytes),
         Kernel::Iota(_) => work.once("iota", class.dtype(), elements),

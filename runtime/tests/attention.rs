@@ -59,7 +59,7 @@ fn attention_is_launches_over_tiles() {
     for case in cases(DType::F32) {
         let (graph, written) = case.graph();
         let all = kernels(&graph, &written, true);
-        let fused: Vec<&Kernel> = all.iter().filter(|k| matches!(k.kind, KernelKind::Attention { .. })).collect();
+        let fused: Vec<&Kernel> = all.iter().filter(|k| matches!(k.kind, KernelKind::Attention(_))).collect();
         assert!(!fused.is_empty(), "{}: {all:?}", case.name);
         let (mut count, known) = (0, known(&graph));
         for kernel in fused {
@@ -136,7 +136,7 @@ fn texts(test: &str, wanted: impl Fn(DType, &str) -> bool) {
             let (graph, written) = case.graph();
             let known = known(&graph);
             for kernel in kernels(&graph, &written, true) {
-                if !matches!(kernel.kind, KernelKind::Attention { .. }) {
+                if !matches!(kernel.kind, KernelKind::Attention(_)) {
                     continue;
                 }
                 let made = launches(&graph, &kernel).unwrap_or_else(|why| panic!("{}: {why}", case.name));

@@ -652,3 +652,28 @@ fn lookups_and_scatters() {
         }
     }
 }
+
+/// Rows of some groups that there are, of some that there are not, and groups without rows.
+#[test]
+fn grouped_products() {
+    let mut random = Random(11);
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (rows, groups, terms, columns) in
+            [(vec![24u64], 3u64, 4u64, 6u64), (vec![3, 5], 8, 6, 1), (vec![1], 2, 1, 5), (vec![2, 7], 4, 8, 8)]
+        {
+            let mut graph = Graph::new("grouped");
+            let with = |last: u64| [rows.as_slice(), &[last]].concat();
+            let x = input(&mut graph, "x", dtype, &with(terms));
+            let y = input(&mut graph, "y", dtype, &with(columns));
+            let group = input(&mut graph, "group", DType::I32, &rows);
+            for (contract, shape) in [(1, [groups, terms, columns]), (2, [groups, columns, terms])] {
+                let w = input(&mut graph, &format!("w{contract}"), dtype, &shape);
+                let dot = graph.emit(Op::GroupedDot(GroupedDot { contract, of: None }), &[x, w, group]);
+                graph.outputs.push(dot);
+            }
+            let outer = graph.emit(Op::GroupedOuter(GroupedOuter { groups, of: Some(2 * groups) }), &[x, y, group]);
+            graph.outputs.push(outer);
+            check_graph(&graph, &mut random, 8.0 * tolerance(dtype), &format!("{rows:?} of {groups} {dtype}"));
+        }
+    }
+}

@@ -36,7 +36,9 @@ fn check(graph: &Graph, written: &[ValueId]) -> usize {
     let written: BTreeSet<ValueId> = written.iter().copied().collect();
     let mut compared = 0;
     for kernel in kernels(graph, &written, false) {
-        if !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed | KernelKind::Sort { .. }) {
+        let grouped = matches!(graph.node(kernel.nodes[0]).op, Op::GroupedDot(_) | Op::GroupedOuter(_));
+        if !grouped && !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed | KernelKind::Sort { .. })
+        {
             continue;
         }
         let made = launches(graph, &kernel).unwrap_or_else(|why| panic!("{why}"));
@@ -185,6 +187,24 @@ fn lookups_and_scatters() {
         let scaled = g.mul(found, found);
         let back = g.emit(Op::ScatterAdd(ScatterAdd { dims, shape: vec![3, 8] }), &[rows, scaled]);
         assert_eq!(check(&g, &[scaled, back]), 3);
+    }
+}
+
+#[test]
+fn grouped_products() {
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
+        let mut g = Graph::new("grouped");
+        let x = input(&mut g, dtype, &[2, 5, 4]);
+        let y = input(&mut g, dtype, &[2, 5, 6]);
+        let group = input(&mut g, DType::I64, &[2, 5]);
+        let mut made = Vec::new();
+        // Some rows have a group of which there is no matrix.
+        for (contract, shape) in [(1, [3, 4, 6]), (2, [3, 6, 4])] {
+            let w = input(&mut g, dtype, &shape);
+            made.push(g.emit(Op::GroupedDot(GroupedDot { contract, of: None }), &[x, w, group]));
+        }
+        made.push(g.emit(Op::GroupedOuter(GroupedOuter { groups: 3, of: None }), &[x, y, group]));
+        assert_eq!(check(&g, &made), 3);
     }
 }
 
@@ -340,7 +360,7 @@ fn a_network_with_its_gradients() {
     let mut g = Graph::new("network");
     let x = input(&mut g, DType::F32, &[8, 12]);
     let parameter = |g: &mut Graph, name: &str, shape: &[u64]| {
-        g.emit(Op::Parameter(Parameter { name: name.into(), ty: TensorType::new(DType::F32, shape) }), &[])
+        g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
     };
     let dot = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![0] };
     let w = parameter(&mut g, "w", &[12, 40]);

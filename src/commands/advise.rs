@@ -1,6 +1,6 @@
 //! `altiplano advise PLAN`: what limits a plan, and what others would give.
 
-use crate::commands::options::FixedOptions;
+use crate::commands::fixed::FixedOptions;
 use crate::commands::{load_to_ask, say};
 use crate::progress::Bar;
 use altiplano::Error;

@@ -3,6 +3,7 @@
 //! A file is nothing but options: its keys are looked up in the command's own definition and its values are parsed as if they had
 //! been typed, so that no option has two meanings.
 
+use crate::commands::vocabulary::instead;
 use altiplano::{Error, Names, OptionsProblem, read_bytes};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
@@ -23,6 +24,10 @@ struct Entry {
 pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches, Error> {
     let given = match command.clone().try_get_matches_from(&arguments) {
         Ok(given) => given,
+        Err(error) if error.kind() == ErrorKind::UnknownArgument => match instead(&error) {
+            Some(problem) => return Err(Error::NoSuchOption { problem }),
+            None => error.exit(),
+        },
         // What is missing may be in the file; the second parse, with the file, tells where it is not.
         Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => {
             let lenient = command.clone().mut_subcommand("run", |run| run.ignore_errors(true)).ignore_errors(true);
@@ -41,7 +46,7 @@ pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches,
     let definition = command.find_subcommand("run").cloned().unwrap_or_default();
     let entries = entries(&definition, file, &text)?;
     let typed = |entry: &&Entry| {
-        let argument = definition.get_arguments().find(|a| a.get_long() == Some(&entry.key));
+        let argument = definition.get_arguments().find(|a| is_named(a, &entry.key));
         argument.is_some_and(|a| run.value_source(a.get_id().as_str()) == Some(ValueSource::CommandLine))
     };
     let added: Vec<&Entry> = entries.iter().filter(|entry| !typed(entry)).collect();
@@ -74,8 +79,7 @@ fn entries(run: &Command, file: &Path, text: &str) -> Result<Vec<Entry>, Error> 
     let mut entries = Vec::new();
     for (key, value) in table.get_ref() {
         let name = key.get_ref().to_string();
-        let known =
-            |a: &&clap::Arg| a.get_long() == Some(name.as_str()) && !["config", "help"].contains(&name.as_str());
+        let known = |a: &&clap::Arg| is_named(a, &name) && !["config", "help"].contains(&name.as_str());
         let Some(argument) = run.get_arguments().find(known) else {
             let near = near(run, &name);
             return Err(at(file, text, key.span().start, OptionsProblem::Unknown { name, near }));
@@ -102,6 +106,11 @@ fn entries(run: &Command, file: &Path, text: &str) -> Result<Vec<Entry>, Error> 
         entries.push(Entry { key: name.clone(), at: place, arguments: arguments?.into_iter().flatten().collect() });
     }
     Ok(entries)
+}
+
+/// Whether an option has a name, its own or one of other software.
+fn is_named(argument: &clap::Arg, name: &str) -> bool {
+    argument.get_long() == Some(name) || argument.get_all_aliases().is_some_and(|others| others.contains(&name))
 }
 
 /// Options whose names begin as this one does.

@@ -27,7 +27,7 @@ impl Import {
             return Err(Error::Option { option: "--stop-gradient", problem });
         }
         let model = load_all_results(&self.model, &options)?;
-        warn(&model);
+        warn(&model.warnings);
         let text = json::write(&model.graph);
         match &self.output {
             Some(file) => write_file(file, &text),

@@ -1,9 +1,9 @@
 //! `altiplano inspect PLAN`: the report of a plan file.
 
-use crate::commands::say;
+use crate::commands::{say, say_report};
 use altiplano::units::bytes;
 use altiplano::{
-    Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, report, tape_text,
+    Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, tape_text,
     write_file,
 };
 use clap::Args;
@@ -55,7 +55,7 @@ impl Inspect {
         } else if self.dot {
             say(plan_dot(&plan).trim_end())
         } else {
-            say(report(&plan))
+            say_report(&plan)
         }
     }
 }

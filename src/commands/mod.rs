@@ -10,7 +10,10 @@ pub mod completions;
 pub mod config;
 pub mod demo;
 pub mod devices;
+#[cfg(test)]
+mod documented;
 pub mod fidelity;
+pub mod fixed;
 pub mod import;
 pub mod inspect;
 pub mod man;
@@ -25,14 +28,15 @@ pub mod scale;
 pub mod show;
 pub mod simulate;
 pub mod verify;
+pub mod vocabulary;
 pub mod why;
 pub mod why_not;
 
 use crate::progress::Bar;
-use altiplano::ir::plan::Plan;
+use altiplano::ir::plan::{MadeBy, Plan};
 use altiplano::planner::{PlanFailure, Request};
 use altiplano::remedies::{Explained, failure_json, fixes, shortage};
-use altiplano::{Error, Model, by_cluster, load_plan};
+use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, report_as};
 use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
@@ -45,6 +49,69 @@ pub fn keep_searches(request: &Request) {
     }
 }
 
+/// How text on stdout looks: as wide as the terminal that it is, with colours unless NO_COLOR or a terminal without them says otherwise;
+/// plain where it is none.
+fn look() -> Look {
+    let term = console::Term::stdout();
+    if !term.is_term() {
+        return Look::PLAIN;
+    }
+    let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    Look { width: term.size_checked().map(|(_, columns)| columns.into()), colour: !is_set("NO_COLOR") && !dumb }
+}
+
+/// Lines of the terminal that stdout is.
+fn lines_of_terminal() -> Option<usize> {
+    let term = console::Term::stdout();
+    if term.is_term() { term.size_checked().map(|(lines, _)| lines.into()) } else { None }
+}
+
+/// Writes a report of a plan. Where it is longer than the terminal, the answer that it begins with is below it once more.
+fn say_report(plan: &Plan) -> Result<(), Error> {
+    let look = look();
+    let text = report_as(plan, look);
+    say(&text)?;
+    if lines_of_terminal().is_some_and(|lines| text.lines().count() >= lines) {
+        say(format!("\n{}", answer_as(plan, look)))?;
+    }
+    Ok(())
+}
+
+/// The command line of some arguments, as a shell takes it.
+fn command_line(arguments: impl Iterator<Item = String>) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
+    let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    };
+    let words: Vec<String> = std::iter::once("altiplano".to_string()).chain(arguments).map(quoted).collect();
+    words.join(" ")
+}
+
+/// This program, and what it was asked that a plan follows from.
+fn made_by() -> MadeBy {
+    let command = command_line(what_decides(std::env::args().skip(1)).into_iter());
+    MadeBy { version: env!("CARGO_PKG_VERSION").to_string(), command }
+}
+
+/// Arguments without options that only say where results go or how they are shown.
+fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
+    const FILES: [&str; 5] = ["-o", "--output", "--html", "--from", "--cache"];
+    let mut kept = Vec::new();
+    let mut arguments = arguments.peekable();
+    while let Some(word) = arguments.next() {
+        let name = word.split('=').next().unwrap_or("");
+        match word.as_str() {
+            "--json" => {}
+            _ if FILES.contains(&word.as_str()) => drop(arguments.next()),
+            _ if FILES.contains(&name) || word.starts_with("-o") => {}
+            _ => kept.push(word),
+        }
+    }
+    kept
+}
+
 /// Writes a line to stdout; a reader that has gone away is an error like any other, which `main` takes for the end.
 fn say(text: impl Display) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
@@ -52,8 +119,8 @@ fn say(text: impl Display) -> Result<(), Error> {
 }
 
 /// Says on stderr what was odd about a model.
-fn warn(model: &Model) {
-    for warning in &model.warnings {
+fn warn(warnings: &[Warning]) {
+    for warning in warnings {
         eprintln!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
     }
 }
@@ -74,8 +141,8 @@ fn load_to_ask(file: &Path) -> Result<Plan, Error> {
 fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> Result<(), Error> {
     let Error::Plan(failure) = error else { return Ok(()) };
     let explained = match **failure {
-        PlanFailure::Memory { required_bytes, .. } => {
-            shortage(request, required_bytes, bar).ok().map(Explained::Memory)
+        PlanFailure::Memory { ref closest, .. } => {
+            closest.as_ref().and_then(|closest| shortage(request, closest, bar).ok()).map(Explained::Memory)
         }
         _ => Some(Explained::Choices(fixes(request, bar))),
     };
@@ -91,4 +158,21 @@ fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> R
         _ => {}
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_says_where_results_go_decides_nothing() {
+        let of = |line: &str| what_decides(line.split(' ').map(String::from)).join(" ");
+        let asked = "plan m.json --cluster dgx-h100:4 --tp=2";
+        assert_eq!(of(asked), asked);
+        assert_eq!(of("plan -o p.json m.json --json --cluster dgx-h100:4 --cache dir --tp=2 --html=page"), asked);
+        assert_eq!(
+            command_line(["plan", "a b", "it's"].map(String::from).into_iter()),
+            r"altiplano plan 'a b' 'it'\''s'"
+        );
+    }
 }

@@ -1,14 +1,15 @@
 //! Options that several subcommands take, and what they are to the library.
 
+use crate::commands::fixed::FixedOptions;
 use crate::commands::{keep_searches, warn};
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
-use altiplano::ir::plan::{self, Offload, Plan, Schedule, Target, UnknownOffload, Update};
+use altiplano::ir::plan::{MfuConvention, Plan, Schedule, Target, Update};
 use altiplano::ir::reduce::Goal;
-use altiplano::pins::{NamedPin, apply as apply_pins};
+use altiplano::planner::chunked_loss::LossChunks;
 use altiplano::planner::frontier::Point;
 use altiplano::planner::rings::Ring;
 use altiplano::planner::{OverServers, Progress, Request, SearchKind};
@@ -19,7 +20,6 @@ use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
     read_bytes,
 };
-use altiplano_ir::recompute::Recompute;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -27,12 +27,19 @@ use std::path::{Path, PathBuf};
 /// How to read a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct ModelOptions {
-    /// Arguments that are trained: positions, ranges, names or prefixes (0-11, params, params['h*)
+    /// Arguments that are trained: positions, ranges, names or patterns (0-11, params, params['h*, *lora*). In a file that
+    /// says what its parameters are, all others of them are frozen
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     params: Vec<String>,
     /// Arguments that are not: the batch, and what else each step is given
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     inputs: Vec<String>,
+    /// Parameters that are not trained, named as for --params: no gradient, no optimizer state, never changed
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    freeze: Vec<String>,
+    /// Parameters that weight decay leaves out, named as for --params
+    #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
+    no_decay: Vec<String>,
     /// Batch dimension of an input, or that it has none [default: 0 for every input]
     #[arg(long, value_parser = batch_dim, value_name = "NAME=DIM|none")]
     batch_dim: Vec<(String, Option<usize>)>,
@@ -55,6 +62,12 @@ pub struct ModelOptions {
     /// Floating-point type to train in [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
+    /// --precision bf16
+    #[arg(long, hide = true, conflicts_with_all = ["precision", "fp16"])]
+    bf16: bool,
+    /// --precision f16
+    #[arg(long, hide = true, conflicts_with = "precision")]
+    fp16: bool,
     /// Tokens in a sample, where the model is a Hugging Face config [default: its positions, at most 4096]
     #[arg(long, value_name = "N")]
     seq: Option<u64>,
@@ -161,10 +174,21 @@ fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
 }
 
 impl ModelOptions {
+    /// The precision, by whichever option.
+    fn precision(&self) -> Option<Precision> {
+        match (self.bf16, self.fp16) {
+            (true, _) => Some(Precision::Bf16),
+            (_, true) => Some(Precision::F16),
+            _ => self.precision,
+        }
+    }
+
     pub fn import(&self) -> ImportOptions {
         ImportOptions {
             params: self.params.clone(),
             inputs: self.inputs.clone(),
+            freeze: self.freeze.clone(),
+            no_decay: self.no_decay.clone(),
             batch_dims: self.batch_dim.clone(),
             also: self.also.clone(),
             stop_gradients: self.stop_gradient.clone(),
@@ -173,7 +197,7 @@ impl ModelOptions {
             as_written: self.as_written,
             pins: Vec::new(),
             axis_sizes: [None, None],
-            precision: self.precision.map(|p| match p {
+            precision: self.precision().map(|p| match p {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
                 Precision::F16 => DType::F16,
@@ -226,6 +250,16 @@ pub struct PlanOptions {
     /// Plan what this software can run, as it runs it [default: altiplano]
     #[arg(long)]
     target: Option<TargetName>,
+    /// Take attention to be one kernel that never writes its scores, or not [default: auto, what the target's software has for the model's
+    /// heads on the cluster's devices]
+    #[arg(long, value_name = "auto|yes|no", value_enum)]
+    fused_attention: Option<FusedName>,
+    /// FLOPs of attention that count in the MFU: those that its masks leave, or all, as PaLM and Megatron-LM count [default: computed]
+    #[arg(long, value_enum)]
+    mfu_convention: Option<ConventionName>,
+    /// Take the fastest plan, or one GPU where more are hardly faster [default: simplest]
+    #[arg(long)]
+    prefer: Option<Preference>,
     /// Search only what Alpa does, for comparison
     #[arg(long)]
     search: Option<SearchName>,
@@ -236,6 +270,10 @@ pub struct PlanOptions {
     /// so many blocks wherever they can be cut
     #[arg(long, value_parser = ring, value_name = "N|auto|none")]
     ring: Option<Ring>,
+    /// Make the logits of a cross-entropy a chunk of positions at a time, so that they never fill memory, where the plan is better
+    /// for it [default: auto], nowhere, or in so many chunks wherever they can be cut
+    #[arg(long, value_parser = loss_chunks, value_name = "N|auto|none")]
+    loss_chunks: Option<LossChunks>,
     /// Split the batch into microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
@@ -303,106 +341,27 @@ impl OptimizerSettings {
     }
 }
 
-/// What is fixed of the plans that are looked at, degrees and the like.
-#[derive(Args, Clone, Debug, Default, PartialEq)]
-pub struct FixedOptions {
-    /// Samples of the global batch that go through the pipeline at once
-    #[arg(long, value_name = "N")]
-    microbatch: Option<u64>,
-    /// The same as a count: the global batch divided by --microbatch
-    #[arg(long, value_name = "N")]
-    num_microbatches: Option<u32>,
-    /// Degree of data parallelism
-    #[arg(long, value_name = "N")]
-    dp: Option<u32>,
-    /// Degree of tensor parallelism
-    #[arg(long, value_name = "N")]
-    tp: Option<u32>,
-    /// Blocks of devices that the stages of a pipeline are on, one stage each unless --virtual-stages says more
-    #[arg(long, value_name = "N")]
-    pp: Option<u32>,
-    /// Stages of a pipeline that share each block of devices (interleaved 1f1b); 1: none do
-    #[arg(long, value_name = "N")]
-    virtual_stages: Option<u32>,
-    /// Lay out parameters and values whose names match: `params*['w']=[{}, {tensor}]`, axes as --dp and --tp size them
-    #[arg(long, value_name = "PATTERN=SHARDING")]
-    pin: Vec<NamedPin>,
-    /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
-    #[arg(long, value_name = "0..3")]
-    zero: Option<u8>,
-    /// What is in the memory of the hosts while the devices do not need it: optimizer: its state, activations: what forward passes
-    /// leave for backward passes, or both with a comma between, or all; auto: what it takes where nothing fits otherwise, on GPUs
-    /// [default: none]
-    #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse)]
-    offload: Option<OffloadName>,
-    /// Compute activations again in the backward pass instead of keeping them
-    #[arg(long)]
-    recompute: Option<RecomputeName>,
-    /// Order of forward and backward work on the stages of a pipeline; pipedream: without a flush between steps, with gradients that
-    /// are one step late
-    #[arg(long)]
-    schedule: Option<ScheduleName>,
-    /// When gradients change the weights; stale: one step late, reduced while the next step runs [default: synchronous]
-    #[arg(long)]
-    update: Option<UpdateName>,
-    /// What a model that is run, not trained (--loss none), is planned for: that a batch is soon done, or, where batches follow each
-    /// other, that many are [default: latency]
-    #[arg(long, value_enum)]
-    goal: Option<GoalName>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum OffloadName {
-    Auto,
-    These(Offload),
-}
-
-impl OffloadName {
-    fn parse(text: &str) -> Result<OffloadName, UnknownOffload> {
-        match text {
-            "auto" => Ok(OffloadName::Auto),
-            _ => text.parse().map(OffloadName::These),
-        }
-    }
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum RecomputeName {
-    None,
-    /// Products larger than their factors, as attention scores are
-    Selective,
-    /// Everything that does not leave its layer
-    Full,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum ScheduleName {
-    Gpipe,
-    #[value(name = "1f1b")]
-    OneFOneB,
-    ZbH1,
-    #[value(name = "pipedream")]
-    PipeDream,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum UpdateName {
-    Synchronous,
-    Stale,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum GoalName {
-    Latency,
-    Throughput,
-}
-
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum TargetName {
     Altiplano,
     Megatron,
     Fsdp,
     Xla,
+    /// What trains models of the file's kind: fsdp for torch.export archives, xla for StableHLO, else altiplano
+    Auto,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum FusedName {
+    Auto,
+    Yes,
+    No,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum ConventionName {
+    Computed,
+    Full,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -417,6 +376,20 @@ fn ring(text: &str) -> Result<Ring, String> {
         "none" => Ok(Ring::None),
         _ => text.parse().map(Ring::Blocks).map_err(|_| "expected a number of blocks, auto or none".to_string()),
     }
+}
+
+fn loss_chunks(text: &str) -> Result<LossChunks, String> {
+    match text {
+        "auto" => Ok(LossChunks::Auto),
+        "none" => Ok(LossChunks::None),
+        _ => text.parse().map(LossChunks::Count).map_err(|_| "expected a number of chunks, auto or none".to_string()),
+    }
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Preference {
+    Simplest,
+    Fastest,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -456,7 +429,15 @@ impl PlanOptions {
 
     /// The planning problem that a model file and these options pose.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
-        Ok(self.request_of(model, &read_bytes(model)?, options)?.0)
+        let (request, warnings) = self.request_quietly(model, options)?;
+        warn(&warnings);
+        Ok(request)
+    }
+
+    /// [`Self::request`], with what is odd about the model for the caller to say.
+    pub fn request_quietly(&self, model: &Path, options: &ModelOptions) -> Result<(Request, Vec<Warning>), Error> {
+        let (request, _, warnings) = self.request_of(model, &read_bytes(model)?, options)?;
+        Ok((request, warnings))
     }
 
     /// [`Self::request`] of a model file that was read already.
@@ -465,7 +446,7 @@ impl PlanOptions {
         model: &Path,
         bytes: &[u8],
         options: &ModelOptions,
-    ) -> Result<(Request, Option<GivenStep>), Error> {
+    ) -> Result<(Request, Option<GivenStep>, Vec<Warning>), Error> {
         let mut cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         if let Some(file) = &self.devices {
             let devices = load_devices(file)?;
@@ -476,9 +457,10 @@ impl PlanOptions {
             }
         }
         // A config's model has the batch that is asked for.
-        let asked = self.global_batch.or(self.fixed.microbatch).filter(|&batch| batch > 0);
-        let FixedOptions { dp, tp, pin, .. } = &self.fixed;
-        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: [*dp, *tp], ..options.import() };
+        let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
+        let FixedOptions { tp, pin, .. } = &self.fixed;
+        let sizes = [self.fixed.replicas(), *tp];
+        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: sizes, ..options.import() };
         let file = model;
         let mut model = model_of(file, bytes, &import)?;
         if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {
@@ -488,7 +470,9 @@ impl PlanOptions {
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
             return Err(Error::NoLoss { file: file.to_path_buf(), ty: ty.clone() });
         }
-        warn(&model);
+        if let Some(update) = model.unknown_update.filter(|_| self.optimizer.is_none()) {
+            return Err(Error::UnknownUpdate { file: file.to_path_buf(), update });
+        }
         let mut request = altiplano::request(&model, cluster);
         request.global_batch = self.global_batch;
         self.fixed.fix(&mut request)?;
@@ -510,15 +494,39 @@ impl PlanOptions {
         }
         request.optimizer = self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.optimizer);
         self.settings.set(&mut request.optimizer)?;
-        request.clip_norm = self.clip_norm;
+        request.clip_norm = self.clip_norm.or(request.clip_norm);
         request.target = match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
+            Some(TargetName::Auto) => {
+                let (target, kind) = match Format::of(bytes) {
+                    Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
+                    Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
+                    _ => (Target::Altiplano, "of no framework's own form"),
+                };
+                eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
+                target
+            }
         };
+        request.fused_attention = match self.fused_attention {
+            None | Some(FusedName::Auto) => None,
+            Some(FusedName::No) => Some(false),
+            Some(FusedName::Yes) if request.cluster.groups.iter().all(|g| g.device.kind.is_gpu()) => Some(true),
+            Some(FusedName::Yes) => {
+                let problem = "yes is of GPUs: CPU workers write the scores of attention";
+                return Err(Error::Option { option: "--fused-attention", problem });
+            }
+        };
+        request.mfu_convention = match self.mfu_convention {
+            None | Some(ConventionName::Computed) => MfuConvention::Computed,
+            Some(ConventionName::Full) => MfuConvention::Full,
+        };
+        request.fastest = self.prefer == Some(Preference::Fastest);
         request.pad = self.pad != Some(PadName::None);
         request.ring = self.ring.unwrap_or_default();
+        request.loss_chunks = self.loss_chunks.unwrap_or_default();
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }
@@ -537,79 +545,11 @@ impl PlanOptions {
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         request.cache = self.cache.as_deref().map(open_cache).transpose()?;
-        Ok((request, model.given))
+        Ok((request, model.given, model.warnings))
     }
 }
 
-const OF_TRAINING: &str = "says how to train, which --loss none does not";
-
-impl FixedOptions {
-    /// Whether anything is fixed.
-    pub fn is_empty(&self) -> bool {
-        *self == FixedOptions::default()
-    }
-
-    /// Fixes it, pins aside.
-    pub fn fix(&self, request: &mut Request) -> Result<(), Error> {
-        // Options that are of training make no sense where nothing is trained.
-        let of_training = [
-            ("--schedule", self.schedule.is_some()),
-            ("--update", self.update.is_some()),
-            ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
-            ("--recompute", self.recompute.is_some()),
-            ("--offload", matches!(self.offload, Some(OffloadName::These(these)) if !these.is_none())),
-            ("--zero", matches!(self.zero, Some(1 | 2))),
-        ];
-        if let Some((option, _)) = of_training.into_iter().find(|(_, given)| *given && !request.trains()) {
-            return Err(Error::Option { option, problem: OF_TRAINING });
-        }
-        if self.goal.is_some() && request.trains() {
-            return Err(Error::Option {
-                option: "--goal",
-                problem: "is of models that are run, not trained (--loss none)",
-            });
-        }
-        request.goal = match self.goal {
-            Some(GoalName::Throughput) => plan::Goal::Throughput,
-            Some(GoalName::Latency) | None => plan::Goal::Latency,
-        };
-        request.microbatch = self.microbatch;
-        request.num_microbatches = self.num_microbatches;
-        request.dp = self.dp;
-        request.tp = self.tp;
-        request.pp = self.pp;
-        request.virtual_stages = self.virtual_stages;
-        request.zero = self.zero;
-        request.offload = match self.offload {
-            None => request.offload,
-            Some(OffloadName::Auto) => None,
-            Some(OffloadName::These(these)) => Some(these),
-        };
-        request.recompute = self.recompute.map(|r| match r {
-            RecomputeName::None => Recompute::None,
-            RecomputeName::Selective => Recompute::Selective,
-            RecomputeName::Full => Recompute::Full,
-        });
-        let schedule = self.schedule.map(|s| match s {
-            ScheduleName::Gpipe => Schedule::GPipe,
-            ScheduleName::OneFOneB => Schedule::OneFOneB,
-            ScheduleName::ZbH1 => Schedule::ZbH1,
-            ScheduleName::PipeDream => Schedule::PipeDream,
-        });
-        request.update = match self.update {
-            Some(UpdateName::Stale) => Update::Stale,
-            Some(UpdateName::Synchronous) | None => Update::Synchronous,
-        };
-        request.schedule = schedule.or(request.schedule);
-        Ok(())
-    }
-
-    /// [`Self::fix`] for the model of a plan, whose names the pins are of.
-    pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
-        self.fix(request)?;
-        apply_pins(&mut request.graph, &self.pin, [self.dp, self.tp])
-    }
-}
+pub const OF_TRAINING: &str = "says how to train, which --loss none does not";
 
 /// Predicts a plan by the profile in a file.
 pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
@@ -693,7 +633,8 @@ impl PlanOrModel {
             }
             return Ok((plan, None));
         }
-        let (mut request, given) = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        let (mut request, given, warnings) = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        warn(&warnings);
         request.baselines = false;
         let bar = Bar::new();
         Ok((self.plan.plan(&request, &bar)?, given))

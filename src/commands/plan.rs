@@ -1,12 +1,10 @@
 //! `altiplano plan MODEL`: searches for the fastest plan and reports it.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
-use crate::commands::{explain_failure, say};
+use crate::commands::{explain_failure, made_by, say, say_report, warn};
 use crate::progress::Bar;
 use altiplano::planner::Progress;
-use altiplano::{
-    Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, report, write_file,
-};
+use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -42,11 +40,13 @@ impl Plan {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let old = self.from.as_deref().map(load_plan).transpose()?;
-        let request = self.plan.request(&self.model, &self.options)?;
+        let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
         let bar = Bar::stoppable();
         if self.frontier {
-            let points = self.plan.frontier(&request, &bar)?;
+            let mut points = self.plan.frontier(&request, &bar)?;
+            points.iter_mut().for_each(|point| point.plan.made_by = Some(made_by()));
             drop(bar);
+            warn(&warnings);
             for (i, point) in (1..).zip(&points) {
                 if let Some(file) = &self.output {
                     write_file(&numbered(file, i), &point.plan.to_json())?;
@@ -54,14 +54,18 @@ impl Plan {
             }
             return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
         }
-        let plan = match self.plan.plan(&request, &bar) {
-            // Options that contradict each other say so themselves.
-            Err(error) if !error.is_usage() => {
-                explain_failure(&request, &error, &bar, self.json)?;
+        let mut plan = match self.plan.plan(&request, &bar) {
+            Ok(plan) => plan,
+            Err(error) => {
+                bar.suspend(|| warn(&warnings));
+                // Options that contradict each other say so themselves.
+                if !error.is_usage() {
+                    explain_failure(&request, &error, &bar, self.json)?;
+                }
                 return Err(error);
             }
-            result => result?,
         };
+        plan.made_by = Some(made_by());
         if bar.stopped() {
             bar.suspend(|| eprintln!("note: the search was stopped; this is the best plan that it had found"));
         }
@@ -73,9 +77,12 @@ impl Plan {
             write_file(file, &page_html(&plan)?)?;
         }
         if self.json {
+            warn(&warnings);
             return say(plan.to_json());
         }
-        say(report(&plan))?;
+        // The answer comes first, and nothing before it.
+        say_report(&plan)?;
+        warn(&warnings);
         match (old, self.from) {
             (Some(old), Some(file)) => say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan))),
             _ => Ok(()),

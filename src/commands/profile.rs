@@ -47,6 +47,7 @@ impl Profile {
             let problem = "measures links between ranks of MPI, which are workers, and not GPUs";
             return Err(Error::Option { option: "--engine mpi", problem });
         }
+        self.engine.expect_alone()?;
         match (&self.add_to, self.engine.is_mpi()) {
             (None, false) => self.measure_kernels(),
             (Some(profile), true) => self.engine.clone().on_team(|team| self.measure_links(profile, team)),

@@ -1,5 +1,6 @@
 //! `--engine`: this process alone, or as one of those that run a plan together, and how it ends if one of them fails.
 
+use crate::commands::command_line;
 use altiplano::Error;
 use altiplano::runtime::RuntimeError;
 use altiplano::runtime::error::RendezvousError;
@@ -15,8 +16,8 @@ use std::time::Duration;
 #[derive(Args, Clone, Debug)]
 pub struct RankArguments {
     /// Run all devices as threads of this process; or GPUs of processes that srun or torchrun started, which find each other by
-    /// --rendezvous; or one device as a rank of MPI (docs/cluster.md) [default: threads; processes where a launcher started several and
-    /// --device is cuda]
+    /// --rendezvous; or one device as a rank of MPI (docs/cluster.md) [default: threads; where a launcher started several processes:
+    /// processes if --device is cuda, else none, and the run is refused]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<EngineName>,
     #[command(flatten)]
@@ -39,9 +40,9 @@ pub struct RankArguments {
 /// Whether this process measures alone, or with the other ranks of MPI.
 #[derive(Args, Clone, Debug)]
 pub struct MeasuringArguments {
-    /// Measure the threads of this process, or the links between ranks of mpirun or srun (docs/cluster.md)
-    #[arg(long, value_name = "ENGINE", value_enum, default_value_t = MeasuringEngine::Threads)]
-    engine: MeasuringEngine,
+    /// Measure the threads of this process, or the links between ranks of mpirun or srun (docs/cluster.md) [default: threads]
+    #[arg(long, value_name = "ENGINE", value_enum)]
+    engine: Option<MeasuringEngine>,
     #[command(flatten)]
     lost: LostArguments,
 }
@@ -71,8 +72,11 @@ impl RankArguments {
     fn engine(&self, cuda: bool) -> Result<EngineName, Error> {
         match self.engine {
             Some(engine) => Ok(engine),
-            None if cuda && place()?.is_some_and(|place| place.size > 1) => Ok(EngineName::Processes),
-            None => Ok(EngineName::Threads),
+            None => match place()?.filter(|place| place.size > 1) {
+                Some(_) if cuda => Ok(EngineName::Processes),
+                Some(place) => Err(refused(&place, &["--engine", "mpi"])),
+                None => Ok(EngineName::Threads),
+            },
         }
     }
 
@@ -135,7 +139,15 @@ impl RankArguments {
 
 impl MeasuringArguments {
     pub fn is_mpi(&self) -> bool {
-        self.engine == MeasuringEngine::Mpi
+        self.engine == Some(MeasuringEngine::Mpi)
+    }
+
+    /// Refuses to measure a machine several times at once, as a launcher would have it.
+    pub fn expect_alone(&self) -> Result<(), Error> {
+        match place()?.filter(|place| place.size > 1 && self.engine.is_none()) {
+            Some(place) => Err(refused(&place, &["--engine", "mpi"])),
+            None => Ok(()),
+        }
     }
 
     /// As [`RankArguments::on_team`], of those that run no plan.
@@ -148,6 +160,12 @@ impl MeasuringArguments {
 fn place() -> Result<Option<Place>, Error> {
     let place = Place::of(|name| std::env::var(name).ok());
     place.map_err(|error| RuntimeError::Rendezvous(Box::new(error)).into())
+}
+
+/// The refusal of several processes that would each do all of the work, with the command line that makes them one run.
+fn refused(place: &Place, options: &[&str]) -> Error {
+    let given = std::env::args().skip(1).chain(options.iter().map(ToString::to_string));
+    Error::Launched { size: place.size, command: command_line(given) }
 }
 
 fn ends() -> Ends {

@@ -1,10 +1,10 @@
 //! `altiplano show FILE`: the text form of a model, a cluster or a plan.
 
 use crate::commands::options::ModelOptions;
-use crate::commands::{say, warn};
+use crate::commands::{say, say_report, warn};
 use altiplano::cost_models::toml_file::print;
 use altiplano::ir::dot::to_dot;
-use altiplano::{Error, Format, cluster_of, load_cluster, model_of, plan_of, read_bytes, report};
+use altiplano::{Error, Format, cluster_of, load_cluster, model_of, plan_of, read_bytes};
 use clap::Args;
 use std::path::Path;
 
@@ -33,11 +33,11 @@ impl Show {
         }
         let bytes = read_bytes(path)?;
         match Format::of(&bytes) {
-            Format::PlanJson => say(report(&plan_of(path, &bytes)?)),
+            Format::PlanJson => say_report(&plan_of(path, &bytes)?),
             Format::ClusterToml => say(print(&cluster_of(path, &String::from_utf8_lossy(&bytes))?).trim_end()),
             _ => {
                 let model = model_of(path, &bytes, &self.options.import())?;
-                warn(&model);
+                warn(&model.warnings);
                 let text = if self.dot { to_dot(&model.graph) } else { model.graph.to_string() };
                 say(text.trim_end())
             }

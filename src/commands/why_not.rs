@@ -1,12 +1,13 @@
 //! `altiplano why-not PLAN --tp 8`: the best plan with something fixed beside the plan, and what it takes that the plan does not.
 
-use crate::commands::options::FixedOptions;
-use crate::commands::{explain_failure, load_to_ask, say};
+use crate::commands::fixed::FixedOptions;
+use crate::commands::{explain_failure, load_to_ask, made_by, say};
 use crate::progress::Bar;
 use altiplano::compare::Comparison;
-use altiplano::planner::Request;
+use altiplano::cost_models::Rooflines;
+use altiplano::planner::{Request, plan_or_closest};
 use altiplano::units::{percent, seconds};
-use altiplano::{Error, expect_writable, plan, side_by_side, write_file};
+use altiplano::{Error, expect_writable, side_by_side, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -36,7 +37,8 @@ impl WhyNot {
         let mut request = Request::of_plan(&chosen);
         self.fixed.fix_all(&mut request)?;
         let bar = Bar::stoppable();
-        let asked = match plan(&request, &bar).map_err(Error::from) {
+        let costs = Rooflines::of(&request.cluster);
+        let mut asked = match plan_or_closest(&request, &costs, &bar).map_err(Error::from) {
             Err(error) => {
                 explain_failure(&request, &error, &bar, self.json)?;
                 return Err(error);
@@ -44,6 +46,7 @@ impl WhyNot {
             Ok(plan) => plan,
         };
         drop(bar);
+        asked.made_by = Some(made_by());
         if let Some(file) = &self.output {
             write_file(file, &asked.to_json())?;
         }

@@ -3,21 +3,19 @@
 use super::table::{MicroBatch, Row, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
-use altiplano_cost_models::{CostModel, Costs, Devices, Roofline, catalogue};
+use altiplano_cost_models::{CostModel, Costs, Devices, Roofline};
 use altiplano_ir::batch::rebatch;
-use altiplano_ir::cluster::Device;
+use altiplano_ir::cluster::{Architecture, Device};
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::fixed::{Degrees, fixed};
-use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::lower::{Derived, Sketch, sketch};
-use altiplano_planner::model::Layered;
 use altiplano_planner::timing::BodyWork;
-use altiplano_planner::{PlanFailure, Request, predict};
+use altiplano_planner::{PlanFailure, Request, pin_positions, predict};
 use serde_json::json;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -143,12 +141,12 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
-    pin_layers(&mut graph, row);
+    pin_positions(&mut graph, row.cp);
     let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, cluster) };
     wanted.execution = Execution {
         bucket_bytes: u64::MAX,
         overlap: row.sharded_optimizer,
-        fused_attention: catalogue::fuses_attention(&cost.device().name),
+        fused_attention: row.fused_attention.unwrap_or_else(|| fused_when_new(cost.device())),
         fused_loss: false,
         gradients: dtype(row),
     };
@@ -176,24 +174,13 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     Ok(Size { plan, sketch, work, order })
 }
 
-/// Splits what passes between layers by token over the context axis, where there is one.
-fn pin_layers(graph: &mut Graph, row: &Row) {
-    if row.cp == 1 {
-        return;
-    }
-    let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
-    let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
-    for value in passed {
-        let node = graph.node(value);
-        if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
-            continue;
-        }
-        let context = || vec!["context".to_string()];
-        let dims = (0..node.ty.rank()).map(|d| PinnedDim {
-            axes: if d == 1 { context() } else { Vec::new() },
-            open: node.batch_dims >> d & 1 == 1 || d == 1,
-        });
-        let (mesh, dims) = (vec![("context".to_string(), u64::from(row.cp))], dims.collect());
-        graph.pin(Pin { value, mesh, dims });
+/// Whether software had attention in one kernel when a device was new, for rows that do not state it. Tables of measured steps are
+/// published while a device is: those of A100 are of Megatron-LM in 2021 to 2023, which wrote scores, those of H100 of
+/// software since FlashAttention (2022).
+fn fused_when_new(device: &Device) -> bool {
+    match device.generation() {
+        Some(Architecture::Nvidia(capability)) => capability >= 89,
+        Some(Architecture::Amd(number)) => number >= 0x940,
+        None => false,
     }
 }

@@ -32,6 +32,8 @@ pub struct Row {
     pub recompute: String,
     pub sharded_optimizer: bool,
     pub dtype: String,
+    /// Whether the software had attention in one kernel, where the row states it.
+    pub fused_attention: Option<bool>,
     pub measured_step_s: f64,
     pub source: String,
 }
@@ -117,6 +119,8 @@ struct Raw {
     sharded_optimizer: String,
     #[serde(default)]
     dtype: String,
+    #[serde(default)]
+    fused_attention: String,
     measured_step_s: f64,
     #[serde(default)]
     source: String,
@@ -227,6 +231,10 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
         )?,
         recompute: word("recompute", &raw.recompute, &["", "none", "selective", "full"], "none, selective or full")?,
         sharded_optimizer: sharded,
+        fused_attention: match word("fused_attention", &raw.fused_attention, &["", "0", "1"], "0 or 1")?.as_str() {
+            "" => None,
+            stated => Some(stated == "1"),
+        },
         dtype: word("dtype", &raw.dtype, &["", "f32", "f16", "bf16"], "f32, f16 or bf16")?,
         measured_step_s: raw.measured_step_s,
         source: raw.source,

@@ -11,7 +11,7 @@ mod parameters;
 mod questions;
 
 use crate::Error;
-use crate::report::one_line;
+use crate::report::answer;
 use altiplano_cost_models::link::axis_link;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{Costs, Rooflines};
@@ -244,7 +244,7 @@ fn headline(plan: &Plan) -> Headline {
     Headline {
         model: plan.model.clone(),
         cluster: plan.cluster.name.clone(),
-        one_line: one_line(plan),
+        one_line: answer(plan),
         schedule: plan.schedule.name(),
         target: plan.target.name(),
         trains: plan.schedule.trains(),

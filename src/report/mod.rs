@@ -1,11 +1,13 @@
 //! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
 
+mod answer;
 mod difference;
 mod dot;
 mod frontier;
 mod held;
 mod html;
 mod kernels;
+mod look;
 mod programs;
 mod stage;
 mod tape;
@@ -13,6 +15,8 @@ mod timeline;
 mod why;
 pub(crate) mod words;
 
+pub use answer::{answer, audience};
+use answer::{enough, faster, sharded};
 pub use difference::{side, side_by_side, side_by_side_json};
 pub use dot::plan_dot;
 pub use frontier::{frontier_json, frontier_text};
@@ -20,6 +24,7 @@ pub use held::held;
 pub(crate) use html::STYLE as PAGE_STYLE;
 pub use html::page_html;
 pub use kernels::kernels_text;
+pub use look::Look;
 pub use programs::programs;
 pub use stage::why_stage;
 pub use tape::tape_text;
@@ -27,14 +32,15 @@ pub use why::{Asked, why_text};
 
 use crate::advice::Limits;
 use crate::simulate::Simulation;
-use crate::units::{bytes, count, digits, percent, plural, seconds, smaller};
+use crate::units::{bytes, count, digits, gibibytes, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
-    Alternative, Goal, Memory, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, Target, Update,
+    Alternative, Goal, Memory, MfuConvention, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage,
+    Target, Update,
 };
 use altiplano_planner::offload::of_nodes;
 use comfy_table::{CellAlignment, Table, presets};
@@ -43,15 +49,27 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::Range;
 
-/// The report of a plan. Times and rates have three significant digits; equal lines of repeated layers are one line.
+/// The report of a plan, the answer first. Times and rates have three significant digits; equal lines of repeated layers are one line.
 pub fn report(plan: &Plan) -> String {
-    let mut out = String::new();
-    // Writing to a string cannot fail.
-    let _ = write_report(&mut out, plan);
-    out
+    report_as(plan, Look::PLAIN)
 }
 
-fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
+/// [`report`] for a terminal.
+pub fn report_as(plan: &Plan, look: Look) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = write_report(&mut out, plan, look);
+    format!("{}\n\n{}", answer_as(plan, look), look.shown(&out))
+}
+
+/// The lines that a report begins with: what to do, what that gives, and for whom it is.
+pub fn answer_as(plan: &Plan, look: Look) -> String {
+    let strong = look.strong(&look.wrapped(&answer(plan)));
+    let rest: Vec<String> = enough(plan).into_iter().chain([audience(plan)]).map(|line| look.wrapped(&line)).collect();
+    format!("{strong}\n{}", rest.join("\n"))
+}
+
+fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
     write_summary(out, plan)?;
     let layouts = Layouts::new(plan);
     writeln!(out, "\nStages\n{}", layouts.stages())?;
@@ -61,7 +79,7 @@ fn write_report(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let played = || plan.profile.is_none().then(|| Simulation::new(plan.clone(), None).ok()).flatten();
     let (simulation, listed) = rayon::join(played, || layouts.listed());
     if let Some(simulation) = simulation {
-        writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation))?;
+        writeln!(out, "\nThe {step}, from left to right\n{}", timeline::timeline(&simulation, look.width))?;
         writeln!(out, "\nWhat limits this plan (`altiplano advise` searches for what would make it faster)")?;
         Limits::new(&simulation).lines().iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
@@ -88,6 +106,17 @@ fn rings(graph: &Graph) -> Option<String> {
     (!counts.is_empty()).then(|| counts.iter().map(words).collect::<Vec<_>>().join(", "))
 }
 
+/// The number of chunks that logits are made in.
+fn loss_chunks(graph: &Graph) -> Option<u64> {
+    graph.nodes.iter().find_map(|node| match &node.op {
+        Op::Composite(op) => match op.function {
+            Function::LinearCrossEntropy { chunks, .. } => Some(chunks),
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
 fn padded(padding: &Padding) -> String {
     let mut sizes: BTreeMap<(u64, u64), Vec<&str>> = BTreeMap::new();
     for (name, extents) in &padding.parameters {
@@ -109,26 +138,44 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let devices = plan.cluster.num_devices();
     let of_group = |group: &Group| {
         let device = &group.device;
-        format!("{} x {}, {} each", group.num_devices(), device.name, bytes(device.memory_bytes))
+        format!(
+            "{} x {}, {} ({}) each",
+            group.num_devices(),
+            device.name,
+            bytes(device.memory_bytes),
+            gibibytes(device.memory_bytes)
+        )
     };
     let groups: Vec<String> = plan.cluster.groups.iter().map(of_group).collect();
     writeln!(out, "{} on {} ({})\n", plan.model, plan.cluster.name, groups.join("; "))?;
     let used = plan.num_devices();
     if used < devices {
-        writeln!(out, "  devices used    {used} of {devices}; no plan found that uses more is faster")?;
+        let more = match faster(plan) {
+            Some(_) => "more are hardly faster",
+            None => "no plan found that uses more is faster",
+        };
+        writeln!(out, "  devices used    {used} of {devices}; {more}")?;
     }
     if let Some(reduction) = &plan.reduction {
         writeln!(out, "  reduced         {}", smaller(reduction))?;
     }
-    let (mut elements, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64);
-    for (v, _) in plan.own().0.parameters() {
-        elements = elements.saturating_add(plan.own().0.ty(v).elements());
-        parameter_bytes = parameter_bytes.saturating_add(plan.own().0.ty(v).bytes());
+    let (mut elements, mut frozen, mut parameter_bytes, mut tensors) = (0u64, 0u64, 0u64, 0u64);
+    let graph = plan.own().0;
+    for (v, _) in graph.parameters() {
+        elements = elements.saturating_add(graph.ty(v).elements());
+        frozen = frozen.saturating_add(if graph.is_frozen(v) { graph.ty(v).elements() } else { 0 });
+        parameter_bytes = parameter_bytes.saturating_add(graph.ty(v).bytes());
         tensors += 1;
     }
+    let trained = match graph.parameters().any(|(v, _)| graph.is_frozen(v)) {
+        true if plan.schedule.trains() => {
+            format!("; {} trained, {} frozen", count(elements.saturating_sub(frozen)), count(frozen))
+        }
+        _ => String::new(),
+    };
     writeln!(
         out,
-        "  parameters      {} in {}, {}",
+        "  parameters      {} in {}, {}{trained}",
         count(elements),
         plural(tensors, "tensor"),
         bytes(parameter_bytes)
@@ -138,6 +185,9 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     if let Some(rings) = rings(&plan.graph) {
         writeln!(out, "  attention       {rings}")?;
+    }
+    if let Some(chunks) = loss_chunks(&plan.graph) {
+        writeln!(out, "  logits          in {chunks} chunks, recomputed in the backward pass")?;
     }
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),
@@ -164,6 +214,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
     let loss = match plan.loss {
         LossKind::Other if plan.graph.batch == 0 => "of each microbatch as traced (the batch was not found)",
+        LossKind::Mean if plan.graph.totals().next().is_some() => "mean weighted over the whole batch",
         LossKind::Mean => "mean over samples",
         LossKind::Sum => "sum over samples",
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
@@ -211,16 +262,21 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let step = if trains { "step " } else { "batch" };
     writeln!(
         out,
-        "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU)",
+        "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU{})",
         seconds(p.step_time_s),
         digits(p.samples_per_s),
-        percent(p.mfu)
+        percent(p.mfu),
+        if p.mfu_convention == MfuConvention::Full { ", masked attention counted in full" } else { "" }
     )?;
     if let Some(latency_s) = p.latency_s {
         writeln!(out, "  a batch alone   {} from its arrival to its last result", seconds(latency_s))?;
     }
     let step = step.trim_end();
-    writeln!(out, "  lower bound     {} (the {step}'s FLOPs at peak rate)", seconds(p.lower_bound_s))?;
+    writeln!(
+        out,
+        "  lower bound     {} (the {step}'s FLOPs at peak rate; of masked attention what its masks leave)",
+        seconds(p.lower_bound_s)
+    )?;
     match proven(plan) {
         Some(proven) => writeln!(out, "  shardings       {proven}, by the prices of the search"),
         None => Ok(()),
@@ -304,7 +360,7 @@ fn memory(plan: &Plan) -> String {
     let mut table = Grid::new(&columns.iter().filter(|c| shown(c)).map(|c| c.0).collect::<Vec<_>>());
     for (i, stage) in plan.lanes().iter().enumerate() {
         let m = &stage.predicted.memory;
-        let limit = plan.group_of(stage).device.memory_bytes;
+        let limit = plan.usable_bytes(stage);
         let cells = [
             plan.lane_name(i),
             bytes(m.parameters_bytes),
@@ -318,7 +374,7 @@ fn memory(plan: &Plan) -> String {
         table.row(cells.into_iter().zip(&columns).filter(|(_, c)| shown(c)).map(|(cell, _)| cell));
     }
     for (s, server) in plan.servers.iter().flat_map(|over| &over.predicted).enumerate() {
-        let (m, limit) = (&server.memory, plan.cluster.groups[0].device.memory_bytes);
+        let (m, limit) = (&server.memory, plan.cluster.usable_bytes(&plan.cluster.groups[0]));
         let held = [m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes, m.activations_bytes, server.peak_bytes];
         let cells = held.map(bytes).into_iter();
         let cells = std::iter::once(format!("server{s}")).chain(cells);
@@ -329,7 +385,36 @@ fn memory(plan: &Plan) -> String {
     } else {
         "p parameters, a activations and all else"
     };
-    format!("{}\n  {classes}; up to | is what a device has{}", table.right_but_last(), in_hosts(plan))
+    let rows = table.right_but_last();
+    format!("{rows}\n  {classes}; up to | is what a device has{}{}", usable(plan), in_hosts(plan))
+}
+
+/// What tensors can use of the devices of each kind, and what takes the rest.
+fn usable(plan: &Plan) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for group in &plan.cluster.groups {
+        let (device, [context, communication, allocator]) = (&group.device, plan.cluster.taken_bytes(group));
+        let usable_bytes = plan.cluster.usable_bytes(group);
+        let terms = [("context", context), ("to communicate", communication), ("kept by the allocator", allocator)];
+        let terms = terms.into_iter().filter(|term| term.1 > 0);
+        let terms: Vec<String> = terms.map(|(what, taken)| format!("{what} {}", bytes(taken))).collect();
+        if terms.is_empty() {
+            continue;
+        }
+        let line = format!(
+            "\n  of the {} ({}) of a {} tensors can use {} ({}): {}",
+            bytes(device.memory_bytes),
+            gibibytes(device.memory_bytes),
+            device.name,
+            bytes(usable_bytes),
+            gibibytes(usable_bytes),
+            terms.join(", ")
+        );
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines.concat()
 }
 
 /// All that any stage has in the memory of its hosts.
@@ -408,10 +493,12 @@ impl<'a> Layouts<'a> {
             let levels = self.stored(stage).filter_map(|(v, _, s)| words::level(plan, stage, v, s, self.words.users()));
             let levels: BTreeSet<u8> = levels.collect();
             let zero = match (levels.first(), levels.last()) {
-                (Some(least), Some(most)) if least < most => format!("ZeRO-{least} to ZeRO-{most}, by parameter"),
-                (level, _) => match level.copied().unwrap_or(stage.zero) {
-                    0 => "not sharded (ZeRO-0)".to_string(),
-                    level => format!("ZeRO-{level}"),
+                (Some(&least), Some(&most)) if least < most => {
+                    format!("{} to {}, by parameter", sharded(plan.target, least), sharded(plan.target, most))
+                }
+                (level, _) => match (level.copied().unwrap_or(stage.zero), plan.target) {
+                    (0, Target::Altiplano | Target::Megatron | Target::Xla) => "not sharded (ZeRO-0)".to_string(),
+                    (level, target) => sharded(target, level),
                 },
             };
             let away = match stage.offload.is_none() {
@@ -511,7 +598,7 @@ fn alternatives(plan: &Plan) -> String {
         row(name, predicted.as_ref(), *fits, detail);
     }
     if !plan.alternatives.iter().any(|a| a.name == "chosen") {
-        let fits = plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.group_of(s).device.memory_bytes);
+        let fits = plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.usable_bytes(s));
         row("chosen", Some(&plan.predicted), fits, &one_line(plan));
     }
     table.right_but_last()

@@ -85,7 +85,7 @@ fn times(account: &Account, step_s: f64) -> String {
 fn memory(plan: &Plan, simulation: &Simulation, number: usize) -> String {
     let lane = plan.lane_of(number);
     let memory = simulation.memory().swap_remove(lane);
-    let limit = plan.group_of(&plan.stages[number]).device.memory_bytes;
+    let limit = plan.usable_bytes(&plan.stages[number]);
     let shared = match plan.virtual_stages {
         1 => String::new(),
         _ => format!(" ({} together)", plan.lane_name(lane)),
@@ -130,11 +130,11 @@ fn beside(plan: &Plan, number: usize, all: &[Neighbour]) -> String {
         };
         let more_s = other.predicted.step_time_s - step_s;
         let peak = other.stages[number].predicted.peak_bytes;
-        let over = |s: &altiplano_ir::plan::Stage| s.predicted.peak_bytes > other.group_of(s).device.memory_bytes;
+        let over = |s: &altiplano_ir::plan::Stage| s.predicted.peak_bytes > other.usable_bytes(s);
         let why = match other.stages.iter().position(over) {
             Some(i) => {
                 let s = &other.stages[i];
-                let too_much = s.predicted.peak_bytes - other.group_of(s).device.memory_bytes;
+                let too_much = s.predicted.peak_bytes - other.usable_bytes(s);
                 format!("stage{i} holds {} too much", bytes(too_much))
             }
             None if more_s > 0.0 => altiplano_planner::lost::reason(plan, other),

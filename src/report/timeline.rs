@@ -4,13 +4,15 @@ use crate::simulate::{CallSpan, Simulation};
 use crate::units::seconds;
 use altiplano_ir::program::Phase;
 
-/// Characters of a line that are time.
+/// Characters of a line that are time, where there is room.
 const COLUMNS: usize = 80;
+/// And where there is none.
+const FEWEST: usize = 20;
 /// Lanes that are drawn at most; of more, as many as are spread evenly over them.
 const LINES: usize = 16;
 
-/// A line for each lane, with what the characters mean.
-pub fn timeline(simulation: &Simulation) -> String {
+/// A line for each lane, with what the characters mean, in lines of at most so many characters.
+pub fn timeline(simulation: &Simulation, room: Option<usize>) -> String {
     let plan = simulation.plan();
     let (step_s, lanes) = simulation.calls();
     let named: Vec<String> = (0..lanes.len()).map(|lane| plan.lane_name(lane)).collect();
@@ -19,8 +21,9 @@ pub fn timeline(simulation: &Simulation) -> String {
         n => (0..LINES).map(|i| i * (n - 1) / (LINES - 1)).collect(),
     };
     let width = shown.iter().map(|&l| named[l].len()).max().unwrap_or(0);
+    let columns = room.map_or(COLUMNS, |room| room.saturating_sub(width + 4).clamp(FEWEST, COLUMNS));
     let mut lines: Vec<String> =
-        shown.iter().map(|&l| format!("  {:width$}  {}", named[l], drawn(&lanes[l], step_s))).collect();
+        shown.iter().map(|&l| format!("  {:width$}  {}", named[l], drawn(&lanes[l], step_s, columns))).collect();
     if shown.len() < lanes.len() {
         lines.push(format!("  {} of {} lines", shown.len(), lanes.len()));
     }
@@ -29,13 +32,13 @@ pub fn timeline(simulation: &Simulation) -> String {
         (true, false) => "F forward, B backward, U gradients reduced and update",
         (true, true) => "F forward, B backward, W gradients of weights, U gradients reduced and update",
     };
-    lines.push(format!("  {kinds}, . waiting; a column is {}", seconds(step_s / COLUMNS as f64)));
+    lines.push(format!("  {kinds}, . waiting; a column is {}", seconds(step_s / columns as f64)));
     lines.join("\n")
 }
 
 fn letter(phase: Phase) -> char {
     match phase {
-        Phase::Forward => 'F',
+        Phase::Totals | Phase::Forward => 'F',
         Phase::Backward => 'B',
         Phase::Weights => 'W',
         Phase::Reduce | Phase::Norm | Phase::Update => 'U',
@@ -44,13 +47,13 @@ fn letter(phase: Phase) -> char {
 
 /// Calls that are shorter than a column share columns: each letter gets as many as it takes of the time so far, so that a line has
 /// the proportions that the step has.
-fn drawn(calls: &[CallSpan], step_s: f64) -> String {
+fn drawn(calls: &[CallSpan], step_s: f64, columns: usize) -> String {
     const LETTERS: [char; 5] = ['F', 'B', 'W', 'U', '.'];
-    let column_s = step_s / COLUMNS as f64;
+    let column_s = step_s / columns as f64;
     let mut owed = [0.0f64; LETTERS.len()];
-    let mut line = String::with_capacity(COLUMNS);
+    let mut line = String::with_capacity(columns);
     let mut next = 0;
-    for column in 0..COLUMNS {
+    for column in 0..columns {
         let (from, to) = (column as f64 * column_s, (column + 1) as f64 * column_s);
         while calls.get(next).is_some_and(|call| call.end_s <= from) {
             next += 1;
@@ -87,7 +90,7 @@ mod tests {
         let call = |phase, start_s: f64, end_s: f64| CallSpan { stage: 0, phase, microbatch: Some(0), start_s, end_s };
         let long =
             [call(Phase::Forward, 20.0, 40.0), call(Phase::Backward, 40.0, 70.0), call(Phase::Update, 70.0, 80.0)];
-        let text = drawn(&long, 80.0);
+        let text = drawn(&long, 80.0, COLUMNS);
         assert_eq!(text, ".".repeat(20) + &"F".repeat(20) + &"B".repeat(30) + &"U".repeat(10));
         // A thousand calls in turns, backward three times as long.
         let turns: Vec<CallSpan> = (0..1000)
@@ -96,7 +99,7 @@ mod tests {
                 [call(Phase::Forward, at, at + 0.02), call(Phase::Backward, at + 0.02, at + 0.08)]
             })
             .collect();
-        let text = drawn(&turns, 80.0);
+        let text = drawn(&turns, 80.0, COLUMNS);
         let count = |letter: char| text.chars().filter(|c| *c == letter).count();
         assert!(count('F').abs_diff(20) <= 1 && count('B').abs_diff(60) <= 1, "{text}");
     }

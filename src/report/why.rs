@@ -7,6 +7,7 @@ use crate::units::{bytes, percent, plural, seconds};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
+use altiplano_planner::UNDECIDED;
 use altiplano_planner::why::{Layout, Why, why};
 
 /// Values of a pattern that are explained at most: layers are alike.
@@ -16,7 +17,7 @@ const MOST_LAYOUTS: usize = 12;
 /// Of a device's memory, what must be left for memory not to be said to bind.
 const SPARE: f64 = 0.05;
 
-/// Of what a microbatch takes, what is no difference.
+/// Of what a step takes, what is no difference.
 const ALIKE: f64 = 1e-4;
 
 /// What a question is about.
@@ -93,84 +94,117 @@ fn decided(plan: &Plan, value: ValueId) -> bool {
     })
 }
 
-fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
-    let more = |s: f64| match s {
+/// Seconds more or less, as a table has them.
+fn more(change_s: f64, of_s: f64) -> String {
+    match change_s {
         s if s == f64::INFINITY => "cannot be".to_string(),
-        s if s.abs() <= 1e-9 * why.cost_s => "the same".to_string(),
+        s if s.abs() <= 1e-9 * of_s => "the same".to_string(),
         s => format!("{}{}", if s < 0.0 { "-" } else { "+" }, seconds(s.abs())),
-    };
+    }
+}
+
+fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
+    let step_s = plan.predicted.step_time_s;
     let plain = |s: f64| if s.is_finite() { seconds(s) } else { "cannot be".to_string() };
     let own = if asked == Asked::Parameter { "kept" } else { "computed" };
-    let header = ["layout", own, "sent", "all else as it is", "all else anew", "others change", "memory"];
+    let header = ["layout", "a step", "memory", own, "sent", "all else anew", "others change"];
     let mut table = Grid::new(&header);
     for layout in why.layouts.iter().take(MOST_LAYOUTS) {
-        let Layout { layout, chosen, own_s, moving_s, in_place_s, whole_s, others, over_bytes } = layout;
-        let taken = if *chosen { "  <- taken" } else { "" };
-        let memory = if *over_bytes > 0 { format!("{} too much", bytes(*over_bytes)) } else { "fits".into() };
+        let Layout { own_s, moving_s, in_place_s, whole_s, others, .. } = layout;
+        let taken = if layout.chosen { "  <- taken" } else { "" };
+        let step = match layout.judged {
+            _ if layout.chosen => "the same".to_string(),
+            Some(judged) => more(judged.step_s - step_s, step_s),
+            None if in_place_s.is_finite() => "-".to_string(),
+            None => "cannot be".to_string(),
+        };
+        let memory = match over_bytes(why, layout) {
+            0 => "fits".to_string(),
+            over => format!("{} too much", bytes(over)),
+        };
         let others = if *whole_s == f64::INFINITY { String::new() } else { others.to_string() };
-        let cells = [plain(*own_s), plain(*moving_s), more(*in_place_s), more(*whole_s), others, memory];
-        table.row([format!("{layout}{taken}")].into_iter().chain(cells));
+        let cells = [step, memory, plain(*own_s), plain(*moving_s), more(*whole_s, why.cost_s), others];
+        table.row([format!("{}{taken}", layout.layout)].into_iter().chain(cells));
     }
     let rest = why.layouts.len().saturating_sub(MOST_LAYOUTS);
     let rest = if rest > 0 { format!("\n  and {}", plural(rest as u64, "more layout")) } else { String::new() };
-    let steps = f64::from(plan.num_microbatches);
-    let best = |s: fn(&Layout) -> f64| {
-        let others = why.layouts.iter().filter(|l| !l.chosen && s(l).is_finite());
-        others.min_by(|a, b| s(a).total_cmp(&s(b)))
-    };
-    let mut lines = vec![format!(
-        "{what}, on stage{} (devices {}, {})\n  a microbatch of the stage takes {} by the search's prices",
-        why.stage,
-        devices(&plan.stages[why.stage].devices),
-        plan.stages[why.stage].mesh,
-        seconds(why.cost_s)
-    )];
-    match best(|l| l.in_place_s) {
-        Some(l) => lines.push(format!(
-            "  best other, all else as it is: {}, {} a microbatch, {} a step",
+    let stage = &plan.stages[why.stage];
+    let mut lines = vec![
+        format!("{what}, on stage{} (devices {}, {})", why.stage, devices(&stage.devices), stage.mesh),
+        format!(
+            "  a microbatch of the stage takes {}, and a device holds {} of {} when it holds most",
+            seconds(why.microbatch_s),
+            bytes(why.peak_bytes),
+            bytes(why.device_bytes)
+        ),
+    ];
+    let judged = why.layouts.iter().filter_map(|l| Some((l, l.judged?)));
+    lines.push(match judged.min_by(|a, b| a.1.step_s.total_cmp(&b.1.step_s)) {
+        Some((layout, judged)) => format!(
+            "  best other, all else as it is: {}, {} a step{}",
+            layout.layout,
+            more(judged.step_s - step_s, step_s),
+            match over_bytes(why, layout) {
+                0 => String::new(),
+                over => format!(", {} too much", bytes(over)),
+            }
+        ),
+        None => "  no other layout goes with all else as it is".into(),
+    });
+    let others = why.layouts.iter().filter(|l| !l.chosen && l.whole_s.is_finite());
+    lines.push(match others.min_by(|a, b| a.whole_s.total_cmp(&b.whole_s)) {
+        Some(l) => format!(
+            "  best other, all else anew: {}, estimated at {} a microbatch; {} change with it",
             l.layout,
-            more(l.in_place_s),
-            more(steps * l.in_place_s)
-        )),
-        None => lines.push("  no other layout goes with all else as it is".into()),
-    }
-    match best(|l| l.whole_s) {
-        Some(l) => lines.push(format!(
-            "  best other, all else anew:     {}, {} a microbatch, {} a step; {} change with it",
-            l.layout,
-            more(l.whole_s),
-            more(steps * l.whole_s),
+            more(l.whole_s, why.cost_s),
             plural(l.others as u64, "other choice")
-        )),
-        None => lines.push("  no other layout goes with anything within memory".into()),
-    }
-    lines.push(format!("  {}", binding(why)));
-    format!("{}\n{}{rest}", lines.join("\n"), table.right())
+        ),
+        None => "  no other layout goes with anything within memory".into(),
+    });
+    lines.push(format!("  {}", binding(plan, why)));
+    let note = format!(
+        "  {own}, sent and all else anew are the search's estimates of a microbatch, which leave out what overlaps"
+    );
+    format!("{}\n{}{rest}\n{note}", lines.join("\n"), table.right())
+}
+
+/// By how much a device is too small for a layout.
+fn over_bytes(why: &Why, layout: &Layout) -> u64 {
+    layout.judged.map_or(layout.over_bytes, |judged| judged.peak_bytes.saturating_sub(why.device_bytes))
 }
 
 /// Which limit stands against other layouts.
-fn binding(why: &Why) -> String {
+fn binding(plan: &Plan, why: &Why) -> String {
     if let Some(pin) = &why.pin {
         return format!("what binds: the layout that is asked for ({pin})");
     }
-    let cheaper = why.layouts.iter().filter(|l| !l.chosen && l.in_place_s < 0.0 && l.over_bytes > 0);
-    let held = format!("{} of {} in {}", bytes(why.most_bytes), bytes(why.limit_bytes), why.fullest);
-    let spare = 1.0 - why.most_bytes as f64 / why.limit_bytes.max(1) as f64;
-    let anew = why.layouts.iter().filter(|l| !l.chosen).map(|l| l.whole_s).fold(f64::INFINITY, f64::min);
-    if anew < -ALIKE * why.cost_s {
-        return format!(
-            "what binds: the judge; by these prices others are cheaper, and it found the whole no faster or too large (fullest {held})"
-        );
-    }
-    match cheaper.min_by(|a, b| a.in_place_s.total_cmp(&b.in_place_s)) {
-        Some(layout) => {
+    let step_s = plan.predicted.step_time_s;
+    let faster = |l: &&Layout| match l.judged {
+        Some(judged) => judged.step_s < step_s * (1.0 - ALIKE),
+        None => l.in_place_s < 0.0,
+    };
+    let too_large = why.layouts.iter().filter(|l| !l.chosen && over_bytes(why, l) > 0).filter(faster);
+    let held = format!("{} of {}, fullest in {}", bytes(why.peak_bytes), bytes(why.device_bytes), why.fullest);
+    let spare = 1.0 - why.peak_bytes as f64 / why.device_bytes.max(1) as f64;
+    let fitting = why.layouts.iter().filter(|l| !l.chosen && over_bytes(why, l) == 0);
+    let gains = fitting.filter_map(|l| Some((l, step_s - l.judged?.step_s))).filter(|(_, s)| *s > ALIKE * step_s);
+    let better = gains.max_by(|a, b| a.1.total_cmp(&b.1));
+    match too_large.min_by(|a, b| a.in_place_s.total_cmp(&b.in_place_s)) {
+        Some(layout) => format!(
+            "what binds: memory ({held}); {} would be faster and is {} too much",
+            layout.layout,
+            bytes(over_bytes(why, layout))
+        ),
+        None if better.is_some() => better.map_or(String::new(), |(layout, gain_s)| {
             format!(
-                "what binds: memory ({held}); {} would be faster and is {} too much",
+                "what binds: nothing; {} would be {} a step ({}) faster{} (a device holds {held})",
                 layout.layout,
-                bytes(layout.over_bytes)
+                seconds(gain_s),
+                percent(gain_s / step_s),
+                if gain_s < UNDECIDED * step_s { ", which is less than predictions are worth" } else { "" }
             )
-        }
+        }),
         None if spare < SPARE => format!("what binds: memory is nearly full ({held}), and time"),
-        None => format!("what binds: time alone; the stage's fullest point is {held}, {} are free", percent(spare)),
+        None => format!("what binds: time alone; a device holds {held}, {} are free", percent(spare)),
     }
 }

@@ -56,6 +56,9 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
         (true, false) => said.push(format!("state over {state} (ZeRO-1)")),
         (true, true) => {}
     }
+    if plan.graph.is_frozen(value) && plan.schedule.trains() {
+        said.push("frozen".to_string());
+    }
     said.join("; ")
 }
 
@@ -68,6 +71,9 @@ pub fn level(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, user
     let gathered = |&axis: &AxisId| role(plan, stage, value, axis, users) == Role::Whole;
     if parameter.iter().any(gathered) {
         return Some(3);
+    }
+    if plan.graph.is_frozen(value) {
+        return None;
     }
     let free = |&axis: &AxisId| {
         let dims = 0..storage.state.dims.len();

@@ -84,7 +84,9 @@ pub fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimize
     if let Some(base) = base {
         let growth = largest as f64 / base.batch.max(1) as f64;
         let warm_up = match optimizer {
-            Optimizer::Sgd { .. } => "5 epochs from the base's rate (Goyal et al. 2017)".to_string(),
+            Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => {
+                "5 epochs from the base's rate (Goyal et al. 2017)".to_string()
+            }
             _ => format!(
                 "as many steps as with {}, which is {} times the part of all steps (You et al. 2020 lengthen it with the batch)",
                 count(base.batch),

@@ -39,7 +39,7 @@ pub fn train_config(found: &Scaling) -> Option<String> {
         None => line("# lr: say --learning-rate and --base-batch to `altiplano scale`, and it follows".to_string()),
     }
     match (&optimizer, steps, epoch) {
-        (Optimizer::Sgd { .. }, Some(steps), Some(epoch)) => {
+        (Optimizer::Sgd { .. } | Optimizer::Nesterov { .. }, Some(steps), Some(epoch)) => {
             let warm_up = (SGD_WARM_UP_EPOCHS * epoch).ceil().min((steps / 2.0).floor());
             line(format!("lr-warmup = {warm_up:.0} # 5 epochs (Goyal et al. 2017)"));
             line("lr-schedule = \"step\" # a tenth after each 30 epochs (Goyal et al. 2017)".to_string());

@@ -261,7 +261,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
     }
     let batch = global_batch(request);
     let of_count = |&nodes: &u32| {
-        let mut of_count = request.clone();
+        let mut of_count = Request { fastest: true, ..request.clone() };
         of_count.cluster.groups[0].nodes = nodes;
         if question.growth == Growth::Weak {
             let Some(samples) = batch.checked_mul(u64::from(nodes)) else {

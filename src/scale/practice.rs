@@ -36,10 +36,12 @@ impl RateRule {
 /// The optimizer to take for a batch, where another one is planned with, and how its rate follows the batch.
 pub fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
     match optimizer {
-        Optimizer::Sgd { .. } if batch > LINEAR_UP_TO => {
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } if batch > LINEAR_UP_TO => {
             (Optimizer::parse("lars").unwrap_or(*optimizer), RateRule::Linear)
         }
-        Optimizer::Sgd { .. } | Optimizer::Lars { .. } | Optimizer::Larc { .. } => (*optimizer, RateRule::Linear),
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } | Optimizer::Lars { .. } | Optimizer::Larc { .. } => {
+            (*optimizer, RateRule::Linear)
+        }
         Optimizer::Adadelta { .. } => (*optimizer, RateRule::Constant),
         _ => (*optimizer, RateRule::SquareRoot),
     }
@@ -48,7 +50,9 @@ pub fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
 /// A rate that people begin with, and where it is from.
 pub(super) fn base_rate(optimizer: &Optimizer) -> &'static str {
     match optimizer {
-        Optimizer::Sgd { .. } => "0.1 with momentum and 256 samples of ImageNet (Goyal et al. 2017)",
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => {
+            "0.1 with momentum and 256 samples of ImageNet (Goyal et al. 2017)"
+        }
         Optimizer::Adam { .. } => {
             "1e-3 (Kingma & Ba 2015); large transformers take 6e-4 and less (Brown et al. 2020, table 2.1)"
         }
@@ -71,10 +75,10 @@ pub(super) fn base_rate(optimizer: &Optimizer) -> &'static str {
 /// Which rule a batch takes, and how far it was shown.
 pub(super) fn rule(batch: u64, optimizer: &Optimizer) -> &'static str {
     match optimizer {
-        Optimizer::Sgd { .. } if batch > LINEAR_UP_TO => {
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } if batch > LINEAR_UP_TO => {
             "LARS with linear scaling: beyond 8192 samples SGD lost accuracy with it (Goyal et al. 2017), LARS was shown up to 32 k on\n  ImageNet (You et al. 2017); --optimizer lars takes it"
         }
-        Optimizer::Sgd { .. } => {
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => {
             "linear: shown for SGD with momentum from 256 to 8192 samples on ImageNet (Goyal et al. 2017); the square root keeps the\n  variance of an update (Krizhevsky 2014, Hoffer et al. 2017)"
         }
         Optimizer::Lars { .. } | Optimizer::Larc { .. } => {
@@ -99,7 +103,7 @@ pub(super) fn rule(batch: u64, optimizer: &Optimizer) -> &'static str {
 /// How the rate falls over the steps, by options of `altiplano run`.
 pub(super) fn decay(optimizer: &Optimizer) -> &'static str {
     match optimizer {
-        Optimizer::Sgd { .. } | Optimizer::Larc { .. } => {
+        Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } | Optimizer::Larc { .. } => {
             "step, to a tenth after each 30 epochs (Goyal et al. 2017), or cosine (Loshchilov & Hutter 2017); convergence is proved for\n  inverse, which is 1/t (Robbins & Monro 1951)"
         }
         Optimizer::Adam { .. } | Optimizer::Adamw { .. } => {

@@ -160,6 +160,7 @@ impl Simulation {
         match program.schedule.get(position) {
             Some(&Call::Run { body, microbatch }) => {
                 let phase = match program.bodies[body as usize].phase {
+                    Phase::Totals => "the totals",
                     Phase::Forward => "forward",
                     Phase::Backward => "backward",
                     Phase::Weights => "the gradients of weights",
@@ -188,7 +189,7 @@ impl Simulation {
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let stage = |lane: usize| self.plan.stages.get(lane).unwrap_or(&self.plan.stages[0]);
-        let limit = |lane: usize| self.plan.group_of(stage(lane)).device.memory_bytes;
+        let limit = |lane: usize| self.plan.usable_bytes(stage(lane));
         // All workers hold what the first one holds.
         let workers = self.plan.num_workers() as usize;
         let differs = |lane: usize| self.plan.servers.is_none() || lane == 0 || lane >= workers;

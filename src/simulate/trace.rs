@@ -53,7 +53,7 @@ impl Simulation {
                 Phase::Forward => &timing.forward,
                 Phase::Backward => &timing.backward,
                 Phase::Weights => &timing.weights,
-                Phase::Reduce | Phase::Norm | Phase::Update => continue,
+                Phase::Totals | Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
             for (kernel, &(from, to)) in work.kernels.iter().zip(&played.spans) {
                 let sends = stream(&kernel.kind) != Stream::Compute;

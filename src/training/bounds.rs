@@ -2,24 +2,26 @@
 //! batches mean something and wrong data is refused instead of clamped.
 
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Binary, Op, Unary};
+use altiplano_ir::op::{Binary, Direction, Op, Unary};
 use std::collections::BTreeSet;
 
-/// A dimension that an input's values index.
+/// What the values of an input stay below.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
-    /// What is indexed: a parameter's name, else the value.
-    pub table: String,
+    /// What the values index: a parameter's name, else the value. None where they index nothing, and larger ones are as good.
+    pub table: Option<String>,
     pub rows: u64,
 }
 
-/// The smallest dimension that the values of a leaf index, through a lookup or by comparison with a count (a one-hot).
+/// The smallest dimension that the values of a leaf index, through a lookup or by equality with a count (a one-hot). Values that
+/// are only ordered against a count, as lengths are for a mask, index nothing: all up to the count itself differ in what they say.
 pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
     let users = graph.users();
     let mut best: Option<Bound> = None;
-    let mut consider = |bound: Bound| {
-        if best.as_ref().is_none_or(|b| bound.rows < b.rows) {
-            best = Some(bound);
+    let mut ordered: Option<u64> = None;
+    let mut consider = |table: String, rows: u64| {
+        if best.as_ref().is_none_or(|b| rows < b.rows) {
+            best = Some(Bound { table: Some(table), rows });
         }
     };
     // Values that hold the leaf's, and the position in an index vector that these have taken.
@@ -36,12 +38,15 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
                 Op::Gather(gather) if position == 1 => {
                     let table = node.operands[0];
                     if let Some(&dim) = gather.dims.start_index_map.get(component) {
-                        consider(Bound { table: name(graph, table), rows: graph.shape(table)[dim] });
+                        consider(name(graph, table), graph.shape(table)[dim]);
                     }
                 }
-                Op::Compare(_) => {
-                    if let Some(rows) = counted(graph, node.operands[1 - position]) {
-                        consider(Bound { table: user.to_string(), rows });
+                Op::Compare(compare) => {
+                    let equality = matches!(compare.direction, Direction::Eq | Direction::Ne);
+                    match counted(graph, node.operands[1 - position]) {
+                        Some(rows) if equality => consider(user.to_string(), rows),
+                        Some(rows) => ordered = Some(ordered.map_or(rows, |least| least.min(rows))),
+                        None => {}
                     }
                 }
                 Op::Concatenate(concatenate) => {
@@ -57,7 +62,7 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
             }
         }
     }
-    best
+    best.or(ordered.map(|count| Bound { table: None, rows: count.saturating_add(1) }))
 }
 
 /// How the floats of an input are made up from normal numbers.
@@ -158,7 +163,7 @@ fn name(graph: &Graph, value: ValueId) -> String {
 mod tests {
     use super::*;
     use altiplano_ir::dtype::DType;
-    use altiplano_ir::op::Input;
+    use altiplano_ir::op::{Gather, GatherDims, Input, Iota, OutOfBounds};
     use altiplano_ir::types::TensorType;
 
     fn input(g: &mut Graph, name: &str, shape: &[u64], batch_dims: u32) -> ValueId {
@@ -166,6 +171,39 @@ mod tests {
         let v = g.emit(Op::Input(Input { name: name.into(), ty }), &[]);
         g.nodes[v.index()].batch_dims = batch_dims;
         v
+    }
+
+    /// Lengths may be as large as what they are compared with; indices may not.
+    #[test]
+    fn lengths_are_told_from_indices() {
+        for (direction, expected) in [
+            (Direction::Lt, Bound { table: None, rows: 6 }),
+            (Direction::Ge, Bound { table: None, rows: 6 }),
+            (Direction::Eq, Bound { table: Some("%3".into()), rows: 5 }),
+        ] {
+            let mut g = Graph::new("lengths");
+            let ty = TensorType::new(DType::I32, [4]);
+            let lengths = g.emit(Op::Input(Input { name: "lengths".into(), ty: ty.clone() }), &[]);
+            let places = g.emit(Op::Iota(Iota { ty: ty.with_shape(vec![4, 5]), dim: 1 }), &[]);
+            let of_each = g.broadcast(lengths, &[4, 5], &[0]);
+            g.compare(direction, places, of_each);
+            assert_eq!(bound(&g, lengths), Some(expected), "{direction:?}");
+            // A lookup says more.
+            let table = input(&mut g, "table", &[7, 2], 0);
+            let dims = GatherDims {
+                offset_dims: vec![1],
+                collapsed_slice_dims: vec![0],
+                start_index_map: vec![0],
+                index_vector_dim: 1,
+                slice_sizes: vec![1, 2],
+                operand_batching_dims: vec![],
+                indices_batching_dims: vec![],
+            };
+            let at = g.reshape(lengths, &[4, 1]);
+            g.emit(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[table, at]);
+            let rows = if direction == Direction::Eq { 5 } else { 7 };
+            assert_eq!(bound(&g, lengths).map(|b| (b.table.is_some(), b.rows)), Some((true, rows)), "{direction:?}");
+        }
     }
 
     /// `v` for each sample.

@@ -275,7 +275,7 @@ fn inputs(plan: &Plan) -> Vec<InputType> {
 }
 
 fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem> {
-    let Some(Bound { table, rows }) = &input.bound else { return Ok(()) };
+    let Some(Bound { table: Some(table), rows }) = &input.bound else { return Ok(()) };
     let outside = |x: i64| x < 0 || x as u64 >= *rows;
     let found = match &tensor.data {
         HostData::I32(v) => v.iter().map(|&x| x as i64).find(|&x| outside(x)),

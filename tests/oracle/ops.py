@@ -18,14 +18,14 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from cases import Draw, control, elementwise, indexing, order, randomness, structure, windows
+from cases import Draw, control, elementwise, indexing, order, randomness, signals, structure, windows
 
 jax.config.update("jax_default_matmul_precision", "highest")
 # Rounds after each op as written, and compiles several times faster.
 jax.config.update("jax_disable_most_optimizations", True)
 warnings.filterwarnings("ignore", message=".*requested in .* is not available.*")
 
-FAMILIES = [elementwise, structure, indexing, order, windows, control, randomness]
+FAMILIES = [elementwise, structure, indexing, order, windows, control, randomness, signals]
 
 
 def storable(x):

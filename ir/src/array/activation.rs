@@ -30,6 +30,30 @@ pub fn softmax(g: &mut Graph, x: ValueId, dim: usize) -> Built {
     })
 }
 
+/// The softmax of `x` along `dim` where `beside`, which broadcasts against its sums, competes with it: the exponentials of `x`
+/// over their sum and that of `beside`.
+pub fn softmax_beside(g: &mut Graph, x: ValueId, dim: usize, beside: ValueId) -> Built {
+    in_f32(g, x, |g, x| {
+        let beside = g.convert(beside, g.ty(x).dtype);
+        let most = max(g, x, &[dim], true)?;
+        let most = binary(g, Binary::Maximum, most, beside)?;
+        let below = binary(g, Binary::Subtract, x, most)?;
+        let powers = unary(g, Unary::Exponential, below)?;
+        let total = sum(g, powers, &[dim], true)?;
+        let other = binary(g, Binary::Subtract, beside, most)?;
+        let other = unary(g, Unary::Exponential, other)?;
+        let total = binary(g, Binary::Add, total, other)?;
+        binary(g, Binary::Divide, powers, total)
+    })
+}
+
+/// `cap tanh(x / cap)`: near `x` where that is small, and never beyond `cap`.
+pub fn capped(g: &mut Graph, x: ValueId, cap: f64) -> Built {
+    let scaled = with_number(g, Binary::Divide, x, cap)?;
+    let bounded = unary(g, Unary::Tanh, scaled)?;
+    with_number(g, Binary::Multiply, bounded, cap)
+}
+
 pub fn log_softmax(g: &mut Graph, x: ValueId, dim: usize) -> Built {
     in_f32(g, x, |g, x| {
         let most = max(g, x, &[dim], true)?;

@@ -82,7 +82,15 @@ pub fn attention_weights(
     scale: f64,
     causal: bool,
 ) -> Built {
-    let ([b, s, heads, d], [_, t, kv, _]) = (four(g, q)?, four(g, k)?);
+    let scores = attention_scores(g, q, k, scale)?;
+    let scores = masked_scores(g, scores, mask, causal)?;
+    let last = g.shape(scores).len() - 1;
+    softmax(g, scores, last)
+}
+
+/// Products of queries and keys, scaled, in the shape of [`attention_weights`].
+pub fn attention_scores(g: &mut Graph, q: ValueId, k: ValueId, scale: f64) -> Built {
+    let ([b, s, heads, d], [_, _, kv, _]) = (four(g, q)?, four(g, k)?);
     if kv == 0 || !heads.is_multiple_of(kv) {
         return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
     }
@@ -97,33 +105,40 @@ pub fn attention_weights(
         rhs_contract: vec![3],
     };
     let scores = g.push(Op::DotGeneral(dot), &[q, k])?;
-    let mut scores = scaled(g, scores, scale)?;
+    scaled(g, scores, scale)
+}
+
+/// [`attention_scores`] under a causal mask and one that broadcasts to `[B, H, S, T]`.
+pub fn masked_scores(g: &mut Graph, scores: ValueId, mask: Option<ValueId>, causal: bool) -> Built {
+    let (b, kv, s, group, t) = match *g.shape(scores) {
+        [b, heads, s, t] => (b, heads, s, 1, t),
+        [b, kv, s, group, t] => (b, kv, s, group, t),
+        _ => return Err(ShapeError::Attribute("scores have four dimensions, or five in groups of heads")),
+    };
+    let (heads, mut scores) = (kv * group, scores);
     if causal {
         let seen = causal_mask(g, s, t, 0)?;
         let seen = if group > 1 { reshape(g, seen, &[s, 1, t])? } else { seen };
         scores = masked(g, scores, seen)?;
     }
-    if let Some(mask) = mask {
-        let shape = broadcast_shapes(g.shape(mask), &[b, heads, s, t])?;
-        if shape != [b, heads, s, t] {
-            return Err(ShapeError::ShapesDiffer { left: g.shape(mask).to_vec(), right: shape });
-        }
-        let sizes = [vec![1; 4 - g.shape(mask).len()].as_slice(), g.shape(mask)].concat();
-        let mut mask = reshape(g, mask, &sizes)?;
-        if group > 1 {
-            let (each, groups) = if sizes[1] == 1 { (1, 1) } else { (kv, group) };
-            mask = reshape(g, mask, &[sizes[0], each, groups, sizes[2], sizes[3]])?;
-            mask = permute(g, mask, &[0, 1, 3, 2, 4])?;
-        }
-        scores = if g.ty(mask).dtype == DType::Bool {
-            masked(g, scores, mask)?
-        } else {
-            let mask = g.convert(mask, g.ty(scores).dtype);
-            binary(g, Binary::Add, scores, mask)?
-        };
+    let Some(mask) = mask else { return Ok(scores) };
+    let shape = broadcast_shapes(g.shape(mask), &[b, heads, s, t])?;
+    if shape != [b, heads, s, t] {
+        return Err(ShapeError::ShapesDiffer { left: g.shape(mask).to_vec(), right: shape });
     }
-    let last = g.shape(scores).len() - 1;
-    softmax(g, scores, last)
+    let sizes = [vec![1; 4 - g.shape(mask).len()].as_slice(), g.shape(mask)].concat();
+    let mut mask = reshape(g, mask, &sizes)?;
+    if group > 1 {
+        let (each, groups) = if sizes[1] == 1 { (1, 1) } else { (kv, group) };
+        mask = reshape(g, mask, &[sizes[0], each, groups, sizes[2], sizes[3]])?;
+        mask = permute(g, mask, &[0, 1, 3, 2, 4])?;
+    }
+    if g.ty(mask).dtype == DType::Bool {
+        masked(g, scores, mask)
+    } else {
+        let mask = g.convert(mask, g.ty(scores).dtype);
+        binary(g, Binary::Add, scores, mask)
+    }
 }
 
 /// Values mixed by [`attention_weights`]: `[B, S, H, Dv]`.

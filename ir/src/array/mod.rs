@@ -6,7 +6,11 @@
 
 mod activation;
 mod attention;
+pub mod complex;
 mod contraction;
+pub mod fourier;
+mod grouped;
+mod linalg;
 mod lookup;
 mod loss;
 mod norm;
@@ -21,12 +25,14 @@ mod tests;
 
 pub use activation::*;
 pub use attention::{
-    Attention, RotaryHalves, attend, attention, attention_of_heads, attention_weights, causal_mask, repeat_heads,
-    rotary,
+    Attention, RotaryHalves, attend, attention, attention_of_heads, attention_scores, attention_weights, causal_mask,
+    masked_scores, repeat_heads, rotary,
 };
 pub use contraction::{Conv, contract, convolution, linear, matmul};
+pub use grouped::{group_of_rows, grouped_dot};
+pub use linalg::{MOST_ROWS, cholesky, solve, solve_triangular};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
-pub use loss::{cross_entropy, label_losses, mse};
+pub use loss::{MOST_CHUNKS, cross_entropy, label_losses, linear_label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};

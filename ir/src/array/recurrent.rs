@@ -1,8 +1,11 @@
 //! Recurrent layers, written out step by step.
 
-use super::{Built, ShapeError, binary, full, linear, relu, select_dim, sigmoid, slice_dim, split, stack, unary};
+use super::{
+    Built, ShapeError, binary, compare, full, full_like, linear, relu, select, select_dim, sigmoid, slice_dim,
+};
+use super::{split, stack, unary, unsqueeze};
 use crate::graph::{Graph, ValueId};
-use crate::op::{Binary, Unary};
+use crate::op::{Binary, Direction, Unary};
 
 /// Longer sequences would make a graph that nobody can plan.
 pub const MOST_STEPS: u64 = 4096;
@@ -79,6 +82,8 @@ pub struct Recurrent {
     pub biases: Option<[ValueId; 2]>,
     /// From the last step to the first.
     pub backwards: bool,
+    /// How many steps each sample has, `[B]`; all where left out. Its state stays as it is in the others, whose results are zero.
+    pub lengths: Option<ValueId>,
 }
 
 impl Recurrent {
@@ -114,8 +119,20 @@ impl Recurrent {
         for i in 0..steps {
             let at = if self.backwards { steps - 1 - i } else { i };
             let now = select_dim(g, of_input, 0, at as i64)?;
-            states = self.step(g, now, &states, hidden)?;
-            row.push(states[0]);
+            let next = self.step(g, now, &states, hidden)?;
+            let Some(lengths) = self.lengths else {
+                row.push(next[0]);
+                states = next;
+                continue;
+            };
+            let number = full_like(g, lengths, at as f64)?;
+            let there = compare(g, Direction::Lt, number, lengths)?;
+            let there = unsqueeze(g, there, 1)?;
+            let zero = full_like(g, next[0], 0.0)?;
+            row.push(select(g, there, next[0], zero)?);
+            for (state, next) in states.iter_mut().zip(next) {
+                *state = select(g, there, next, *state)?;
+            }
         }
         if self.backwards {
             row.reverse();

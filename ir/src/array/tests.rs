@@ -235,7 +235,7 @@ fn attention_around_a_ring_is_attention() {
                     let values = (0..ty.elements() as usize).map(|i| number(seed, i)).collect();
                     let name = format!("w{seed}");
                     case.leaves.push(Tensor::new(ty.clone(), values));
-                    case.graph.push(Op::Parameter(crate::op::Parameter { name, ty }), &[]).unwrap()
+                    case.graph.push(Op::Parameter(crate::op::Parameter::new(name, ty)), &[]).unwrap()
                 };
                 let mut operands = vec![leaf(heads, width), leaf(kv_heads, width), leaf(kv_heads, 2)];
                 operands.extend(mask.map(|mask| case.given(mask.clone())));
@@ -366,7 +366,7 @@ fn a_recurrent_layer_goes_through_a_sequence() {
                 [&[3, 1, 1][..], &[4, 1], &[4, 1], &[4], &[4]].map(|shape| case.leaf(shape));
             let [gates, activation, shown] = [Gate::Sigmoid, Gate::Tanh, Gate::Tanh];
             let cell = Cell::Lstm { order, gates, activation, shown, peepholes: None };
-            let layer = Recurrent { cell, input, recurrent, biases: Some([b, r]), backwards };
+            let layer = Recurrent { cell, input, recurrent, biases: Some([b, r]), backwards, lengths: None };
             let (sequence, last) = layer.run(&mut case.graph, x, None).unwrap();
             assert_eq!(last.len(), 2);
             case.check(sequence, |index, leaves| {
@@ -388,6 +388,6 @@ fn a_recurrent_layer_goes_through_a_sequence() {
     let mut case = Case::new();
     let [x, input, recurrent] = [&[3, 1, 1][..], &[4, 1], &[3, 1]].map(|shape| case.leaf(shape));
     let cell = Cell::Rnn { activation: Gate::Relu };
-    let layer = Recurrent { cell, input, recurrent, biases: None, backwards: false };
+    let layer = Recurrent { cell, input, recurrent, biases: None, backwards: false, lengths: None };
     assert!(layer.run(&mut case.graph, x, None).is_err());
 }

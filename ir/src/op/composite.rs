@@ -66,6 +66,12 @@ pub enum Function {
     CrossEntropy {
         dim: usize,
     },
+    /// `linear_cross_entropy(x, weight, labels)`: the losses of logits that are made a chunk of positions at a time and never kept:
+    /// see [`array::linear_label_losses`].
+    LinearCrossEntropy {
+        contract: usize,
+        chunks: u64,
+    },
 }
 
 /// Attention as one block.
@@ -124,13 +130,19 @@ impl Function {
             Function::Rotary { .. } => "rotary",
             Function::Gates { .. } => "gates",
             Function::CrossEntropy { .. } => "cross_entropy",
+            Function::LinearCrossEntropy { .. } => "linear_cross_entropy",
         }
+    }
+
+    /// Whether the backward pass computes the values inside again, whatever else a plan recomputes. Only the operands are kept.
+    pub fn recomputes_inside(&self) -> bool {
+        matches!(self, Function::LinearCrossEntropy { .. })
     }
 
     /// The least and the greatest number of operands.
     fn operands(&self) -> (usize, usize) {
         match self {
-            Function::LayerNorm { .. } | Function::Rotary { .. } => (3, 3),
+            Function::LayerNorm { .. } | Function::Rotary { .. } | Function::LinearCrossEntropy { .. } => (3, 3),
             Function::RmsNorm { .. } | Function::CrossEntropy { .. } => (2, 2),
             Function::Attention { .. } => (3, 4),
             Function::BatchNorm { .. } => (3, 5),
@@ -174,6 +186,9 @@ impl Function {
             }
             Function::Rotary { halves } => array::rotary(g, x[0], x[1], x[2], *halves),
             Function::CrossEntropy { dim } => array::label_losses(g, x[0], x[1], *dim),
+            Function::LinearCrossEntropy { contract, chunks } => {
+                array::linear_label_losses(g, [x[0], x[1], x[2]], *contract, *chunks)
+            }
         }
     }
 }

@@ -70,6 +70,11 @@ impl Decomposition {
             && operands.iter().zip(&self.leaves).all(|(ty, &v)| *self.graph.ty(v) == **ty)
     }
 
+    /// The number of the operand that a leaf stands for.
+    pub fn operand_of(&self, leaf: ValueId) -> Option<usize> {
+        self.leaves.iter().position(|&l| l == leaf)
+    }
+
     pub fn result(&self) -> &TensorType {
         self.graph.ty(self.graph.outputs[0])
     }
@@ -230,9 +235,12 @@ impl Decomposition {
                         .filter(|&k| partial[node.operands[k].index()] == Some(Reducer::Sum))
                         .map(|k| k as u8)
                         .collect();
-                    let largest = node.operands.iter().map(|&o| self.graph.ty(o).elements()).max().unwrap_or(0);
+                    let elements = |k: usize| self.graph.ty(node.operands[k]).elements();
+                    let largest = (0..node.operands.len()).map(elements).max().unwrap_or(0);
+                    // Partial sums that are joined become no larger than they are together.
+                    let together = sums.iter().map(|&k| elements(k.into())).sum();
                     let set = rule.linear.iter().position(|set| *set == sums);
-                    match set.filter(|_| node.ty.elements() <= largest) {
+                    match set.filter(|_| node.ty.elements() <= largest.max(together)) {
                         Some(set) if !sums.is_empty() => (AxisUse::Partial { set: set as u8 }, Some(Reducer::Sum)),
                         _ => (AxisUse::Replicated, None),
                     }

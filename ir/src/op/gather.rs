@@ -253,7 +253,7 @@ impl GatherRule {
 
 /// Indices relative to this device's part of a table split over `axes`. Clamping must see global indices, so
 /// it comes first; whatever lies in other parts then falls outside.
-fn local_indices(
+pub(super) fn local_indices(
     cx: &mut Local<'_>,
     indices: ValueId,
     axes: &[AxisId],

@@ -4,11 +4,26 @@ use super::*;
 use crate::literal::Values;
 use crate::rule::FactorKind;
 
-/// A trained tensor, a leaf: its value is state of the training run.
+/// A weight, a leaf: its value is state of the training run.
+///
+/// A frozen parameter has no gradient and no optimizer state, and no step changes it. It is stored, sharded, gathered, loaded
+/// and saved like one that is trained.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Parameter {
     pub name: String,
     pub ty: TensorType,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub frozen: bool,
+    /// The optimizer's weight decay leaves it out, as is usual for biases and gains.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_decay: bool,
+}
+
+impl Parameter {
+    /// A parameter that is trained.
+    pub fn new(name: impl Into<String>, ty: TensorType) -> Parameter {
+        Parameter { name: name.into(), ty, frozen: false, no_decay: false }
+    }
 }
 
 /// A tensor given anew for each step, a leaf; usually it has a batch dimension.
@@ -39,7 +54,7 @@ impl Operator for Parameter {
         leaf_rule(result)
     }
     fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
-        Op::Parameter(Parameter { name: self.name.clone(), ty: self.ty.with_shape(result) })
+        Op::Parameter(Parameter { ty: self.ty.with_shape(result), ..self.clone() })
     }
     fn gradient(&self, _: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         Vec::new()

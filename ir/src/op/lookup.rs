@@ -213,7 +213,7 @@ mod tests {
     fn a_loss_scatters_nothing() {
         let mut graph = Graph::new("loss");
         let logits = TensorType::new(DType::F32, [4, 12]);
-        let logits = graph.emit(Op::Parameter(Parameter { name: "logits".into(), ty: logits }), &[]);
+        let logits = graph.emit(Op::Parameter(Parameter::new("logits", logits)), &[]);
         let labels = TensorType::new(DType::I32, [4]);
         let labels = graph.emit(Op::Input(Input { name: "labels".into(), ty: labels }), &[]);
         let losses = graph.emit(Function::CrossEntropy { dim: 1 }.into(), &[logits, labels]);

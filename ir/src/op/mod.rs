@@ -13,8 +13,10 @@ mod decomposition;
 mod dot;
 mod elementwise;
 mod gather;
+mod grouped;
 mod leaf;
 mod lookup;
+mod microbatches;
 mod pad;
 mod product;
 mod reduce;
@@ -43,7 +45,9 @@ pub use decomposition::Decomposition;
 pub use dot::DotGeneral;
 pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
+pub use grouped::{GroupedDot, GroupedOuter};
 pub use leaf::{Input, Iota, Parameter};
+pub use microbatches::Microbatches;
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
 pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
@@ -184,8 +188,11 @@ pub enum Op {
     SelectAndScatter(SelectAndScatter),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    GroupedDot(GroupedDot),
+    GroupedOuter(GroupedOuter),
     Scatter(Scatter),
     Composite(Composite),
+    Microbatches(Microbatches),
     Collective(spmd::CollectiveOp),
     AxisIndex(AxisIndex),
     HostCopy(HostCopy),
@@ -223,8 +230,11 @@ impl Op {
             Op::SelectAndScatter(op) => op,
             Op::Gather(op) => op,
             Op::ScatterAdd(op) => op,
+            Op::GroupedDot(op) => op,
+            Op::GroupedOuter(op) => op,
             Op::Scatter(op) => op,
             Op::Composite(op) => op,
+            Op::Microbatches(op) => op,
             Op::Collective(op) => op,
             Op::AxisIndex(op) => op,
             Op::HostCopy(op) => op,
@@ -268,8 +278,11 @@ impl Op {
             Op::SelectAndScatter(_) => "select_and_scatter",
             Op::Gather(_) => "gather",
             Op::ScatterAdd(_) => "scatter_add",
+            Op::GroupedDot(_) => "grouped_dot",
+            Op::GroupedOuter(_) => "grouped_outer",
             Op::Scatter(_) => "scatter",
             Op::Composite(op) => op.function.name(),
+            Op::Microbatches(op) => op.name(),
             Op::Collective(op) => op.collective.name(),
             Op::AxisIndex(_) => "axis_index",
             Op::HostCopy(HostCopy { route: HostRoute::Load }) => "host_load",
@@ -290,7 +303,7 @@ impl Op {
     /// Matmuls and convolutions, and attention, which is made of matmuls: where a model's work is.
     pub fn is_contraction(&self) -> bool {
         match self {
-            Op::DotGeneral(_) | Op::Convolution(_) => true,
+            Op::DotGeneral(_) | Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => true,
             Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
             _ => false,
         }

@@ -106,8 +106,9 @@ impl Operator for Reshape {
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
+        // One that changes no shape is a barrier between kernels backward too.
         let shape = cx.graph.shape(cx.operands[0]).to_vec();
-        vec![Some(cx.graph.reshape(cx.cotangent, &shape))]
+        vec![Some(cx.graph.emit(Op::Reshape(Reshape { shape }), &[cx.cotangent]))]
     }
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {

@@ -52,11 +52,14 @@ fn variant(op: &Op) -> usize {
         Op::Composite(_) => 30,
         Op::AxisIndex(_) => 31,
         Op::Roll(_) => 32,
+        Op::GroupedDot(_) => 33,
+        Op::GroupedOuter(_) => 34,
+        Op::Microbatches(_) => 35,
         Op::HostCopy(_) => NUM_VARIANTS - 1,
     }
 }
 
-const NUM_VARIANTS: usize = 34;
+const NUM_VARIANTS: usize = 37;
 
 #[test]
 fn every_op_has_a_case() {

@@ -20,7 +20,9 @@ fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
         Op::Constant(_) | Op::Iota(_) => 1.0,
         Op::BroadcastInDim(_) | Op::Reshape(_) => OVERHEAD / 4.0,
         Op::Slice(_) => 2.0 * result.bytes() as f64 + OVERHEAD,
-        Op::DotGeneral(_) | Op::Convolution(_) => bytes + op.flop(operands, result) as f64 / FLOP_PER_BYTE + OVERHEAD,
+        Op::DotGeneral(_) | Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => {
+            bytes + op.flop(operands, result) as f64 / FLOP_PER_BYTE + OVERHEAD
+        }
         // A composite reads its operands and writes its result; what is inside stays near the device's units. Of its work
         // that of matmuls counts, as it does where they are written out.
         Op::Composite(composite) => {

@@ -215,6 +215,21 @@ impl Compiler<'_> {
                 tiles.iter().sum::<u64>() as usize + copies(lhs, rhs)
             }
             (Work::Node, Op::ScatterAdd(_)) if widened => elements,
+            (Work::Node, Op::GroupedDot(_) | Op::GroupedOuter(_)) => {
+                let types = self.graph.operand_types(v);
+                let of = |rows: &TensorType| rows.elements() as usize;
+                match &node.op {
+                    // The rows of one group, what they make, and in single precision its matrix.
+                    Op::GroupedDot(_) => {
+                        let matrix = types[1].shape[1..].iter().product::<u64>() as usize;
+                        of(types[0]) + elements + if widened { matrix } else { 0 }
+                    }
+                    _ => {
+                        let matrix = node.ty.shape[1..].iter().product::<u64>() as usize;
+                        of(types[0]) + of(types[1]) + if widened { matrix } else { 0 }
+                    }
+                }
+            }
             _ => 0,
         };
         4 * words as u64

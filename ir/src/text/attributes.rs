@@ -9,10 +9,10 @@ use crate::literal::{Literal, Real, Values};
 use crate::mesh::{Axis, AxisId, Mesh};
 use crate::op::{
     ArgSort, AxisIndex, Binary, BitcastConvert, BroadcastInDim, Combine, Compare, Concatenate, Convert, Convolution,
-    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, HostCopy, HostRoute, ImageDims, Input,
-    Iota, KernelDims, Op, OutOfBounds, Pad, Parameter, Reduce, ReducePrecision, ReduceWindow, Reducer, Reshape,
-    Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter, Slice, Threefry, ThreefryWord, Transpose, Unary,
-    WindowDim,
+    Cumulative, Direction, DotGeneral, Extremum, Function, Gather, GatherDims, GroupedDot, GroupedOuter, HostCopy,
+    HostRoute, ImageDims, Input, Iota, KernelDims, Microbatches, Op, OutOfBounds, Pad, Parameter, Reduce,
+    ReducePrecision, ReduceWindow, Reducer, Reshape, Reverse, Roll, Scatter, ScatterAdd, Select, SelectAndScatter,
+    Slice, Threefry, ThreefryWord, Transpose, Unary, WindowDim,
 };
 use crate::reshard::Collective;
 use crate::types::TensorType;
@@ -41,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// Names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 52] = [
+const OTHERS: [&str; 58] = [
     "host_load",
     "host_store",
     "softmax",
@@ -57,6 +57,7 @@ const OTHERS: [&str; 52] = [
     "batch_norm",
     "gates",
     "cross_entropy",
+    "linear_cross_entropy",
     "convolution",
     "reduce_window",
     "select_and_scatter",
@@ -76,6 +77,9 @@ const OTHERS: [&str; 52] = [
     "transpose",
     "reverse",
     "roll",
+    "sum_of_microbatches",
+    "mean_of_microbatches",
+    "times_microbatches",
     "slice",
     "concatenate",
     "pad",
@@ -86,6 +90,8 @@ const OTHERS: [&str; 52] = [
     "gather",
     "scatter_add",
     "scatter",
+    "grouped_dot",
+    "grouped_outer",
     "axis_index",
     "all_reduce",
     "reduce_scatter",
@@ -144,7 +150,11 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
     let dtype_unless_typed =
         |dtype: DType| (dtype != ty.dtype).then(|| ("dtype", word(dtype.name()))).into_iter().collect::<Vec<_>>();
     match op {
-        Op::Parameter(Parameter { name, .. }) | Op::Input(Input { name, .. }) => vec![("name", word(name))],
+        Op::Parameter(op) => {
+            let marks = [("frozen", op.frozen), ("no_decay", op.no_decay)].into_iter().filter(|(_, marked)| *marked);
+            [("name", word(&op.name))].into_iter().chain(marks.map(|(mark, _)| (mark, true.into()))).collect()
+        }
+        Op::Input(Input { name, .. }) => vec![("name", word(name))],
         Op::Constant(literal) => {
             let mut all = vec![match &literal.values {
                 Values::Splat(v) => ("value", real(*v)),
@@ -225,9 +235,11 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
         }
         Op::ScatterAdd(op) => [gather_dims(&op.dims), shape_unless_typed(&op.shape)].concat(),
         Op::Scatter(op) => [gather_dims(&op.dims), vec![("combine", word(op.combine.name()))]].concat(),
+        Op::GroupedDot(op) => [vec![("contract", op.contract.into())], spread(op.of)].concat(),
+        Op::GroupedOuter(op) => [vec![("groups", op.groups.into())], spread(op.of)].concat(),
         Op::Composite(op) => function(&op.function),
         Op::Collective(op) => [collective(&op.collective), vec![("mesh", mesh(&op.mesh))]].concat(),
-        Op::HostCopy(_) => Vec::new(),
+        Op::HostCopy(_) | Op::Microbatches(_) => Vec::new(),
         Op::AxisIndex(op) => {
             [vec![("axes", axes(&op.axes)), ("mesh", mesh(&op.mesh))], dtype_unless_typed(op.dtype)].concat()
         }
@@ -236,6 +248,11 @@ pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
 
 fn list<T: Clone + Into<Value>>(items: &[T]) -> Value {
     Value::Array(items.iter().cloned().map(Into::into).collect())
+}
+
+/// The number of groups among which rows are spread, where it is given.
+fn spread(of: Option<u64>) -> Vec<(&'static str, Value)> {
+    of.map(|of| ("of", of.into())).into_iter().collect()
 }
 
 fn word(text: &str) -> Value {
@@ -287,6 +304,9 @@ fn function(function: &Function) -> Vec<Attribute> {
     match function {
         Function::Softmax { dim } | Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
             vec![("dim", (*dim).into())]
+        }
+        Function::LinearCrossEntropy { contract, chunks } => {
+            vec![("contract", (*contract).into()), ("chunks", (*chunks).into())]
         }
         Function::GeluErf | Function::GeluTanh | Function::Silu => Vec::new(),
         Function::Mean { dims } => vec![("dims", list(dims))],
@@ -376,7 +396,10 @@ pub(crate) fn op_from(
     let mut f = Fields::new(name, attributes);
     let typed = || ty.cloned().ok_or(AttributeError::MissingType { op: name });
     let op = match name {
-        "parameter" => Op::Parameter(Parameter { name: f.text("name")?, ty: typed()? }),
+        "parameter" => {
+            let (name, ty) = (f.text("name")?, typed()?);
+            Op::Parameter(Parameter { name, ty, frozen: f.flag("frozen")?, no_decay: f.flag("no_decay")? })
+        }
         "input" => Op::Input(Input { name: f.text("name")?, ty: typed()? }),
         "iota" => Op::Iota(Iota { dim: f.size("dim")?, ty: typed()? }),
         "compare" => Op::Compare(Compare { direction: f.direction()? }),
@@ -461,9 +484,14 @@ pub(crate) fn op_from(
             let combine = combine.ok_or_else(|| expected("combine", words))?;
             Op::Scatter(Scatter { dims: f.gather_dims()?, combine })
         }
+        "grouped_dot" => Op::GroupedDot(GroupedDot { contract: f.number("contract")?, of: f.number_if_any("of")? }),
+        "grouped_outer" => Op::GroupedOuter(GroupedOuter { groups: f.number("groups")?, of: f.number_if_any("of")? }),
         "softmax" => Function::Softmax { dim: f.size("dim")? }.into(),
         "log_softmax" => Function::LogSoftmax { dim: f.size("dim")? }.into(),
         "cross_entropy" => Function::CrossEntropy { dim: f.size("dim")? }.into(),
+        "linear_cross_entropy" => {
+            Function::LinearCrossEntropy { contract: f.size("contract")?, chunks: f.number("chunks")? }.into()
+        }
         "gelu_erf" => Function::GeluErf.into(),
         "gelu_tanh" => Function::GeluTanh.into(),
         "silu" => Function::Silu.into(),
@@ -478,6 +506,9 @@ pub(crate) fn op_from(
         }
         "rotary" if f.flag("interleaved")? => Function::Rotary { halves: RotaryHalves::Interleaved }.into(),
         "rotary" => Function::Rotary { halves: RotaryHalves::Split }.into(),
+        "sum_of_microbatches" => Op::Microbatches(Microbatches::Sum),
+        "mean_of_microbatches" => Op::Microbatches(Microbatches::Mean),
+        "times_microbatches" => Op::Microbatches(Microbatches::Times),
         "host_load" => Op::HostCopy(HostCopy { route: HostRoute::Load }),
         "host_store" => Op::HostCopy(HostCopy { route: HostRoute::Store }),
         "axis_index" => Op::AxisIndex(AxisIndex { axes: f.axes()?, mesh: f.mesh()?, dtype: f.dtype(ty)? }),
@@ -639,6 +670,11 @@ impl<'a> Fields<'a> {
         }
         self.known.push(key);
         Ok(default)
+    }
+
+    fn number_if_any(&mut self, key: &'static str) -> Result<Option<u64>, AttributeError> {
+        self.known.push(key);
+        self.map.contains_key(key).then(|| self.number(key)).transpose()
     }
 
     /// Batch, feature and spatial dimensions.

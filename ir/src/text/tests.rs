@@ -40,7 +40,9 @@ pub(crate) fn random_graph(rng: &mut Rng) -> Graph {
         let (x, y) = (some(rng), some(rng));
         let rank = graph.nodes.get(x.index()).map_or(0, |n| n.ty.rank());
         let (op, operands) = match rng.below(if graph.is_empty() { 4 } else { 12 }) {
-            0 => (Op::Parameter(Parameter { name, ty }), vec![]),
+            0 => {
+                (Op::Parameter(Parameter { name, ty, frozen: rng.below(2) == 1, no_decay: rng.below(2) == 1 }), vec![])
+            }
             1 => (Op::Input(Input { name, ty }), vec![]),
             2 => {
                 let values = (0..ty.elements()).map(|_| rng.choose(&reals)).collect();

@@ -14,14 +14,13 @@ use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
 use crate::lower::{Insides, Prices};
 use crate::model::Layered;
-use crate::predict::{peak_flops, step_flop};
 use crate::request::{PlanFailure, Progress, Request};
 use crate::timing::{host_copy_s, queue_s};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::plan::Schedule;
+use altiplano_ir::plan::{Schedule, Target};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -142,6 +141,7 @@ fn candidates_of_mesh(
         // Where either degree is given, the mesh is of replicas and what they split features over.
         first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
+        experts_on_data: request.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);
@@ -152,6 +152,7 @@ fn candidates_of_mesh(
         None if mesh.num_devices() == 1 => vec![0],
         // Parameters are all there is to shard where nothing is trained.
         None if !request.trains() => vec![0, 3],
+        None if request.target == Target::Fsdp => vec![2, 3],
         None => vec![1, 3],
     };
     let agains = Again::choices(freedom.recompute, request.execution.fused_attention, !freedom.all_devices);
@@ -627,7 +628,6 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 3];
     let mut done = 0;
-    let mut bound_s = None;
     // How a number of microbatches compares to those before; `None` where nothing fits.
     let mut tried = |i: usize| -> Option<Compared> {
         let count = counts[i];
@@ -648,12 +648,6 @@ pub fn search(
             let step_s = step_s.unwrap_or(f64::INFINITY);
             better |= step_s < least[i] && step_s <= WORTH_A_LOOK * least[0];
             least[i] = least[i].min(step_s);
-        }
-        if least[0].is_finite() {
-            // The FLOPs of a step at the peak rate of all devices, which are the same at every number of microbatches.
-            let graph = &found[found.len() - 1].layered.graph;
-            let flop = || step_flop(graph, request.trains()) * f64::from(count);
-            progress.best(least[0], *bound_s.get_or_insert_with(|| flop() / peak_flops(&request.cluster, graph)));
         }
         best.map(|step_s| match better {
             true => Compared::Better,
@@ -862,6 +856,7 @@ fn explain(error: NoStages, request: &Request) -> PlanFailure {
                     "stage {stage} of {num_stages}: layers {}..{} on {} devices, {in_flight} microbatches in flight",
                     layers.start, layers.end, block.shape
                 ),
+                closest: None,
             }
         }
         NoStages::MoreStagesThanLayers { num_stages, num_layers } => {

@@ -7,6 +7,7 @@
 
 use super::statement::{Table, TableKey};
 use crate::lower::{Inside, Prices};
+use crate::parallelism::expert_products;
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -23,8 +24,10 @@ use std::rc::Rc;
 /// What the user (or a baseline) demands of the axes of a mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct AxisRoles {
-    /// Axis 0 splits factors of the batch and nothing else.
+    /// Axis 0 splits factors of the batch and nothing else, but for experts where `experts_on_data` says so.
     pub first_is_data: bool,
+    /// Replicas deal experts out among themselves.
+    pub experts_on_data: bool,
     /// Axis 1 splits no factor of the batch.
     pub second_is_model: bool,
     /// This axis splits nothing that comes from the model's inputs, neither samples nor tokens, but features alone, and those
@@ -75,6 +78,8 @@ pub struct Spaces<'a> {
     pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
     /// See [`input_dims`]; empty until it is needed.
     input_dims: Vec<u32>,
+    /// See [`expert_dims`]; empty until it is needed.
+    expert_dims: Vec<u32>,
 }
 
 impl<'a> Spaces<'a> {
@@ -90,6 +95,7 @@ impl<'a> Spaces<'a> {
             given: FxHashMap::default(),
             tables: FxHashMap::default(),
             input_dims: Vec::new(),
+            expert_dims: Vec::new(),
         }
     }
 
@@ -161,7 +167,11 @@ impl<'a> Spaces<'a> {
         let node = graph.node(v);
         let batch: Vec<u32> =
             node.operands.iter().map(|&o| graph.node(o).batch_dims).chain([node.batch_dims]).collect();
-        let key = format!("{:?} {:?} {} {outers:?} {batch:?}", node.op, graph.operand_types(v), node.ty);
+        let experts: Vec<u32> = match self.roles.experts_on_data {
+            true => node.operands.iter().chain([&v]).map(|&o| self.dims_of_experts(graph, o)).collect(),
+            false => Vec::new(),
+        };
+        let key = format!("{:?} {:?} {} {outers:?} {batch:?} {experts:?}", node.op, graph.operand_types(v), node.ty);
         if let Some(space) = self.spaces.get(&key) {
             return space.clone();
         }
@@ -176,8 +186,9 @@ impl<'a> Spaces<'a> {
         let rule = graph.rule(v);
         let is_batch = batch_factors(graph, v, &rule);
         let of_inputs = self.input_factors(graph, v, &rule);
+        let of_experts = self.expert_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
-        strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs));
+        strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
         // Heavy ops use every axis where they can: an idle axis multiplies their work. One that splits features alone may have
         // nothing to split, as where a vocabulary is odd.
         if node.op.is_contraction() {
@@ -244,12 +255,41 @@ impl<'a> Spaces<'a> {
         found
     }
 
-    fn allowed_by_roles(&self, strategy: &Strategy, is_batch: &[bool], of_inputs: &[bool]) -> bool {
+    /// The dimensions of a value that count experts, where that matters.
+    pub fn dims_of_experts(&mut self, graph: &Graph, v: ValueId) -> u32 {
+        if !self.roles.experts_on_data {
+            return 0;
+        }
+        if self.expert_dims.len() != graph.len() {
+            self.expert_dims = expert_dims(graph);
+        }
+        self.expert_dims[v.index()]
+    }
+
+    /// Which factors of a node count experts; none where that does not matter.
+    fn expert_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
+        let mut found = vec![false; rule.factors.len()];
+        for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
+            let experts = self.dims_of_experts(graph, value);
+            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| experts >> d & 1 == 1) {
+                factors.iter().for_each(|&f| found[f as usize] = true);
+            }
+        }
+        found
+    }
+
+    fn allowed_by_roles(
+        &self,
+        strategy: &Strategy,
+        is_batch: &[bool],
+        of_inputs: &[bool],
+        of_experts: &[bool],
+    ) -> bool {
         strategy.0.iter().enumerate().all(|(axis, use_)| match use_ {
             AxisUse::Factor { factor, .. } => {
                 let batch = is_batch[*factor as usize];
                 let of_input = of_inputs[*factor as usize];
-                !(axis == 0 && self.roles.first_is_data && !batch
+                !(axis == 0 && self.roles.first_is_data && !batch && !of_experts[*factor as usize]
                     || axis == 1 && self.roles.second_is_model && batch
                     || of_input && self.roles.features_axis == Some(AxisId(axis as u8)))
             }
@@ -281,15 +321,20 @@ impl<'a> Spaces<'a> {
     }
 
     /// Layouts in which a parameter may be kept, before storage sharding: like [`Spaces::boundary_layouts`], with
-    /// splits within blocks for dimensions that have them.
-    pub fn parameter_layouts(&mut self, ty: &TensorType, outers: &[Vec<u64>]) -> Vec<LayoutId> {
+    /// splits within blocks for dimensions that have them. `experts` are the dimensions that count these.
+    pub fn parameter_layouts(&mut self, ty: &TensorType, outers: &[Vec<u64>], experts: u32) -> Vec<LayoutId> {
         let mesh = self.mesh().clone();
         let mut rule = ShardingRule::default();
         rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
         let mut strategies = rule.strategies(&mesh, outers, false);
         // The data axis splits parameters only as storage.
         if self.roles.first_is_data {
-            strategies.retain(|s| s.0[0] == AxisUse::Replicated);
+            // Factors are those of the dimensions, in order.
+            strategies.retain(|s| match s.0[0] {
+                AxisUse::Replicated => true,
+                AxisUse::Factor { factor, .. } => experts >> factor & 1 == 1,
+                AxisUse::Partial { .. } => false,
+            });
         }
         let mut ids: Vec<LayoutId> =
             strategies.iter().map(|s| rule.shardings(s, &mesh).result).map(|s| self.intern(s)).collect();
@@ -374,6 +419,39 @@ pub fn input_dims(graph: &Graph) -> Vec<u32> {
         for (d, factors) in rule.result.iter().enumerate() {
             if factors.iter().any(|&f| is_of_input[f as usize]) {
                 dims[v.index()] |= 1 << d;
+            }
+        }
+    }
+    dims
+}
+
+/// For each value the dimensions that count experts, as a bit mask: those of products with parameters of experts, and what is of one
+/// factor with them.
+pub fn expert_dims(graph: &Graph) -> Vec<u32> {
+    let mut dims = vec![0u32; graph.len()];
+    for (v, dim) in expert_products(graph) {
+        dims[v.index()] |= 1 << dim;
+    }
+    for v in graph.values().rev().chain(graph.values()) {
+        let node = graph.node(v);
+        if node.op.is_leaf() {
+            continue;
+        }
+        let rule = graph.rule(v);
+        let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+        let mut counts = vec![false; rule.factors.len()];
+        for (value, tensor) in tensors() {
+            for (_, factors) in tensor.iter().enumerate().filter(|(d, _)| dims[value.index()] >> d & 1 == 1) {
+                if let [only] = factors[..] {
+                    counts[usize::from(only)] = true;
+                }
+            }
+        }
+        for (value, tensor) in tensors() {
+            for (d, factors) in tensor.iter().enumerate() {
+                if matches!(factors[..], [only] if counts[usize::from(only)]) {
+                    dims[value.index()] |= 1 << d;
+                }
             }
         }
     }

@@ -247,6 +247,7 @@ impl Lives<'_, '_, '_> {
             users: self.model.users,
             recompute: &|layer| self.demand.recomputes(layer),
             fused_attention: self.demand.execution.fused_attention,
+            always: &[],
         };
         let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
         let read = if self.trains { self.read_back(nodes, &again, readers) } else { BTreeMap::new() };
@@ -413,6 +414,7 @@ impl Lives<'_, '_, '_> {
     /// What lasts of a parameter, its copies that are gathered for use, and what its update needs.
     fn parameter(&mut self, p: ValueId, id: usize, kept: &[Kept]) {
         let ty = self.model.graph.ty(p);
+        let trained = self.model.graph.is_trained(p);
         let gradient_ty = self.demand.execution.accumulator(ty);
         let mut lasting = Vec::with_capacity(kept.len());
         let mut gathered = Vec::with_capacity(kept.len());
@@ -423,7 +425,7 @@ impl Lives<'_, '_, '_> {
             let whole = self.spaces.local_bytes(ty, k.layout);
             let parameter = self.spaces.local_bytes(ty, rests.parameter);
             gathered.push(if rests.parameter == k.layout { 0 } else { whole });
-            let Some(optimizer) = self.model.optimizer else {
+            let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
                 lasting.push(parameter);
                 continue;
             };
@@ -445,7 +447,15 @@ impl Lives<'_, '_, '_> {
             self.model.users[p.index()].iter().filter_map(|u| self.position.get(u)).copied().collect();
         let (Some(&first), Some(&last)) = (users.iter().min(), users.iter().max()) else { return };
         self.hold(id, first..last + 1, gathered.clone());
-        if self.trains {
+        if self.trains && !trained {
+            // It is gathered again for the gradients that read it.
+            let read = |u: &&ValueId| self.model.needs_gradient[u.index()];
+            let users = self.model.users[p.index()].iter().filter(read);
+            let users: Vec<u32> = users.filter_map(|u| self.position.get(u)).copied().collect();
+            if let (Some(&first), Some(&last)) = (users.iter().min(), users.iter().max()) {
+                self.hold(id, self.back(last)..self.back(first) + 1, gathered);
+            }
+        } else if self.trains {
             self.hold(id, self.back(last)..self.back(first) + 1, gathered);
             // A gradient is there as a whole until it is scattered.
             self.hold(id, self.back(last)..self.back(first) + 1, scattered);

@@ -280,8 +280,17 @@ pub struct Pair {
 /// Terms by key of either side.
 pub type Table = Vec<Vec<Terms>>;
 
-/// All that a table depends on, on one mesh and for one way of training: the value's type, whether it has a gradient, and the keys.
-pub type TableKey = (TensorType, bool, Vec<Source>, Vec<Form>);
+/// All that a table depends on, on one mesh and for one way of training: the value's type, its part in the backward pass, and the keys.
+pub type TableKey = (TensorType, Backward, Vec<Source>, Vec<Form>);
+
+/// The part that a value has in the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Backward {
+    None,
+    /// It has no gradient, and the gradients of its users read it.
+    Read,
+    Gradient,
+}
 
 /// A user of a value: a node's operand, or the way out.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -565,16 +574,28 @@ impl Builder<'_, '_, '_> {
 
     fn state_parameter(&mut self, p: ValueId) {
         let Model { graph, blocks, .. } = *self.model;
-        let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()]);
+        let experts = self.spaces.dims_of_experts(graph, p);
+        let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()], experts);
         let mut kept: Vec<Kept> = Vec::with_capacity(layouts.len() * self.levels.len());
         for &layout in &layouts {
             let whole = self.spaces.storage_layout(layout) == layout;
             // Where no axis is left to shard over, all levels are one.
             let levels = if whole { &self.levels[..1] } else { self.levels };
-            kept.extend(levels.iter().map(|&level| Kept { layout, level }));
+            let stored = levels.iter().map(|&level| Kept { layout, level });
+            match graph.is_trained(p) {
+                true => kept.extend(stored),
+                // Of a frozen parameter there is only itself to shard.
+                false => stored.for_each(|k| {
+                    let same = |known: &Kept| known.layout == layout && (known.level >= 3) == (k.level >= 3);
+                    if !kept.iter().any(same) {
+                        kept.push(k);
+                    }
+                }),
+            }
         }
+        let trained = graph.is_trained(p);
         let terms = kept.iter().map(|&k| match self.honours_pins(p, k.layout) {
-            true => self.parameter_terms(graph.ty(p), k),
+            true => self.parameter_terms(graph.ty(p), trained, k),
             false => Terms::FORBIDDEN,
         });
         let terms = terms.collect();
@@ -588,11 +609,11 @@ impl Builder<'_, '_, '_> {
     }
 
     /// Once-per-step cost and bytes of a parameter that is kept so.
-    fn parameter_terms(&mut self, ty: &TensorType, kept: Kept) -> Terms {
+    fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> Terms {
         let rests = kept.rests(self.spaces);
         let gradient_ty = self.execution.accumulator(ty);
         let parameter_bytes = self.spaces.local_bytes(ty, rests.parameter) as f64;
-        let Some(optimizer) = self.model.optimizer else {
+        let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
             return Terms { static_bytes: parameter_bytes, ..Terms::default() };
         };
         let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state) as f64;
@@ -651,13 +672,13 @@ impl Builder<'_, '_, '_> {
         let (from_keys, from_key) = distinct(&self.sources(source));
         let (to_keys, to_key) = distinct(&self.forms(user));
         let ty = self.model.graph.ty(v).clone();
-        let gradient = self.model.needs_gradient[v.index()];
-        let key = (ty, gradient, from_keys, to_keys);
+        let backward = self.backward(v);
+        let key = (ty, backward, from_keys, to_keys);
         let terms = match self.spaces.tables.get(&key) {
             Some(known) => known.clone(),
             None => {
                 let (ty, _, from_keys, to_keys) = &key;
-                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(ty, gradient, f, t)).collect();
+                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(ty, backward, f, t)).collect();
                 let table: Rc<Table> = Rc::new(from_keys.iter().map(row).collect());
                 self.spaces.tables.insert(key, table.clone());
                 table
@@ -666,19 +687,48 @@ impl Builder<'_, '_, '_> {
         self.pairs.push(Pair { from: source, to: target, from_key, to_key, terms });
     }
 
-    fn price(&mut self, ty: &TensorType, gradient: bool, from: Source, (to, cotangent): Form) -> Terms {
+    /// The part of a value in the backward pass.
+    fn backward(&self, v: ValueId) -> Backward {
+        let Model { graph, needs_gradient, users, .. } = *self.model;
+        match needs_gradient[v.index()] || graph.is_trained(v) {
+            true => Backward::Gradient,
+            false if users[v.index()].iter().any(|u| needs_gradient[u.index()]) => Backward::Read,
+            false => Backward::None,
+        }
+    }
+
+    fn price(&mut self, ty: &TensorType, backward: Backward, from: Source, (to, cotangent): Form) -> Terms {
         let terms = match from {
-            Source::Parameter(kept) => self.parameter_use(ty, kept, to, cotangent),
+            Source::Parameter(kept) => self.parameter_use(ty, backward, kept, to, cotangent),
             Source::Value(layout, resting) => {
-                there_and_back(self.spaces, ty, (layout, to), gradient.then_some((cotangent, resting)))
+                let back = (backward == Backward::Gradient).then_some((cotangent, resting));
+                there_and_back(self.spaces, ty, (layout, to), back)
             }
         };
         if self.model.optimizer.is_some() { terms } else { terms.forward_only() }
     }
 
     /// A parameter that is kept so, used in layout `to` by an op that gives its gradient as `cotangent`.
-    fn parameter_use(&mut self, ty: &TensorType, kept: Kept, to: LayoutId, cotangent: LayoutId) -> Terms {
+    fn parameter_use(
+        &mut self,
+        ty: &TensorType,
+        backward: Backward,
+        kept: Kept,
+        to: LayoutId,
+        cotangent: LayoutId,
+    ) -> Terms {
         let rests = kept.rests(self.spaces);
+        if backward != Backward::Gradient {
+            let gathered = self.spaces.reshard(ty, rests.parameter, to);
+            let again = if backward == Backward::Read { gathered } else { Price::default() };
+            return Terms {
+                forward_sent_s: gathered.seconds,
+                forward_issue_s: gathered.issue_s,
+                backward_sent_s: again.seconds,
+                backward_issue_s: again.issue_s,
+                ..Terms::default()
+            };
+        }
         let accumulator = match kept.level {
             0 | 1 => self.spaces.with_partial_of(kept.layout, cotangent),
             _ => rests.gradient,

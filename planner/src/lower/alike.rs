@@ -57,6 +57,11 @@ impl<'a> Stages<'a> {
     fn paired(&self, first: usize, second: usize) -> Option<Alike> {
         let plan = self.cut.plan;
         let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
+        // A total is made of values that may be other stages'.
+        let graph = &self.cut.derived.expanded.graph;
+        if stages.iter().flat_map(|&(a, _)| &self.cut.nodes[a]).any(|&v| graph.is_total(v)) {
+            return None;
+        }
         if plan.lanes()[first].mesh != plan.lanes()[second].mesh
             || !stages.iter().all(|&(a, b)| self.planned_alike(a, b) && self.offloaded_alike(a, b))
         {
@@ -174,7 +179,8 @@ impl<'a> Pairing<'a> {
             (Op::Parameter(p), Op::Parameter(q)) => {
                 let further = (b - a) as u32;
                 let holders = |v: ValueId| self.of.holders.get(&v).into_iter().flatten().copied();
-                plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
+                (p.frozen, p.no_decay) == (q.frozen, q.no_decay)
+                    && plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
                     && holders(v).map(|s| s + further).eq(holders(w))
             }
             (Op::Input(_), _) => p.op == q.op,

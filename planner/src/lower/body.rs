@@ -6,7 +6,7 @@
 
 use super::StageContext;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Local, Op, Operator};
+use altiplano_ir::op::{Local, Microbatches, Op, Operator};
 use altiplano_ir::program::BufferId;
 use altiplano_ir::reshard::reshard;
 use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
@@ -165,14 +165,23 @@ impl<'a> BodyBuilder<'a> {
         let mut cx = Local {
             graph: &mut self.graph,
             mesh: &stage.mesh,
-            operands,
+            operands: operands.clone(),
             operand_types: stage.training.graph.operand_types(value).into_iter().cloned().collect(),
             result_shape: shardings.result.local_shape(&stage.mesh),
             factor_axes: strategy.factor_axes(rule.factors.len()),
             fused_loss: stage.plan.execution.fused_loss,
         };
-        let local = op.local(&mut cx);
-        self.graph.nodes[local.index()].name.clone_from(&node.name);
+        let mut local = op.local(&mut cx);
+        if let Op::Microbatches(Microbatches::Times) = op
+            && stage.plan.num_microbatches > 1
+        {
+            // Lowering alone knows how many there are.
+            let count = self.graph.splat_like(local, f64::from(stage.plan.num_microbatches));
+            local = self.graph.mul(local, count);
+        }
+        if !operands.contains(&local) {
+            self.graph.nodes[local.index()].name.clone_from(&node.name);
+        }
         local
     }
 

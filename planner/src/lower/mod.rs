@@ -50,6 +50,8 @@ pub struct Derived {
     constant: Vec<bool>,
     constant_if_scaled: Vec<bool>,
     users: Vec<Vec<ValueId>>,
+    /// Forward values that the backward pass computes again under every plan.
+    recomputed: Vec<bool>,
     /// For each forward node the backward nodes that belong to it, sums left out.
     owned: Vec<Vec<ValueId>>,
 }
@@ -81,7 +83,8 @@ impl Derived {
         for n in training.graph.values().skip(training.num_forward).filter(|n| !training.is_sum[n.index()]) {
             owned[training.owner[n.index()].index()].push(n);
         }
-        Ok(Derived { constant, constant_if_scaled, users: expanded.graph.users(), owned, training, expanded })
+        let (users, recomputed) = (expanded.graph.users(), expanded.recomputed(graph));
+        Ok(Derived { constant, constant_if_scaled, users, recomputed, owned, training, expanded })
     }
 
     /// Values that are the same in every step of a plan.
@@ -147,6 +150,7 @@ impl<'a> Cut<'a> {
             stage_of: &self.stage_of,
             layer_of: &self.layer_of,
             users: &derived.users,
+            recomputed: &derived.recomputed,
             owned: &derived.owned,
             updates: Updates {
                 here: plan.schedule.trains() && plan.servers.is_none(),
@@ -179,6 +183,7 @@ struct StageContext<'a> {
     /// Layer of each forward node.
     layer_of: &'a [Option<u32>],
     users: &'a [Vec<ValueId>],
+    recomputed: &'a [bool],
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],
     updates: Updates,
@@ -383,7 +388,7 @@ impl<'a> Prices<'a> {
         shardings: &OpShardings,
     ) -> Inside {
         let Some(Insides(insides)) = self.insides else {
-            return self.with_sent(&self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings)));
+            return self.with_sent(&self.inside_of(op, operands, rule, strategy, shardings));
         };
         let locals: Vec<TensorType> =
             operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
@@ -399,7 +404,7 @@ impl<'a> Prices<'a> {
         if let Some(parts) = known {
             return self.with_sent(&parts);
         }
-        let parts = Arc::new(self.inside_of(&self.local_graph(op, operands, rule, strategy, shardings)));
+        let parts = Arc::new(self.inside_of(op, operands, rule, strategy, shardings));
         let inside = self.with_sent(&parts);
         let mut insides = insides.lock().unwrap_or_else(PoisonError::into_inner);
         let known = insides.entry(key).or_default();
@@ -438,8 +443,16 @@ impl<'a> Prices<'a> {
         inside
     }
 
-    /// What the nodes of a local graph cost.
-    fn inside_of(&self, graph: &Graph) -> Parts {
+    /// Costs of the nodes of a composite's local graph.
+    fn inside_of(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Parts {
+        let graph = &self.local_graph(op, operands, rule, strategy, shardings);
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
         let (mut inside, mut sent) = (Inside::default(), Vec::new());
         let mut in_kernel = vec![false; graph.len()];
@@ -463,12 +476,24 @@ impl<'a> Prices<'a> {
             in_kernel[v.index()] = repeat::grows(graph, v)
                 || !node.op.is_contraction() && node.operands.iter().any(|o| in_kernel[o.index()]);
             inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
-            if !in_kernel[v.index()] {
-                inside.largest_fused_bytes = inside.largest_fused_bytes.max(node.ty.bytes() as f64);
-            }
             if let Op::Collective(c) = &node.op {
                 sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
             }
+        }
+        // What is only looked at element by element inside a kernel, as a mask that is spread over heads, is made there.
+        let users = graph.users();
+        for v in graph.values().rev().filter(|v| !graph.node(*v).op.is_leaf()) {
+            let in_it = |u: &ValueId| in_kernel[u.index()] && !graph.node(*u).op.is_contraction();
+            let of = &users[v.index()];
+            in_kernel[v.index()] |= !graph.node(v).op.is_contraction() && !of.is_empty() && of.iter().all(in_it);
+        }
+        let stored = graph.values().filter(|v| varies[v.index()] && !in_kernel[v.index()]);
+        let stored = stored.filter(|v| !graph.node(*v).op.is_leaf());
+        inside.largest_fused_bytes = stored.map(|v| graph.ty(v).bytes() as f64).fold(0.0, f64::max);
+        if matches!(op, Op::Composite(op) if op.function.recomputes_inside()) {
+            inside.backward_s += inside.forward_s;
+            inside.backward_issue_s += inside.issue_s;
+            (inside.kept_bytes, inside.growing_bytes, inside.growing_s) = (0.0, 0.0, 0.0);
         }
         Parts { alone: inside, sent }
     }
@@ -687,6 +712,7 @@ fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> 
             program.bodies.extend([stage.forward, stage.backward, stage.reduce, stage.update]);
             program.bodies.extend(stage.weights);
             program.bodies.extend(stage.norm);
+            program.bodies.extend(stage.totals);
         }
     }
     Programs {

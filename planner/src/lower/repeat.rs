@@ -17,6 +17,8 @@ pub struct Repeats<'a> {
     pub recompute: &'a dyn Fn(u32) -> Recompute,
     /// Products larger than their factors are, in every layer.
     pub fused_attention: bool,
+    /// Values that are computed again under every plan.
+    pub always: &'a [bool],
 }
 
 impl Repeats<'_> {
@@ -27,7 +29,7 @@ impl Repeats<'_> {
     /// recomputation the products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would
     /// otherwise be kept for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
-        let Repeats { graph, layer_of, users, recompute, fused_attention } = *self;
+        let Repeats { graph, layer_of, users, recompute, fused_attention, always } = *self;
         let mut again = BTreeSet::new();
         // Large kept values that a value is made of by ops that are computed again.
         let mut sources: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
@@ -50,7 +52,11 @@ impl Repeats<'_> {
             let level = layer.map_or(Recompute::None, recompute);
             let product = (fused_attention || level >= Recompute::Selective) && grows(graph, v);
             let full = level == Recompute::Full;
-            let repeat = !leaves_layer && (full || product || self.is_cheap(v) && !(sum && large > 1));
+            let always = always.get(v.index()).copied().unwrap_or(false);
+            // A total may be that of the next step when the backward pass runs.
+            let repeat = !leaves_layer
+                && !graph.is_total(v)
+                && (always || full || product || self.is_cheap(v) && !(sum && large > 1));
             if repeat {
                 again.insert(v);
                 sources.insert(v, from);

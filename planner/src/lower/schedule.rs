@@ -20,6 +20,8 @@ struct Calls {
     /// Absent where there are no sums over all gradients.
     norm: Option<u32>,
     update: u32,
+    /// Absent where nothing is summed over all microbatches.
+    totals: Option<u32>,
     receives_forward: Vec<TransferId>,
     receives_backward: Vec<TransferId>,
     receives_tied: Vec<TransferId>,
@@ -42,10 +44,13 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     let mut body = 0;
     for ((stage, lowered), boundary) in plan.stages_of(lane).zip(stages).zip(boundaries) {
         of_stage.insert(stage, Calls::new(stage as u32, body, lowered, boundary, links));
-        body += 4 + lowered.weights.iter().chain(&lowered.norm).count() as u32;
+        body += 4 + lowered.weights.iter().chain(&lowered.norm).chain(&lowered.totals).count() as u32;
     }
 
     let mut schedule = Vec::new();
+    for body in of_stage.values().filter_map(|calls| calls.totals) {
+        schedule.extend((0..plan.num_microbatches).map(|m| Call::Run { body, microbatch: Some(m) }));
+    }
     // The order is the cost model's, so that what is simulated is what runs.
     let order = Order::of(plan);
     let late_calls = order.late(lane);
@@ -189,6 +194,10 @@ impl Calls {
             weights,
             reduce: exchanges.then_some(body + 2),
             update: body + 3,
+            totals: lowered
+                .totals
+                .as_ref()
+                .map(|_| body + 4 + lowered.weights.iter().chain(&lowered.norm).count() as u32),
             receives_forward: incoming(&links.forward),
             receives_backward: incoming(&links.backward),
             receives_tied: incoming(&links.tied),

@@ -3,6 +3,7 @@
 mod activations;
 mod offload;
 mod server;
+mod totals;
 mod update;
 
 use super::body::BodyBuilder;
@@ -33,6 +34,8 @@ pub struct Lowered {
     /// This stage's share of sums over all gradients, where any are wanted.
     pub norm: Option<Body>,
     pub update: Body,
+    /// Sums over all microbatches, where the forward body reads any.
+    pub totals: Option<Body>,
     pub boundary: Boundary,
 }
 
@@ -107,7 +110,7 @@ impl Lowered {
     /// Numbers the stage's buffers from `first` on, after those of the stages that share its devices.
     pub fn number_from(&mut self, first: u32) {
         let bodies = [&mut self.forward, &mut self.backward, &mut self.reduce, &mut self.update];
-        for body in bodies.into_iter().chain(&mut self.weights).chain(&mut self.norm) {
+        for body in bodies.into_iter().chain(&mut self.weights).chain(&mut self.norm).chain(&mut self.totals) {
             let (reads, writes) = (body.reads.iter_mut().map(|r| &mut r.1), body.writes.iter_mut().map(|w| &mut w.0));
             reads.chain(writes).chain(&mut body.frees).for_each(|b| b.0 += first);
         }
@@ -142,6 +145,8 @@ struct StageLowering<'a> {
     again: BTreeSet<ValueId>,
     /// The state of loss scaling, by slot.
     scaling: BTreeMap<&'static str, BufferId>,
+    /// Sums over all microbatches, by the value that has them.
+    totals: BTreeMap<ValueId, BufferId>,
 }
 
 /// Lowers one stage on its own.
@@ -163,6 +168,7 @@ impl<'a> StageLowering<'a> {
             saved: BTreeMap::new(),
             again,
             scaling: BTreeMap::new(),
+            totals: BTreeMap::new(),
         };
         lowering.declare_leaves();
         lowering
@@ -230,6 +236,10 @@ impl<'a> StageLowering<'a> {
         for &v in cx.nodes {
             let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
             let shardings = rule.shardings(strategy, &cx.mesh);
+            if cx.graph.is_total(v) && cx.plan.num_microbatches > 1 {
+                self.total(&mut b, v, &shardings.result);
+                continue;
+            }
             for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
                 self.fetch_outer(&mut b, o, to);
             }
@@ -393,7 +403,7 @@ impl<'a> StageLowering<'a> {
     fn accumulators(&mut self) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut accumulators = BTreeMap::new();
-        for (p, name) in cx.graph.parameters().filter(|_| cx.plan.schedule.trains()) {
+        for (p, name) in cx.graph.trained_parameters().filter(|_| cx.plan.schedule.trains()) {
             let Some(storage) = cx.stage.parameters.get(name) else { continue };
             let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
             let kind = BufferKind::Accumulator { parameter: name.to_string() };
@@ -554,7 +564,11 @@ impl<'a> StageLowering<'a> {
         let received = self.received.values().chain(receives_backward.values());
         let unread = received.filter(|b| !forward_frees.contains(b) && !backward_frees.contains(b));
         let unread: Vec<BufferId> = unread.copied().collect();
-        backward_frees.extend(unread);
+        // What is received for a total is not read, and there may be no backward pass.
+        match cx.plan.schedule.trains() {
+            true => backward_frees.extend(unread),
+            false => forward_frees.extend(unread),
+        }
         let forward = Body {
             name: format!("stage{} forward", cx.index),
             stage: cx.index,
@@ -588,6 +602,7 @@ impl<'a> StageLowering<'a> {
             };
             activations::offload(passes, &mut self.buffers, &cx.mesh);
         }
+        let totals = self.totals_body();
         let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
         let mut gradients = Gradients::accumulated(&accumulators, &sends_tied, &receives_tied, cx.index);
         let shares = self.norm(&mut gradients, variance.as_ref());
@@ -607,7 +622,7 @@ impl<'a> StageLowering<'a> {
             sends_shares,
             receives_shares,
         };
-        Lowered { buffers: self.buffers, forward, backward, weights, reduce, norm, update, boundary }
+        Lowered { buffers: self.buffers, forward, backward, weights, reduce, norm, update, totals, boundary }
     }
 }
 
@@ -671,6 +686,7 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         users: cx.users,
         recompute: &|layer| cx.stage.recomputes(layer),
         fused_attention: cx.plan.execution.fused_attention,
+        always: cx.recomputed,
     };
     repeats.of(cx.nodes.iter().copied())
 }

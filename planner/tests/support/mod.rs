@@ -13,10 +13,10 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{
-    Binary, DotGeneral, Gather, GatherDims, Input, Op, OutOfBounds, Parameter, Reducer, Slice, Unary,
+    Binary, Direction, DotGeneral, Gather, GatherDims, Input, Op, OutOfBounds, Parameter, Reducer, Slice, Unary,
 };
 use altiplano_ir::plan::Plan;
-use altiplano_ir::program::{BufferKind, Call, Programs};
+use altiplano_ir::program::{ALL_PARAMETERS, BufferKind, Call, Programs};
 use altiplano_ir::tensor::{Tensor, for_each_index};
 use altiplano_ir::types::TensorType;
 use altiplano_planner::{Request, Silent, plan, programs};
@@ -35,7 +35,7 @@ pub fn value(name: &str, ty: &TensorType, bound: f64) -> Tensor {
 
 fn parameter(g: &mut Graph, name: &str, shape: &[u64]) -> ValueId {
     let ty = TensorType::new(DType::F32, shape);
-    g.emit(Op::Parameter(Parameter { name: name.into(), ty }), &[])
+    g.emit(Op::Parameter(Parameter::new(name, ty)), &[])
 }
 
 fn dot(g: &mut Graph, a: ValueId, b: ValueId, batch: &[usize], contract: (usize, usize)) -> ValueId {
@@ -168,6 +168,37 @@ pub fn transformer(layers: usize) -> Graph {
     g
 }
 
+/// [`transformer`] with a loss of several means: over all tokens, over those whose label is below 9, and weighted by the token. What
+/// the last two are divided by depends on the batch.
+pub fn weighted(layers: usize) -> Graph {
+    let mut g = transformer(layers);
+    let plain = g.outputs[0];
+    let operand = |g: &Graph, v: ValueId| g.node(v).operands[0];
+    let mean = operand(&g, plain);
+    let sum = operand(&g, mean);
+    let picked = operand(&g, sum);
+    let shape = g.shape(picked).to_vec();
+    let all: Vec<usize> = (0..shape.len()).collect();
+    let inputs: Vec<ValueId> =
+        ["tokens", "labels"].into_iter().map(|name| g.inputs().find(|i| i.1 == name).expect("an input").0).collect();
+    let nine = g.splat_like(inputs[1], 9.0);
+    let kept = g.compare(Direction::Lt, inputs[1], nine);
+    let mut loss = plain;
+    for (weights, least) in [(kept, 1.0), (inputs[0], 1e-6)] {
+        let weights = g.convert(weights, DType::F32);
+        let weights = g.reshape(weights, &shape);
+        let losses = g.mul(picked, weights);
+        let losses = g.reduce(losses, Reducer::Sum, &all);
+        let count = g.reduce(weights, Reducer::Sum, &all);
+        let least = g.splat_like(count, least);
+        let count = g.emit(Op::Binary(Binary::Maximum), &[count, least]);
+        let term = g.div(losses, count);
+        loss = g.sub(loss, term);
+    }
+    g.outputs = vec![loss];
+    g
+}
+
 /// Loss and gradients of the whole graph, by name.
 pub fn reference(graph: &Graph, bound: f64) -> (f64, BTreeMap<String, Tensor>) {
     let training = differentiate(graph, &[]).expect("the test's graph has a gradient");
@@ -177,7 +208,7 @@ pub fn reference(graph: &Graph, bound: f64) -> (f64, BTreeMap<String, Tensor>) {
         op => panic!("{op:?} is no leaf"),
     });
     let gradients = graph
-        .parameters()
+        .trained_parameters()
         .map(|(p, name)| {
             let mut sum = Tensor::splat(graph.ty(p).clone(), 0.0);
             for (_, c) in &training.contributions[p.index()] {
@@ -312,7 +343,8 @@ pub fn run(programs: &Programs, whole: &Graph, bound: f64, learning_rate: f64) -
                 interpret::unshard(parts, &buffer.ty, &buffer.sharding, &program.mesh)
             };
             match &buffer.kind {
-                BufferKind::Accumulator { parameter } => {
+                // Totals that a loss is divided by are summed as gradients are.
+                BufferKind::Accumulator { parameter } if parameter != ALL_PARAMETERS => {
                     let sum =
                         gradients.entry(parameter.clone()).or_insert_with(|| Tensor::splat(buffer.ty.clone(), 0.0));
                     let scale = 1.0 / programs.num_microbatches as f64;
@@ -340,13 +372,16 @@ pub fn assert_computes_the_same(plan: &Plan, programs: &Programs, whole: &Graph,
         // NaN is far from everything.
         difference.is_nan() || difference.sqrt() > 1e-9 * norm.sqrt().max(1e-6)
     };
+    let names = |of: &BTreeMap<String, Tensor>| of.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(&outcome.gradients), names(&gradients), "gradients under {:?}", describe());
     for (name, expected) in &gradients {
         assert!(!far(&outcome.gradients[name], expected), "gradient of {name} under {:?}", describe());
     }
     for (name, updated) in &outcome.weights {
         let (v, _) = whole.parameters().find(|(_, n)| n == name).expect("a known parameter");
         let mut expected = value(name, whole.ty(v), bound);
-        expected.data.iter_mut().zip(&gradients[name].data).for_each(|(w, g)| *w -= learning_rate * g);
+        let gradient = gradients.get(name).map_or(&[][..], |g| &g.data);
+        expected.data.iter_mut().zip(gradient).for_each(|(w, g)| *w -= learning_rate * g);
         assert!(!far(updated, &expected), "updated {name} under {:?}", describe());
     }
 }
@@ -363,7 +398,7 @@ pub fn random_steps(steps: &[(u8, u8, u8)]) -> (Graph, ValueId) {
             0 => g.add(a, b),
             1 => g.unary(Unary::Tanh, a),
             2 => {
-                let w = Parameter { name: format!("w{i}"), ty: TensorType::new(DType::F32, vec![6, 6]) };
+                let w = Parameter::new(format!("w{i}"), TensorType::new(DType::F32, vec![6, 6]));
                 let w = g.emit(Op::Parameter(w), &[]);
                 let dot =
                     DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![0] };

@@ -3,8 +3,8 @@
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{
-    Binary, Convolution, Cumulative, Direction, DotGeneral, ImageDims, Input, Iota, KernelDims, Op, Parameter,
-    ReduceWindow, Reducer, Unary, WindowDim,
+    Binary, Convolution, Cumulative, Direction, DotGeneral, Function, ImageDims, Input, Iota, KernelDims, Op,
+    Parameter, ReduceWindow, Reducer, Unary, WindowDim,
 };
 use altiplano_ir::types::TensorType;
 
@@ -13,7 +13,7 @@ fn input(g: &mut Graph, name: &str, dtype: DType, shape: &[u64]) -> ValueId {
 }
 
 fn parameter(g: &mut Graph, name: String, shape: &[u64]) -> ValueId {
-    g.emit(Op::Parameter(Parameter { name, ty: TensorType::new(DType::F32, shape) }), &[])
+    g.emit(Op::Parameter(Parameter::new(name, TensorType::new(DType::F32, shape))), &[])
 }
 
 fn dot(g: &mut Graph, lhs: ValueId, rhs: ValueId, batch: [&[usize]; 2], contract: [&[usize]; 2]) -> ValueId {
@@ -187,6 +187,23 @@ pub fn skipping(layers: usize) -> Graph {
         }
     }
     let loss = mean_cross_entropy(&mut g, x, labels);
+    g.outputs = vec![loss];
+    g
+}
+
+/// A layer of `[8, 12, 6]` features and a cross-entropy over 24 classes, whose weight has features in dimension `contract`. Batch 8.
+pub fn language_head(contract: usize) -> Graph {
+    let (batch, positions, width, classes) = (8, 12, 6, 24);
+    let mut g = Graph::new("head");
+    let x = input(&mut g, "x", DType::F32, &[batch, positions, width]);
+    let labels = input(&mut g, "labels", DType::I32, &[batch, positions]);
+    let w = parameter(&mut g, "w".into(), &[width, width]);
+    let head = parameter(&mut g, "head".into(), &if contract == 0 { [width, classes] } else { [classes, width] });
+    let hidden = dot(&mut g, x, w, [&[], &[]], [&[2], &[0]]);
+    let hidden = g.unary(Unary::Tanh, hidden);
+    let logits = dot(&mut g, hidden, head, [&[], &[]], [&[2], &[contract]]);
+    let losses = g.emit(Function::CrossEntropy { dim: 2 }.into(), &[logits, labels]);
+    let loss = g.emit(Function::Mean { dims: vec![0, 1] }.into(), &[losses]);
     g.outputs = vec![loss];
     g
 }

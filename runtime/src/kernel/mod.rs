@@ -6,6 +6,7 @@ pub mod convolution;
 pub mod copy;
 pub mod dot;
 pub mod gather;
+pub mod grouped;
 pub mod instruction;
 pub mod matrix;
 pub mod reduce;

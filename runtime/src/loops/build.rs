@@ -42,11 +42,16 @@ pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupport
         KernelKind::Fused { .. } => made.fused(kernel)?,
         KernelKind::Indexed => made.indexed(kernel)?,
         KernelKind::Sort { .. } => made.sorted(kernel.nodes[0])?,
+        KernelKind::Matmul(_) if is_grouped(&graph.node(kernel.nodes[0]).op) => made.grouped(kernel.nodes[0])?,
         KernelKind::Matmul(_) | KernelKind::Convolution { .. } => {}
-        KernelKind::Attention { .. } => made.tiled(kernel)?,
+        KernelKind::Attention(_) => made.tiled(kernel)?,
         KernelKind::Collective | KernelKind::HostCopy(_) => {}
     }
     Ok(made.launches)
+}
+
+fn is_grouped(op: &Op) -> bool {
+    matches!(op, Op::GroupedDot(_) | Op::GroupedOuter(_))
 }
 
 /// Launches made so far, and what is in memory when the next one runs.

@@ -144,6 +144,70 @@ impl Made<'_> {
         Ok(())
     }
 
+    /// Elements of grouped products, each summed by itself over its terms, or over all rows of which those of other groups count
+    /// for nothing.
+    pub(super) fn grouped(&mut self, v: ValueId) -> Result<(), Unsupported> {
+        let graph = self.graph;
+        let (node, ty) = (graph.node(v), graph.ty(v));
+        let [left, right, group] = [0, 1, 2].map(|k| node.operands[k]);
+        let groups = graph.ty(group).clone();
+        let stop = |stop| unsupported(graph, v, stop);
+        let mut b = Builder::new(self, ty.elements());
+        let at = b.scalars.unravel(b.row, &ty.shape);
+        let length = match &node.op {
+            Op::GroupedDot(op) => graph.shape(right)[op.contract],
+            _ => groups.elements(),
+        };
+        let step = b.scalars.counter(Scalar::Step, length);
+        let (row, of_left, mut of_right, guard);
+        match &node.op {
+            Op::GroupedDot(op) => {
+                row = at[..groups.rank()].to_vec();
+                let number = b.element(group, &row).map_err(stop)?;
+                let number = b.scalars.from_element(number, groups.dtype);
+                guard = b.scalars.within(number, graph.shape(right)[0] as i64);
+                of_left = [row.as_slice(), &[step]].concat();
+                of_right = vec![number; 3];
+                of_right[op.contract] = step;
+                of_right[3 - op.contract] = at[groups.rank()];
+            }
+            _ => {
+                row = b.scalars.unravel(step, &groups.shape);
+                let number = b.element(group, &row).map_err(stop)?;
+                let mine = b.scalars.element(Scalar::AsElement(at[0], groups.dtype));
+                guard = Some(b.is_equal(groups.dtype, number, mine));
+                of_left = [row.as_slice(), &[at[1]]].concat();
+                of_right = [row.as_slice(), &[at[2]]].concat();
+            }
+        }
+        // Sums are in single precision at least.
+        let dtype = if ty.dtype.bytes() < DType::F32.bytes() { DType::F32 } else { ty.dtype };
+        let convert = |b: &mut Builder, value, from: DType, to: DType| match from == to {
+            true => value,
+            false => b.scalars.element(Scalar::Convert { from, to, value }),
+        };
+        let mut factors = Vec::with_capacity(2);
+        for (side, index) in [left, right].into_iter().zip([&of_left, &of_right]) {
+            let value = b.guarded(guard, |b| b.element(side, index)).map_err(stop)?;
+            factors.push(convert(&mut b, value, ty.dtype, dtype));
+        }
+        let product = b.scalars.element(Scalar::Binary(Binary::Multiply, dtype, factors[0], factors[1]));
+        let value = b.or_else(guard, product, 0.0, dtype);
+        let slot = b.next_slot();
+        let fold = Fold { value, reducer: Reducer::Sum, dtype, slot };
+        let sum = b.scalars.element(Scalar::Slot(slot, dtype));
+        let value = convert(&mut b, sum, dtype, ty.dtype);
+        let param = b.param(Source::Value(v), ty, true);
+        let store = Store { param, index: b.row, value, guard: None, combines: None };
+        let phases = vec![
+            Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
+            Phase { length: 1, folds: Vec::new(), stores: vec![store], ..Phase::default() },
+        ];
+        self.launches.push(b.launch(Spread::Thread, phases));
+        self.memory.insert(v);
+        Ok(())
+    }
+
     pub(super) fn indexed(&mut self, kernel: &Kernel) -> Result<(), Unsupported> {
         let graph = self.graph;
         let v = kernel.nodes[0];

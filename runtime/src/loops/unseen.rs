@@ -30,7 +30,7 @@ pub(super) fn unseen(scalars: &Scalars, phase: &Phase) -> Option<Unseen> {
     let of_kind = |kind: fn(&Scalar) -> bool| needed.iter().copied().filter(move |v| kind(scalars.get(*v)));
     let masks: BTreeSet<Var> = of_kind(|s| matches!(s, Scalar::Select(..)))
         .filter_map(|v| if let Scalar::Select(_, [p, ..]) = scalars.get(v) { Some(*p) } else { None })
-        .filter(|p| scalars.with_operands([*p]).into_iter().all(|v| has_bounds(scalars.get(v))))
+        .filter(|p| is_bounded(scalars, *p))
         .collect();
     let exponentials: Vec<Var> = of_kind(|s| matches!(s, Scalar::Unary(Unary::Exponential, ..))).collect();
     let all = masks.iter().flat_map(|&seen| exponentials.iter().map(move |&exponential| Unseen { seen, exponential }));
@@ -73,7 +73,28 @@ fn vanishes(scalars: &Scalars, var: Var, zero: Var) -> bool {
         }
 }
 
-/// Whether the least and the greatest value in a tile are known of a scalar, or whether it can be true there.
+/// Whether the least and the greatest value of a scalar in a tile follow from where the tile is, or whether it can be true there. Of two
+/// conditions that must both hold one is enough, such as that of a causal mask beside one of padding.
+fn is_bounded(scalars: &Scalars, var: Var) -> bool {
+    let scalar = scalars.get(var);
+    let both = both_must_hold(scalar);
+    has_bounds(scalar)
+        && match both {
+            Some(parts) => parts.iter().any(|&part| is_bounded(scalars, part)),
+            None => scalar.operands().into_iter().all(|v| is_bounded(scalars, v)),
+        }
+}
+
+/// The conditions of which a scalar says that both hold.
+fn both_must_hold(scalar: &Scalar) -> Option<[Var; 2]> {
+    match scalar {
+        Scalar::And(a, b) => Some([*a, *b]),
+        Scalar::Binary(Binary::And, altiplano_ir::dtype::DType::Bool, a, b) => Some([*a, *b]),
+        _ => None,
+    }
+}
+
+/// Whether bounds of a scalar follow from those of what it is made of.
 fn has_bounds(scalar: &Scalar) -> bool {
     match scalar {
         Scalar::Row | Scalar::Step | Scalar::Index(_) | Scalar::Add(..) | Scalar::Times(..) => true,
@@ -90,7 +111,7 @@ fn has_bounds(scalar: &Scalar) -> bool {
 /// are from `l_row` to `h_row`, iterations from `l_step` to `h_step`.
 pub(super) fn bounds(scalars: &Scalars, var: Var) -> Vec<String> {
     let mut lines = Vec::new();
-    for v in scalars.with_operands([var]) {
+    for v in scalars.with_operands([var]).into_iter().filter(|v| is_bounded(scalars, *v)) {
         let (low, high) = (|v: &Var| format!("l{}", v.0), |v: &Var| format!("h{}", v.0));
         let both = |l: String, h: String| format!("const long long l{0} = {l}, h{0} = {h};", v.0);
         let can = |text: String| format!("const bool h{} = {text};", v.0);
@@ -118,7 +139,10 @@ pub(super) fn bounds(scalars: &Scalars, var: Var) -> Vec<String> {
                 both(format!("{one} ? {l} % {by} : 0"), format!("{one} ? {h} % {by} : {by} - 1"))
             }
             Scalar::Within(a, n) => can(format!("{} >= 0 && {} < {n}", high(a), low(a))),
-            Scalar::And(a, b) | Scalar::Binary(Binary::And, _, a, b) => can(format!("{} && {}", high(a), high(b))),
+            Scalar::And(a, b) | Scalar::Binary(Binary::And, _, a, b) => {
+                let known = [a, b].into_iter().filter(|part| is_bounded(scalars, **part));
+                can(known.map(high).collect::<Vec<String>>().join(" && "))
+            }
             Scalar::Binary(_, _, a, b) => can(format!("{} || {}", high(a), high(b))),
             Scalar::Compare(direction, _, a, b) => can(match direction {
                 Direction::Ge => format!("{} >= {}", high(a), low(b)),

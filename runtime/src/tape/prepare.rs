@@ -263,7 +263,7 @@ impl OfBody<'_> {
             _ => {
                 let made = launches(self.graph, kernel).map_err(|why| (why.value, why.op))?;
                 // Rows of a tile are read by the threads of all its rows.
-                if !matches!(kernel.kind, KernelKind::Attention { .. }) {
+                if !matches!(kernel.kind, KernelKind::Attention(_)) {
                     pieces.may_share = may_share(&made);
                 }
                 for launch in made {

@@ -65,7 +65,7 @@ impl Case {
         let mut g = Graph::new(self.name);
         let parameter = |g: &mut Graph, name: &str, shape: &[u64]| {
             let ty = TensorType::new(dtype, shape);
-            g.emit(Op::Parameter(Parameter { name: name.into(), ty }), &[])
+            g.emit(Op::Parameter(Parameter::new(name, ty)), &[])
         };
         let q = parameter(&mut g, "q", &[batch, queries, heads, depth]);
         let k = parameter(&mut g, "k", &[batch, keys, kv, depth]);

@@ -42,14 +42,15 @@ struct Answer {
     alike: usize,
     stage: usize,
     ty: String,
-    cost_s: f64,
-    most_bytes: u64,
-    limit_bytes: u64,
+    /// Seconds of a microbatch, and the most that a device holds of what it has, as the judge has them.
+    microbatch_s: f64,
+    peak_bytes: u64,
+    device_bytes: u64,
     layouts: Vec<Choice>,
     more_layouts: usize,
 }
 
-/// A layout, as `altiplano inspect --why` lists it; `null` seconds where something else forbids it.
+/// A layout, by the estimates of the search; `null` seconds where something else forbids it.
 #[derive(Serialize)]
 struct Choice {
     layout: String,
@@ -139,9 +140,9 @@ fn answer(plan: &Plan, asked: &Asked, why: Why) -> Answer {
         alike: asked.alike,
         stage: asked.stage,
         ty: plan.graph.ty(asked.value).to_string(),
-        cost_s: why.cost_s,
-        most_bytes: why.most_bytes,
-        limit_bytes: why.limit_bytes,
+        microbatch_s: why.microbatch_s,
+        peak_bytes: why.peak_bytes,
+        device_bytes: why.device_bytes,
         layouts: layouts.collect(),
         more_layouts,
     }

@@ -134,10 +134,13 @@ pub enum TensorOf<'a> {
     State { parameter: &'a str, slot: &'a str },
 }
 
-/// All tensors of a run of a plan: its parameters, each with its state, and the state that the whole step has.
+/// All tensors of a run of a plan: its parameters, each that is trained with its state, and the state that the whole step has.
 pub fn tensors_of(plan: &Plan) -> impl Iterator<Item = TensorOf<'_>> {
     let of_parameter = |(v, name): (_, _)| {
-        let slots = plan.optimizer.slots(plan.graph.ty(v).dtype);
+        let slots = match plan.graph.is_trained(v) {
+            true => plan.optimizer.slots(plan.graph.ty(v).dtype),
+            false => Vec::new(),
+        };
         let states = slots.into_iter().map(move |slot| TensorOf::State { parameter: name, slot });
         std::iter::once(TensorOf::Parameter { name }).chain(states)
     };

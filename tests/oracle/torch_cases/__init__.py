@@ -49,7 +49,7 @@ def fixed(*values, dtype=None):
     return lambda g: torch.tensor(values, dtype=dtype)
 
 
-from . import arithmetic, networks, places, programs, shapes  # noqa: E402
+from . import arithmetic, networks, places, programs, shapes, signals  # noqa: E402
 
 FAMILIES = {
     "arithmetic": arithmetic.cases,
@@ -57,4 +57,5 @@ FAMILIES = {
     "places": places.cases,
     "programs": programs.cases,
     "shapes": shapes.cases,
+    "signals": signals.cases,
 }

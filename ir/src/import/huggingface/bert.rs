@@ -11,13 +11,13 @@ use crate::graph::ValueId;
 use crate::op::{Gather, GatherDims, Op, OutOfBounds};
 
 pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
-    let (vocabulary, hidden) = (fields.size_or("vocab_size", 30_522)?, fields.size("hidden_size")?);
+    let (vocabulary, hidden) = (fields.main_size("vocab_size", 30_522)?, fields.main_size("hidden_size", 768)?);
     let positions = fields.size_or("max_position_embeddings", 512)?;
     let kinds = fields.size_or("type_vocab_size", 2)?;
-    let layers = fields.layers("num_hidden_layers")?;
-    let heads = fields.size("num_attention_heads")?;
-    fields.part("hidden_size", "num_attention_heads")?;
-    let inner = fields.size("intermediate_size")?;
+    let layers = fields.main_layers("num_hidden_layers", 12)?;
+    let heads = fields.main_size("num_attention_heads", 12)?;
+    fields.divides("hidden_size", hidden, "num_attention_heads", heads)?;
+    let inner = fields.main_size("intermediate_size", 3072)?;
     let activation = Activation::read(fields, "hidden_act", "gelu")?;
     let eps = fields.positive_or("layer_norm_eps", 1e-12)?;
     let kind = fields.word_or("position_embedding_type", "absolute")?;
@@ -26,11 +26,9 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     }
     b.without_dropout(fields, &["hidden_dropout_prob", "attention_probs_dropout_prob"])?;
     let tokens = b.learned_sequence("max_position_embeddings", positions)?;
-    let masked = ((tokens as f64 * 0.15).round() as u64).max(1);
-    b.notes.push(Note::Masked { positions: masked, sequence: tokens });
     let ids = b.input("input_ids", &[tokens], DType::I32)?;
     let token_types = b.input("token_type_ids", &[tokens], DType::I32)?;
-    let places = b.input("masked_positions", &[masked], DType::I32)?;
+    let places = masked_places(b, tokens)?;
 
     let (x, table) = b.within("bert", |b| {
         let (mut x, table) = b.within("embeddings", |b| {
@@ -58,17 +56,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         Ok((x, table))
     })?;
     let logits = b.within("cls.predictions", |b| {
-        let dims = GatherDims {
-            offset_dims: vec![2],
-            collapsed_slice_dims: vec![1],
-            operand_batching_dims: vec![0],
-            indices_batching_dims: vec![0],
-            start_index_map: vec![1],
-            index_vector_dim: 2,
-            slice_sizes: vec![1, 1, hidden],
-        };
-        let gather = Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp });
-        let x = b.graph.push(gather, &[x, places])?;
+        let x = at_places(b, x, places)?;
         let x = b.within("transform", |b| {
             let x = b.linear("dense", x, hidden, true)?;
             let x = activation.apply(&mut b.graph, x)?;
@@ -82,6 +70,29 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         Ok(array::linear(&mut b.graph, x, head, Some(bias))?)
     })?;
     b.loss(logits)
+}
+
+/// Rows of `[B, S, hidden]` at `[B, masked]` places of the same sample.
+pub fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
+    let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
+    let dims = GatherDims {
+        offset_dims: vec![2],
+        collapsed_slice_dims: vec![1],
+        operand_batching_dims: vec![0],
+        indices_batching_dims: vec![0],
+        start_index_map: vec![1],
+        index_vector_dim: 2,
+        slice_sizes: vec![1, 1, hidden],
+    };
+    let gather = Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp });
+    Ok(b.graph.push(gather, &[x, places])?)
+}
+
+/// Inputs of a model of masked tokens: so many masked positions of a sample.
+pub fn masked_places(b: &mut Builder, tokens: u64) -> Block {
+    let masked = ((tokens as f64 * 0.15).round() as u64).max(1);
+    b.notes.push(Note::Masked { positions: masked, sequence: tokens });
+    b.input("masked_positions", &[masked], DType::I32)
 }
 
 fn attention(b: &mut Builder, x: ValueId, heads: u64) -> Block {

@@ -35,12 +35,16 @@ impl Builder {
         Imported { graph: self.graph, notes: self.notes }
     }
 
-    /// Builds the module `name` within this one. Its ops are named after it, and so is what does not fit.
+    /// Builds the module `name` within this one; an empty name is this module. Its ops are named after it, and so is what does
+    /// not fit.
     pub fn within<T>(
         &mut self,
         name: &str,
         build: impl FnOnce(&mut Builder) -> Result<T, ConfigError>,
     ) -> Result<T, ConfigError> {
+        if name.is_empty() {
+            return build(self);
+        }
         let outer = self.path.len();
         if outer > 0 {
             self.path.push('.');
@@ -77,7 +81,7 @@ impl Builder {
     /// A trained weight of this module.
     pub fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(self.dtype, shape));
-        self.leaf(Op::Parameter(Parameter { name: name.clone(), ty: ty.clone() }), name, ty, false)
+        self.leaf(Op::Parameter(Parameter::new(name.clone(), ty.clone())), name, ty, false)
     }
 
     /// A buffer of this module: state that no gradient changes.
@@ -123,27 +127,42 @@ impl Builder {
 
     /// `x weight^T + bias` for the linear layer `name`, whose weight is `[out, in]`.
     pub fn linear(&mut self, name: &str, x: ValueId, out: u64, bias: bool) -> Block {
+        self.matrix(name, x, out, Matrix { bias, transposed: false })
+    }
+
+    /// The linear layer `name` on the last dimension of `x`.
+    pub fn matrix(&mut self, name: &str, x: ValueId, out: u64, how: Matrix) -> Block {
         self.within(name, |b| {
+            let last = b.graph.shape(x).len().saturating_sub(1);
             let input = b.graph.shape(x).last().copied().unwrap_or(1);
-            let weight = b.weight("weight", &[out, input])?;
-            let bias = if bias { Some(b.weight("bias", &[out])?) } else { None };
-            Ok(array::linear(&mut b.graph, x, weight, bias)?)
+            let weight = b.weight("weight", &if how.transposed { [input, out] } else { [out, input] })?;
+            let bias = if how.bias { Some(b.weight("bias", &[out])?) } else { None };
+            if !how.transposed {
+                return Ok(array::linear(&mut b.graph, x, weight, bias)?);
+            }
+            let y = array::contract(&mut b.graph, x, weight, last, 0)?;
+            bias.map_or(Ok(y), |bias| b.add(y, bias))
         })
     }
 
     pub fn layer_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
-        self.within(name, |b| {
-            let width = b.graph.shape(x).last().copied().unwrap_or(1);
-            let (weight, bias) = (b.weight("weight", &[width])?, b.weight("bias", &[width])?);
-            Ok(array::layer_norm(&mut b.graph, x, 1, Some(weight), Some(bias), eps)?)
-        })
+        self.norm(name, x, &Norm::layer(eps))
     }
 
     pub fn rms_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
+        self.norm(name, x, &Norm::rms(eps))
+    }
+
+    /// The norm `name` over the last dimension of `x`.
+    pub fn norm(&mut self, name: &str, x: ValueId, norm: &Norm) -> Block {
         self.within(name, |b| {
             let width = b.graph.shape(x).last().copied().unwrap_or(1);
-            let weight = b.weight("weight", &[width])?;
-            Ok(array::rms_norm(&mut b.graph, x, 1, Some(weight), eps)?)
+            let mut weight = if norm.weight { Some(b.weight("weight", &[width])?) } else { None };
+            if let Some(stored) = weight.filter(|_| norm.less_one) {
+                weight = Some(array::with_number(&mut b.graph, crate::op::Binary::Add, stored, 1.0)?);
+            }
+            let bias = if norm.bias { Some(b.weight("bias", &[width])?) } else { None };
+            Ok(norm.apply(&mut b.graph, x, weight, bias)?)
         })
     }
 
@@ -160,24 +179,13 @@ impl Builder {
         Ok(array::binary(&mut self.graph, crate::op::Binary::Multiply, a, b)?)
     }
 
-    /// `down(activation(gate(x)) * up(x))`.
-    pub fn gated_mlp(&mut self, x: ValueId, width: u64, activation: Activation, bias: bool) -> Block {
-        let hidden = self.graph.shape(x).last().copied().unwrap_or(1);
-        let gate = self.linear("gate_proj", x, width, bias)?;
-        let up = self.linear("up_proj", x, width, bias)?;
-        let gate = activation.apply(&mut self.graph, gate)?;
-        let both = self.multiply(gate, up)?;
-        self.linear("down_proj", both, hidden, bias)
-    }
-
-    /// Logits for each token, by the table of embeddings where it is tied, else by a matrix of their own; then
-    /// [`Builder::loss`]. A label is what the model should say at its position: the next token.
-    pub fn token_loss(&mut self, hidden: ValueId, tied: Option<ValueId>, vocabulary: u64) -> Result<(), ConfigError> {
-        let logits = match tied {
-            Some(table) => self.within("lm_head", |b| Ok(array::linear(&mut b.graph, hidden, table, None)?))?,
-            None => self.linear("lm_head", hidden, vocabulary, false)?,
-        };
-        self.loss(logits)
+    /// Logits of each token by the head `name`: by the table of embeddings where it is tied, else by a matrix of its own.
+    pub fn head(&mut self, name: &str, hidden: ValueId, tied: Option<ValueId>, vocabulary: u64, bias: bool) -> Block {
+        let Some(table) = tied else { return self.linear(name, hidden, vocabulary, bias) };
+        self.within(name, |b| {
+            let bias = if bias { Some(b.weight("bias", &[vocabulary])?) } else { None };
+            Ok(array::linear(&mut b.graph, hidden, table, bias)?)
+        })
     }
 
     /// The mean cross-entropy of classes in the last dimension with an input `labels`, which becomes the graph's output;
@@ -198,6 +206,44 @@ impl Builder {
     }
 }
 
+/// How the weight of a linear layer is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Matrix {
+    pub bias: bool,
+    /// The weight is `[in, out]`.
+    pub transposed: bool,
+}
+
+/// A norm over the last dimension.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Norm {
+    /// Subtracts the mean, as a layer norm does and an RMS norm does not.
+    pub centred: bool,
+    pub weight: bool,
+    /// The stored weight is the factor less one.
+    pub less_one: bool,
+    pub bias: bool,
+    pub eps: f64,
+}
+
+impl Norm {
+    pub fn layer(eps: f64) -> Norm {
+        Norm { centred: true, weight: true, less_one: false, bias: true, eps }
+    }
+
+    pub fn rms(eps: f64) -> Norm {
+        Norm { centred: false, bias: false, ..Norm::layer(eps) }
+    }
+
+    /// The same with another weight and bias, or none.
+    pub fn apply(&self, g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: Option<ValueId>) -> array::Built {
+        match self.centred {
+            true => array::layer_norm(g, x, 1, weight, bias, self.eps),
+            false => array::rms_norm(g, x, 1, weight, self.eps),
+        }
+    }
+}
+
 /// Functions between the matrices of a layer, as configs name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
@@ -205,18 +251,23 @@ pub enum Activation {
     GeluTanh,
     GeluSigmoid,
     Relu,
+    ReluSquared,
     Silu,
+    Tanh,
 }
 
 const ACTIVATIONS: &[(&str, Activation)] = &[
     ("gelu", Activation::GeluErf),
     ("gelu_fast", Activation::GeluTanh),
     ("gelu_new", Activation::GeluTanh),
+    ("gelu_python", Activation::GeluErf),
     ("gelu_pytorch_tanh", Activation::GeluTanh),
     ("quick_gelu", Activation::GeluSigmoid),
     ("relu", Activation::Relu),
+    ("relu2", Activation::ReluSquared),
     ("silu", Activation::Silu),
     ("swish", Activation::Silu),
+    ("tanh", Activation::Tanh),
 ];
 
 impl Activation {
@@ -232,7 +283,12 @@ impl Activation {
             Activation::GeluTanh => array::gelu_tanh(g, x),
             Activation::GeluSigmoid => array::gelu_sigmoid(g, x),
             Activation::Relu => array::relu(g, x),
+            Activation::ReluSquared => {
+                let kept = array::relu(g, x)?;
+                array::binary(g, crate::op::Binary::Multiply, kept, kept)
+            }
             Activation::Silu => array::silu(g, x),
+            Activation::Tanh => array::unary(g, crate::op::Unary::Tanh, x),
         }
     }
 }

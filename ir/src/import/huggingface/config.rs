@@ -23,8 +23,12 @@ pub struct Fields<'a> {
     map: &'a Map<String, Value>,
     /// What leads to the object, with a dot at the end; empty for the config itself.
     path: String,
+    /// Other names of fields, each behind the name that it stands for.
+    aliases: &'static [(&'static str, &'static str)],
     /// Fields that were asked for, with what leads to them.
     asked: Rc<RefCell<BTreeSet<String>>>,
+    /// Sizes that the config does not state, and what they were taken to be.
+    assumed: Rc<RefCell<Vec<(String, u64)>>>,
 }
 
 /// Fields that say nothing about the graph of a training step: where a file comes from, what ids mean to a tokenizer, how weights
@@ -99,13 +103,46 @@ const ASIDE: &[&str] = &[
 const ASIDE_PREFIXES: &[&str] = &["pooler_", "summary_"];
 
 impl<'a> Fields<'a> {
-    pub fn new(map: &'a Map<String, Value>) -> Self {
-        Fields { map, path: String::new(), asked: Rc::default() }
+    pub fn new(map: &'a Map<String, Value>, aliases: &'static [(&'static str, &'static str)]) -> Self {
+        Fields { map, path: String::new(), aliases, asked: Rc::default(), assumed: Rc::default() }
+    }
+
+    /// The fields of a part of the config, to which `path` leads.
+    pub fn of_part(map: &'a Map<String, Value>, path: &str) -> Self {
+        Fields { path: format!("{path}."), ..Fields::new(map, &[]) }
+    }
+
+    /// The same fields, whose other names are these.
+    pub fn with_aliases(self, aliases: &'static [(&'static str, &'static str)]) -> Self {
+        Fields { aliases, ..self }
     }
 
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.asked.borrow_mut().insert(self.field(key));
-        self.map.get(key).filter(|v| !v.is_null())
+        if let Some(value) = self.map.get(key) {
+            return Some(value).filter(|v| !v.is_null());
+        }
+        let others = self.aliases.iter().filter(|(name, _)| *name == key);
+        others.map(|(_, other)| *other).find_map(|other| {
+            let value = self.map.get(other).filter(|v| !v.is_null())?;
+            self.asked.borrow_mut().insert(self.field(other));
+            Some(value)
+        })
+    }
+
+    /// The field is there and is null, which some defaults tell from one that is missing.
+    pub fn is_null(&self, key: &str) -> bool {
+        self.map.get(key).is_some_and(Value::is_null)
+    }
+
+    /// The field is a word where a number may stand, such as `auto`.
+    pub fn is_word(&self, key: &str) -> bool {
+        self.get(key).is_some_and(Value::is_string)
+    }
+
+    /// Sizes that the config does not state, in the order in which they were read.
+    pub fn assumed(&self) -> Vec<(String, u64)> {
+        self.assumed.borrow().clone()
     }
 
     /// Fields that follow from others, or say something about models of a family that are not built.
@@ -126,8 +163,8 @@ impl<'a> Fields<'a> {
             Value::Object(map) => !map.is_empty(),
         };
         let aside = |key: &str| ASIDE.contains(&key) || ASIDE_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
-        let unread = self.map.iter().filter(|(key, value)| says(value) && !aside(key) && !asked.contains(*key));
-        unread.map(|(key, _)| key.clone()).collect()
+        let unread = |(key, value): &(&String, &Value)| says(value) && !aside(key) && !asked.contains(&self.field(key));
+        self.map.iter().filter(unread).map(|(key, _)| self.field(key)).collect()
     }
 
     pub fn has(&self, key: &str) -> bool {
@@ -142,7 +179,8 @@ impl<'a> Fields<'a> {
         value.ok_or_else(|| ConfigError::Missing { field: self.field(key) })
     }
 
-    fn expected(&self, key: &str, expected: impl Into<String>) -> ConfigError {
+    /// A field that is not what it should be.
+    pub fn expected(&self, key: &str, expected: impl Into<String>) -> ConfigError {
         let found = self.get(key).map_or("nothing".to_string(), short);
         ConfigError::Expected { field: self.field(key), expected: expected.into(), found }
     }
@@ -180,20 +218,24 @@ impl<'a> Fields<'a> {
         Ok(self.whole(key, 0, MAX_SIZE)?.unwrap_or(default))
     }
 
-    pub fn layers(&self, key: &str) -> Result<u64, ConfigError> {
-        let layers = self.whole(key, 1, MAX_LAYERS)?;
-        self.required(key, layers)
+    /// One of the sizes that make a model what it is: where the config does not state it, it is the default and remembered.
+    pub fn main_size(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+        self.main(key, default, MAX_SIZE)
+    }
+
+    pub fn main_layers(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+        self.main(key, default, MAX_LAYERS)
+    }
+
+    fn main(&self, key: &str, default: u64, most: u64) -> Result<u64, ConfigError> {
+        Ok(self.whole(key, 1, most)?.unwrap_or_else(|| {
+            self.assumed.borrow_mut().push((self.field(key), default));
+            default
+        }))
     }
 
     pub fn layers_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         Ok(self.whole(key, 1, MAX_LAYERS)?.unwrap_or(default))
-    }
-
-    /// `size / parts` where that is whole.
-    pub fn part(&self, key: &str, parts_key: &'static str) -> Result<u64, ConfigError> {
-        let (value, of) = (self.size(key)?, self.size(parts_key)?);
-        self.divides(key, value, parts_key, of)?;
-        Ok(value / of)
     }
 
     /// An error unless `value`, which `key` states, is a multiple of what `by` states.
@@ -252,10 +294,36 @@ impl<'a> Fields<'a> {
         words.map(Some).ok_or_else(|| self.expected(key, "a list of words"))
     }
 
+    /// A list of numbers.
+    pub fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>, ConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let numbers = value.as_array().and_then(|all| all.iter().map(Value::as_f64).collect::<Option<Vec<_>>>());
+        numbers.map(Some).ok_or_else(|| self.expected(key, "a list of numbers"))
+    }
+
+    /// A word for each of so many layers; `default` where the config lists none.
+    pub fn of_layers(
+        &self,
+        key: &str,
+        layers: u64,
+        default: impl Fn(u64) -> &'static str,
+    ) -> Result<Vec<&'a str>, ConfigError> {
+        match self.words(key)? {
+            None => Ok((0..layers).map(default).collect()),
+            Some(words) if words.len() as u64 == layers => Ok(words),
+            Some(words) => Err(self.expected_found(key, format!("a word for each of {layers} layers"), words.len())),
+        }
+    }
+
+    fn expected_found(&self, key: &str, expected: String, found: usize) -> ConfigError {
+        ConfigError::Expected { field: self.field(key), expected, found: found.to_string() }
+    }
+
     pub fn object(&self, key: &str) -> Result<Option<Fields<'a>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.expected(key, "an object"))?;
-        Ok(Some(Fields { map, path: format!("{}{key}.", self.path), asked: self.asked.clone() }))
+        let path = format!("{}{key}.", self.path);
+        Ok(Some(Fields { map, path, aliases: self.aliases, asked: self.asked.clone(), assumed: self.assumed.clone() }))
     }
 
     /// How many entries an object has.

@@ -1,119 +1,445 @@
-//! Decoders of the Llama kind: norms before each part, grouped attention with rotary positions, a gated perceptron.
+//! Decoders of text: one description whose settings are what families differ in, and the graph that follows from it.
 //!
-//! Llama (Touvron et al. 2023), Mistral with a window of attention (Jiang et al. 2023), Qwen2 with biases of q, k and v,
-//! Qwen3 with norms of queries and keys, and Mixtral, whose perceptrons are mixtures of experts (Jiang et al. 2024).
+//! A layer mixes tokens (attention, latent attention or a state space), passes each token through perceptrons or experts, and
+//! adds both to what it got, one after the other or side by side, with norms before, after or around each. The families in
+//! [`super::families`] only map a config onto this description.
 
-use super::attention::GroupedAttention;
-use super::blocks::{Activation, Block, Builder};
+use super::attention::{Projections, Rotary, SelfAttention, Span};
+use super::blocks::{Activation, Block, Builder, Norm};
 use super::config::Fields;
 use super::error::ConfigError;
-use super::moe::{self, Experts};
-use super::rope::Rope;
+pub use super::feed::{Feed, GateUp, Gated, Plain};
+use super::latent::Latent;
+use super::rope::{Angles, Rope};
+use super::state_space::StateSpace;
 use crate::array::{self, RotaryHalves};
 use crate::dtype::DType;
 use crate::graph::ValueId;
+use crate::op::Binary;
 
-/// What follows the attention of a layer.
-enum Part {
-    Gated { width: u64, activation: Activation, bias: bool },
-    Mixture(Experts),
+/// A decoder with a head for the next token.
+pub struct Decoder {
+    pub names: Names,
+    pub vocabulary: u64,
+    pub hidden: u64,
+    /// Tokens that the model is made for.
+    pub positions: u64,
+    pub embedding: Embedding,
+    /// Kinds of rotary angles, which layers name by number.
+    pub ropes: Vec<Rope>,
+    pub halves: RotaryHalves,
+    pub layers: Vec<Layer>,
+    pub final_norm: Option<Norm>,
+    pub head: Head,
 }
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
-    let family = fields.word("model_type")?;
-    let layers = fields.layers("num_hidden_layers")?;
-    let eps = fields.positive_or("rms_norm_eps", 1e-6)?;
-    let mut attention = GroupedAttention::read(fields)?;
-    let bias = fields.flag_or("attention_bias", false)?;
-    attention.bias = if family == "qwen2" { (true, false) } else { (bias, bias) };
-    attention.qk_norm = (family == "qwen3").then_some(eps);
-    let windows = windows(fields, &family, layers)?;
-    let activation = Activation::read(fields, "hidden_act", "silu")?;
-    let width = fields.size("intermediate_size")?;
-    let part = match family.as_str() {
-        "mixtral" => {
-            // Without `output_router_logits` there is no such loss.
-            fields.ignore(&["router_aux_loss_coef"]);
-            let (count, chosen) = (fields.size("num_local_experts")?, fields.size("num_experts_per_tok")?);
-            fields.at_most("num_experts_per_tok", chosen, "num_local_experts", count)?;
-            Part::Mixture(Experts { count, chosen, width, activation })
-        }
-        _ => Part::Gated { width, activation, bias: fields.flag_or("mlp_bias", false)? },
-    };
-    let rope = Rope::read(fields, "head_dim", attention.head_width)?;
-
-    b.without_dropout(fields, &["attention_dropout"])?;
-    causal_model(fields, b, &rope, RotaryHalves::Split, layers, |b, index, x, angles| {
-        let attention = GroupedAttention { window: windows[index], ..attention.clone() };
-        let normed = b.rms_norm("input_layernorm", x, eps)?;
-        let mixed = b.within("self_attn", |b| attention.build(b, normed, angles))?;
-        let x = b.add(x, mixed)?;
-        let normed = b.rms_norm("post_attention_layernorm", x, eps)?;
-        let made = b.within("mlp", |b| match &part {
-            Part::Gated { width, activation, bias } => b.gated_mlp(normed, *width, *activation, *bias),
-            Part::Mixture(experts) => mixture(b, normed, experts),
-        })?;
-        b.add(x, made)
-    })
+/// What modules are called.
+#[derive(Clone, Copy, Debug)]
+pub struct Names {
+    /// The model without its head.
+    pub model: &'static str,
+    pub embedding: &'static str,
+    pub layers: &'static str,
+    pub final_norm: &'static str,
+    pub head: &'static str,
 }
 
-/// Embeddings, `layers` times `layer`, a norm and a head, with the loss of the next token. `layer` gets its number, what
-/// the one before gave, and the rotary angles.
-pub fn causal_model(
-    fields: &Fields<'_>,
-    b: &mut Builder,
-    rope: &Rope,
-    halves: RotaryHalves,
-    layers: u64,
-    mut layer: impl FnMut(&mut Builder, usize, ValueId, &super::rope::Angles) -> Block,
-) -> Result<(), ConfigError> {
-    let (vocabulary, hidden) = (fields.size("vocab_size")?, fields.size("hidden_size")?);
-    let eps = fields.positive_or("rms_norm_eps", 1e-6)?;
-    let tied = fields.flag_or("tie_word_embeddings", false)?;
-    let tokens = b.sequence(fields.size_or("max_position_embeddings", super::DEFAULT_SEQUENCE)?);
-    let ids = b.input("input_ids", &[tokens], DType::I32)?;
-    let (x, table) = b.within("model", |b| {
-        let table = b.table("embed_tokens", vocabulary, hidden)?;
-        let mut x = b.within("embed_tokens", |b| Ok(array::embedding(&mut b.graph, table, ids)?))?;
-        let angles = rope.angles(b, tokens, halves)?;
-        for index in 0..layers {
-            x = b.within(&format!("layers.{index}"), |b| layer(b, index as usize, x, &angles))?;
-        }
-        Ok((b.rms_norm("norm", x, eps)?, table))
-    })?;
-    b.token_loss(x, tied.then_some(table), vocabulary)
+impl Names {
+    pub const LLAMA: Names =
+        Names { model: "model", embedding: "embed_tokens", layers: "layers", final_norm: "norm", head: "lm_head" };
+    pub const GPT: Names =
+        Names { model: "transformer", embedding: "wte", layers: "h", final_norm: "ln_f", head: "lm_head" };
 }
 
-/// How many tokens each layer sees at most.
-fn windows(fields: &Fields<'_>, family: &str, layers: u64) -> Result<Vec<Option<u64>>, ConfigError> {
-    let window = match family {
-        "llama" => None,
-        // Qwen's configs state a window that most of them do not use.
-        "qwen2" | "qwen3" if !fields.flag_or("use_sliding_window", false)? => None,
-        _ => fields.optional_size("sliding_window")?,
+/// From ids of tokens to what the first layer gets.
+#[derive(Clone, Debug, Default)]
+pub struct Embedding {
+    pub scale: Option<f64>,
+    /// Width of the table where it is not that of the model; `project_in` and `project_out` lead from one to the other.
+    pub width: Option<u64>,
+    pub norm: Option<(&'static str, Norm)>,
+    pub positions: Option<Positions>,
+}
+
+/// A table of learnt positions.
+#[derive(Clone, Copy, Debug)]
+pub struct Positions {
+    pub name: &'static str,
+    /// The field that says how many positions there are.
+    pub field: &'static str,
+    /// Rows before that of the first position.
+    pub offset: u64,
+}
+
+/// From what the last layer gives to logits.
+#[derive(Clone, Copy, Debug)]
+pub struct Head {
+    /// The weight is the table of embeddings.
+    pub tied: bool,
+    pub bias: bool,
+    /// Factor of the logits.
+    pub scale: f64,
+    /// Logits are `cap tanh(logits / cap)`.
+    pub cap: Option<f64>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// What mixes tokens, with the name of its module.
+    pub mixer: (&'static str, Mixer),
+    /// What each token goes through, with the names of the modules; their results are added.
+    pub feeds: Vec<(&'static str, Feed)>,
+    pub order: Order,
+    pub norm: Norm,
+    /// Factor of what is added to the residual stream.
+    pub residual: f64,
+    /// The residual stream is f32 at least.
+    pub wide: bool,
+}
+
+#[derive(Clone, Debug)]
+pub enum Mixer {
+    Attention(Box<SelfAttention>),
+    Latent(Latent),
+    StateSpace(StateSpace),
+}
+
+impl Mixer {
+    pub fn attention(attention: SelfAttention) -> Mixer {
+        Mixer::Attention(Box::new(attention))
+    }
+}
+
+/// How the two parts of a layer follow each other, with the names of their norms.
+#[derive(Clone, Copy, Debug)]
+pub enum Order {
+    Sequential {
+        mixer: Around,
+        feed: Around,
+    },
+    /// Both parts get the same, under one norm, or under another of its own.
+    Parallel {
+        mixer: &'static str,
+        feed: Option<&'static str>,
+    },
+}
+
+/// Names of the norms around one part.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Around {
+    /// Of what it gets.
+    pub before: Option<&'static str>,
+    /// Of what it gives.
+    pub after: Option<&'static str>,
+    /// Of the residual stream with what it gives.
+    pub of_sum: Option<&'static str>,
+}
+
+impl Around {
+    pub const fn before(name: &'static str) -> Around {
+        Around { before: Some(name), after: None, of_sum: None }
+    }
+
+    pub const fn after(name: &'static str) -> Around {
+        Around { before: None, after: Some(name), of_sum: None }
+    }
+
+    pub const fn both(before: &'static str, after: &'static str) -> Around {
+        Around { before: Some(before), after: Some(after), of_sum: None }
+    }
+}
+
+impl Order {
+    /// A norm before each part.
+    pub const fn before(mixer: &'static str, feed: &'static str) -> Order {
+        Order::Sequential { mixer: Around::before(mixer), feed: Around::before(feed) }
+    }
+}
+
+/// What Transformers takes where a config of the Llama kind is silent.
+#[derive(Clone, Copy, Debug)]
+pub struct Defaults {
+    pub vocabulary: u64,
+    pub hidden: u64,
+    pub inner: u64,
+    pub layers: u64,
+    pub heads: u64,
+    /// As many as there are heads where there is none.
+    pub kv_heads: Option<u64>,
+    /// The model's width over its heads where there is none.
+    pub head_width: Option<u64>,
+    pub positions: u64,
+    pub activation: &'static str,
+    pub eps: f64,
+    pub theta: f64,
+    /// How much of a head is turned.
+    pub partial: f64,
+    pub tied: bool,
+}
+
+impl Defaults {
+    /// Those of Llama, which many families start from.
+    pub const LLAMA: Defaults = Defaults {
+        vocabulary: 32_000,
+        hidden: 4096,
+        inner: 11_008,
+        layers: 32,
+        heads: 32,
+        kv_heads: None,
+        head_width: None,
+        positions: 2048,
+        activation: "silu",
+        eps: 1e-6,
+        theta: 10_000.0,
+        partial: 1.0,
+        tied: false,
     };
-    let first = match family {
-        "qwen2" | "qwen3" => fields.count_or("max_window_layers", 28)?,
-        _ => 0,
-    };
-    let kinds = fields.words("layer_types")?;
-    let of_layer = |index: u64| {
-        let slides = match &kinds {
-            Some(kinds) => kinds.get(index as usize) == Some(&"sliding_attention"),
-            None => index >= first,
+}
+
+impl Decoder {
+    /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary positions,
+    /// and gated perceptrons.
+    pub fn llama(fields: &Fields<'_>, b: &mut Builder, d: &Defaults) -> Result<Decoder, ConfigError> {
+        let norm = Norm::rms(fields.positive_or("rms_norm_eps", d.eps)?);
+        Decoder::with_norm(fields, b, d, norm)
+    }
+
+    /// The same with other norms.
+    pub fn with_norm(fields: &Fields<'_>, b: &mut Builder, d: &Defaults, norm: Norm) -> Result<Decoder, ConfigError> {
+        let hidden = fields.main_size("hidden_size", d.hidden)?;
+        let mut attention = SelfAttention::read(fields, hidden, d)?;
+        let rope = attention.read_rope(fields, d)?;
+        let width = fields.main_size("intermediate_size", d.inner)?;
+        let activation = Activation::read(fields, "hidden_act", d.activation)?;
+        let layer = Layer {
+            mixer: ("self_attn", Mixer::attention(attention)),
+            feeds: vec![("mlp", Feed::Gated(Gated::new(width, activation)))],
+            order: Order::before("input_layernorm", "post_attention_layernorm"),
+            norm,
+            residual: 1.0,
+            wide: false,
         };
-        window.filter(|_| slides)
-    };
-    Ok((0..layers).map(of_layer).collect())
+        let layers = fields.main_layers("num_hidden_layers", d.layers)?;
+        b.without_dropout(fields, &["attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"])?;
+        Ok(Decoder {
+            names: Names::LLAMA,
+            vocabulary: fields.main_size("vocab_size", d.vocabulary)?,
+            hidden,
+            positions: fields.size_or("max_position_embeddings", d.positions)?,
+            embedding: Embedding::default(),
+            ropes: vec![rope],
+            halves: RotaryHalves::Split,
+            layers: vec![layer; layers as usize],
+            final_norm: Some(norm),
+            head: Head { tied: fields.flag_or("tie_word_embeddings", d.tied)?, bias: false, scale: 1.0, cap: None },
+        })
+    }
+
+    /// Changes each layer, which is told its number.
+    pub fn each(&mut self, mut change: impl FnMut(u64, &mut Layer)) {
+        (0..).zip(&mut self.layers).for_each(|(i, layer)| change(i, layer));
+    }
+
+    /// Changes each layer's attention.
+    pub fn each_attention(&mut self, mut change: impl FnMut(u64, &mut SelfAttention)) {
+        self.each(|i, layer| {
+            if let Mixer::Attention(attention) = &mut layer.mixer.1 {
+                change(i, attention);
+            }
+        });
+    }
+
+    /// Changes each layer's gated perceptron.
+    pub fn each_gated(&mut self, mut change: impl FnMut(&mut Gated)) {
+        self.each(|_, layer| {
+            for (_, feed) in &mut layer.feeds {
+                if let Feed::Gated(gated) = feed {
+                    change(gated);
+                }
+            }
+        });
+    }
+
+    /// Joins q, k and v, and gate and up, as Phi-3 does.
+    pub fn join_matrices(&mut self) {
+        self.each_attention(|_, attention| attention.projections = Projections::Blocks("qkv_proj"));
+        self.join_gates();
+    }
+
+    pub fn join_gates(&mut self) {
+        self.each_gated(|gated| gated.first = GateUp::Joined("gate_up_proj"));
+    }
+
+    /// Layers whose words are `sliding_attention` see `window` tokens.
+    pub fn slide(&mut self, kinds: &[&str], window: Option<u64>) {
+        self.each_attention(|i, attention| {
+            let slides = kinds.get(i as usize) == Some(&"sliding_attention");
+            attention.span = Span::causal(window.filter(|_| slides));
+        });
+    }
+
+    /// Angles of layers that see all tokens, and others for layers with a window, which are stretched only where an object of
+    /// their own says so. `thetas` are what a silent config means.
+    pub fn ropes_by_span(&mut self, fields: &Fields<'_>, slides: &[bool], thetas: [f64; 2]) -> Result<(), ConfigError> {
+        let width = 2 * self.ropes.first().map_or(0, |rope| rope.frequencies.len() as u64);
+        let new = fields.object("rope_parameters")?;
+        let own = |kind: &str| new.as_ref().map_or(Ok(None), |new| new.object(kind));
+        let (all, near) = (own("full_attention")?, own("sliding_attention")?);
+        if all.is_some() || near.is_some() {
+            self.ropes = vec![Rope::of(fields, all.as_ref(), "head_dim", width, thetas[0], 1.0)?.0];
+        }
+        self.ropes.push(Rope::of(fields, near.as_ref(), "head_dim", width, thetas[1], 1.0)?.0);
+        self.each_attention(|i, attention| {
+            if let Some(rotary) = &mut attention.rotary {
+                rotary.kind = usize::from(slides[i as usize]);
+            }
+        });
+        Ok(())
+    }
+
+    /// Builds the graph with its loss.
+    pub fn build(&self, b: &mut Builder) -> Result<(), ConfigError> {
+        let tokens = match self.embedding.positions {
+            Some(positions) => b.learned_sequence(positions.field, self.positions)?,
+            None => b.sequence(self.positions),
+        };
+        let ids = b.input("input_ids", &[tokens], DType::I32)?;
+        let (x, table) = b.within(self.names.model, |b| {
+            let (mut x, table) = self.embedded(b, ids, tokens)?;
+            let angles: Vec<Angles> =
+                self.ropes.iter().map(|rope| rope.angles(b, tokens, self.halves)).collect::<Result<_, _>>()?;
+            for (index, layer) in self.layers.iter().enumerate() {
+                x = b.within(&format!("{}.{index}", self.names.layers), |b| layer.build(b, x, &angles))?;
+            }
+            x = array::convert(&mut b.graph, x, b.dtype)?;
+            if let Some(norm) = &self.final_norm {
+                x = b.norm(self.names.final_norm, x, norm)?;
+            }
+            if let Some(width) = self.embedding.width {
+                x = b.linear("project_out", x, width, false)?;
+            }
+            Ok((x, table))
+        })?;
+        // A factor of the logits is one of what they are made of, which is smaller.
+        let x = b.within(self.names.head, |b| times(b, x, self.head.scale))?;
+        let mut logits =
+            b.head(self.names.head, x, self.head.tied.then_some(table), self.vocabulary, self.head.bias)?;
+        if let Some(cap) = self.head.cap {
+            logits = b.within(self.names.head, |b| Ok(array::capped(&mut b.graph, logits, cap)?))?;
+        }
+        b.loss(logits)
+    }
+
+    /// What the first layer gets, and the table of embeddings.
+    fn embedded(&self, b: &mut Builder, ids: ValueId, tokens: u64) -> Result<(ValueId, ValueId), ConfigError> {
+        let how = &self.embedding;
+        let table = b.table(self.names.embedding, self.vocabulary, how.width.unwrap_or(self.hidden))?;
+        let mut x = b.within(self.names.embedding, |b| {
+            let x = array::embedding(&mut b.graph, table, ids)?;
+            times(b, x, how.scale.unwrap_or(1.0))
+        })?;
+        if how.width.is_some() {
+            x = b.linear("project_in", x, self.hidden, false)?;
+        }
+        if let Some(Positions { name, offset, .. }) = how.positions {
+            let rows = b.table(name, self.positions + offset, self.hidden)?;
+            let (first, end) = (offset as i64, (offset + tokens) as i64);
+            let rows = array::slice_dim(&mut b.graph, rows, 0, first, end, 1)?;
+            x = b.add(x, rows)?;
+        }
+        if let Some((name, norm)) = &how.norm {
+            x = b.norm(name, x, norm)?;
+        }
+        Ok((x, table))
+    }
 }
 
-/// Mixtral's layer of experts: gates are the softmax over those chosen.
-fn mixture(b: &mut Builder, x: ValueId, experts: &Experts) -> Block {
-    let logits = moe::router_logits(b, x, experts.count)?;
-    let g = &mut b.graph;
-    let scores = array::softmax(g, logits, 2)?;
-    let chosen = array::among_greatest(g, scores, 2, experts.chosen)?;
-    let kept = moe::where_chosen(g, chosen, scores)?;
-    let gates = moe::normalised(g, kept, 0.0)?;
-    experts.build(b, x, gates, chosen)
+/// `x` times a number.
+fn times(b: &mut Builder, x: ValueId, factor: f64) -> Block {
+    if factor == 1.0 { Ok(x) } else { Ok(array::with_number(&mut b.graph, Binary::Multiply, x, factor)?) }
+}
+
+impl Layer {
+    /// `x` is `[B, S, hidden]`.
+    pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
+        match self.order {
+            Order::Sequential { mixer, feed } => {
+                let x = self.part(b, x, mixer, |b, x| self.mix(b, x, angles))?;
+                if self.feeds.is_empty() { Ok(x) } else { self.part(b, x, feed, |b, x| self.feed(b, x)) }
+            }
+            Order::Parallel { mixer, feed } => {
+                let normed = b.norm(mixer, x, &self.norm)?;
+                let other = feed.map_or(Ok(normed), |feed| b.norm(feed, x, &self.norm))?;
+                let mixed = self.mix(b, normed, angles)?;
+                let fed = self.feed(b, other)?;
+                let both = b.add(mixed, fed)?;
+                b.add(x, both)
+            }
+        }
+    }
+
+    /// The residual stream with one part, under its norms.
+    fn part(
+        &self,
+        b: &mut Builder,
+        x: ValueId,
+        around: Around,
+        build: impl FnOnce(&mut Builder, ValueId) -> Block,
+    ) -> Block {
+        let normed = |b: &mut Builder, name: Option<&str>, x| name.map_or(Ok(x), |name| b.norm(name, x, &self.norm));
+        let narrow = array::convert(&mut b.graph, x, b.dtype)?;
+        let before = normed(b, around.before, narrow)?;
+        let made = build(b, before)?;
+        let made = normed(b, around.after, made)?;
+        let mut made = times(b, made, self.residual)?;
+        let mut x = x;
+        if self.wide && b.dtype.bytes() < DType::F32.bytes() {
+            (x, made) = (b.graph.convert(x, DType::F32), b.graph.convert(made, DType::F32));
+        }
+        let sum = b.add(x, made)?;
+        normed(b, around.of_sum, sum)
+    }
+
+    fn mix(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
+        b.within(self.mixer.0, |b| match &self.mixer.1 {
+            Mixer::Attention(attention) => attention.build(b, x, angles),
+            Mixer::Latent(latent) => latent.build(b, x, &angles[0]),
+            Mixer::StateSpace(mixer) => mixer.build(b, x),
+        })
+    }
+
+    fn feed(&self, b: &mut Builder, x: ValueId) -> Block {
+        let mut sum = None;
+        for (name, feed) in &self.feeds {
+            let made = b.within(name, |b| feed.build(b, x))?;
+            sum = Some(sum.map_or(Ok(made), |sum| b.add(sum, made))?);
+        }
+        Ok(sum.unwrap_or(x))
+    }
+}
+
+impl SelfAttention {
+    /// The sizes, which most families name alike, with the matrices that Llama has.
+    pub fn read(fields: &Fields<'_>, hidden: u64, d: &Defaults) -> Result<Self, ConfigError> {
+        let heads = fields.main_size("num_attention_heads", d.heads)?;
+        let kv_default = d.kv_heads.filter(|_| !fields.is_null("num_key_value_heads")).unwrap_or(heads);
+        let kv_heads = fields.size_or("num_key_value_heads", kv_default)?;
+        fields.divides("num_attention_heads", heads, "num_key_value_heads", kv_heads)?;
+        let width = d.head_width.filter(|_| !fields.is_null("head_dim"));
+        let head_width = match fields.optional_size("head_dim")?.or(width) {
+            Some(width) => width,
+            None => {
+                fields.divides("hidden_size", hidden, "num_attention_heads", heads)?;
+                hidden / heads
+            }
+        };
+        Ok(SelfAttention::new(heads, kv_heads, head_width))
+    }
+
+    /// Reads the rotary positions and turns queries and keys by them.
+    pub fn read_rope(&mut self, fields: &Fields<'_>, d: &Defaults) -> Result<Rope, ConfigError> {
+        let (rope, part) = Rope::read_part(fields, "head_dim", self.head_width, d.theta, d.partial)?;
+        self.rotary = Some(Rotary { kind: 0, part });
+        Ok(rope)
+    }
 }

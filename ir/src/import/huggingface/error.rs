@@ -8,8 +8,11 @@ use std::fmt;
 pub enum ConfigError {
     #[error("{0}")]
     Syntax(#[source] serde_json::Error),
-    #[error("model_type: '{found}' is not known; known are {}; export other models with torch.export or JAX", .known.join(", "))]
-    ModelType { found: String, known: Vec<&'static str> },
+    #[error(
+        "model_type: '{found}' is not known; the nearest of those known are {}; export other models with torch.export or JAX",
+        .nearest.join(", ")
+    )]
+    ModelType { found: String, nearest: Vec<&'static str> },
     #[error("{field}: is there twice")]
     Twice { field: String },
     #[error("{field}: is missing")]
@@ -56,6 +59,10 @@ pub enum Note {
     Masked { positions: u64, sequence: u64 },
     /// The config is of a model with another head than the one that its type gets here.
     Head { found: String, planned: &'static str },
+    /// Sizes that the config does not state, and what Transformers takes them to be.
+    Assumed { sizes: Vec<(String, u64)> },
+    /// Of a model of several parts, the decoder of text is planned.
+    Part { taken: String, family: &'static str, left_out: Vec<String> },
     /// Fields that are not known here, and may change the model.
     Unread { fields: Vec<String> },
 }
@@ -73,6 +80,14 @@ impl fmt::Display for Note {
             ),
             Note::Head { found, planned } => {
                 write!(f, "architectures: a {found} has another head and loss; what is planned is {planned}")
+            }
+            Note::Assumed { sizes } => {
+                let sizes: Vec<String> = sizes.iter().map(|(field, size)| format!("{field} {size}")).collect();
+                write!(f, "not in the config, and taken as Transformers does: {}", sizes.join(", "))
+            }
+            Note::Part { taken, family, left_out } => {
+                write!(f, "the model has several parts; what is planned is the text model of {taken} ({family})")?;
+                if left_out.is_empty() { Ok(()) } else { write!(f, ", without {}", left_out.join(", ")) }
             }
             Note::Unread { fields } => {
                 let s = if fields.len() == 1 { " is" } else { "s are" };

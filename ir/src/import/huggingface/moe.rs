@@ -8,6 +8,7 @@
 
 use super::blocks::{Activation, Block, Builder};
 use super::error::{ConfigError, Note};
+use super::feed::Gated;
 use crate::array;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -16,6 +17,60 @@ use crate::op::{ArgSort, Binary, DotGeneral, Gather, GatherDims, Op, OutOfBounds
 /// Tokens for each expert beyond what an even spread gives, as Switch Transformers (Fedus et al. 2021) have it in training.
 const CAPACITY_FACTOR: f64 = 1.25;
 
+/// A layer of experts: which of them each token goes to, what they are, and the perceptron beside them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mixture {
+    pub router: Router,
+    pub experts: Experts,
+    pub shared: Option<Shared>,
+}
+
+/// How experts are chosen and weighed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Router {
+    pub name: &'static str,
+    pub bias: bool,
+    pub scores: Scores,
+    /// A buffer `e_score_correction_bias`, which balances the load, is added to what is compared.
+    pub balanced: bool,
+    /// Experts are chosen from the groups whose best two are best: how many groups there are, and how many are chosen.
+    pub groups: (u64, u64),
+    /// Gates are divided by their sum, and this number is added to it.
+    pub normalise: Option<f64>,
+    /// Factor of the gates.
+    pub scale: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scores {
+    Softmax,
+    Sigmoid,
+}
+
+impl Router {
+    /// The softmax over all experts, whose gates have a sum of one if `normalise` says so.
+    pub fn softmax(name: &'static str, normalise: bool) -> Router {
+        Router {
+            name,
+            bias: false,
+            scores: Scores::Softmax,
+            balanced: false,
+            groups: (1, 1),
+            normalise: normalise.then_some(0.0),
+            scale: 1.0,
+        }
+    }
+}
+
+/// A perceptron that every token goes through beside its experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shared {
+    pub name: &'static str,
+    pub width: u64,
+    /// A linear layer whose sigmoid is the factor of the perceptron.
+    pub gate: Option<&'static str>,
+}
+
 /// Sizes of the experts of a layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Experts {
@@ -23,11 +78,113 @@ pub struct Experts {
     /// How many each token goes to.
     pub chosen: u64,
     pub width: u64,
-    pub activation: Activation,
+    pub gating: Gating,
+    /// Weights are `[experts, in, out]`, not `[experts, out, in]`.
+    pub transposed: bool,
+    pub bias: bool,
+    /// The gate is a factor of what an expert gets, not of what it gives.
+    pub weigh_inputs: bool,
+}
+
+/// How an expert's gate and up, which one matrix gives, become one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Gating {
+    /// `activation(gate) up`, of which the gate is the first half.
+    Halves(Activation),
+    /// `gate sigmoid(alpha gate) (up + 1)`, both cut off at a limit; gate and up alternate.
+    Clamped { alpha: f64, limit: f64 },
+}
+
+impl Mixture {
+    /// `x` is `[B, S, hidden]`.
+    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+        let (gates, chosen) = self.gates(b, x)?;
+        let routed = self.experts.build(b, x, gates, chosen)?;
+        let Some(shared) = &self.shared else { return Ok(routed) };
+        let Gating::Halves(activation) = self.experts.gating else { return Ok(routed) };
+        let mut made = b.within(shared.name, |b| Gated::new(shared.width, activation).build(b, x))?;
+        if let Some(gate) = shared.gate {
+            let gate = b.linear(gate, x, 1, false)?;
+            let gate = array::sigmoid(&mut b.graph, gate)?;
+            made = b.multiply(gate, made)?;
+        }
+        b.add(routed, made)
+    }
+
+    /// `[B, S, experts]`: the gate of each expert, zero where it is not chosen; and whether it is chosen.
+    fn gates(&self, b: &mut Builder, x: ValueId) -> Result<(ValueId, ValueId), ConfigError> {
+        let (router, experts) = (&self.router, &self.experts);
+        let logits = router.logits(b, x, experts.count)?;
+        let balance = match router.balanced {
+            true => Some(b.within(router.name, |b| b.buffer("e_score_correction_bias", &[experts.count], DType::F32))?),
+            false => None,
+        };
+        let g = &mut b.graph;
+        let scores = match router.scores {
+            Scores::Softmax => array::softmax(g, logits, 2)?,
+            Scores::Sigmoid => array::sigmoid(g, logits)?,
+        };
+        let mut compared = scores;
+        if let Some(balance) = balance {
+            let balance = g.convert(balance, g.ty(logits).dtype);
+            compared = array::binary(g, Binary::Add, scores, balance)?;
+        }
+        if router.groups.0 > 1 {
+            compared = in_best_groups(g, compared, router.groups)?;
+        }
+        let chosen = array::among_greatest(g, compared, 2, experts.chosen)?;
+        let mut gates = where_chosen(g, chosen, scores)?;
+        if let Some(least) = router.normalise {
+            gates = normalised(g, gates, least)?;
+        }
+        if router.scale != 1.0 {
+            gates = array::with_number(g, Binary::Multiply, gates, router.scale)?;
+        }
+        Ok((gates, chosen))
+    }
+}
+
+impl Router {
+    /// Scores of the experts for each token before they are made positive, in f32 at least: `[B, S, experts]`.
+    fn logits(&self, b: &mut Builder, x: ValueId, experts: u64) -> Block {
+        b.within(self.name, |b| {
+            let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
+            let weight = b.weight("weight", &[experts, hidden])?;
+            let bias = if self.bias { Some(b.weight("bias", &[experts])?) } else { None };
+            let g = &mut b.graph;
+            let (x, weight) = (wide(g, x), wide(g, weight));
+            let bias = bias.map(|bias| wide(g, bias));
+            Ok::<_, ConfigError>(array::linear(g, x, weight, bias)?)
+        })
+    }
+}
+
+/// The scores of experts whose group is among the best, and minus infinity for others.
+fn in_best_groups(g: &mut Graph, scores: ValueId, (groups, kept): (u64, u64)) -> array::Built {
+    let shape = g.shape(scores).to_vec();
+    let [batch, tokens, count] = shape[..] else {
+        return Err(array::ShapeError::Attribute("routing takes three dimensions"));
+    };
+    let each = count / groups.max(1);
+    let grouped = array::reshape(g, scores, &[batch, tokens, groups, each])?;
+    let best = array::among_greatest(g, grouped, 3, each.min(2))?;
+    let best = where_chosen(g, best, grouped)?;
+    let of_group = array::sum(g, best, &[3], false)?;
+    let kept = array::among_greatest(g, of_group, 2, kept)?;
+    let kept = array::unsqueeze(g, kept, 3)?;
+    let never = array::full_like(g, grouped, f64::NEG_INFINITY)?;
+    let allowed = array::select(g, kept, grouped, never)?;
+    array::reshape(g, allowed, &shape)
 }
 
 impl Experts {
-    /// What the experts make of `x`, `[B, S, hidden]`: the sum over those chosen for each token, times its gate. `gates`
+    /// Experts of one matrix for gate and up and one for down, as most families have them.
+    pub fn new(count: u64, chosen: u64, width: u64, activation: Activation) -> Experts {
+        let gating = Gating::Halves(activation);
+        Experts { count, chosen, width, gating, transposed: false, bias: false, weigh_inputs: false }
+    }
+
+    /// What the experts make of `x`, `[B, S, hidden]`: the sum over those chosen for each token, weighed by their gates. `gates`
     /// is `[B, S, experts]` and zero for experts that are not chosen, which `chosen` says.
     pub fn build(&self, b: &mut Builder, x: ValueId, gates: ValueId, chosen: ValueId) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
@@ -35,8 +192,9 @@ impl Experts {
         };
         let capacity = self.capacity(b, tokens);
         b.within("experts", |b| {
-            let gate_up = b.weight("gate_up_proj", &[self.count, 2 * self.width, hidden])?;
-            let down = b.weight("down_proj", &[self.count, hidden, self.width])?;
+            let (gate_up, first_bias) = self.weights(b, "gate_up_proj", hidden, 2 * self.width)?;
+            let (down, last_bias) = self.weights(b, "down_proj", self.width, hidden)?;
+            let contracted = if self.transposed { 1 } else { 2 };
             let g = &mut b.graph;
             // The positions of an expert's tokens before all others, both in their order.
             let passed_by = array::unary(g, crate::op::Unary::Not, chosen)?;
@@ -45,24 +203,40 @@ impl Experts {
             let order = g.push(Op::ArgSort(ArgSort { dim: 2, descending: vec![false] }), &[key])?;
             let slots = array::slice_dim(g, order, 2, 0, capacity as i64, 1)?;
 
-            let taken =
+            let mut taken =
                 g.push(Op::Gather(Gather { dims: rows(hidden), out_of_bounds: OutOfBounds::Clamp }), &[x, slots])?;
+            if self.weigh_inputs {
+                let gates = taken_gates(g, gates, slots, b.dtype)?;
+                taken = array::binary(g, Binary::Multiply, taken, gates)?;
+            }
             // [B, E, C, hidden] with [E, 2 width, hidden]: [E, B, C, 2 width].
-            let both = g.push(Op::DotGeneral(per_expert([1, 0], [3, 2])), &[taken, gate_up])?;
-            let parts = array::split(g, both, 3, &[self.width, self.width])?;
-            let gate = self.activation.apply(g, parts[0])?;
-            let inner = array::binary(g, Binary::Multiply, gate, parts[1])?;
-            let made = g.push(Op::DotGeneral(per_expert([0, 0], [3, 2])), &[inner, down])?;
-            let made = array::permute(g, made, &[1, 0, 2, 3])?;
-
-            let gates = array::permute(g, gates, &[0, 2, 1])?;
-            let gates = array::take_along(g, gates, 2, slots, false)?;
-            let gates = array::unsqueeze(g, gates, 3)?;
-            let gates = g.convert(gates, b.dtype);
-            let weighted = array::binary(g, Binary::Multiply, made, gates)?;
+            let both = g.push(Op::DotGeneral(per_expert([1, 0], [3, contracted])), &[taken, gate_up])?;
+            let both = with_bias(g, both, first_bias)?;
+            let inner = self.gating.apply(g, both, self.width)?;
+            let made = g.push(Op::DotGeneral(per_expert([0, 0], [3, contracted])), &[inner, down])?;
+            let made = with_bias(g, made, last_bias)?;
+            let mut made = array::permute(g, made, &[1, 0, 2, 3])?;
+            if !self.weigh_inputs {
+                let gates = taken_gates(g, gates, slots, b.dtype)?;
+                made = array::binary(g, Binary::Multiply, made, gates)?;
+            }
             let back = ScatterAdd { dims: rows(hidden), shape: vec![batch, tokens, hidden] };
-            Ok(g.push(Op::ScatterAdd(back), &[slots, weighted])?)
+            Ok(g.push(Op::ScatterAdd(back), &[slots, made])?)
         })
+    }
+
+    /// The matrices `name` of all experts, and their biases.
+    fn weights(
+        &self,
+        b: &mut Builder,
+        name: &str,
+        input: u64,
+        output: u64,
+    ) -> Result<(ValueId, Option<ValueId>), ConfigError> {
+        let sizes = if self.transposed { [input, output] } else { [output, input] };
+        let matrices = b.weight(name, &[self.count, sizes[0], sizes[1]])?;
+        let bias = if self.bias { Some(b.weight(&format!("{name}_bias"), &[self.count, output])?) } else { None };
+        Ok((matrices, bias))
     }
 
     /// Tokens of a sequence that an expert takes.
@@ -77,6 +251,49 @@ impl Experts {
         }
         capacity
     }
+}
+
+impl Gating {
+    /// `both` is `[.., 2 width]`.
+    fn apply(self, g: &mut Graph, both: ValueId, width: u64) -> array::Built {
+        let last = g.shape(both).len().saturating_sub(1);
+        match self {
+            Gating::Halves(activation) => {
+                let parts = array::split(g, both, last, &[width, width])?;
+                let gate = activation.apply(g, parts[0])?;
+                array::binary(g, Binary::Multiply, gate, parts[1])
+            }
+            Gating::Clamped { alpha, limit } => {
+                let pairs = [&g.shape(both)[..last], &[width, 2]].concat();
+                let pairs = array::reshape(g, both, &pairs)?;
+                let gate = array::select_dim(g, pairs, last + 1, 0)?;
+                let up = array::select_dim(g, pairs, last + 1, 1)?;
+                let gate = array::clamp(g, gate, None, Some(limit))?;
+                let up = array::clamp(g, up, Some(-limit), Some(limit))?;
+                let sharper = array::with_number(g, Binary::Multiply, gate, alpha)?;
+                let open = array::sigmoid(g, sharper)?;
+                let gate = array::binary(g, Binary::Multiply, gate, open)?;
+                let up = array::with_number(g, Binary::Add, up, 1.0)?;
+                array::binary(g, Binary::Multiply, up, gate)
+            }
+        }
+    }
+}
+
+/// `x` of `[E, B, C, out]` plus biases of `[E, out]`.
+fn with_bias(g: &mut Graph, x: ValueId, bias: Option<ValueId>) -> array::Built {
+    let Some(bias) = bias else { return Ok(x) };
+    let sizes = [g.shape(bias)[0], 1, 1, g.shape(bias)[1]];
+    let bias = array::reshape(g, bias, &sizes)?;
+    array::binary(g, Binary::Add, x, bias)
+}
+
+/// The gates of the tokens that experts take: `[B, E, C, 1]`.
+fn taken_gates(g: &mut Graph, gates: ValueId, slots: ValueId, dtype: DType) -> array::Built {
+    let gates = array::permute(g, gates, &[0, 2, 1])?;
+    let gates = array::take_along(g, gates, 2, slots, false)?;
+    let gates = array::unsqueeze(g, gates, 3)?;
+    Ok(g.convert(gates, dtype))
 }
 
 /// Rows of `[B, S, hidden]` at `[B, E, C]` positions of the same sample: `[B, E, C, hidden]`.
@@ -102,30 +319,19 @@ fn per_expert(batch: [usize; 2], contract: [usize; 2]) -> DotGeneral {
 }
 
 /// `x` where `keep` holds and zero elsewhere.
-pub fn where_chosen(g: &mut Graph, keep: ValueId, x: ValueId) -> array::Built {
+fn where_chosen(g: &mut Graph, keep: ValueId, x: ValueId) -> array::Built {
     let zero = array::full_like(g, x, 0.0)?;
     array::select(g, keep, x, zero)
 }
 
 /// Scores of `[.., experts]` over their sum.
-pub fn normalised(g: &mut Graph, scores: ValueId, least: f64) -> array::Built {
+fn normalised(g: &mut Graph, scores: ValueId, least: f64) -> array::Built {
     let last = g.shape(scores).len() - 1;
     let mut total = array::sum(g, scores, &[last], true)?;
     if least != 0.0 {
         total = array::with_number(g, Binary::Add, total, least)?;
     }
     array::binary(g, Binary::Divide, scores, total)
-}
-
-/// Scores of the experts for each token, in f32: `[B, S, experts]`.
-pub fn router_logits(b: &mut Builder, x: ValueId, experts: u64) -> Block {
-    b.within("gate", |b| {
-        let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
-        let weight = b.weight("weight", &[experts, hidden])?;
-        let g = &mut b.graph;
-        let (x, weight) = (wide(g, x), wide(g, weight));
-        Ok::<_, ConfigError>(array::linear(g, x, weight, None)?)
-    })
 }
 
 fn wide(g: &mut Graph, x: ValueId) -> ValueId {

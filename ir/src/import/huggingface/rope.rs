@@ -14,7 +14,7 @@ use std::f64::consts::TAU;
 /// The most frequencies, which are constants of the graph.
 const MAX_FREQUENCIES: u64 = 1 << 15;
 
-const KINDS: &[&str] = &["default", "linear", "dynamic", "llama3", "yarn"];
+const KINDS: &[&str] = &["default", "linear", "dynamic", "llama3", "longrope", "yarn"];
 
 /// Angles a position, and a factor of the cosines and sines.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,43 +25,83 @@ pub struct Rope {
     pub attention_factor: f64,
     /// `factor` and `mscale_all_dim` of yarn, with which DeepSeek scales its scores too.
     pub stretch: Option<(f64, f64)>,
+    /// Beyond so many tokens the angles are these.
+    pub longer: Option<(u64, Vec<f64>)>,
 }
 
 impl Rope {
-    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` as newer configs have them, for heads of `width`.
-    pub fn read(fields: &Fields<'_>, key: &str, width: u64) -> Result<Rope, ConfigError> {
+    /// Angles that are the positions times powers of `theta`, for heads of `width`.
+    pub fn plain(fields: &Fields<'_>, key: &str, width: u64, theta: f64) -> Result<Rope, ConfigError> {
         fields.divides(key, width, "a pair", 2)?;
         fields.at_most(key, width, "what rotary positions are made for", 2 * MAX_FREQUENCIES)?;
+        let frequencies = (0..width / 2).map(|i| 1.0 / libm::pow(theta, (2 * i) as f64 / width as f64)).collect();
+        Ok(Rope { frequencies, attention_factor: 1.0, stretch: None, longer: None })
+    }
+
+    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` as newer configs have them, for heads of `width`. `theta` and
+    /// `partial` are what a config that is silent means.
+    pub fn read_part(
+        fields: &Fields<'_>,
+        key: &str,
+        width: u64,
+        theta: f64,
+        partial: f64,
+    ) -> Result<(Rope, Option<u64>), ConfigError> {
         let new = fields.object("rope_parameters")?;
-        let old = fields.object("rope_scaling")?;
-        let theta = fields.positive_or("rope_theta", 10_000.0)?;
-        let theta = match &new {
-            Some(new) => new.positive_or("rope_theta", theta)?,
-            None => theta,
+        let scaling = match fields.object("rope_scaling")? {
+            Some(old) if new.is_none() => Some(old),
+            _ => new,
         };
-        let inverse: Vec<f64> = (0..width / 2).map(|i| 1.0 / libm::pow(theta, (2 * i) as f64 / width as f64)).collect();
-        let plain = Rope { frequencies: inverse, attention_factor: 1.0, stretch: None };
-        let Some(scaling) = new.or(old) else { return Ok(plain) };
+        let theta = fields.positive_or("rope_theta", theta)?;
+        let partial = fields.positive_or("partial_rotary_factor", partial)?;
+        Rope::of(fields, scaling.as_ref(), key, width, theta, partial)
+    }
+
+    /// The same where `scaling` is the object that says how angles are stretched; also says how much of a head is turned, where
+    /// it is not all.
+    pub fn of(
+        fields: &Fields<'_>,
+        scaling: Option<&Fields<'_>>,
+        key: &str,
+        width: u64,
+        theta: f64,
+        partial: f64,
+    ) -> Result<(Rope, Option<u64>), ConfigError> {
+        let (theta, partial) = match scaling {
+            Some(s) => (s.positive_or("rope_theta", theta)?, s.positive_or("partial_rotary_factor", partial)?),
+            None => (theta, partial),
+        };
+        let turned = ((width as f64 * partial) as u64).clamp(1, width);
+        let part = Some(turned).filter(|turned| *turned < width);
+        let plain = Rope::plain(fields, key, turned, theta)?;
+        let Some(scaling) = scaling else { return Ok((plain, part)) };
         let kind_key = if scaling.has("rope_type") { "rope_type" } else { "type" };
-        match scaling.word_or(kind_key, "default")?.as_str() {
-            // The dynamic kind changes frequencies only beyond the positions that the model is made for.
-            "default" | "dynamic" => Ok(plain),
+        let rope = match scaling.word_or(kind_key, "default")?.as_str() {
+            // The dynamic kind changes frequencies only beyond the positions that the model is made for; the kind `mrope` tells
+            // positions in images apart, of which there are none.
+            "default" | "dynamic" | "mrope" => plain,
             "linear" => {
                 let factor = scaling.positive("factor")?;
-                Ok(Rope { frequencies: plain.frequencies.iter().map(|f| f / factor).collect(), ..plain })
+                Rope { frequencies: plain.frequencies.iter().map(|f| f / factor).collect(), ..plain }
             }
-            "llama3" => llama3(plain, &scaling),
-            "yarn" => yarn(plain, theta, fields, &scaling),
-            _ => Err(scaling.unsupported(kind_key, KINDS)),
-        }
+            "llama3" => llama3(plain, fields, scaling)?,
+            "longrope" | "su" => longrope(plain, fields, scaling)?,
+            "yarn" => yarn(plain, theta, fields, scaling)?,
+            _ => return Err(scaling.unsupported(kind_key, KINDS)),
+        };
+        Ok((rope, part))
     }
 
     /// Cosines and sines of `[positions, width]` for pairs of halves, `[positions, width / 2]` for interleaved ones.
     pub fn angles(&self, b: &mut Builder, positions: u64, halves: RotaryHalves) -> Result<Angles, ConfigError> {
         b.within("rotary_emb", |b| {
             let (dtype, g) = (b.dtype, &mut b.graph);
-            let ty = TensorType::new(DType::F32, [self.frequencies.len() as u64]);
-            let rounded = self.frequencies.iter().map(|&f| DType::F32.round(f)).collect();
+            let frequencies = match &self.longer {
+                Some((limit, longer)) if positions > *limit => longer,
+                _ => &self.frequencies,
+            };
+            let ty = TensorType::new(DType::F32, [frequencies.len() as u64]);
+            let rounded = frequencies.iter().map(|&f| DType::F32.round(f)).collect();
             let frequencies = g.constant(Literal::dense(ty, rounded));
             let position = array::iota(g, &[positions, 1], 0, DType::F32)?;
             let mut angles = array::binary(g, Binary::Multiply, position, frequencies)?;
@@ -96,11 +136,11 @@ impl Angles {
 }
 
 /// Long waves are stretched by the factor, short ones kept, those between blended (Llama 3.1, model card and code).
-fn llama3(plain: Rope, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
+fn llama3(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
     let factor = scaling.positive("factor")?;
     let low = scaling.positive_or("low_freq_factor", 1.0)?;
     let high = scaling.positive_or("high_freq_factor", 4.0)?;
-    let context = scaling.size("original_max_position_embeddings")? as f64;
+    let context = original_positions(fields, scaling)? as f64;
     let stretched = |f: f64| {
         let turns = context * f / TAU;
         if turns < low {
@@ -119,10 +159,7 @@ fn llama3(plain: Rope, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
 /// stretched, with a linear ramp over the pairs between, and the attention is sharpened by `0.1 ln(factor) + 1`.
 fn yarn(plain: Rope, theta: f64, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
     let factor = scaling.positive("factor")?;
-    let context = match scaling.optional_size("original_max_position_embeddings")? {
-        Some(context) => context,
-        None => fields.size("max_position_embeddings")?,
-    } as f64;
+    let context = original_positions(fields, scaling)? as f64;
     let (fast, slow) = (scaling.positive_or("beta_fast", 32.0)?, scaling.positive_or("beta_slow", 1.0)?);
     let (mscale, all) = (scaling.number_or("mscale", 0.0)?, scaling.number_or("mscale_all_dim", 0.0)?);
     let relative = mscale != 0.0 && all != 0.0;
@@ -145,7 +182,37 @@ fn yarn(plain: Rope, theta: f64, fields: &Fields<'_>, scaling: &Fields<'_>) -> R
         f / factor * stretched + f * (1.0 - stretched)
     };
     let frequencies = plain.frequencies.iter().enumerate().map(blended).collect();
-    Ok(Rope { frequencies, attention_factor, stretch: Some((factor, all)) })
+    Ok(Rope { frequencies, attention_factor, stretch: Some((factor, all)), longer: None })
+}
+
+/// LongRoPE (Ding et al. 2024): each frequency has a factor for contexts of the original length, and another beyond.
+fn longrope(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
+    let context = original_positions(fields, scaling)?;
+    let stretched = |key: &str| {
+        let factors = scaling.numbers(key)?.unwrap_or_default();
+        let fits = factors.len() == plain.frequencies.len() && factors.iter().all(|f| *f > 0.0 && f.is_finite());
+        let expected = || format!("{} numbers above 0", plain.frequencies.len());
+        let factors = Some(factors).filter(|_| fits).ok_or_else(|| scaling.expected(key, expected()))?;
+        Ok::<Vec<f64>, ConfigError>(plain.frequencies.iter().zip(factors).map(|(f, factor)| f / factor).collect())
+    };
+    let positions = fields.size_or("max_position_embeddings", context)?;
+    let factor = scaling.positive_or("factor", positions as f64 / context as f64)?;
+    let usual = match factor > 1.0 {
+        true => (1.0 + libm::log(factor) / libm::log(context as f64)).sqrt(),
+        false => 1.0,
+    };
+    let attention_factor = scaling.positive_or("attention_factor", usual)?;
+    let longer = Some((context, stretched("long_factor")?));
+    Ok(Rope { frequencies: stretched("short_factor")?, attention_factor, stretch: None, longer })
+}
+
+/// How many positions a model had before its angles were stretched.
+fn original_positions(fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<u64, ConfigError> {
+    let key = "original_max_position_embeddings";
+    match fields.optional_size(key)?.or(scaling.optional_size(key)?) {
+        Some(positions) => Ok(positions),
+        None => fields.size("max_position_embeddings"),
+    }
 }
 
 /// How much sharper attention over a context that is `factor` times as long should be.

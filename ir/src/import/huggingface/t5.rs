@@ -29,8 +29,8 @@ struct Sizes {
 
 pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     fields.ignore(&["dense_act_fn", "is_gated_act"]);
-    let vocabulary = fields.size("vocab_size")?;
-    let encoder_layers = fields.layers("num_layers")?;
+    let vocabulary = fields.main_size("vocab_size", 32_128)?;
+    let encoder_layers = fields.main_layers("num_layers", 6)?;
     let decoder_layers = fields.layers_or("num_decoder_layers", encoder_layers)?;
     let sizes = Sizes::read(fields)?;
     let tied = fields.flag_or("tie_word_embeddings", true)?;
@@ -49,7 +49,8 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         let scale = 1.0 / (sizes.model as f64).sqrt();
         y = b.within("lm_head", |b| Ok(array::with_number(&mut b.graph, Binary::Multiply, y, scale)?))?;
     }
-    b.token_loss(y, tied.then_some(table), vocabulary)
+    let logits = b.head("lm_head", y, tied.then_some(table), vocabulary, false)?;
+    b.loss(logits)
 }
 
 impl Sizes {
@@ -68,10 +69,10 @@ impl Sizes {
         fields.at_most("relative_attention_max_distance", max_distance, "what is listed", MAX_DISTANCE)?;
         fields.at_most("relative_attention_num_buckets", buckets, "relative_attention_max_distance", max_distance)?;
         Ok(Sizes {
-            model: fields.size("d_model")?,
-            heads: fields.size("num_heads")?,
-            head_width: fields.size("d_kv")?,
-            inner: fields.size("d_ff")?,
+            model: fields.main_size("d_model", 512)?,
+            heads: fields.main_size("num_heads", 8)?,
+            head_width: fields.main_size("d_kv", 64)?,
+            inner: fields.main_size("d_ff", 2048)?,
             activation,
             gated,
             eps: fields.positive_or("layer_norm_epsilon", 1e-6)?,

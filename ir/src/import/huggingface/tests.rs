@@ -88,6 +88,22 @@ fn numbers_of_weights_are_the_published_ones() {
     }
 }
 
+/// Counts of Transformers itself, for configs of all families.
+#[test]
+fn numbers_of_weights_are_those_of_transformers() {
+    let listed = include_str!("../../../../benches/configs/huggingface.jsonl");
+    let mut families = std::collections::BTreeSet::new();
+    for line in listed.lines() {
+        let case: serde_json::Value = serde_json::from_str(line).unwrap();
+        let (name, config) = (&case["name"], &case["config"]);
+        let graph = built(&config.to_string(), None).graph;
+        let frozen = case["frozen"].as_u64().unwrap_or(0);
+        assert_eq!(Some(count(&graph) + frozen), case["parameters"].as_u64(), "{name}");
+        families.insert(config["model_type"].to_string());
+    }
+    assert!(listed.lines().count() >= 60 && families.len() >= 40, "{families:?}");
+}
+
 #[test]
 fn weights_are_named_and_shaped_as_in_checkpoints() {
     let check = |config: &str, name: &str, shape: &[u64]| {
@@ -105,6 +121,23 @@ fn weights_are_named_and_shaped_as_in_checkpoints() {
     check(BERT_BASE, "bert.encoder.layer.0.attention.self.query.weight", &[768, 768]);
     check(T5_SMALL, "decoder.block.5.layer.1.EncDecAttention.q.weight", &[512, 512]);
     check(VIT_BASE, "vit.encoder.layer.0.attention.attention.query.weight", &[768, 768]);
+    for (family, name, shape) in [
+        ("gpt_oss", "model.layers.0.mlp.experts.gate_up_proj_bias", &[4, 24][..]),
+        ("gpt_oss", "model.layers.1.self_attn.sinks", &[4]),
+        ("llama4_text", "model.layers.1.feed_forward.experts.gate_up_proj", &[4, 8, 24]),
+        ("llama4_text", "model.layers.0.feed_forward.gate_proj.weight", &[10, 8]),
+        ("falcon", "transformer.h.0.self_attention.query_key_value.weight", &[20, 12]),
+        ("mamba2", "backbone.layers.0.mixer.conv1d.weight", &[28, 1, 4]),
+        ("granitemoehybrid", "model.layers.0.mamba.in_proj.weight", &[42, 8]),
+        ("granitemoehybrid", "model.layers.1.shared_mlp.input_linear.weight", &[20, 8]),
+        ("modernbert", "model.layers.1.attn.Wqkv.weight", &[24, 8]),
+        ("whisper", "model.decoder.layers.1.encoder_attn.v_proj.bias", &[8]),
+    ] {
+        let config = SMALL.iter().find(|config| config.contains(&format!("\"{family}\"")));
+        let graph = built(config.expect(family), Some(8)).graph;
+        let found = graph.parameters().find(|(_, n)| *n == name).map(|(v, _)| graph.shape(v).to_vec());
+        assert_eq!(found.as_deref(), Some(shape), "{name}");
+    }
 }
 
 /// A config of each family that is small enough to compute.
@@ -125,7 +158,33 @@ const SMALL: &[&str] = &[
         "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "feed_forward_proj": "gated-gelu"}"#,
     r#"{"model_type": "vit", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": 8, "patch_size": 4, "id2label": {"0": "a", "1": "b", "2": "c"}}"#,
+    r#"{"model_type": "gemma2", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3}"#,
+    r#"{"model_type": "gpt_oss", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3, "num_local_experts": 4,
+        "num_experts_per_tok": 2}"#,
+    r#"{"model_type": "llama4_text", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
+        "intermediate_size_mlp": 10, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 4,
+        "attention_chunk_size": 3, "interleave_moe_layer_step": 2, "floor_scale": 2}"#,
+    r#"{"model_type": "falcon", "vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_kv_heads": 2, "new_decoder_architecture": true}"#,
+    r#"{"model_type": "bloom", "vocab_size": 50, "hidden_size": 12, "n_layer": 2, "n_head": 3}"#,
+    r#"{"model_type": "mamba2", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 4,
+        "state_size": 3, "n_groups": 2, "chunk_size": 3, "time_step_limit": [0.0, Infinity]}"#,
+    r#"{"model_type": "granitemoehybrid", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
+        "shared_intermediate_size": 10, "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 3, "mamba_chunk_size": 8}"#,
+    r#"{"model_type": "modernbert", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "local_attention": 4}"#,
+    r#"{"model_type": "whisper", "vocab_size": 50, "d_model": 8, "num_mel_bins": 3, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12,
+        "max_source_positions": 5, "max_target_positions": 8}"#,
 ];
+
+const CLIP: &str = r#"{"model_type": "clip", "projection_dim": 6, "text_config": {"vocab_size": 50, "hidden_size": 8,
+    "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8},
+    "vision_config": {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 8, "patch_size": 4}}"#;
 
 #[test]
 fn losses_are_means_over_samples_that_can_be_cut_and_differentiated() {
@@ -183,11 +242,15 @@ fn what_is_wrong_is_named() {
     check("{", "EOF");
     check("{}", "model_type: is missing");
     check(r#"{"model_type": "gpt2", "n_embd": 8, "n_embd": 16}"#, "n_embd: is there twice");
-    check(r#"{"model_type": "mamba"}"#, "model_type: 'mamba' is not known; known are bert, deepseek_v3, gpt2");
+    check(
+        r#"{"model_type": "qwen3_mo"}"#,
+        "model_type: 'qwen3_mo' is not known; the nearest of those known are qwen3_moe, qwen3",
+    );
+    check(r#"{"model_type": "llava", "text_config": {"model_type": "mamba"}}"#, "model_type: 'mamba' is not known");
+    check(r#"{"model_type": "gemma3", "text_config": {"hidden_size": "wide"}}"#, "text_config.hidden_size: expected");
     check(&gpt2("n_embd", "0"), "n_embd: expected a whole number from 1 to 2147483648, found 0");
     check(&gpt2("n_embd", "-4"), "n_embd: expected a whole number");
     check(&gpt2("n_embd", "\"eight\""), "n_embd: expected a whole number from 1 to 2147483648, found \"eight\"");
-    check(&gpt2("n_embd", "null"), "n_embd: is missing");
     check(&gpt2("n_embd", "7"), "n_embd: 7 is not a multiple of n_head (2)");
     check(&gpt2("n_embd", "2147483648"), "larger than any tensor");
     check(&gpt2("n_layer", "1000000000000"), "n_layer: expected a whole number from 1 to 4096");
@@ -206,6 +269,78 @@ fn what_is_wrong_is_named() {
     check(&mixtral("rope_scaling", "{\"type\": \"linear\"}"), "rope_scaling.factor: is missing");
     check(&mixtral("rope_scaling", "7"), "rope_scaling: expected an object, found 7");
     check(SMALL[6], "--seq: this model takes images");
+    // What each head has of its own is not made for more heads than any model has.
+    let many = r#"{"model_type": "bloom", "hidden_size": 2147483648, "n_head": 2147483648}"#;
+    check(many, "n_head: 2147483648 is more than the most heads of such a model");
+    let wide = r#"{"model_type": "mamba2", "hidden_size": 2147483648, "expand": 2147483648, "num_heads": 2147483648,
+        "head_dim": 2147483648}"#;
+    check(wide, "expand: 4611686018427387904 is more than the widest layer");
+}
+
+/// A loss over pairs cannot be cut, and scales with the batch all the same.
+#[test]
+fn pairs_are_compared_with_all_of_the_batch() {
+    let graph = built(CLIP, Some(8)).graph;
+    assert_eq!(graph.verify(), []);
+    let dims: Vec<_> = graph.inputs().map(|(v, _)| (graph.node(v).batch_dims != 0).then_some(0)).collect();
+    let batched = find_batch(&graph, &dims);
+    assert_eq!((batched.loss, &batched.doubt), (LossKind::Other, &None));
+    let six = rebatch(&batched.graph, 6).unwrap();
+    assert_eq!(six.verify(), []);
+    assert!(differentiate(&batched.graph, &[]).is_ok());
+}
+
+#[test]
+fn what_is_assumed_is_what_transformers_takes() {
+    let notes = |config: &str| -> Vec<String> {
+        let notes = built(config, Some(8)).notes.into_iter();
+        notes.filter(|n| matches!(n, Note::Assumed { .. } | Note::Part { .. })).map(|n| n.to_string()).collect()
+    };
+    assert_eq!(
+        notes(
+            r#"{"model_type": "gemma3", "vision_config": {"hidden_size": 16}, "text_config": {"hidden_size": 64,
+            "intermediate_size": 96, "num_hidden_layers": 2}}"#
+        ),
+        [
+            "the model has several parts; what is planned is the text model of text_config (gemma3_text), without vision_config",
+            "not in the config, and taken as Transformers does: text_config.num_attention_heads 8, text_config.vocab_size 262208",
+        ]
+    );
+    assert_eq!(notes(LLAMA_3_8B), [""; 0]);
+    let flat = LLAMA_3_8B.replace("\"llama\"", "\"qwen2_5_vl\", \"vision_config\": {\"depth\": 2}");
+    let planned = "what is planned is the text model of the config (qwen2_5_vl_text), without vision_config";
+    assert_eq!(notes(&flat), [format!("the model has several parts; {planned}")]);
+    let silent = built(r#"{"model_type": "llama"}"#, Some(8)).graph;
+    assert_eq!(count(&silent), 6_738_415_616);
+    // A text model gets the precision of the whole.
+    let whole = r#"{"model_type": "llava", "torch_dtype": "bfloat16", "text_config": {"num_hidden_layers": 1}}"#;
+    let graph = built(whole, Some(8)).graph;
+    let (weight, _) = graph.parameters().next().unwrap();
+    assert_eq!(graph.ty(weight).dtype, crate::dtype::DType::BF16);
+}
+
+#[test]
+fn words_that_are_numbers_of_python_are_read() {
+    assert_eq!(
+        super::finite_numbers(r#"["Infinity", Infinity, "\"Infinity"]"#),
+        r#"["Infinity", 1.7e+308, "\"Infinity"]"#
+    );
+    assert_eq!(super::finite_numbers("[-Infinity]"), "[-1.7e+308]");
+}
+
+/// Slopes as the models' own code computes them.
+#[test]
+fn slopes_of_linear_biases() {
+    use super::attention::Alibi;
+    let check = |found: Vec<f64>, powers: &[f64]| {
+        let expected: Vec<f64> = powers.iter().map(|p| libm::exp2(-p)).collect();
+        assert!(found.len() == expected.len(), "{found:?}");
+        assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-12), "{found:?}, {expected:?}");
+    };
+    check(Alibi::slopes(4), &[2.0, 4.0, 6.0, 8.0]);
+    check(Alibi::slopes(3), &[4.0, 8.0, 2.0]);
+    check(Alibi::slopes_to(4, 8.0), &[2.0, 4.0, 6.0, 8.0]);
+    check(Alibi::slopes_to(3, 8.0), &[4.0, 8.0, 2.0]);
 }
 
 /// Notes that are about what the config asks for and does not get.
@@ -257,7 +392,8 @@ fn frequencies_are_stretched() {
     let check = |scaling: &str, expected: &[f64], factor: f64| {
         let config = format!(r#"{{"max_position_embeddings": 64, "rope_theta": 10000.0, "rope_scaling": {scaling}}}"#);
         let map = serde_json::from_str(&config).unwrap();
-        let rope = super::rope::Rope::read(&super::Fields::new(&map), "head_dim", 8).unwrap();
+        let (rope, _) =
+            super::rope::Rope::read_part(&super::Fields::new(&map, &[]), "head_dim", 8, 10_000.0, 1.0).unwrap();
         for (found, expected) in rope.frequencies.iter().zip(expected) {
             assert!((found - expected).abs() <= 1e-6 * expected, "{scaling}: {:?}", rope.frequencies);
         }

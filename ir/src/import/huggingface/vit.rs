@@ -13,11 +13,11 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     }
     // Of models that fill in masked patches.
     fields.ignore(&["encoder_stride"]);
-    let hidden = fields.size("hidden_size")?;
-    let layers = fields.layers("num_hidden_layers")?;
-    let heads = fields.size("num_attention_heads")?;
-    fields.part("hidden_size", "num_attention_heads")?;
-    let inner = fields.size("intermediate_size")?;
+    let hidden = fields.main_size("hidden_size", 768)?;
+    let layers = fields.main_layers("num_hidden_layers", 12)?;
+    let heads = fields.main_size("num_attention_heads", 12)?;
+    fields.divides("hidden_size", hidden, "num_attention_heads", heads)?;
+    let inner = fields.main_size("intermediate_size", 3072)?;
     let activation = Activation::read(fields, "hidden_act", "gelu")?;
     let eps = fields.positive_or("layer_norm_eps", 1e-12)?;
     let bias = fields.flag_or("qkv_bias", true)?;

@@ -1,4 +1,5 @@
-//! Branches whose condition is known, and loops whose turns can be counted: written out.
+//! Branches and loops. A branch whose condition is known is the branch that is taken; of others both are computed, and one is
+//! chosen. Loops whose turns can be counted are written out.
 
 use super::call::{Call, Many, attribute, bad_value};
 use super::report::{ProblemKind, Reject};
@@ -7,13 +8,30 @@ use crate::dtype::DType;
 use crate::graph::ValueId;
 
 pub fn branch(c: &mut Call) -> Many {
-    let condition = match c.known(0).as_deref().map(|t| t.data.as_slice()) {
-        Some([only]) => *only != 0.0,
-        _ => return Err(Reject::Unsupported("whose condition depends on data")),
+    let known = match c.known(0).as_deref().map(|t| t.data.as_slice()) {
+        Some([only]) => Some(*only != 0.0),
+        _ => None,
     };
-    let body = c.subgraph(if condition { "then_branch" } else { "else_branch" })?;
-    c.builder.find_unsupported(body);
-    c.builder.run_body(c.node, body, &[], c.scope)
+    let taken = |c: &mut Call, name| {
+        let body = c.subgraph(name)?;
+        c.builder.find_unsupported(body);
+        c.builder.run_body(c.node, body, &[], c.scope)
+    };
+    if let Some(condition) = known {
+        return taken(c, if condition { "then_branch" } else { "else_branch" });
+    }
+    let condition = c.x(0)?;
+    if c.g().ty(condition).elements() != 1 || c.dtype(condition) != DType::Bool {
+        return Err(bad_value(0));
+    }
+    let condition = array::reshape(c.g(), condition, &[])?;
+    let (ours, others) = (taken(c, "then_branch")?, taken(c, "else_branch")?);
+    let same = ours.len() == others.len()
+        && ours.iter().zip(&others).all(|(&x, &y)| c.builder.graph.ty(x) == c.builder.graph.ty(y));
+    if !same {
+        return Err(Reject::Unsupported("whose condition depends on data, with results of different shapes"));
+    }
+    ours.into_iter().zip(others).map(|(x, y)| Ok(array::select(c.g(), condition, x, y)?)).collect()
 }
 
 /// The known number of a scalar.

@@ -210,7 +210,7 @@ impl<'m> Builder<'m> {
                 self.buffers.push(leaf.clone());
             }
             let op = match trained {
-                true => Op::Parameter(Parameter { name: leaf, ty }),
+                true => Op::Parameter(Parameter::new(leaf, ty)),
                 false => Op::Input(Input { name: leaf, ty }),
             };
             self.leaf(op).map_err(|_| fail(TensorError::TooLarge(Vec::new())))?

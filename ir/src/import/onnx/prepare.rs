@@ -6,9 +6,10 @@ use super::files::{Files, fetch};
 use super::listed::{Listed, Missing};
 use super::merged::tell_apart;
 use super::named::{Named, name_by_module};
-use super::proto::Model;
+use super::proto::{Graph, Model, Node, Tensor};
 use super::repeated::{count_positions, hold_one_sample};
 use super::report::{Note, OnnxError};
+use super::tensor::type_of;
 use prost::Message;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,13 +27,44 @@ pub(super) fn prepare(bytes: &[u8], files: Files) -> Result<Prepared, OnnxError>
     let mut model = Model::decode(bytes)?;
     let listed = Listed::of(&model);
     let graph = model.graph.as_mut().ok_or(OnnxError::NoGraph)?;
+    hold_constants(graph);
     fetch(graph, files);
     let mut missing = Missing::of(graph, &listed);
     let mut notes = tell_apart(graph, &listed, &mut missing);
-    count_positions(graph, &mut notes);
     let repeated = hold_one_sample(graph, &listed, &mut notes);
+    count_positions(graph, &mut notes);
     let Named { names, tables } = name_by_module(graph, &listed, &mut missing);
     let renamed = |(name, samples)| (names.get(&name).cloned().unwrap_or(name), samples);
     let repeated = repeated.into_iter().map(renamed).collect();
     Ok(Prepared { model, listed, tables, repeated, notes })
+}
+
+/// Ops whose second operand is a weight.
+const WEIGHTED: [&str; 5] = ["Conv", "ConvTranspose", "MatMul", "Gemm", "BatchNormalization"];
+
+/// Floats that nodes hold become initializers in a file that has no float initializers and such weights, since some exporters
+/// (paddle2onnx) write all weights so. Beside initializers, constants of nodes are what the model computes with.
+fn hold_constants(graph: &mut Graph) {
+    let is_float = |tensor: &Tensor| type_of(tensor).is_ok_and(|ty| ty.dtype.is_float() && ty.elements() > 1);
+    let weights: BTreeSet<&str> = graph
+        .node
+        .iter()
+        .filter(|n| WEIGHTED.contains(&n.op_type.as_str()))
+        .filter_map(|n| Some(n.input.get(1)?.as_str()))
+        .collect();
+    let holds_weight = |n: &Node| n.op_type == "Constant" && n.output.iter().any(|o| weights.contains(o.as_str()));
+    if graph.initializer.iter().any(is_float) || !graph.node.iter().any(holds_weight) {
+        return;
+    }
+    let mut held: BTreeSet<String> = graph.initializer.iter().map(|tensor| tensor.name.clone()).collect();
+    graph.node.retain_mut(|node| {
+        let ("Constant", [output]) = (node.op_type.as_str(), node.output.as_slice()) else { return true };
+        let value = node.attribute.iter_mut().find(|a| a.name == "value").and_then(|a| a.t.as_mut());
+        let Some(tensor) = value.filter(|tensor| is_float(tensor)) else { return true };
+        if !held.insert(output.clone()) {
+            return true;
+        }
+        graph.initializer.push(Tensor { name: output.clone(), ..std::mem::take(tensor) });
+        false
+    });
 }

@@ -65,9 +65,8 @@ fn run(c: &mut Call, default: &[Gate], cell: impl Fn(&mut Call, i64, &[Gate]) ->
     if c.float_opt("clip")?.is_some() {
         return Err(Reject::Unsupported("with clipping"));
     }
-    if c.opt(4).is_some() && !c.known(4).is_some_and(|l| l.data.iter().all(|&n| n == steps as f64)) {
-        return Err(Reject::Unsupported("of sequences of different lengths"));
-    }
+    let whole = c.known(4).is_some_and(|l| l.data.iter().all(|&n| n == steps as f64));
+    let lengths = c.opt(4).filter(|_| !whole);
     if steps == 0 || steps > MOST_STEPS {
         return Err(Reject::Unsupported("of no or more than 4096 steps"));
     }
@@ -103,7 +102,7 @@ fn run(c: &mut Call, default: &[Gate], cell: impl Fn(&mut Call, i64, &[Gate]) ->
                 Some(state) => array::select_dim(c.g(), state, usize::from(batch_first), d)?,
             });
         }
-        let layer = Recurrent { cell, input, recurrent, biases, backwards };
+        let layer = Recurrent { cell, input, recurrent, biases, backwards, lengths };
         let (sequence, last) = layer.run(c.g(), x, Some(first))?;
         sequences.push(sequence);
         lasts.push(last);

@@ -9,7 +9,7 @@
 
 use super::files::is_small;
 use super::leaves::MOST_CONSTANT_ELEMENTS;
-use super::listed::{Listed, uses_of};
+use super::listed::{Listed, Use, uses_of};
 use super::named::takes_weight;
 use super::proto::{Graph, Tensor};
 use super::report::Note;
@@ -61,7 +61,8 @@ pub(super) fn hold_one_sample(graph: &mut Graph, listed: &Listed, notes: &mut Ve
     cut
 }
 
-/// Fills integers that are gone and that look up each row of a table once with the numbers of the rows.
+/// Fills integers that are gone with the numbers from 0: those that look up each row of a table once, and those that are only
+/// ordered against others of their length, as the positions of queries and keys are in a causal mask.
 pub(super) fn count_positions(graph: &mut Graph, notes: &mut Vec<Note>) {
     const INT64: i32 = 7;
     let rows: BTreeMap<&str, i64> =
@@ -78,9 +79,17 @@ pub(super) fn count_positions(graph: &mut Graph, notes: &mut Vec<Note>) {
             let table = node.input.first().and_then(|name| rows.get(name.as_str()));
             node.op_type == "Gather" && place.operand == 1 && axis == 0 && table.copied() == length(tensor)
         });
+        let ordered = |place: &Use| {
+            let node = &graph.node[place.node];
+            let orders = ["Less", "LessOrEqual", "Greater", "GreaterOrEqual"].contains(&node.op_type.as_str());
+            let other = node.input.get(1 - place.operand.min(1));
+            let same = |t: &&Tensor| Some(&t.name) == other && absent(t) && length(t) == length(tensor);
+            orders && graph.initializer.iter().any(|t| same(&t))
+        };
+        let positions = looks_up_all || places.iter().all(ordered);
         let small = length(tensor).is_some_and(|n| n > 1 && n <= MOST_CONSTANT_ELEMENTS as i64);
         let one_dim = tensor.dims.iter().filter(|&&d| d != 1).count() == 1;
-        if looks_up_all && !places.is_empty() && small && one_dim {
+        if positions && !places.is_empty() && small && one_dim {
             counted.push(at);
         }
     }

@@ -50,7 +50,7 @@ pub enum OnnxError {
     TooLarge { node: String },
     #[error("the model has more than {MAX_NODES} nodes once its functions are inlined and its loops unrolled")]
     TooManyNodes,
-    #[error("{}", crate::import::listed(.unsupported, .problems))]
+    #[error("{}", crate::import::listed(.unsupported, .problems, 0))]
     Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
@@ -65,7 +65,7 @@ pub enum Note {
     Restored { first: String, count: usize },
     #[error("the data of {} is neither in the file nor beside it; it is taken to be the same for every sample", quoted(.names))]
     SameForEverySample { names: Vec<String> },
-    #[error("the data of {} is neither in the file nor beside it; it is taken to count the rows that it looks up", quoted(.names))]
+    #[error("the data of {} is neither in the file nor beside it; it is taken to count rows or positions", quoted(.names))]
     Counts { names: Vec<String> },
     #[error("the ops are those of opset {version}, and those of {LAST_OPSET} are known; what changed since is not")]
     NewerOpset { version: i64 },

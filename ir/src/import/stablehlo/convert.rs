@@ -8,13 +8,16 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::known::Knowledge;
 use super::lexer::{MAX_DEPTH, Place};
-use super::literal::{same_type, tensor_type};
+use super::literal::{same_type, tensor_type, tensor_type_with};
+use super::open::{Opened, open};
 use super::parse::parse;
 use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported, full_name};
 use super::syntax::{Argument as Named, Attribute, Function, LocationId, Module, Operation, Region, Type, find};
 use super::update::Updates;
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, Pin, ValueId};
+use crate::import::OpenSize;
+use crate::literal::Literal;
 use crate::op::{Input, Op, ShapeError};
 use crate::types::TensorType;
 
@@ -32,6 +35,20 @@ pub struct Imported {
     pub arguments: Vec<Argument>,
     /// What the function calls its results, in order, where the text says: `result[0]`, `['loss']`.
     pub results: Vec<Option<String>>,
+    /// Sizes that the text leaves open.
+    pub open_sizes: Vec<OpenSize>,
+    /// What was taken for granted.
+    pub notes: Vec<Note>,
+}
+
+/// What the reader should know of an import.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Note {
+    #[error(
+        "the kernel {kernel} is taken to be attention{} with a scale of one over the root of the head size, which the file does not say; numbers may differ by that",
+        if *.causal { " under a causal mask" } else { "" }
+    )]
+    KernelScale { kernel: String, causal: bool },
 }
 
 /// An argument of the entry function.
@@ -57,13 +74,19 @@ pub struct Argument {
 /// # Ok::<(), altiplano_ir::import::stablehlo::ImportError>(())
 /// ```
 pub fn import(text: &str) -> Result<Imported, ImportError> {
-    import_limited(text, MAX_OPERATIONS)
+    import_with(text, &[])
 }
 
-/// [`import`] with another bound on the number of ops.
-pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportError> {
+/// [`import`] with values of sizes that the text leaves open, by symbol (`b`) or by argument and dimension (`tokens.0`).
+pub fn import_with(text: &str, sizes: &[(String, u64)]) -> Result<Imported, ImportError> {
+    import_limited(text, sizes, MAX_OPERATIONS)
+}
+
+/// [`import_with`] with another bound on the number of ops.
+pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) -> Result<Imported, ImportError> {
     let module = parse(text)?;
     let main = entry(&module)?;
+    let Opened { names: argument_names, sizes, open } = open(&module, main, sizes)?;
     let mut converter = Converter {
         module: &module,
         functions: module.functions.iter().map(|function| (&*function.name, function)).collect(),
@@ -75,6 +98,8 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
         updates: Updates::default(),
         lifted: None,
         problems: Vec::new(),
+        notes: Vec::new(),
+        is_open: !open.is_empty(),
         threefry: HashMap::new(),
         pins: Vec::new(),
         callers: Vec::new(),
@@ -82,7 +107,7 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
         limit,
         operations: 0,
     };
-    let arguments = converter.arguments(main)?;
+    let arguments = converter.arguments(main, &argument_names, &sizes)?;
     let values = arguments.iter().map(|argument| argument.value).collect();
     let results = converter.inline(main, values, main.place)?;
     for (value, result) in results.iter().zip(&main.results) {
@@ -99,7 +124,9 @@ pub(super) fn import_limited(text: &str, limit: u64) -> Result<Imported, ImportE
         return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
     }
     converter.graph.outputs = results;
-    converter.finish(arguments, names)
+    let notes = std::mem::take(&mut converter.notes);
+    let imported = converter.finish(arguments, names)?;
+    Ok(Imported { open_sizes: open, notes, ..imported })
 }
 
 fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError> {
@@ -154,6 +181,9 @@ pub(super) struct Converter<'t, 'a> {
     /// Inside a region of scalars that is applied to all elements of tensors at once: their shape.
     pub lifted: Option<Vec<u64>>,
     problems: Vec<Problem>,
+    notes: Vec<Note>,
+    /// The text leaves sizes open, from which others are computed.
+    is_open: bool,
     /// Whether each function that was called is the cipher of JAX's random bits.
     threefry: HashMap<&'t str, bool>,
     /// Where values shall be split, in the order of the text.
@@ -167,18 +197,23 @@ pub(super) struct Converter<'t, 'a> {
 }
 
 impl<'t, 'a> Converter<'t, 'a> {
-    fn arguments(&mut self, main: &'t Function<'a>) -> Result<Vec<Argument>, ImportError> {
+    fn arguments(
+        &mut self,
+        main: &'t Function<'a>,
+        said: &[Option<String>],
+        sizes: &BTreeMap<(usize, usize), u64>,
+    ) -> Result<Vec<Argument>, ImportError> {
         let mut arguments = Vec::with_capacity(main.arguments.len());
         let mut names = std::collections::BTreeSet::new();
         for (index, argument) in main.arguments.iter().enumerate() {
             // A name that two arguments share tells nothing.
-            let name = self.module.location_name(argument.location).map(str::to_owned);
+            let name = said.get(index).cloned().flatten();
             let name = name.filter(|name| names.insert(name.clone()));
             let mut leaf = name.clone().unwrap_or_else(|| format!("arg{index}"));
             while name.is_none() && !names.insert(leaf.clone()) {
                 leaf.push('_');
             }
-            let Some(ty) = tensor_type(&argument.ty) else {
+            let Some(ty) = tensor_type_with(&argument.ty, |dim| sizes.get(&(index, dim)).copied()) else {
                 let kind = ProblemKind::ArgumentType { index, ty: argument.ty.to_string().into() };
                 self.problems.push(Problem { place: argument.place, op: String::new(), kind });
                 let value = self.placeholder(&argument.ty, &[], None);
@@ -369,7 +404,10 @@ impl<'t, 'a> Converter<'t, 'a> {
         };
         self.location = location;
         let rejected = match lowered {
-            Ok(values) if values.len() == types => return Ok(self.check_results(operation, values)),
+            Ok(values) if values.len() == types => {
+                let values = self.check_results(operation, values);
+                return Ok(values.into_iter().map(|value| self.counted(value)).collect());
+            }
             Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
             Err(reject) => reject,
         };
@@ -383,6 +421,18 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
         };
         Ok(self.stand_in(operation, &operands, unsupported))
+    }
+
+    /// A scalar that follows from sizes that were open, as the constant that it is: counts that scale with the batch are then
+    /// found where they divide.
+    fn counted(&mut self, value: ValueId) -> ValueId {
+        let node = self.graph.node(value);
+        if !self.is_open || node.ty.rank() > 0 || matches!(node.op, Op::Constant(_)) {
+            return value;
+        }
+        let Some(tensor) = self.known(value) else { return value };
+        let (ty, Some(&number)) = (self.graph.ty(value).clone(), tensor.data.first()) else { return value };
+        self.push(Op::Constant(Literal::splat(ty, number)), &[]).unwrap_or(value)
     }
 
     fn check_operand(&mut self, index: usize, declared: &Type, operand: ValueId, operation: &Operation) {
@@ -415,6 +465,13 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// Whether the text has a mistake, so that nothing will come of it but a list of mistakes.
     pub fn is_refused(&self) -> bool {
         !self.problems.is_empty()
+    }
+
+    /// Keeps a note, once however often what it says happens.
+    pub fn note(&mut self, note: Note) {
+        if !self.notes.contains(&note) {
+            self.notes.push(note);
+        }
     }
 
     /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
@@ -538,7 +595,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         for pin in self.pins.into_iter().filter(|pin| live[pin.value.index()]) {
             graph.pin(Pin { value: renumbered[pin.value.index()], ..pin });
         }
-        Ok(Imported { graph, arguments, results })
+        Ok(Imported { graph, arguments, results, open_sizes: Vec::new(), notes: Vec::new() })
     }
 
     /// The ops among what is needed that the graph cannot express, each once.

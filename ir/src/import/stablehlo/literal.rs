@@ -25,14 +25,35 @@ pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
         return None;
     };
     let shape: Option<Vec<u64>> = dims.iter().copied().collect();
-    let ty = TensorType::new(dtype(element)?, shape?);
+    typed(element, shape?)
+}
+
+/// The graph's type of a tensor of this shape: complex numbers are pairs along a last dimension.
+fn typed(element: &str, mut shape: Vec<u64>) -> Option<TensorType> {
+    let part = complex_part(element);
+    shape.extend(part.map(|_| 2));
+    let ty = TensorType::new(part.or_else(|| dtype(element))?, shape);
     ty.check().then_some(ty)
+}
+
+/// [`tensor_type`] of a tensor some of whose sizes are open, which `size` gives.
+pub(super) fn tensor_type_with(ty: &Type, size: impl Fn(usize) -> Option<u64>) -> Option<TensorType> {
+    let Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) = ty else {
+        return None;
+    };
+    let shape: Option<Vec<u64>> = dims.iter().enumerate().map(|(d, known)| known.or_else(|| size(d))).collect();
+    typed(element, shape?)
+}
+
+/// The type of the parts of complex numbers.
+fn complex_part(element: &str) -> Option<DType> {
+    dtype(element.strip_prefix("complex<")?.strip_suffix('>')?)
 }
 
 /// The element type of a tensor, whatever its shape.
 pub(super) fn element_type(ty: &Type) -> Option<DType> {
     match ty {
-        Type::Tensor(SyntaxTensor { element, .. }) => dtype(element),
+        Type::Tensor(SyntaxTensor { element, .. }) => complex_part(element).or_else(|| dtype(element)),
         _ => None,
     }
 }
@@ -41,9 +62,11 @@ pub(super) fn element_type(ty: &Type) -> Option<DType> {
 pub(super) fn same_type(ty: &Type, known: &TensorType) -> bool {
     match ty {
         Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) => {
-            dims.len() == known.rank()
-                && dims.iter().zip(&known.shape).all(|(dim, size)| dim.is_none_or(|dim| dim == *size))
-                && dtype(element) == Some(known.dtype)
+            let part = complex_part(element);
+            let pairs = part.map(|_| &Some(2));
+            dims.len() + usize::from(part.is_some()) == known.rank()
+                && dims.iter().chain(pairs).zip(&known.shape).all(|(dim, size)| dim.is_none_or(|dim| dim == *size))
+                && part.or_else(|| dtype(element)) == Some(known.dtype)
         }
         _ => false,
     }
@@ -82,6 +105,11 @@ fn dtype(element: &str) -> Option<DType> {
 
 pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
     let ty = tensor_type(&dense.ty).ok_or(LiteralError::Unsupported)?;
+    if let Type::Tensor(SyntaxTensor { dims, element, .. }) = &dense.ty
+        && complex_part(element).is_some()
+    {
+        return pairs(ty, dims.iter().flatten().copied().collect(), &dense.elements);
+    }
     match &dense.elements {
         Elements::Splat(scalar) => {
             let value = element(*scalar, ty.dtype)?;
@@ -102,6 +130,37 @@ pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
         }
         Elements::Hex(digits) => hexadecimal(ty, digits),
     }
+}
+
+/// A literal of complex numbers, whose own shape is `shape`.
+fn pairs(ty: TensorType, shape: Vec<u64>, elements: &Elements) -> Result<Literal, LiteralError> {
+    let parts = |scalar: &Scalar| match *scalar {
+        Scalar::Complex(re, im) => Ok([ty.dtype.round(re), ty.dtype.round(im)]),
+        _ => Err(LiteralError::Element),
+    };
+    let count = shape.iter().product::<u64>() as usize;
+    let values = match elements {
+        Elements::Splat(scalar) => {
+            let [re, im] = parts(scalar)?;
+            if re == im && re.is_sign_positive() == im.is_sign_positive() {
+                return Ok(Literal::splat(ty, re));
+            }
+            // One pair for many elements is written out, so it must not be for too many.
+            if count > 1 << 16 {
+                return Err(LiteralError::Unsupported);
+            }
+            [re, im].repeat(count)
+        }
+        Elements::List { shape: listed, values } => {
+            if *listed != shape || values.len() != count {
+                return Err(LiteralError::Count);
+            }
+            values.iter().map(parts).collect::<Result<Vec<_>, _>>()?.concat()
+        }
+        // The bytes are those of the parts one after the other.
+        Elements::Hex(digits) => return hexadecimal(ty, digits),
+    };
+    Ok(Literal::dense(ty, values))
 }
 
 /// The value of one element after rounding to its type.

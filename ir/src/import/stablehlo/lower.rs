@@ -21,12 +21,20 @@ pub(super) type Lowered = Result<Vec<ValueId>, Reject>;
 impl<'t, 'a> Converter<'t, 'a> {
     /// The results of an op. Calls are not ops here: the walk inlines them.
     pub fn lower(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
-        let name = operation.name;
         match operation.dialect {
             "stablehlo" | "chlo" => {}
             "sdy" => return self.sharding(operation, operands, scope),
             _ => return Err(Reject::Unsupported("")),
         }
+        if super::complex::concerns(operation) {
+            return self.complex_op(operation, operands, scope);
+        }
+        self.lower_op(operation, operands, scope)
+    }
+
+    /// [`Self::lower`] of an op of StableHLO on numbers that are real.
+    pub fn lower_op(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+        let name = operation.name;
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
             let [x] = exactly(operands)?;
             return self.one(Op::Unary(unary), &[x]);
@@ -165,12 +173,22 @@ impl<'t, 'a> Converter<'t, 'a> {
             "scatter" => self.scatter(operation, operands),
             "sort" => self.sort(operation, operands, scope),
             "top_k" => self.top_k(operation, operands),
+            "ragged_dot" | "ragged_dot_general" => self.ragged_dot(operation, operands),
             "rng_bit_generator" => self.random_bits(operation, operands),
             "rng" => Err(Reject::Unsupported("whose numbers follow from no key; use jax.random")),
             "custom_call" => self.custom_call(operation, operands),
-            "complex" | "real" | "imag" | "conj" => Err(COMPLEX),
-            "fft" => Err(Reject::Unsupported("Fourier transforms")),
-            "cholesky" | "triangular_solve" => Err(Reject::Unsupported("linear solvers")),
+            // Of real numbers the parts are these and zero.
+            "real" | "conj" => Ok(vec![exactly::<1>(operands)?[0]]),
+            "imag" => {
+                let [x] = exactly(operands)?;
+                Ok(vec![self.arrays(|g| crate::array::full_like(g, x, 0.0))?])
+            }
+            "cholesky" => {
+                let [x] = exactly(operands)?;
+                let lower = operation.attribute("lower") != Some(&Attribute::Bool(false));
+                Ok(vec![self.cholesky(x, lower)?])
+            }
+            "triangular_solve" => self.triangular_solve(operation, operands),
             "uniform_quantize" | "uniform_dequantize" => Err(QUANTIZED),
             "all_gather"
             | "all_reduce"
@@ -317,6 +335,12 @@ impl<'t, 'a> Converter<'t, 'a> {
     fn custom_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
         match target {
+            "tpu_custom_call" => self.flash_attention(operation, operands),
+            name if name.starts_with("__cudnn$fmha") => self.cudnn_attention(operation, operands),
+            "lapack_spotrf_ffi" | "lapack_dpotrf_ffi" => self.lapack_cholesky(operation, operands),
+            "lapack_strsm_ffi" | "lapack_dtrsm_ffi" => self.lapack_solve(operation, operands),
+            // Sizes were chosen, so that what is asserted of them is known or follows.
+            "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),
             "annotate_device_placement" => Ok(operands.to_vec()),
             // What the generator of random bits is called where a device has a kernel for it.
@@ -332,7 +356,6 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-const COMPLEX: Reject = Reject::Unsupported("complex numbers");
 const QUANTIZED: Reject = Reject::Unsupported("quantized numbers");
 const COMPUTED_SHAPE: Reject = Reject::Unsupported("with a shape that is computed");
 
@@ -358,7 +381,6 @@ pub(super) fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
 
 fn no_type(ty: &Type) -> Reject {
     match ty {
-        Type::Tensor(ty) if ty.element.starts_with("complex") => COMPLEX,
         Type::Tensor(ty) if ty.element.starts_with("!quant") => QUANTIZED,
         _ => Reject::Unsupported("with a result of this type"),
     }
@@ -401,7 +423,7 @@ pub(super) fn optional_dim(operation: &Operation, name: &'static str) -> Result<
 }
 
 /// The element type of the only result, which is known even where its sizes are not.
-fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
+pub(super) fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => element_type(ty).ok_or_else(|| no_type(ty)),
         types => Err(Reject::Invalid(ProblemKind::ResultCount { expected: 1, found: types.len() })),

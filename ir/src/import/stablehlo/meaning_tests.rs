@@ -12,7 +12,7 @@ use crate::tensor::Tensor;
 const INF: f64 = f64::INFINITY;
 const NAN: f64 = f64::NAN;
 
-fn imported(text: &str) -> Imported {
+pub(super) fn imported(text: &str) -> Imported {
     match import(text) {
         Ok(imported) => {
             assert_eq!(imported.graph.verify(), [], "{text}");
@@ -22,7 +22,7 @@ fn imported(text: &str) -> Imported {
     }
 }
 
-fn run(graph: &Graph, inputs: &[&[f64]]) -> Vec<Vec<f64>> {
+pub(super) fn run(graph: &Graph, inputs: &[&[f64]]) -> Vec<Vec<f64>> {
     let leaves: Vec<_> = graph.values().filter(|v| graph.node(*v).op.is_leaf()).collect();
     let outputs = interpret::run(graph, |leaf| {
         let position = leaves.iter().position(|v| *v == leaf).unwrap();
@@ -447,6 +447,29 @@ fn sorts_by_what_their_comparator_says() {
 }
 
 #[test]
+fn runs_of_rows_are_multiplied_with_matrices_of_their_own() {
+    let dot = |dims: &str, types: &str| {
+        format!(
+            "%0 = \"chlo.ragged_dot\"(%x, %w, %s) <{{ragged_dot_dimension_numbers = #chlo.ragged_dot<{dims}>}}> : {types}\nreturn %0"
+        )
+    };
+    let (x, sizes) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "tensor<2xi32>");
+    let rows = "lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]";
+    let text = dot(rows, &format!("(tensor<3x2xf32>, tensor<2x2x1xf32>, {sizes}) -> tensor<3x1xf32>"));
+    let arguments = format!("%x: tensor<3x2xf32>, %w: tensor<2x2x1xf32>, %s: {sizes}");
+    // A row behind all runs has no matrix.
+    for (sizes, expected) in [([1.0, 2.0], [3.0, 70.0, 110.0]), ([0.0, 2.0], [30.0, 70.0, 0.0])] {
+        let inputs: &[&[f64]] = &[&x, &[1.0, 1.0, 10.0, 10.0], &sizes];
+        body(&arguments, "tensor<3x1xf32>", &format!("{text} : tensor<3x1xf32>"), inputs, &[&expected]);
+    }
+    let sums = "lhs_contracting_dimensions = [0], rhs_contracting_dimensions = [0], lhs_ragged_dimensions = [0]";
+    let text = dot(sums, &format!("(tensor<3x2xf32>, tensor<3x1xf32>, {sizes}) -> tensor<2x2x1xf32>"));
+    let arguments = format!("%x: tensor<3x2xf32>, %w: tensor<3x1xf32>, %s: {sizes}");
+    let inputs: &[&[f64]] = &[&x, &[1.0, 1.0, 1.0], &[1.0, 2.0]];
+    body(&arguments, "tensor<2x2x1xf32>", &format!("{text} : tensor<2x2x1xf32>"), inputs, &[&[1.0, 2.0, 8.0, 10.0]]);
+}
+
+#[test]
 fn parts_at_known_and_computed_positions() {
     let x: Vec<f64> = (0..12).map(f64::from).collect();
     let arguments = "%x: tensor<3x4xf32>, %u: tensor<2x2xf32>, %i: tensor<i32>, %j: tensor<i64>";
@@ -670,7 +693,7 @@ fn generators_count_on() {
 
 #[test]
 fn all_problems_are_told_at_once() {
-    let text = "func.func @main(%x: tensor<f32>, %c: tensor<complex<f32>>, %n: tensor<i32>) -> tensor<f32> {
+    let text = "func.func @main(%x: tensor<f32>, %c: tensor<!quant.any>, %n: tensor<i32>) -> tensor<f32> {
         %0:2 = stablehlo.while(%i = %n, %y = %x) : tensor<i32>, tensor<f32>
         cond {
           %9 = stablehlo.compare LT, %i, %n : (tensor<i32>, tensor<i32>) -> tensor<i1>
@@ -678,17 +701,18 @@ fn all_problems_are_told_at_once() {
         } do {
           stablehlo.return %i, %y : tensor<i32>, tensor<f32>
         }
-        %1 = \"stablehlo.fft\"(%0#1) : (tensor<f32>) -> tensor<f32>
-        %2 = \"stablehlo.fft\"(%1) : (tensor<f32>) -> tensor<f32>
+        %1 = \"stablehlo.rng\"(%0#1) : (tensor<f32>) -> tensor<f32>
+        %2 = \"stablehlo.rng\"(%1) : (tensor<f32>) -> tensor<f32>
         %3 = stablehlo.add %2, %n : (tensor<f32>, tensor<i32>) -> tensor<f32>
         %4 = stablehlo.add %2, %0#1 : tensor<f32>
         return %4 : tensor<f32>
       }";
-    let expected = "1:34: argument 1 has type tensor<complex<f32>>; supported are tensors of known sizes of f64, f32, f16, bf16, the 8-bit floats, i64 to i2, ui64 to ui2 or i1
-11:9: stablehlo.add: operands have element types f32 and i32, which must be equal
-these operations are not supported:
+    let expected = "these operations are not supported:
   stablehlo.while (whose number of turns is not known before it runs): 1 at 2:9
-  stablehlo.fft (Fourier transforms): 2 at 9:9, 10:9";
+  stablehlo.rng (whose numbers follow from no key; use jax.random): 2 at 9:9, 10:9
+these operations contradict their operands:
+1:34: argument 1 has type tensor<!quant.any>; supported are tensors of known sizes of f64, f32, f16, bf16, the 8-bit floats, i64 to i2, ui64 to ui2 or i1
+11:9: stablehlo.add: operands have element types f32 and i32, which must be equal";
     assert_eq!(import(text).unwrap_err().to_string(), expected);
     let endless = "func.func @main(%x: tensor<f32>) -> tensor<f32> {
         %t = stablehlo.constant dense<true> : tensor<i1>
@@ -700,7 +724,7 @@ these operations are not supported:
         }
         return %0 : tensor<f32>
       }";
-    let error = import_limited(endless, 1000).unwrap_err().to_string();
+    let error = import_limited(endless, &[], 1000).unwrap_err().to_string();
     assert!(
         error.ends_with("the module has more than 1000 operations once its calls and loops are unrolled"),
         "{error}"
@@ -708,7 +732,7 @@ these operations are not supported:
     // Where a turn is wrong it is not taken again.
     let wrong =
         endless.replace("} do {", "} do {\n%1 = stablehlo.add %y, %t : (tensor<f32>, tensor<i1>) -> tensor<f32>");
-    let error = import_limited(&wrong, 1000).unwrap_err().to_string();
+    let error = import_limited(&wrong, &[], 1000).unwrap_err().to_string();
     assert_eq!(error, "7:1: stablehlo.add: operands have element types f32 and bool, which must be equal");
     let short = endless
         .replace("%y = %x", "%y = %x, %z = %x")

@@ -5,14 +5,17 @@
 //! (`lower` knows the ops, `literal` the constants).
 
 mod attribute;
+mod complex;
 mod control;
 mod convert;
 mod function;
+mod fused;
 mod indexing;
 mod known;
 mod lexer;
 mod literal;
 mod lower;
+mod open;
 mod parse;
 mod pretty;
 mod product;
@@ -20,6 +23,7 @@ mod random;
 mod reduction;
 mod report;
 mod sharding;
+mod solve;
 mod sort;
 pub mod syntax;
 mod update;
@@ -28,11 +32,13 @@ mod window;
 #[cfg(test)]
 mod convert_tests;
 #[cfg(test)]
+mod export_tests;
+#[cfg(test)]
 mod meaning_tests;
 #[cfg(test)]
 mod parse_tests;
 
-pub use convert::{Argument, Imported, MAX_OPERATIONS, import};
+pub use convert::{Argument, Imported, MAX_OPERATIONS, Note, import, import_with};
 pub use lexer::{ParseError, Place};
 pub use parse::parse;
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};

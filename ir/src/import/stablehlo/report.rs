@@ -34,7 +34,9 @@ pub enum ImportError {
     TooManyOperations { place: Place, limit: u64 },
     #[error("{place}: @{name} returns nothing; a model returns its loss first")]
     NoResults { place: Place, name: Box<str> },
-    #[error("{}", crate::import::listed(.unsupported, .problems))]
+    #[error("--size: there is no size '{name}'; {}", crate::import::known_sizes(.known))]
+    UnknownSize { name: Box<str>, known: Vec<String> },
+    #[error("{}", crate::import::listed(.unsupported, .problems, 0))]
     Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 

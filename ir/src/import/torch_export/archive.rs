@@ -1,7 +1,7 @@
 //! The zip archive: which entries it has, and their bytes. Nothing is written to disk, and no entry is read beyond the size
 //! that its use allows.
 
-use super::schema::{Payload, Payloads, Program, Size, TensorMeta, dtype};
+use super::schema::{Payload, Payloads, Program, Size, TensorMeta};
 use crate::import::json;
 use crate::types::TensorType;
 use serde::de::DeserializeOwned;
@@ -36,6 +36,10 @@ pub enum ArchiveError {
     Json { entry: Box<str>, line: usize, column: usize, problem: Box<str> },
     #[error("'{name}' of {entry}: {problem}")]
     Payload { entry: Box<str>, name: Box<str>, problem: &'static str },
+    #[error(
+        "'{name}' has no values, since the model was exported on the meta device; plan with this file, and give weights with --weights FILE.safetensors or export the model on a device that has memory"
+    )]
+    NoValues { name: Box<str> },
 }
 
 /// An archive of one exported program.
@@ -163,22 +167,33 @@ impl<'b> Archive<'b> {
         }
     }
 
-    /// The values of a tensor; none where the archive does not have them, or only as a pickle, which is a program.
+    /// The values of a tensor. There are none where the archive lacks them, where it has them only as a pickle (a program),
+    /// and of tensors on the meta device.
     pub fn stored(&mut self, kind: &str, name: &str, payload: &Payload) -> Result<Option<Stored>, ArchiveError> {
         let entry = format!("{}data/{kind}/{}", self.root, payload.path_name);
         let problem = |problem| ArchiveError::Payload { entry: entry.as_str().into(), name: name.into(), problem };
-        let Some(meta) = payload.tensor_meta.as_ref().filter(|_| !payload.use_pickle) else { return Ok(None) };
+        let Some(meta) = payload.tensor_meta.as_ref().filter(|meta| !payload.use_pickle && !meta.is_meta()) else {
+            return Ok(None);
+        };
         if !self.names.contains(&entry) {
             return Ok(None);
         }
         let ty = plain_type(meta).ok_or_else(|| problem("its type is none that tensors here can have"))?;
         let numbers = |sizes: &[Size]| -> Option<Vec<u64>> { sizes.iter().map(plain).collect() };
-        let strides = match meta.strides.len() == ty.rank() {
-            true => numbers(&meta.strides).ok_or_else(|| problem("its strides are no numbers"))?,
+        // Strides and offset count numbers, of which a complex one is two of ours.
+        let width = if meta.is_complex() { 2 } else { 1 };
+        let counted = |n: u64| n.checked_mul(width).ok_or_else(|| problem("its strides go beyond any file"));
+        let strides = match meta.strides.len() == meta.sizes.len() {
+            true => {
+                let own = numbers(&meta.strides).ok_or_else(|| problem("its strides are no numbers"))?;
+                let mut strides = own.into_iter().map(counted).collect::<Result<Vec<_>, _>>()?;
+                strides.extend(meta.is_complex().then_some(1));
+                strides
+            }
             false => crate::types::strides(&ty.shape),
         };
-        let offset =
-            meta.storage_offset.as_ref().map_or(Some(0), plain).ok_or_else(|| problem("its offset is no number"))?;
+        let offset = meta.storage_offset.as_ref().map_or(Some(0), plain);
+        let offset = counted(offset.ok_or_else(|| problem("its offset is no number"))?)?;
         let reach = ty
             .shape
             .iter()
@@ -226,8 +241,7 @@ fn plain(size: &Size) -> Option<u64> {
 
 fn plain_type(meta: &TensorMeta) -> Option<TensorType> {
     let shape: Option<Vec<u64>> = meta.sizes.iter().map(plain).collect();
-    let ty = TensorType::new(dtype(meta.dtype.into())?, shape?);
-    ty.check().then_some(ty)
+    meta.with_shape(shape?)
 }
 
 impl Stored {

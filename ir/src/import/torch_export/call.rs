@@ -1,7 +1,7 @@
 //! One op of a program as its lowering sees it: arguments by name, with the defaults of the op's schema at hand.
 
 use super::convert::{Converter, Environment};
-use super::memory::{Tensor, View};
+use super::memory::{Tensor, View, behind_autograd};
 use super::report::{ProblemKind, Reject, other};
 use super::schema::{self, Argument};
 use super::table::Lowering;
@@ -25,6 +25,16 @@ pub enum Item {
     DType(DType),
     List(Vec<Item>),
     Graph(Rc<schema::Graph>),
+    /// A tensor of complex numbers: a real one whose last dimension of two holds their parts.
+    Complex(Tensor),
+    /// The parts of a complex number.
+    ComplexNumber([f64; 2]),
+    /// A number that data decides, and the tensor whose only element it is, where it is a value and no size.
+    Data(Option<Tensor>),
+    /// A tensor inside of `vmap`, whose first dimensions are those of so many maps.
+    Mapped(Tensor, usize),
+    /// The result of an op that could not be converted, of which not even the type is known.
+    Missing,
     /// Devices, layouts and whatever else says nothing about values.
     Opaque,
 }
@@ -59,6 +69,8 @@ pub struct Call<'c> {
     pub arguments: Vec<(&'c str, Item)>,
     /// Types of the results, where the file says them.
     pub declared: Vec<Option<TensorType>>,
+    /// The whole number that the first result is, where the file and the sizes that were given say it.
+    pub number: Option<i64>,
     /// The memory of `self` is in row-major order.
     pub row_major: bool,
 }
@@ -85,12 +97,17 @@ impl Call<'_> {
                 Out::Same => return Ok(vec![Item::Tensor(target)]),
                 _ => return Err(Reject::Unsupported("in place")),
             };
-            let ty = {
-                let v = self.read(target)?;
-                self.g().ty(v).clone()
-            };
+            let old = self.read(target)?;
+            let ty = self.g().ty(old).clone();
             let new = array::convert(self.g(), new, ty.dtype)?;
-            let new = array::broadcast_to(self.g(), new, &ty.shape)?;
+            let mut new = array::broadcast_to(self.g(), new, &ty.shape)?;
+            if self.to.no_grad && ty.dtype.is_float() {
+                new = match (self.to.is_trained(old), self.to.is_trained(new)) {
+                    (true, _) => behind_autograd(self.g(), old, new)?,
+                    (false, true) => array::stop_gradient(self.g(), new)?,
+                    (false, false) => new,
+                };
+            }
             self.to.memory.write(&mut self.to.graph, target, new)?;
             return Ok(vec![Item::Tensor(target)]);
         }
@@ -120,23 +137,26 @@ impl Call<'_> {
     }
 
     /// `add_` changes its first argument; `__and__` does not.
-    fn in_place(&self) -> bool {
+    pub fn in_place(&self) -> bool {
         self.name.ends_with('_') && !self.name.ends_with("__")
     }
 
-    fn read(&mut self, tensor: Tensor) -> Result<ValueId, Reject> {
+    pub fn read(&mut self, tensor: Tensor) -> Result<ValueId, Reject> {
         self.to.memory.read(&mut self.to.graph, tensor)
     }
 
     /// The tensor that argument `position` is.
-    fn handle(&self, position: usize) -> Result<Tensor, Reject> {
+    pub fn handle(&self, position: usize) -> Result<Tensor, Reject> {
         match self.arguments.get(position) {
-            Some((_, Item::Tensor(tensor))) => Ok(*tensor),
+            Some((_, Item::Tensor(tensor) | Item::Complex(tensor))) => Ok(*tensor),
             _ => Err(self.missing("self", "a tensor")),
         }
     }
 
     fn missing(&self, name: &str, expected: &'static str) -> Reject {
+        if matches!(self.get(name), Some(Item::Data(_))) {
+            return data_dependent();
+        }
         ProblemKind::Argument { name: name.into(), expected }.into()
     }
 
@@ -200,6 +220,7 @@ impl Call<'_> {
             Some(Item::Float(x)) => Operand::Float(*x),
             Some(Item::Bool(b)) => Operand::Bool(*b),
             Some(Item::Tensor(_)) => Operand::Tensor(self.tensor(name)?),
+            Some(&Item::Data(Some(tensor))) => Operand::Tensor(self.read(tensor)?),
             _ => return Err(self.missing(name, "a tensor or a number")),
         })
     }
@@ -274,6 +295,9 @@ impl Call<'_> {
             None => Ok(None),
             Some(Item::Int(n)) => Ok(Some(vec![*n])),
             Some(Item::List(items)) => {
+                if items.iter().any(|item| matches!(item, Item::Data(_))) {
+                    return Err(data_dependent());
+                }
                 let all: Option<Vec<i64>> = items.iter().map(number).collect();
                 all.map(Some).ok_or_else(|| self.missing(name, "a list of whole numbers"))
             }
@@ -370,6 +394,10 @@ fn item(kind: &str, value: &Value, environment: &Environment) -> Result<Option<I
         "as_floats" => list("as_float")?,
         "as_bool" => value.as_bool().map(Item::Bool),
         "as_bools" => list("as_bool")?,
+        "as_complex" => match (value.get("real").and_then(float), value.get("imag").and_then(float)) {
+            (Some(re), Some(im)) => Some(Item::ComplexNumber([re, im])),
+            _ => None,
+        },
         "as_string" => value.as_str().map(|text| Item::Text(text.to_string())),
         "as_strings" => list("as_string")?,
         "as_scalar_type" => Some(value.as_u64().and_then(schema::dtype).map_or(Item::Opaque, Item::DType)),
@@ -405,9 +433,12 @@ fn float(value: &Value) -> Option<f64> {
     }
 }
 
+/// What is special about an op whose result has as many elements as the values of its operands say.
+pub const SIZE_OF_DATA: &str = "whose result has a size that depends on data";
+
 /// An op whose result would depend on values that are not known before the program runs.
 pub fn data_dependent() -> Reject {
-    Reject::Unsupported("whose result has a size that depends on data")
+    Reject::Unsupported(SIZE_OF_DATA)
 }
 
 /// A problem of one op, in words.

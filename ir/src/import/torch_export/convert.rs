@@ -1,18 +1,19 @@
 //! Turns an exported program into a graph: its leaves, its nodes one after the other, its results.
 
-use super::archive::{Archive, Stored};
-use super::call::{Call, Item};
+use super::archive::{Archive, ArchiveError, Stored};
+use super::call::{Call, Item, SIZE_OF_DATA};
 use super::memory::{Memory, Tensor};
 use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported};
 use super::schema::{self, Argument, Program, Size, TensorMeta};
 use super::sizes;
 use super::table;
 use crate::graph::{Graph, Node, ValueId};
+use crate::import::OpenSize;
 use crate::literal::Literal;
 use crate::op::{Input, Op, Parameter, Unary};
 use crate::types::TensorType;
 use serde_json::Value;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most operations of a program, those of its subgraphs included.
 pub const MAX_OPERATIONS: usize = 1 << 20;
@@ -39,21 +40,10 @@ pub struct Imported {
     pub results: Vec<Option<String>>,
     /// Sizes that the program leaves open, in the order of their names.
     pub open_sizes: Vec<OpenSize>,
+    /// The program was decomposed, which loses where gradients stop.
+    pub decomposed: bool,
     /// The version of the file's format, where it is newer than [`NEWEST`](schema::NEWEST).
     pub newer: Option<i64>,
-}
-
-/// A size that the program leaves open.
-#[derive(Clone, Debug, PartialEq)]
-pub struct OpenSize {
-    pub symbol: String,
-    pub value: u64,
-    /// Dimensions of inputs that have this size.
-    pub dims: Vec<(String, usize)>,
-    /// Neither the caller nor the file says what it is, so that it was chosen.
-    pub chosen: bool,
-    pub least: Option<i64>,
-    pub most: Option<i64>,
 }
 
 /// Reads an archive.
@@ -73,12 +63,18 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, ImportError> 
 }
 
 /// All weights and buffers that an archive has values of, by the names that the graph has for them.
+///
+/// # Errors
+/// [`ArchiveError::NoValues`](super::ArchiveError::NoValues) where the model was exported on the meta device.
 pub fn weights(bytes: &[u8]) -> Result<Vec<Stored>, ImportError> {
     let mut archive = Archive::open(bytes)?;
     let mut all = Vec::new();
     for kind in ["weights", "constants"] {
         let payloads = archive.payloads(kind)?;
         for (name, payload) in &payloads.config {
+            if payload.is_meta() {
+                return Err(ArchiveError::NoValues { name: name.as_str().into() }.into());
+            }
             all.extend(archive.stored(kind, name, payload)?);
         }
     }
@@ -97,7 +93,17 @@ pub struct Converter {
     pub random: Option<(ValueId, u32)>,
     /// Half precision that matrix products are computed in, where the program asks for it.
     pub autocast: Option<crate::dtype::DType>,
-    /// For each value so far whether it follows from a parameter.
+    /// Rows that masks mark.
+    pub marked: super::ops::marked::Marked,
+    /// Gradients are not recorded.
+    pub no_grad: bool,
+    /// The parts of complex values that are known.
+    pub pairs: BTreeMap<ValueId, [ValueId; 2]>,
+    /// Leaves in place of results that could not be computed.
+    stand_ins: BTreeSet<ValueId>,
+    /// Ops that were not converted because they rest on such.
+    consequences: usize,
+    /// For each value so far whether it follows from a parameter that is trained.
     trained: Vec<bool>,
     operations: usize,
     unsupported: Vec<Unsupported>,
@@ -114,6 +120,11 @@ impl Converter {
             sizes: BTreeMap::new(),
             random: None,
             autocast: None,
+            marked: Default::default(),
+            no_grad: false,
+            pairs: BTreeMap::new(),
+            stand_ins: BTreeSet::new(),
+            consequences: 0,
             trained: Vec::new(),
             operations: 0,
             unsupported: Vec::new(),
@@ -130,8 +141,7 @@ impl Converter {
             Size::Expr(e) => sizes::evaluate(&e.expr_str, &self.sizes).and_then(|n| u64::try_from(n).ok()),
         };
         let shape: Option<Vec<u64>> = meta.sizes.iter().map(size).collect();
-        let ty = TensorType::new(schema::dtype(meta.dtype.into())?, shape?);
-        ty.check().then_some(ty)
+        meta.with_shape(shape?)
     }
 
     fn leaves(
@@ -147,7 +157,8 @@ impl Converter {
             Some(spec.get("buffer_mutation")?.get("buffer_name")?.as_str()?.to_string())
         };
         let changed: Vec<String> = specs.iter().filter_map(changed).collect();
-        // Parameters that are stored as one tensor are one; it has the name of the first.
+        // Parameters that are stored as one tensor are one; it has the name of the first. On the meta device nothing is stored, and
+        // all share a path: there the program itself reads tied parameters by one of their names.
         let mut tied: BTreeMap<&str, Tensor> = BTreeMap::new();
         for spec in &program.graph_module.signature.input_specs {
             let Some((kind, spec)) = spec.iter().find(|(_, value)| !value.is_null()) else { continue };
@@ -164,13 +175,20 @@ impl Converter {
                 continue;
             }
             let meta = graph.tensor_values.get(name).ok_or_else(|| failed("the program does not say its type"))?;
-            let ty = self.declared(meta).ok_or_else(|| failed("its type is none that tensors here can have"))?;
+            let Some(ty) = self.declared(meta) else {
+                let (place, kind) = (format!("input '{name}'"), "its type is none that tensors here can have");
+                self.problems.push(Problem { place, op: String::new(), kind: ProblemKind::Other(kind) });
+                environment.insert(name.to_string(), Item::Missing);
+                continue;
+            };
             let tensor = match kind.as_str() {
                 "parameter" => {
                     let name = text("parameter_name").unwrap_or(name);
-                    let stored = weights.config.get(name).map_or(name, |payload| &payload.path_name);
+                    let stored = weights.config.get(name).filter(|payload| !payload.is_meta());
+                    let stored = stored.map_or(name, |payload| &payload.path_name);
                     let mut new = || {
-                        let op = Op::Parameter(Parameter { name: name.to_string(), ty: ty.clone() });
+                        let frozen = meta.requires_grad == Some(false);
+                        let op = Op::Parameter(Parameter { frozen, ..Parameter::new(name, ty.clone()) });
                         self.leaf(op, ty.clone())
                     };
                     *tied.entry(stored).or_insert_with(&mut new)
@@ -207,7 +225,8 @@ impl Converter {
                     }
                 }
             };
-            environment.insert(name.to_string(), Item::Tensor(tensor));
+            let item = if meta.is_complex() { Item::Complex(tensor) } else { Item::Tensor(tensor) };
+            environment.insert(name.to_string(), item);
         }
         Ok(())
     }
@@ -235,13 +254,13 @@ impl Converter {
         self.memory.fresh(value)
     }
 
-    /// Whether a value follows from a parameter through floats.
+    /// Whether a value follows from a parameter that is trained through floats.
     pub fn is_trained(&mut self, value: ValueId) -> bool {
         for v in self.trained.len()..self.graph.len() {
             let node = &self.graph.nodes[v];
             let of_trained = node.operands.iter().any(|o| self.trained[o.index()]);
             let flows = node.ty.dtype.is_float() && !matches!(node.op, Op::Unary(Unary::StopGradient));
-            self.trained.push(matches!(node.op, Op::Parameter(_)) || (of_trained && flows));
+            self.trained.push(self.graph.is_trained(ValueId(v as u32)) || (of_trained && flows));
         }
         self.trained[value.index()]
     }
@@ -258,7 +277,12 @@ impl Converter {
                 Ok(()) => {}
                 Err(Reject::Stop(error)) => return Err(error),
                 Err(reject) => {
-                    self.note(node, reject);
+                    let mut given = node.inputs.iter().filter_map(|i| Call::item(&i.arg, &environment).ok());
+                    let follows = given.any(|item| self.is_doubtful(&item));
+                    match reject {
+                        Reject::Invalid(_) | Reject::Unsupported(SIZE_OF_DATA) if follows => self.consequences += 1,
+                        reject => self.note(node, reject),
+                    }
                     // The nodes behind this one are looked at too, with results as they are declared.
                     self.stand_ins(graph, node, &mut environment);
                 }
@@ -277,19 +301,41 @@ impl Converter {
     ) -> Result<(), Reject> {
         let mut arguments = Vec::with_capacity(node.inputs.len());
         let (name, lowering) = table::find(&node.target);
-        let Some(lowering) = lowering else { return Err(Reject::Unsupported("")) };
         for argument in &node.inputs {
             arguments.push((argument.name.as_str(), Call::item(&argument.arg, environment)?));
         }
         let outputs = output_names(&node.outputs);
-        let declared: Vec<Option<TensorType>> = outputs
-            .iter()
-            .map(|name| graph.tensor_values.get(name.as_deref()?).and_then(|meta| self.declared(meta)))
-            .collect();
+        if !self.marked.symbols.is_empty() {
+            let is_marked = |name: &str| {
+                let sizes = graph.tensor_values.get(name).map_or(&[][..], |meta| &meta.sizes);
+                sizes.iter().any(|size| match size {
+                    Size::Expr(e) => sizes::symbols(&e.expr_str).iter().any(|s| self.marked.symbols.contains(s)),
+                    Size::Int(_) => false,
+                })
+            };
+            let taken = node.inputs.iter().any(|input| tensor_names(&input.arg).iter().any(|name| is_marked(name)));
+            let keeps = outputs.iter().flatten().all(|name| is_marked(name));
+            self.marked.taken = taken;
+            if taken && !super::ops::marked::may_take(name, keeps) {
+                return Err(super::call::data_dependent());
+            }
+        }
+        let metas = outputs.iter().map(|name| graph.tensor_values.get(name.as_deref()?));
+        let complex = metas.clone().flatten().any(TensorMeta::is_complex);
+        let declared: Vec<Option<TensorType>> = metas.map(|meta| meta.and_then(|meta| self.declared(meta))).collect();
         let strides = |item: &Item, name: &str| is_row_major(graph, node, name) && matches!(item, Item::Tensor(_));
         let row_major = arguments.iter().any(|(name, item)| *name == "self" && strides(item, name));
-        let mut call = Call { to: self, name, arguments, declared: declared.clone(), row_major };
-        let items = call.results(lowering)?;
+        let number = outputs.first().and_then(|name| match graph.sym_int_values.get(name.as_deref()?)? {
+            Size::Int(n) => Some(*n),
+            Size::Expr(e) => sizes::evaluate(&e.expr_str, &self.sizes),
+        });
+        let mut call = Call { to: self, name, arguments, declared: declared.clone(), number, row_major };
+        let items = match lowering {
+            _ if call.is_mapped() => call.mapped_results(lowering)?,
+            _ if complex || call.is_complex() => call.complex_results(lowering)?,
+            Some(lowering) => call.results(lowering)?,
+            None => return Err(Reject::Unsupported("")),
+        };
         if items.is_empty() {
             return Ok(());
         }
@@ -299,11 +345,22 @@ impl Converter {
         }
         for ((name, item), declared) in outputs.into_iter().zip(items).zip(declared) {
             let Some(name) = name else { continue };
-            if let (Item::Tensor(tensor), Some(declared)) = (&item, declared) {
+            if let (Item::Tensor(tensor) | Item::Complex(tensor), Some(declared)) = (&item, declared) {
                 let value = self.memory.read(&mut self.graph, *tensor)?;
                 let found = self.graph.ty(value);
                 if *found != declared {
                     return Err(ProblemKind::ResultType { declared, found: found.clone() }.into());
+                }
+            } else if let (Item::Tensor(tensor), Some(meta)) = (&item, graph.tensor_values.get(&name))
+                && meta.sizes.iter().any(|size| self.unknown_symbol(size).is_some())
+            {
+                // A size that data say is that of all rows.
+                let value = self.memory.read(&mut self.graph, *tensor)?;
+                for (size, &found) in meta.sizes.iter().zip(self.graph.shape(value)) {
+                    if let Some(symbol) = self.unknown_symbol(size) {
+                        self.sizes.insert(symbol.clone(), found as i64);
+                        self.marked.symbols.insert(symbol);
+                    }
                 }
             }
             environment.insert(name, item);
@@ -311,15 +368,50 @@ impl Converter {
         Ok(())
     }
 
+    /// The symbol that a size is, where nothing says yet what that is.
+    fn unknown_symbol(&self, size: &Size) -> Option<String> {
+        match size {
+            Size::Expr(e) => sizes::only_symbol(&e.expr_str).filter(|s| !self.sizes.contains_key(s)),
+            Size::Int(_) => None,
+        }
+    }
+
     /// Leaves of the declared types in place of results that could not be computed. The graph is not used.
     fn stand_ins(&mut self, graph: &schema::Graph, node: &schema::Node, environment: &mut Environment) {
         for name in output_names(&node.outputs).into_iter().flatten() {
             let declared = graph.tensor_values.get(&name).and_then(|meta| self.declared(meta));
+            let complex = graph.tensor_values.get(&name).is_some_and(TensorMeta::is_complex);
             let item = match declared {
-                Some(ty) => Item::Tensor(self.leaf(Op::Input(Input { name: name.clone(), ty: ty.clone() }), ty)),
-                None => Item::Opaque,
+                Some(ty) => {
+                    let tensor = self.leaf(Op::Input(Input { name: name.clone(), ty: ty.clone() }), ty);
+                    self.stand_ins.insert(ValueId(self.graph.len() as u32 - 1));
+                    if complex { Item::Complex(tensor) } else { Item::Tensor(tensor) }
+                }
+                None => Item::Missing,
             };
             environment.insert(name, item);
+        }
+    }
+
+    /// Whether an item rests on the result of an op that could not be converted.
+    fn is_doubtful(&self, item: &Item) -> bool {
+        match item {
+            Item::Missing => true,
+            Item::List(items) => items.iter().any(|item| self.is_doubtful(item)),
+            Item::Tensor(tensor) | Item::Complex(tensor) => {
+                let mut seen = BTreeSet::new();
+                let mut pending = vec![self.memory.last_value(*tensor)];
+                while let Some(at) = pending.pop() {
+                    if self.stand_ins.contains(&at) {
+                        return true;
+                    }
+                    if seen.insert(at) {
+                        pending.extend(&self.graph.node(at).operands);
+                    }
+                }
+                false
+            }
+            _ => false,
         }
     }
 
@@ -352,7 +444,9 @@ impl Converter {
         open_sizes: Vec<OpenSize>,
     ) -> Result<Imported, ImportError> {
         if !self.unsupported.is_empty() || !self.problems.is_empty() {
-            return Err(ImportError::Operations { unsupported: self.unsupported, problems: self.problems });
+            let Converter { unsupported, problems, consequences, .. } = self;
+            let guessed = open_sizes.into_iter().filter(|size| size.chosen).collect();
+            return Err(ImportError::Operations { unsupported, problems, consequences, guessed });
         }
         let names = result_names(program);
         let specs = &program.graph_module.signature.output_specs;
@@ -360,7 +454,7 @@ impl Converter {
         for (index, (spec, item)) in specs.iter().zip(outputs).enumerate() {
             let kind = spec.iter().find(|(_, value)| !value.is_null()).map(|(kind, _)| kind.as_str());
             let kind = kind.unwrap_or_default();
-            if let ("user_output" | "loss_output", Item::Tensor(tensor)) = (kind, item) {
+            if let ("user_output" | "loss_output", Item::Tensor(tensor) | Item::Complex(tensor)) = (kind, item) {
                 let read = self.memory.read(&mut self.graph, tensor);
                 let unknown = "it may or may not share memory with a tensor that was changed in place";
                 values.push(read.map_err(|_| ImportError::Output { index, problem: unknown })?);
@@ -381,7 +475,8 @@ impl Converter {
         let inputs: Vec<&str> = graph.inputs().map(|(_, name)| name).collect();
         let buffers = self.buffers.into_iter().filter(|b| inputs.contains(&b.as_str())).collect();
         let newer = Some(program.schema_version.major).filter(|&major| major > schema::NEWEST);
-        Ok(Imported { user_inputs, buffers, results, open_sizes, newer, graph })
+        let decomposed = !program.verifiers.is_empty() && !program.verifiers.iter().any(|v| v == "TRAINING");
+        Ok(Imported { user_inputs, buffers, results, open_sizes, decomposed, newer, graph })
     }
 }
 
@@ -420,6 +515,20 @@ fn output_names(outputs: &[Argument]) -> Vec<Option<String>> {
         }
     }
     names
+}
+
+/// The tensors that an argument names.
+fn tensor_names(argument: &Argument) -> Vec<&str> {
+    match argument.parts() {
+        Some(("as_tensor", value)) => value.get("name").and_then(Value::as_str).into_iter().collect(),
+        Some(("as_tensors" | "as_optional_tensors", Value::Array(all))) => {
+            let one = |value| {
+                Value::get(value, "name").or_else(|| value.get("as_tensor")?.get("name")).and_then(Value::as_str)
+            };
+            all.iter().filter_map(one).collect()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// Whether the memory of an argument is in row-major order without gaps.
@@ -511,11 +620,17 @@ fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, Imp
         let least = size.least.unwrap_or(2).max(2).unsigned_abs();
         (size.value, size.chosen) = (hint.unwrap_or(least), hint.is_none());
     }
+    // A size that data decides belongs to no input, and may be given too.
     for (name, value) in &options.sizes {
-        let is_meant = |size: &OpenSize| {
-            size.symbol == *name || size.dims.iter().any(|(input, dim)| *name == format!("{input}.{dim}"))
-        };
-        let Some(size) = all.iter_mut().find(|size| is_meant(size)) else {
+        let range = program.range_constraints.get(name).filter(|_| !all.iter().any(|size| size.symbol == *name));
+        if let Some(range) = range {
+            let (least, most) = (range.min_val, range.max_val);
+            let (symbol, dims) = (name.clone(), Vec::new());
+            all.push(OpenSize { symbol, value: *value, dims, chosen: false, least, most });
+        }
+    }
+    for (name, value) in &options.sizes {
+        let Some(size) = all.iter_mut().find(|size| size.is_called(name)) else {
             let known = all.iter().map(OpenSize::to_string).collect();
             return Err(ImportError::UnknownSize { name: name.as_str().into(), known });
         };
@@ -529,14 +644,4 @@ fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, Imp
         (size.value, size.chosen) = (*value, false);
     }
     Ok(all)
-}
-
-impl std::fmt::Display for OpenSize {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let dims: Vec<String> = self.dims.iter().map(|(input, dim)| format!("{input}.{dim}")).collect();
-        match dims.is_empty() {
-            true => write!(f, "{}", self.symbol),
-            false => write!(f, "{} ({})", self.symbol, dims.join(", ")),
-        }
-    }
 }

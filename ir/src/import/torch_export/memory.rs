@@ -85,9 +85,17 @@ impl View {
             View::Expand(_) => {
                 Err(other("changes a tensor in place whose elements are repeated; clone it in the model"))
             }
-            View::Stop => Ok(new),
+            View::Stop => Ok(behind_autograd(g, old, new)?),
         }
     }
+}
+
+/// A tensor that becomes `new` where no gradients are recorded: its gradient is that of `old`, since nothing noticed the change.
+pub fn behind_autograd(g: &mut Graph, old: ValueId, new: ValueId) -> Result<ValueId, ShapeError> {
+    let [new, stopped] = [new, old].map(|x| array::stop_gradient(g, x));
+    // Exactly zero, with the gradient of `old`.
+    let nothing = array::binary(g, Binary::Subtract, old, stopped?)?;
+    array::binary(g, Binary::Add, new?, nothing)
 }
 
 /// `old` with `new` in place of some elements of `dim`.
@@ -154,6 +162,11 @@ impl Memory {
             seen.version = base.version;
         }
         Ok(seen.value)
+    }
+
+    /// The value that was read last, which has the tensor's type.
+    pub fn last_value(&self, tensor: Tensor) -> ValueId {
+        self.tensors[tensor.0].value
     }
 
     /// Another view of a tensor's memory.

@@ -3,12 +3,15 @@
 //! [`archive`] reads the zip file and [`schema`] its JSON; [`convert`] goes through the nodes and looks each one's op up in
 //! [`table`], whose lowerings ([`ops`]) take arguments by name from a [`call`] and write the op with [`crate::array`].
 //! [`memory`] turns changes in place into new values, [`sizes`] evaluates what the program leaves open, [`promote`] finds the
-//! element type that several operands are computed in, and [`fold`] what follows from the program alone.
+//! element type that several operands are computed in, [`complex`] makes pairs of complex numbers, [`mapped`] undoes `vmap`, and [`fold`] finds what
+//! follows from the program alone.
 
 mod archive;
 mod call;
+mod complex;
 mod convert;
 mod fold;
+mod mapped;
 mod memory;
 mod ops;
 mod promote;
@@ -20,7 +23,8 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+pub use super::OpenSize;
 pub use archive::{ArchiveError, Stored};
-pub use convert::{Imported, MAX_OPERATIONS, OpenSize, Options, import, weights};
+pub use convert::{Imported, MAX_OPERATIONS, Options, import, weights};
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};
 pub use schema::NEWEST;

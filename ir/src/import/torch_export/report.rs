@@ -1,6 +1,8 @@
 //! What can be wrong with an exported program, and how it is told.
 
 use super::archive::ArchiveError;
+use super::call::SIZE_OF_DATA;
+use crate::import::OpenSize;
 use crate::op::ShapeError;
 use crate::types::TensorType;
 use std::fmt;
@@ -10,7 +12,7 @@ use std::fmt;
 pub enum ImportError {
     #[error(transparent)]
     Archive(#[from] ArchiveError),
-    #[error("--size: there is no size '{name}'; {}", known_sizes(.known))]
+    #[error("--size: there is no size '{name}'; {}", crate::import::known_sizes(.known))]
     UnknownSize { name: Box<str>, known: Vec<String> },
     #[error("--size: '{name}' is {value}, but the program is for {} to {}", limit(*.least), limit(*.most))]
     SizeRange { name: Box<str>, value: u64, least: Option<i64>, most: Option<i64> },
@@ -22,8 +24,15 @@ pub enum ImportError {
     NoResults,
     #[error("the program has more than {limit} operations")]
     TooManyOperations { limit: usize },
-    #[error("{}", crate::import::listed(.unsupported, .problems))]
-    Operations { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
+    #[error("{}{}", crate::import::listed(.unsupported, .problems, *.consequences), advice(.unsupported, .guessed))]
+    Operations {
+        unsupported: Vec<Unsupported>,
+        problems: Vec<Problem>,
+        /// Ops that could not be read because they rest on these.
+        consequences: usize,
+        /// Sizes that were chosen, which may be why.
+        guessed: Vec<OpenSize>,
+    },
 }
 
 /// An op that the graph cannot express.
@@ -87,15 +96,112 @@ pub(super) fn other(problem: &'static str) -> Reject {
     Reject::Invalid(ProblemKind::Other(problem))
 }
 
-fn limit(value: Option<i64>) -> String {
-    value.map_or("any".to_string(), |v| v.to_string())
+/// What may help with ops that are not supported, and with sizes that were guessed.
+fn advice(unsupported: &[Unsupported], guessed: &[OpenSize]) -> String {
+    let mut text = String::new();
+    let decomposes = |op: &&Unsupported| {
+        let name = op.name.strip_prefix("torch.ops.aten.").unwrap_or_default();
+        let name = name.split('.').next().unwrap_or_default();
+        DECOMPOSED.contains(&name)
+    };
+    let names: Vec<&str> = unsupported.iter().filter(decomposes).map(|op| op.name.as_str()).collect();
+    if !names.is_empty() {
+        text += &format!(
+            "\nprogram.run_decompositions() before torch.export.save writes {} in simpler ops; it also drops detach and no_grad, so that gradients flow where the model stops them",
+            names.join(", ")
+        );
+    }
+    if unsupported.iter().any(|op| op.name.contains(SIZE_OF_DATA)) {
+        text += "\na size that is taken from a tensor (.item()) can be given: --size u0=N, with the symbol that the program has for it";
+    }
+    if !guessed.is_empty() {
+        let guesses: Vec<String> = guessed.iter().map(|size| format!("{size}={}", size.value)).collect();
+        text += &format!(
+            "\nthe program leaves sizes open, which were taken to be {}; --size NAME=N says otherwise",
+            guesses.join(", ")
+        );
+    }
+    text
 }
 
-fn known_sizes(known: &[String]) -> String {
-    match known {
-        [] => "all sizes of this program are fixed".to_string(),
-        known => format!("the sizes that the program leaves open are {}", known.join(", ")),
-    }
+/// Ops that PyTorch's decompositions write in ops of which most are known here.
+const DECOMPOSED: &[&str] = &[
+    "addr",
+    "alias_copy",
+    "alpha_dropout",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+    "bilinear",
+    "block_diag",
+    "cartesian_prod",
+    "column_stack",
+    "combinations",
+    "corrcoef",
+    "cosine_embedding_loss",
+    "cov",
+    "cross",
+    "deg2rad",
+    "diagflat",
+    "diagonal_copy",
+    "dsplit",
+    "dstack",
+    "feature_alpha_dropout",
+    "float_power",
+    "heaviside",
+    "hinge_embedding_loss",
+    "hsplit",
+    "inner",
+    "isclose",
+    "isin",
+    "isneginf",
+    "isposinf",
+    "kron",
+    "linalg_cross",
+    "linalg_diagonal",
+    "linalg_matrix_norm",
+    "linalg_matrix_power",
+    "linalg_multi_dot",
+    "linalg_vander",
+    "linalg_vecdot",
+    "log_sigmoid_forward",
+    "logaddexp2",
+    "logspace",
+    "mH",
+    "margin_ranking_loss",
+    "matrix_H",
+    "matrix_power",
+    "msort",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "mvlgamma",
+    "nanmean",
+    "norm_except_dim",
+    "pdist",
+    "poisson_nll_loss",
+    "rad2deg",
+    "renorm",
+    "resize_as",
+    "rot90",
+    "row_stack",
+    "sinc",
+    "slow_conv3d",
+    "squeeze_copy",
+    "sum_to_size",
+    "t_copy",
+    "tensordot",
+    "transpose_copy",
+    "trapezoid",
+    "trapz",
+    "triplet_margin_loss",
+    "unfold_copy",
+    "unsqueeze_copy",
+    "vander",
+    "vsplit",
+];
+
+fn limit(value: Option<i64>) -> String {
+    value.map_or("any".to_string(), |v| v.to_string())
 }
 
 impl fmt::Display for Unsupported {
@@ -107,6 +213,9 @@ impl fmt::Display for Unsupported {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}: {}", self.place, self.op, self.kind)
+        match self.op.is_empty() {
+            true => write!(f, "{}: {}", self.place, self.kind),
+            false => write!(f, "{}: {}: {}", self.place, self.op, self.kind),
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! other versions of PyTorch are as good as they can be.
 
 use crate::dtype::DType;
+use crate::types::TensorType;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -14,6 +15,9 @@ pub struct Program {
     pub graph_module: GraphModule,
     #[serde(default)]
     pub range_constraints: BTreeMap<String, Range>,
+    /// Dialects that the program is of: `TRAINING`, or `ATEN` once it was decomposed.
+    #[serde(default)]
+    pub verifiers: Vec<String>,
 }
 
 /// The major number changes where older readers may misunderstand a file.
@@ -60,6 +64,9 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     #[serde(default)]
     pub tensor_values: BTreeMap<String, TensorMeta>,
+    /// Whole numbers that nodes give, as expressions of symbols.
+    #[serde(default)]
+    pub sym_int_values: BTreeMap<String, Size>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -108,9 +115,37 @@ pub struct TensorMeta {
     pub dtype: u32,
     pub sizes: Vec<Size>,
     #[serde(default)]
+    pub requires_grad: Option<bool>,
+    #[serde(default)]
     pub strides: Vec<Size>,
     #[serde(default)]
     pub storage_offset: Option<Size>,
+    pub device: Option<Device>,
+}
+
+impl TensorMeta {
+    pub fn is_complex(&self) -> bool {
+        complex_part(self.dtype.into()).is_some()
+    }
+
+    /// The type here of a tensor of this shape: complex numbers are pairs along a last dimension.
+    pub fn with_shape(&self, mut shape: Vec<u64>) -> Option<TensorType> {
+        let part = complex_part(self.dtype.into());
+        shape.extend(part.map(|_| 2));
+        let ty = TensorType::new(part.or_else(|| dtype(self.dtype.into()))?, shape);
+        ty.check().then_some(ty)
+    }
+
+    /// Tensors on PyTorch's meta device have a type and no values.
+    pub fn is_meta(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.kind == "meta")
+    }
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Device {
+    #[serde(rename = "type", default)]
+    pub kind: String,
 }
 
 /// A number, or an expression of symbols.
@@ -154,6 +189,22 @@ pub struct Payload {
     #[serde(default)]
     pub use_pickle: bool,
     pub tensor_meta: Option<TensorMeta>,
+}
+
+impl Payload {
+    pub fn is_meta(&self) -> bool {
+        self.tensor_meta.as_ref().is_some_and(TensorMeta::is_meta)
+    }
+}
+
+/// The type of the parts of a complex `ScalarType`.
+pub fn complex_part(code: u64) -> Option<DType> {
+    match code {
+        9 => Some(DType::F16),
+        10 => Some(DType::F32),
+        11 => Some(DType::F64),
+        _ => None,
+    }
 }
 
 /// The element type of a number of PyTorch's `ScalarType`; complex and quantised types have none here.

@@ -31,7 +31,7 @@ pub enum Lowering {
     Ignored,
 }
 
-const FAMILIES: [&[(&str, Lowering)]; 12] = [
+const FAMILIES: [&[(&str, Lowering)]; 15] = [
     ops::elementwise::TABLE,
     ops::activation::TABLE,
     ops::reduction::TABLE,
@@ -44,6 +44,9 @@ const FAMILIES: [&[(&str, Lowering)]; 12] = [
     ops::random::TABLE,
     ops::recurrent::TABLE,
     ops::program::TABLE,
+    ops::spectral::TABLE,
+    ops::sampling::TABLE,
+    ops::linalg::TABLE,
 ];
 
 /// The op's name, and how it is lowered. A change in place is lowered as the op that gives a new value.
@@ -58,6 +61,7 @@ pub fn find(target: &str) -> (&str, Option<Lowering>) {
         let key = if in_place { &name[..name.len() - 1] } else { name };
         return (name, lookup(key));
     }
-    let name = target.strip_prefix("torch.ops.").unwrap_or(target).trim_end_matches('_');
+    let name = target.strip_prefix("torch.ops.").or(target.strip_prefix("torch._functorch").map(|_| &target[6..]));
+    let name = name.unwrap_or(target).trim_end_matches('_');
     (name, lookup(name))
 }

@@ -101,6 +101,21 @@ fn names_come_from_modules() {
 }
 
 #[test]
+fn parameters_without_requires_grad_are_frozen() {
+    let mut program = program(&[size(2), size(3)], vec![add("x", "p_w", "add")], "add");
+    let frozen = |program: &Value| {
+        imported(program).unwrap().graph.parameters().count()
+            - imported(program).unwrap().graph.trained_parameters().count()
+    };
+    // Older files do not say.
+    assert_eq!(frozen(&program), 0);
+    for requires_grad in [true, false] {
+        program["graph_module"]["graph"]["tensor_values"]["p_w"]["requires_grad"] = json!(requires_grad);
+        assert_eq!(frozen(&program), usize::from(!requires_grad));
+    }
+}
+
+#[test]
 fn changes_in_place_reach_whatever_shares_memory() {
     let select = |x: &str, dim: i64, at: i64, output: &str| {
         node(
@@ -131,6 +146,96 @@ fn changes_in_place_reach_whatever_shares_memory() {
     let nodes = vec![copy, turned, flat, column, fill("column", 7.0), add("flat", "flat", "late")];
     let error = imported(&program(&sizes, nodes, "late")).unwrap_err().to_string();
     assert!(error.contains("late (layer.0/add)") && error.contains("share memory"), "{error}");
+}
+
+/// Autograd does not notice what is changed in place under `no_grad`, or through `detach`: the gradient of what was there before is that
+/// of what is there now.
+#[test]
+fn changes_in_place_that_are_not_recorded_keep_the_gradient() {
+    let scalar = |value: f64| json!({ "as_float": value });
+    let op = |name: &str, x: &str, inputs: &[(&str, Value)], output: &str| {
+        let inputs: Vec<(&str, Value)> = [("self", named(x))].into_iter().chain(inputs.iter().cloned()).collect();
+        node(&format!("torch.ops.aten.{name}"), &inputs, output)
+    };
+    let times = |a: &str, b: &str, output: &str| op("mul.Tensor", a, &[("other", named(b))], output);
+    let inner = json!({
+        "inputs": [named("v")], "outputs": [named("clamped")], "tensor_values": { "v": tensor(7, &[size(3)]) },
+        "nodes": [op("clamp_", "v", &[("max", scalar(15.0))], "clamped")],
+    });
+    let wrap = "torch.ops.higher_order.wrap_with_set_grad_enabled";
+    let wrapped = |argument: &str| {
+        let graph = json!({ "as_graph": { "name": "submod_1", "graph": inner } });
+        node(wrap, &[("", json!({ "as_bool": false })), ("", graph), ("", named(argument))], "new")
+    };
+    let doubled = op("mul.Scalar", "p_w", &[("other", scalar(2.0))], "doubled");
+    for (what, nodes, expected, slope) in [
+        ("a parameter", vec![wrapped("p_w"), times("new", "x", "y")], [0.0, 15.0, 30.0], [0.0, 1.0, 2.0]),
+        ("what is read again", vec![wrapped("p_w"), times("p_w", "x", "y")], [0.0, 15.0, 30.0], [0.0, 1.0, 2.0]),
+        (
+            "an activation",
+            vec![doubled, wrapped("doubled"), times("new", "x", "y")],
+            [0.0, 15.0, 30.0],
+            [0.0, 2.0, 4.0],
+        ),
+        (
+            "a detached parameter",
+            vec![
+                op("detach", "p_w", &[], "detached"),
+                op("clamp_", "detached", &[("max", scalar(15.0))], "clamped"),
+                times("p_w", "x", "y"),
+            ],
+            [0.0, 15.0, 30.0],
+            [0.0, 1.0, 2.0],
+        ),
+        (
+            "a buffer",
+            vec![
+                op("clone", "x", &[], "state"),
+                node(
+                    wrap,
+                    &[
+                        ("", json!({ "as_bool": false })),
+                        (
+                            "",
+                            json!({ "as_graph": { "name": "submod_2", "graph": {
+                    "inputs": [named("a"), named("b")], "outputs": [named("copied")],
+                    "tensor_values": { "a": tensor(7, &[size(3)]), "b": tensor(7, &[size(3)]) },
+                    "nodes": [op("copy_", "a", &[("src", named("b"))], "copied")],
+                } } }),
+                        ),
+                        ("", named("state")),
+                        ("", named("p_w")),
+                    ],
+                    "new",
+                ),
+                times("new", "x", "y"),
+            ],
+            [0.0, 20.0, 60.0],
+            [0.0, 0.0, 0.0],
+        ),
+    ] {
+        let summed = op("sum.default", "y", &[], "total");
+        assert_eq!(values(&program(&[size(3)], nodes.clone(), "y")), expected, "{what}");
+        let graph = imported(&program(&[size(3)], [nodes, vec![summed]].concat(), "total")).expect("a program").graph;
+        let found = match crate::autodiff::differentiate(&graph, &[]) {
+            Err(crate::autodiff::AutodiffError::NoParameters) => vec![0.0; 3],
+            Err(error) => panic!("{what}: {error}"),
+            Ok(training) => {
+                let values = crate::interpret::run_all(&training.graph, |v| {
+                    let ty = training.graph.ty(v).clone();
+                    let is_parameter = matches!(training.graph.node(v).op, crate::op::Op::Parameter(_));
+                    Tensor::new(
+                        ty,
+                        (0..3).map(|i| if is_parameter { 10.0 * (i + 1) as f64 } else { i as f64 }).collect(),
+                    )
+                });
+                let (p, _) = graph.parameters().next().expect("the parameter");
+                let parts = &training.contributions[p.index()];
+                (0..3).map(|i| parts.iter().map(|part| values[part.1.index()].data[i]).sum()).collect()
+            }
+        };
+        assert_eq!(found, slope, "{what}");
+    }
 }
 
 #[test]
@@ -297,16 +402,16 @@ fn branches_and_loops_are_written_out() {
 
 #[test]
 fn all_that_is_not_supported_is_said_at_once() {
-    let fft = |output: &str| node("torch.ops.aten.fft_fft.default", &[("self", named("x"))], output);
+    let svd = |output: &str| node("torch.ops.aten.linalg_svd.default", &[("self", named("x"))], output);
     let other = node("torch.ops.custom.mine.default", &[("self", named("x"))], "d");
     let mut bad = add("x", "p_w", "e");
     bad["inputs"][1]["arg"] = json!({ "as_string": "text" });
-    let mut program = program(&[size(2)], vec![fft("a"), fft("b"), fft("c"), fft("f"), other, bad], "e");
+    let mut program = program(&[size(2)], vec![svd("a"), svd("b"), svd("c"), svd("f"), other, bad], "e");
     program["graph_module"]["graph"]["tensor_values"]["e"] = tensor(7, &[size(2)]);
     let error = imported(&program).unwrap_err().to_string();
     for part in [
         "e (layer.0/add): torch.ops.aten.add.Tensor: argument 'other' is missing or is not a tensor or a number",
-        "torch.ops.aten.fft_fft.default: 4 at a (layer.0/fft_fft), b (layer.0/fft_fft), c (layer.0/fft_fft), ...",
+        "torch.ops.aten.linalg_svd.default: 4 at a (layer.0/linalg_svd), b (layer.0/linalg_svd), c (layer.0/linalg_svd), ...",
         "torch.ops.custom.mine.default: 1 at d",
     ] {
         assert!(error.contains(part), "{part}\n{error}");
@@ -345,7 +450,7 @@ fn what_is_wrong_with_an_archive_is_said() {
     for (path, value, part) in [
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(1 << 40), size(1 << 40)]), "input 'x'"),
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(-1)]), "input 'x'"),
-        ("/graph_module/graph/tensor_values/x/dtype", json!(10), "input 'x'"),
+        ("/graph_module/graph/tensor_values/x/dtype", json!(20), "input 'x'"),
         ("/graph_module/graph/tensor_values/x/sizes", json!([size(5)]), "must be equal"),
         ("/graph_module/graph/nodes/0/inputs/0/arg", named("nothing"), "'nothing' is not defined"),
         ("/graph_module/graph/nodes/0/outputs", json!([]), "no tensor"),
@@ -384,4 +489,190 @@ fn older_archives_have_the_program_at_their_root() {
     let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add");
     let bytes = archive(&[("version", b"5.3"), ("serialized_exported_program.json", program.to_string().as_bytes())]);
     assert_eq!(import(&bytes, &Options::default()).map(|i| i.graph.len()), Ok(3));
+}
+
+/// A program that marks the elements of `x` (`[2, 3]`) above 2.5, with what it does with the rows of `w` that their rows name.
+fn marked(uses: Vec<Value>, types: &[(&str, &[Value])], output: &str) -> Value {
+    let marks =
+        node("torch.ops.aten.gt.Scalar", &[("self", named("x")), ("other", json!({ "as_float": 2.5 }))], "marks");
+    let mut places = node("torch.ops.aten.where.default", &[("condition", named("marks"))], "");
+    places["outputs"] = json!([{ "as_tensors": [{ "name": "row" }, { "name": "column" }] }]);
+    let rows = node(
+        "torch.ops.aten.index.Tensor",
+        &[("self", named("p_w")), ("indices", json!({ "as_optional_tensors": [{ "as_tensor": { "name": "row" } }] }))],
+        "rows",
+    );
+    let mut program = program(&[size(2), size(3)], [vec![marks, places, rows], uses].concat(), output);
+    let many = json!({ "as_expr": { "expr_str": "u0" } });
+    let known = &mut program["graph_module"]["graph"]["tensor_values"];
+    known["row"] = tensor(5, std::slice::from_ref(&many));
+    known["column"] = tensor(5, std::slice::from_ref(&many));
+    known["rows"] = tensor(7, &[many, size(3)]);
+    types.iter().for_each(|(name, sizes)| known[*name] = tensor(7, sizes));
+    program
+}
+
+#[test]
+fn marked_rows_are_added_where_they_come_from() {
+    let many = || json!({ "as_expr": { "expr_str": "u0" } });
+    let arguments = |source: &str| {
+        [("self", named("x")), ("dim", json!({ "as_int": 0 })), ("index", named("row")), ("source", named(source))]
+    };
+    // All of the second row are marked, so its row of `w` is added three times.
+    let sum = node("torch.ops.aten.index_add.default", &arguments("rows"), "sum");
+    assert_eq!(values(&marked(vec![sum], &[], "sum")), [0.0, 1.0, 2.0, 123.0, 154.0, 185.0]);
+    // What is computed of each row.
+    let twice = add("rows", "rows", "twice");
+    let sum = node("torch.ops.aten.index_add.default", &arguments("twice"), "sum");
+    let program = marked(vec![twice, sum], &[("twice", &[many(), size(3)])], "sum");
+    assert_eq!(values(&program), [0.0, 1.0, 2.0, 243.0, 304.0, 365.0]);
+    // Elements of the mask's own shape, written: where nothing is marked, what was there stays.
+    let both =
+        json!({ "as_optional_tensors": [{ "as_tensor": { "name": "row" } }, { "as_tensor": { "name": "column" } }] });
+    let element = node("torch.ops.aten.index.Tensor", &[("self", named("p_w")), ("indices", both.clone())], "element");
+    let put = node(
+        "torch.ops.aten.index_put.default",
+        &[("self", named("x")), ("indices", both), ("values", named("element"))],
+        "put",
+    );
+    assert_eq!(
+        values(&marked(vec![element, put], &[("element", &[many()])], "put")),
+        [0.0, 1.0, 2.0, 40.0, 50.0, 60.0]
+    );
+}
+
+#[test]
+fn marked_rows_that_mix_are_refused() {
+    let dim = |name: &'static str| (name, json!({ "as_ints": [0] }));
+    let total = node("torch.ops.aten.sum.dim_IntList", &[("self", named("rows")), dim("dim")], "total");
+    let running =
+        node("torch.ops.aten.cumsum.default", &[("self", named("rows")), ("dim", json!({ "as_int": 0 }))], "running");
+    let many = json!({ "as_expr": { "expr_str": "u0" } });
+    for (op, name, sizes) in [(total, "total", vec![size(3)]), (running, "running", vec![many, size(3)])] {
+        let error = imported(&marked(vec![op], &[(name, &sizes)], name)).unwrap_err().to_string();
+        assert!(error.contains("depends on data"), "{name}: {error}");
+    }
+}
+
+/// On the meta device all parameters have one path and no values: they are told apart by name.
+#[test]
+fn parameters_without_values_are_told_apart() {
+    let mut program = program(&[size(2)], vec![add("x", "p_w", "a"), add("a", "p_v", "b"), add("b", "c_k", "c")], "c");
+    let module = &mut program["graph_module"];
+    for (argument, spec) in [
+        ("p_v", json!({ "parameter": { "arg": { "name": "p_v" }, "parameter_name": "layer.v" } })),
+        ("c_k", json!({ "tensor_constant": { "arg": { "name": "c_k" }, "tensor_constant_name": "k" } })),
+    ] {
+        module["graph"]["inputs"].as_array_mut().unwrap().push(named(argument));
+        module["graph"]["tensor_values"][argument] = tensor(7, &[size(2)]);
+        module["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    }
+    let with = |device: &str| {
+        let payload = |path: &str| {
+            let mut meta = tensor(7, &[size(2)]);
+            meta["device"] = json!({ "type": device, "index": null });
+            json!({ "path_name": path, "use_pickle": false, "tensor_meta": meta })
+        };
+        let weights =
+            json!({ "config": { "layer.w": payload("weight_0"), "layer.v": payload("weight_0") } }).to_string();
+        let constants = json!({ "config": { "k": payload("tensor_0") } }).to_string();
+        let data: &[u8] = if device == "meta" { b"" } else { &[0; 8] };
+        archive(&[
+            ("m/models/model.json", program.to_string().as_bytes()),
+            ("m/data/weights/model_weights_config.json", weights.as_bytes()),
+            ("m/data/weights/weight_0", data),
+            ("m/data/constants/model_constants_config.json", constants.as_bytes()),
+            ("m/data/constants/tensor_0", data),
+        ])
+    };
+    let leaves = |device: &str| {
+        let imported = import(&with(device), &Options::default()).unwrap_or_else(|e| panic!("{e}"));
+        let parameters: Vec<String> = imported.graph.parameters().map(|(_, name)| name.to_string()).collect();
+        (parameters, imported.buffers)
+    };
+    assert_eq!(leaves("cpu"), (vec!["layer.w".to_string()], vec![]));
+    // A constant without values is given like an input.
+    assert_eq!(leaves("meta"), (vec!["layer.w".to_string(), "layer.v".to_string()], vec!["k".to_string()]));
+    assert_eq!(weights(&with("cpu")).map(|all| all.len()), Ok(3));
+    let error = weights(&with("meta")).unwrap_err().to_string();
+    assert!(error.contains("'layer.v'") && error.contains("meta device"), "{error}");
+}
+
+#[test]
+fn complex_numbers_are_pairs() {
+    let unary =
+        |op: &str, x: &str, output: &str| node(&format!("torch.ops.aten.{op}.default"), &[("self", named(x))], output);
+    let product = node("torch.ops.aten.mul.Tensor", &[("self", named("z")), ("other", named("z"))], "square");
+    let nodes = vec![unary("view_as_complex", "x", "z"), product, unary("view_as_real", "square", "pairs")];
+    let mut program = program(&[size(2), size(2)], nodes, "pairs");
+    program["graph_module"]["graph"]["tensor_values"]["z"] = tensor(10, &[size(2)]);
+    program["graph_module"]["graph"]["tensor_values"]["square"] = tensor(10, &[size(2)]);
+    // The squares of i and of 2 + 3i.
+    assert_eq!(values(&program), [-1.0, 0.0, -5.0, 12.0]);
+}
+
+#[test]
+fn what_follows_from_an_op_that_is_not_supported_is_one_line() {
+    let missing = node("torch.ops.custom.mine.default", &[("self", named("x"))], "a");
+    let follow = [add("a", "p_w", "b"), add("b", "p_w", "c"), add("c", "c", "d")];
+    let nodes = [vec![missing], follow.to_vec()].concat();
+    let error = imported(&program(&[size(2)], nodes, "d")).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "these operations are not supported:\n  torch.ops.custom.mine.default: 1 at a (layer.0/custom)\n\
+         3 operations that use their results were not looked at"
+    );
+}
+
+#[test]
+fn all_inputs_of_wrong_types_are_said_and_what_was_guessed() {
+    let kron = node("torch.ops.aten.kron.default", &[("self", named("y")), ("other", named("y"))], "k");
+    let mut program = program(&[size(2)], vec![add("x", "p_w", "a"), kron], "a");
+    let graph = &mut program["graph_module"]["graph"];
+    graph["tensor_values"]["p_w"]["dtype"] = json!(20);
+    graph["tensor_values"]["x"]["dtype"] = json!(21);
+    let mut open = open("s0");
+    open["as_expr"]["hint"] = Value::Null;
+    graph["inputs"].as_array_mut().unwrap().push(named("y"));
+    graph["tensor_values"]["y"] = tensor(7, &[open]);
+    let spec = json!({ "user_input": { "arg": named("y") } });
+    program["graph_module"]["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    let error = imported(&program).unwrap_err().to_string();
+    for part in [
+        "input 'p_w': its type",
+        "input 'x': its type",
+        "aten.kron.default: 1 at k",
+        "run_decompositions()",
+        "s0 (y.0)=2",
+    ] {
+        assert!(error.contains(part), "{part}\n{error}");
+    }
+}
+
+/// `zeros(n.item()) + x` for a number that is data: its symbol is given like an open size.
+#[test]
+fn sizes_that_data_decides_can_be_given() {
+    let mut item = node("torch.ops.aten.item.default", &[("self", named("y"))], "item");
+    item["outputs"] = json!([{ "as_sym_int": { "as_name": "item" } }]);
+    let zeros = node(
+        "torch.ops.aten.zeros.default",
+        &[("size", json!({ "as_sym_ints": [{ "as_name": "item" }] })), ("dtype", json!({ "as_scalar_type": 7 }))],
+        "zeros",
+    );
+    let mut program = program(&[size(3)], vec![item, zeros, add("zeros", "x", "sum")], "sum");
+    let graph = &mut program["graph_module"]["graph"];
+    graph["inputs"].as_array_mut().unwrap().push(named("y"));
+    graph["tensor_values"]["y"] = tensor(5, &[]);
+    graph["sym_int_values"] = json!({ "item": { "as_expr": { "expr_str": "u0", "hint": null } } });
+    let spec = json!({ "user_input": { "arg": named("y") } });
+    program["graph_module"]["signature"]["input_specs"].as_array_mut().unwrap().push(spec);
+    program["range_constraints"]["u0"] = json!({ "min_val": 0, "max_val": 8 });
+    let with = |sizes: &[(&str, u64)]| {
+        let sizes = sizes.iter().map(|(name, n)| (name.to_string(), *n)).collect();
+        import(&packed(&program), &Options { sizes }).map(|i| i.graph.shape(i.graph.outputs[0]).to_vec())
+    };
+    assert_eq!(with(&[("u0", 3)]), Ok(vec![3]));
+    let error = with(&[]).unwrap_err().to_string();
+    assert!(error.contains("depends on data") && error.contains("--size u0=N"), "{error}");
+    assert!(with(&[("u0", 9)]).unwrap_err().to_string().contains("0 to 8"));
 }

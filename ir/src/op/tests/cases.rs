@@ -82,9 +82,9 @@ into_op!(Unary => Unary, Binary => Binary, Compare => Compare, Select => Select,
     BroadcastInDim => BroadcastInDim, Reshape => Reshape, Transpose => Transpose, Slice => Slice, Pad => Pad,
     Concatenate => Concatenate, Reduce => Reduce, DotGeneral => DotGeneral, Gather => Gather,
     Convolution => Convolution, ReduceWindow => ReduceWindow, SelectAndScatter => SelectAndScatter,
-    ScatterAdd => ScatterAdd, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
+    ScatterAdd => ScatterAdd, GroupedDot => GroupedDot, GroupedOuter => GroupedOuter, Scatter => Scatter, BitcastConvert => BitcastConvert, ReducePrecision => ReducePrecision,
     Threefry => Threefry, Reverse => Reverse, Roll => Roll, Cumulative => Cumulative, ArgSort => ArgSort, Literal => Constant, Iota => Iota, Parameter => Parameter, Input => Input,
-    AxisIndex => AxisIndex, HostCopy => HostCopy);
+    AxisIndex => AxisIndex, HostCopy => HostCopy, Microbatches => Microbatches);
 
 pub(crate) fn cases() -> Vec<Case> {
     [
@@ -98,9 +98,11 @@ pub(crate) fn cases() -> Vec<Case> {
         dots(),
         gathers(),
         scatters(),
+        grouped(),
         convolutions(),
         windows(),
         composites(),
+        of_microbatches(),
         local_ops(),
     ]
     .into_iter()
@@ -112,7 +114,8 @@ fn leaves() -> Vec<Case> {
     let name = || "w".to_string();
     let dense = |text: &str, values: &[f64]| case(Literal::dense(ty(text), values.to_vec()), "", text);
     vec![
-        case(Parameter { name: name(), ty: ty("f32[4,6]") }, "", "f32[4,6]"),
+        case(Parameter::new(name(), ty("f32[4,6]")), "", "f32[4,6]"),
+        case(Parameter { frozen: true, no_decay: true, ..Parameter::new(name(), ty("f32[4,6]")) }, "", "f32[4,6]"),
         case(Input { name: name(), ty: ty("i32[6]") }, "", "i32[6]"),
         case(Literal::splat(ty("f32[4,6]"), 1.5), "", "f32[4,6]"),
         case(Literal::splat(ty("bool[]"), 1.0), "", "bool[]"),
@@ -556,6 +559,22 @@ fn scatters() -> Vec<Case> {
     all
 }
 
+/// Some groups are those of no matrix.
+fn grouped() -> Vec<Case> {
+    let dot = |contract| GroupedDot { contract, of: None };
+    let outer = |groups, of| GroupedOuter { groups, of };
+    vec![
+        case(dot(1), "f32[12,4] f32[6,4,2] i32[12]", "f32[12,2]").integers(-1, 7),
+        case(dot(2), "f32[4,3,6] f32[4,2,6] i64[4,3]", "f32[4,3,2]").integers(0, 3),
+        case(dot(1), "f32[6,2] f32[3,2,4] i8[6]", "f32[6,4]").integers(-2, 4),
+        case(GroupedDot { contract: 1, of: Some(8) }, "f32[5,2] f32[2,2,3] i32[5]", "f32[5,3]").integers(0, 7),
+        case(dot(2), "bf16[4,6] bf16[2,3,6] i32[4]", "bf16[4,3]").integers(0, 1),
+        case(outer(6, None), "f32[12,4] f32[12,2] i32[12]", "f32[6,4,2]").integers(-1, 7),
+        case(outer(4, Some(12)), "f32[2,6,3] f32[2,6,6] i32[2,6]", "f32[4,3,6]").integers(0, 11),
+        case(outer(3, None), "bf16[6,2] bf16[6,4] i32[6]", "bf16[3,2,4]").integers(0, 2),
+    ]
+}
+
 fn composites() -> Vec<Case> {
     let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal, blocks: 1 };
     let ring = |blocks: u64, causal: bool| Function::Attention { scale: Real(0.5), causal, blocks };
@@ -606,10 +625,22 @@ fn composites() -> Vec<Case> {
         case(Function::CrossEntropy { dim: 1 }, "f32[4,6] i32[4]", "f32[4]").integers(0, 5),
         case(Function::CrossEntropy { dim: 2 }, "f32[2,3,12] i32[2,3]", "f32[2,3]").integers(0, 11),
         case(Function::CrossEntropy { dim: 1 }, "f32[2,4,3] i32[2,3]", "f32[2,3]").integers(0, 3),
+        case(Function::LinearCrossEntropy { contract: 0, chunks: 2 }, "f32[2,8,4] f32[4,6] i32[2,8]", "f32[2,8]")
+            .integers(0, 5),
+        case(Function::LinearCrossEntropy { contract: 1, chunks: 3 }, "f32[12,4] f32[8,4] i32[12]", "f32[12]")
+            .integers(0, 7),
     ]
 }
 
 /// Ops of local graphs.
+fn of_microbatches() -> Vec<Case> {
+    vec![
+        case(Microbatches::Sum, "i32[4,6]", "i32[4,6]"),
+        case(Microbatches::Mean, "i32[6]", "i32[6]"),
+        case(Microbatches::Times, "f32[4,6]", "f32[4,6]"),
+    ]
+}
+
 fn local_ops() -> Vec<Case> {
     let mesh = Mesh::new(&[("a", 2), ("b", 3)]);
     let (a, b) = (AxisId(0), AxisId(1));

@@ -42,6 +42,7 @@ fn stablehlo(op: &Op) -> String {
             _ => "`stablehlo.scatter`".to_string(),
         },
         "threefry" => "JAX's `@threefry2x32`, `stablehlo.rng_bit_generator`".to_string(),
+        "grouped_dot" | "grouped_outer" => "`chlo.ragged_dot`".to_string(),
         "arg_sort" => "`stablehlo.sort`, `chlo.top_k`".to_string(),
         "cumulative" => "`stablehlo.reduce_window` of all that comes before".to_string(),
         "erf" | "erfc" => format!("`chlo.{}`", op.name()),
@@ -49,6 +50,7 @@ fn stablehlo(op: &Op) -> String {
         "local_slice" => "`stablehlo.dynamic_slice`".to_string(),
         "shift" => "`stablehlo.collective_permute`".to_string(),
         "keep_first" | "halo" | "roll" | "stop_gradient" | "host_load" | "host_store" => "-".to_string(),
+        _ if matches!(op, Op::Microbatches(_)) => "-".to_string(),
         _ if matches!(op, Op::Composite(_)) => "several ops".to_string(),
         name => format!("`stablehlo.{name}`"),
     }

@@ -78,7 +78,7 @@ impl<'a> StageLowering<'a> {
     fn gradients(&mut self, what: &str) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut buffers = BTreeMap::new();
-        for p in self.parameters.keys().copied().collect::<Vec<_>>() {
+        for p in self.parameters.keys().copied().filter(|p| cx.graph.is_trained(*p)).collect::<Vec<_>>() {
             let name = parameter_name(cx, p);
             let ty = cx.plan.execution.accumulator(cx.graph.ty(p));
             let layout = cx.stage.parameters[name].gradient.clone();

@@ -12,7 +12,7 @@ use altiplano_ir::literal::Literal;
 use altiplano_ir::loss_scale::{self, ScaleState};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Direction, HostCopy, HostRoute, Op, Reducer};
-use altiplano_ir::optimizer::{self, Given, clip_factor, squares};
+use altiplano_ir::optimizer::{self, Given, Optimizer, clip_factor, squares};
 use altiplano_ir::program::{
     ALL_PARAMETERS, Body, Buffer, BufferId, BufferKind, GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES,
     OVERFLOWS, Phase,
@@ -149,6 +149,18 @@ impl Skip {
     }
 }
 
+/// The optimizer as it updates a parameter, which weight decay may leave out.
+fn optimizer_of(cx: &StageContext<'_>, p: ValueId) -> Optimizer {
+    let mut optimizer = cx.plan.optimizer;
+    if let Op::Parameter(parameter) = &cx.graph.node(p).op
+        && parameter.no_decay
+        && let Some(decay) = optimizer.setting("weight_decay")
+    {
+        *decay = 0.0;
+    }
+    optimizer
+}
+
 /// One by a scalar.
 fn inverse(graph: &mut Graph, x: ValueId) -> ValueId {
     let one = graph.splat_like(x, 1.0);
@@ -180,7 +192,7 @@ impl<'p> States<'p> {
             let ty = cx.graph.ty(*p);
             let slots = cx.plan.optimizer.slots(ty.dtype).len() as u64;
             let state = &cx.stage.parameters[parameter_name(cx, *p)].state;
-            slots * state.local_bytes(&ty.with_dtype(DType::F32), &cx.mesh)
+            slots * state.local_bytes(&ty.with_dtype(Optimizer::state_type(ty.dtype)), &cx.mesh)
         };
         let window = cx.stage.offload.optimizer.then(|| Window::new(&parameters.iter().map(bytes).collect::<Vec<_>>()));
         States { parameters, window, buffers: Vec::new(), values: Vec::new(), stored: vec![None; parameters.len()] }
@@ -198,7 +210,8 @@ impl<'p> States<'p> {
     fn bring<'a>(&mut self, lowering: &mut StageLowering<'a>, b: &mut BodyBuilder<'a>) {
         let (cx, i) = (lowering.cx, self.values.len());
         let (name, ty) = (parameter_name(cx, self.parameters[i]), cx.graph.ty(self.parameters[i]));
-        let (state, ty, dtype) = (&cx.stage.parameters[name].state, ty.with_dtype(DType::F32), ty.dtype);
+        let (state, dtype) = (&cx.stage.parameters[name].state, ty.dtype);
+        let ty = ty.with_dtype(Optimizer::state_type(dtype));
         let back = self.window.as_ref().and_then(|w| w.waits_for(i));
         let gate = back.and_then(|last| self.stored[..=last].iter().rev().find_map(|v| *v));
         let (mut buffers, mut values) = (Vec::new(), Vec::new());
@@ -552,7 +565,8 @@ impl<'a> StageLowering<'a> {
                 step,
                 whole: &whole,
             };
-            let mut new = optimizer::update(&mut b.graph, &cx.plan.optimizer, &given);
+            let optimizer = optimizer_of(cx, p);
+            let mut new = optimizer::update(&mut b.graph, &optimizer, &given);
             if let Some(skip) = &skip {
                 new.parameter = skip.unless(&mut b.graph, parameter, new.parameter);
                 for (new, &old) in new.states.iter_mut().zip(&old) {

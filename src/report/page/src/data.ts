@@ -40,8 +40,8 @@ export interface Choice {
   layout: string; chosen: boolean; in_place_s: number | null; whole_s: number | null; others: number; over_bytes: number;
 }
 export interface Answer {
-  name: string; is_parameter: boolean; alike: number; stage: number; ty: string; cost_s: number; most_bytes: number;
-  limit_bytes: number; layouts: Choice[]; more_layouts: number;
+  name: string; is_parameter: boolean; alike: number; stage: number; ty: string; microbatch_s: number; peak_bytes: number;
+  device_bytes: number; layouts: Choice[]; more_layouts: number;
 }
 export interface Alternative {
   name: string; step_s: number | null; samples_per_s: number | null; mfu: number | null; peak_bytes: number | null; fits: boolean;

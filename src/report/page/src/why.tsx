@@ -66,7 +66,9 @@ export function Why({ page, chosen, choose }: { page: Page; chosen: number; choo
         {left_out > 0 && `${plural(left_out, "smaller value")} of other kinds ${left_out === 1 ? "is" : "are"} not on this page. `}
         For any value:
       </p>
-      <code class="command">altiplano inspect PLAN --why {quoted(answers[chosen].name)}</code>
+      {answers[chosen].is_parameter
+        ? <code class="command">altiplano why PLAN --param {quoted(answers[chosen].name)}</code>
+        : <code class="command">altiplano why PLAN --op {quoted(answers[chosen].name)}</code>}
     </div>
   );
 }
@@ -77,13 +79,13 @@ const quoted = (name: string) => `'${name.replace(/'/g, `'\\''`)}'`;
 function Layouts({ answer }: { answer: Answer }) {
   const change = (s: number | null) => {
     if (s === null) return "cannot be";
-    if (Math.abs(s) <= 1e-9 * answer.cost_s) return "the same";
+    if (Math.abs(s) <= 1e-9 * answer.microbatch_s) return "the same";
     return `${s < 0 ? "\u2212" : "+"}${seconds(Math.abs(s))}`;
   };
   const most = Math.max(1e-12, ...answer.layouts.map((l) => l.whole_s ?? 0));
   return (
     <>
-      <p>A microbatch of stage{answer.stage} takes {seconds(answer.cost_s)} by the search's prices; its fullest point is estimated at {bytes(answer.most_bytes)} of {bytes(answer.limit_bytes)}. With another layout of <span class="code">{answer.name}</span> it would take longer by:</p>
+      <p>A microbatch of stage{answer.stage} takes {seconds(answer.microbatch_s)}, and a device holds {bytes(answer.peak_bytes)} of {bytes(answer.device_bytes)} when it holds most. By the search's estimates, which leave out what overlaps, a microbatch with another layout of <span class="code">{answer.name}</span> would take longer by the seconds below; the command says what the judge finds of a step.</p>
       <div class="scroll">
         <table>
           <thead><tr><th scope="col">layout</th><th scope="col" class="number">all else as it is</th><th scope="col" class="number">all else anew</th><th scope="col" class="wide" aria-label="seconds beside those of the others" />

@@ -206,11 +206,23 @@ fn known_branches_are_taken_and_loops_unrolled() {
     let x = || vec![input("x", &["2"])];
     assert_eq!(run(&read(&choice(condition(1), x())).unwrap(), 3.0), [-3.0; 2]);
     assert_eq!(run(&read(&choice(condition(0), x())).unwrap(), -3.0), [3.0; 2]);
-    let mut open = choice(condition(1), x());
-    let graph_of = open.graph.as_mut().unwrap();
-    graph_of.initializer.clear();
-    graph_of.input.push(input("c", &[]));
-    refused(open, "If (whose condition depends on data): 1 at y");
+    // Where data decides, both branches are computed and one is chosen; they must be of one shape.
+    let open = |model: &Model, other: Option<Graph>| {
+        let mut open = model.clone();
+        let graph_of = open.graph.as_mut().unwrap();
+        graph_of.initializer = vec![floats("zero", &[], &[0.0])];
+        graph_of.input.push(input("s", &[]));
+        graph_of.node.insert(0, node("Greater", &["s", "zero"], &["c"]));
+        if let Some(other) = other {
+            graph_of.node[1].attribute[1] = body("else_branch", other);
+        }
+        open
+    };
+    let chosen = open(&choice(condition(1), x()), None);
+    assert_eq!(run(&read(&chosen).unwrap(), 3.0), [-3.0; 2]);
+    assert_eq!(run(&read(&chosen).unwrap(), -3.0), [3.0; 2]);
+    let shorter = graph(vec![node("Neg", &["s"], &["r"])], vec![], vec![], &["r"]);
+    refused(open(&choice(condition(1), x()), Some(shorter)), "depends on data, with results of different shapes");
 
     // Doubles its value three times, or as often as a number says.
     let inner = Graph {
@@ -333,4 +345,48 @@ fn tensors_in_other_files_keep_to_the_folder() {
         assert!(matches!(&imported.graph.nodes[0].op, Op::Parameter(Parameter { name, .. }) if name == "w"));
         assert_eq!(held(&file.encode_to_vec(), &|_, _| None).is_ok(), fine, "{location}");
     }
+}
+
+/// An exporter that writes all weights as nodes: what layers use of them are parameters, and integers are not.
+#[test]
+fn weights_in_nodes_are_parameters_where_there_are_no_others() {
+    let held = |tensor: Tensor| {
+        let name = tensor.name.clone();
+        let value = Attribute { name: "value".into(), t: Some(tensor), kind: kind::TENSOR, ..Default::default() };
+        with(node("Constant", &[], &[&name]), value)
+    };
+    let of = |initializers: Vec<Tensor>| {
+        let nodes = vec![
+            held(floats("fc.w", &[3, 2], &[1.0; 6])),
+            held(integers("shape", &[2, 2, 1])),
+            node("MatMul", &["x", "fc.w"], &["h"]),
+            node("Reshape", &["h", "shape"], &["y"]),
+        ];
+        let inputs = vec![input("x", &["2", "3"])];
+        let imported = read(&model(graph(nodes, inputs, initializers, &["y"]))).unwrap();
+        imported.graph.parameters().map(|(_, name)| name.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(of(vec![]), ["fc.w"]);
+    // Beside weights where they are expected, a constant is one.
+    assert_eq!(of(vec![floats("other", &[2], &[1.0; 2])]), Vec::<String>::new());
+}
+
+/// Two samples of one and two steps: behind its end a sample gives zero, and its last state is that at the end.
+#[test]
+fn recurrent_layers_end_where_samples_do() {
+    let layer = |outputs: &[&str]| {
+        let layer = with(node("RNN", &["x", "w", "r", "", "lengths"], outputs), int("hidden_size", 1));
+        let lengths =
+            Tensor { data_type: 6, int32_data: vec![1, 2], int64_data: vec![], ..integers("lengths", &[1, 2]) };
+        let inputs = vec![input("x", &["2", "2", "1"]), input("w", &["1", "1", "1"]), input("r", &["1", "1", "1"])];
+        let result = outputs.iter().find(|name| !name.is_empty()).copied().unwrap_or_default();
+        run(&read(&model(graph(vec![layer], inputs, vec![lengths], &[result]))).unwrap(), 1.0)
+    };
+    let first = 1f64.tanh();
+    let second = (1.0 + first).tanh();
+    let near = |found: Vec<f64>, expected: &[f64]| {
+        assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-6), "{found:?} {expected:?}");
+    };
+    near(layer(&["y"]), &[first, first, 0.0, second]);
+    near(layer(&["", "h"]), &[first, second]);
 }

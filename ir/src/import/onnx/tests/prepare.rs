@@ -173,8 +173,8 @@ fn small_integers_beside_the_file_are_constants() {
     // Without the files, what is not known is the same for every sample, and positions are counted.
     let imported = read(&|_, _| None);
     let notes: Vec<String> = imported.notes.iter().map(Note::to_string).collect();
-    assert!(notes[0].contains("'ids'") && notes[0].contains("count the rows"), "{notes:?}");
-    assert!(notes[1].contains("'index', 'other'") && notes[1].contains("same for every sample"), "{notes:?}");
+    assert!(notes[0].contains("'index', 'other'") && notes[0].contains("same for every sample"), "{notes:?}");
+    assert!(notes[1].contains("'ids'") && notes[1].contains("count rows or positions"), "{notes:?}");
     assert_eq!(imported.buffers, ["index", "other"]);
 }
 

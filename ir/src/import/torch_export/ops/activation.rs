@@ -81,10 +81,17 @@ fn leaky_relu(c: &mut Call<'_>) -> Lowered {
 }
 
 fn rrelu(c: &mut Call<'_>) -> Lowered {
+    let (lower, upper) = (c.float("lower", 0.125)?, c.float("upper", 1.0 / 3.0)?);
     if c.bool("training", false)? {
-        return Err(Reject::Unsupported("in training"));
+        // A slope for each element, drawn anew.
+        let x = c.first()?;
+        let slopes = random::between(c, x, lower, upper)?;
+        let low = two(c, Binary::Multiply, x, slopes)?;
+        let zero = a::full_like(c.g(), x, 0.0)?;
+        let positive = a::compare(c.g(), Direction::Ge, x, zero)?;
+        return value(a::select(c.g(), positive, x, low)?);
     }
-    let slope = (c.float("lower", 0.125)? + c.float("upper", 1.0 / 3.0)?) / 2.0;
+    let slope = (lower + upper) / 2.0;
     of(c, |g, x| a::leaky_relu(g, x, slope))
 }
 

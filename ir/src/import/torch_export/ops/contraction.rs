@@ -7,6 +7,7 @@ use Lowering::Function;
 pub const TABLE: &[(&str, Lowering)] = &[
     ("linear", Function(linear)),
     ("matmul", Function(|c| product(c, "self", "other"))),
+    ("linalg_matmul", Function(|c| product(c, "self", "other"))),
     ("mm", Function(|c| product(c, "self", "mat2"))),
     ("bmm", Function(|c| product(c, "self", "mat2"))),
     ("mv", Function(|c| product(c, "self", "vec"))),
@@ -203,29 +204,18 @@ fn unrepeated(c: &Call<'_>, x: ValueId) -> Option<ValueId> {
 }
 
 /// Rows in consecutive groups, each times the matrix of its group: `[rows, in]` and `[groups, in, out]`, with the row behind
-/// each group's last in `offs`. How many rows a group has depends on data, so each row meets all matrices and keeps its own.
+/// each group's last in `offs`.
 fn grouped(c: &mut Call<'_>) -> Lowered {
     let named = |c: &Call<'_>, names: [&'static str; 3]| names.into_iter().find(|n| c.has(n)).unwrap_or(names[0]);
     let (rows_name, matrices) = (named(c, ["self", "mat_a", "input"]), named(c, ["mat2", "mat_b", "weight"]));
     let (x, w) = (factor(c, rows_name)?, factor(c, matrices)?);
     let ends = c.tensor("offs")?;
     let (of_x, of_w) = (c.shape_of(x), c.shape_of(w));
-    let (&[rows, inputs], &[groups, _, outputs]) = (of_x.as_slice(), of_w.as_slice()) else {
+    let (&[rows, _], &[_, _, _]) = (of_x.as_slice(), of_w.as_slice()) else {
         return Err(Reject::Unsupported("other than rows by groups of matrices"));
     };
-    let dtype = c.dtype_of(ends);
-    let row = a::iota(c.g(), &[rows, groups], 0, dtype)?;
-    let before = a::compare(c.g(), Direction::Ge, row, ends)?;
-    let before = a::convert(c.g(), before, DType::I32)?;
-    let group = a::sum(c.g(), before, &[1], false)?;
-    let dtype = c.dtype_of(x);
-    let own = a::one_hot(c.g(), group, groups, dtype)?;
-    let own = a::unsqueeze(c.g(), own, -1)?;
-    let each = a::unsqueeze(c.g(), x, 1)?;
-    let spread = two(c, Binary::Multiply, own, each)?;
-    let spread = a::reshape(c.g(), spread, &[rows, groups.saturating_mul(inputs)])?;
-    let w = a::reshape(c.g(), w, &[groups.saturating_mul(inputs), outputs])?;
-    let y = a::matmul(c.g(), spread, w)?;
+    let group = a::group_of_rows(c.g(), ends, rows)?;
+    let y = a::grouped_dot(c.g(), x, w, group)?;
     value(match c.maybe_tensor("bias")? {
         Some(bias) => two(c, Binary::Add, y, bias)?,
         None => y,

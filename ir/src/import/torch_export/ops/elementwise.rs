@@ -45,6 +45,10 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("cosh", Function(|c| hyperbolic(c, Binary::Add))),
     ("atan", Function(atan)),
     ("asin", Function(|c| arc(c, true))),
+    ("arcsin", Function(|c| arc(c, true))),
+    ("arccos", Function(|c| arc(c, false))),
+    ("arctan", Function(atan)),
+    ("positive", Function(|_| Ok(Out::Same))),
     ("acos", Function(|c| arc(c, false))),
     ("isnan", Function(isnan)),
     ("isinf", Function(isinf)),
@@ -385,7 +389,8 @@ fn pow(c: &mut Call<'_>) -> Lowered {
 
 fn select(c: &mut Call<'_>) -> Lowered {
     if !c.has("self") || !c.has("other") {
-        return Err(super::super::call::data_dependent());
+        let condition = c.tensor("condition")?;
+        return Ok(Out::Values(super::marked::mark(c, condition)?));
     }
     let condition = c.tensor("condition")?;
     let condition = a::convert(c.g(), condition, DType::Bool)?;

@@ -29,6 +29,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("upsample_bilinear2d", Function(|c| resample(c, Kind::Linear))),
     ("upsample_trilinear3d", Function(|c| resample(c, Kind::Linear))),
     ("upsample_bicubic2d", Function(|c| resample(c, Kind::Cubic))),
+    ("im2col", Function(im2col)),
+    ("col2im", Function(col2im)),
     ("pixel_shuffle", Function(pixel_shuffle)),
     ("pixel_unshuffle", Function(pixel_unshuffle)),
     ("channel_shuffle", Function(channel_shuffle)),
@@ -321,4 +323,111 @@ fn channel_shuffle(c: &mut Call<'_>) -> Lowered {
     let y = a::reshape(c.g(), x, &[&[shape[0], groups, shape[1] / groups], &shape[2..]].concat())?;
     let y = a::swap_dims(c.g(), y, 1, 2)?;
     value(a::reshape(c.g(), y, &shape)?)
+}
+
+/// Windows are written out tap by tap: larger ones would make a graph that nobody can plan.
+const MOST_TAPS: u64 = 4096;
+
+/// A window that moves over two dimensions: for each its taps, their distance, the padding, the step and the positions.
+struct Moving {
+    taps: [u64; 2],
+    dilation: [u64; 2],
+    pad: [u64; 2],
+    stride: [u64; 2],
+    positions: [u64; 2],
+}
+
+impl Moving {
+    /// The window of a call over an image of this size.
+    fn of(c: &Call<'_>, image: [u64; 2]) -> Result<Moving, Reject> {
+        let two = |name: &str, default: i64| -> Result<[u64; 2], Reject> {
+            let all = c.sizes_per_dim(name, 2, default)?;
+            Ok([all[0], all[1]])
+        };
+        let (taps, dilation) = (two("kernel_size", 1)?, two("dilation", 1)?);
+        let (pad, stride) = (two("padding", 0)?, two("stride", 1)?);
+        if taps[0].saturating_mul(taps[1]) > MOST_TAPS {
+            return Err(Reject::Unsupported("with windows of more than 4096 elements"));
+        }
+        let position = |d: usize| {
+            let reach = taps[d].checked_sub(1)?.checked_mul(dilation[d])?.checked_add(1)?;
+            let whole = pad[d].checked_mul(2)?.checked_add(image[d])?;
+            (stride[d] > 0).then_some(whole.checked_sub(reach)? / stride[d] + 1)
+        };
+        match (position(0), position(1)) {
+            (Some(h), Some(w)) => Ok(Moving { taps, dilation, pad, stride, positions: [h, w] }),
+            _ => Err(other("has a window that does not fit the image")),
+        }
+    }
+
+    /// Where each tap begins: its place in the padded image.
+    fn starts(&self) -> impl Iterator<Item = [u64; 2]> + '_ {
+        let [kh, kw] = self.taps;
+        (0..kh * kw).map(move |tap| [tap / kw * self.dilation[0], tap % kw * self.dilation[1]])
+    }
+}
+
+/// `[N, C, H, W]` as `[N, C kh kw, positions]`: what a window sees at each of its positions.
+fn im2col(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let shape = c.shape_of(x);
+    let [ref batch @ .., features, h, w] = shape[..] else { return problem("unfolds what is no image") };
+    let moving = Moving::of(c, [h, w])?;
+    let rank = shape.len();
+    let edge = |d: usize| if d + 2 >= rank { moving.pad[d + 2 - rank] as i64 } else { 0 };
+    let pad: Vec<i64> = (0..rank).map(edge).collect();
+    let x = a::pad(c.g(), x, &pad, &pad, 0.0)?;
+    let mut taps = Vec::new();
+    for start in moving.starts() {
+        let mut tap = x;
+        for (d, &from) in start.iter().enumerate() {
+            let end = from + (moving.positions[d] - 1) * moving.stride[d] + 1;
+            tap = a::slice_dim(c.g(), tap, rank - 2 + d, from as i64, end as i64, moving.stride[d])?;
+        }
+        taps.push(tap);
+    }
+    let all = a::stack(c.g(), &taps, rank - 2)?;
+    let rows = features.saturating_mul(taps.len() as u64);
+    value(a::reshape(c.g(), all, &[batch, &[rows, moving.positions.iter().product()]].concat())?)
+}
+
+/// The image whose pixels are the sums of what windows have at them, the opposite of [`im2col`].
+fn col2im(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let shape = c.shape_of(x);
+    let &[h, w] = c.shape("output_size")?.as_slice() else { return problem("has no size of an image") };
+    let [ref batch @ .., rows, columns] = shape[..] else { return problem("folds what is no matrix") };
+    let moving = Moving::of(c, [h, w])?;
+    let taps = moving.taps[0].saturating_mul(moving.taps[1]);
+    if taps == 0 || !rows.is_multiple_of(taps) || moving.positions.iter().product::<u64>() != columns {
+        return problem("has windows that do not fit the image");
+    }
+    let n = batch.len();
+    let split = [batch, &[rows / taps, taps], &moving.positions].concat();
+    let x = a::reshape(c.g(), x, &split)?;
+    let zero = {
+        let dtype = c.dtype_of(x);
+        a::scalar(c.g(), 0.0, dtype)?
+    };
+    let mut sum: Option<ValueId> = None;
+    for (at, start) in moving.starts().enumerate() {
+        let tap = a::select_dim(c.g(), x, n + 1, at as i64)?;
+        // Spread over the padded image, and without its edges.
+        let (mut low, mut high, mut interior) = (vec![0; n + 3], vec![0; n + 3], vec![0; n + 3]);
+        for (d, size) in [h, w].into_iter().enumerate() {
+            let spread = (moving.positions[d] - 1) * moving.stride[d] + 1;
+            low[n + 1 + d] = start[d] as i64 - moving.pad[d] as i64;
+            high[n + 1 + d] = size as i64 - spread as i64 - low[n + 1 + d];
+            interior[n + 1 + d] = moving.stride[d] - 1;
+        }
+        let placed = c.g().push(Op::Pad(crate::op::Pad { low, high, interior }), &[tap, zero])?;
+        sum = Some(match sum {
+            Some(sum) => two(c, Binary::Add, sum, placed)?,
+            None => placed,
+        });
+    }
+    match sum {
+        Some(sum) => value(sum),
+        None => problem("has a window of nothing"),
+    }
 }

@@ -8,6 +8,10 @@ use Lowering::Function;
 
 pub const TABLE: &[(&str, Lowering)] = &[
     ("embedding", Function(embedding)),
+    ("embedding_bag", Function(embedding_bag)),
+    ("_embedding_bag", Function(embedding_bag)),
+    ("_embedding_bag_forward_only", Function(embedding_bag)),
+    ("masked_scatter", Function(masked_scatter)),
     ("index", Function(index)),
     ("_unsafe_index", Function(index)),
     ("index_put", Function(index_put)),
@@ -27,7 +31,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("slice_scatter", Function(slice_scatter)),
     ("bucketize", Function(|c| search(c, "boundaries"))),
     ("searchsorted", Function(|c| search(c, "sorted_sequence"))),
-    ("nonzero", Function(|_| Err(data_dependent()))),
+    ("nonzero", Function(super::marked::nonzero)),
+    ("nonzero_numpy", Function(places_of)),
     ("masked_select", Function(|_| Err(data_dependent()))),
 ];
 
@@ -185,8 +190,17 @@ fn from_start(c: &mut Call<'_>, index: ValueId, size: u64) -> Result<ValueId, Re
     Ok(a::select(c.g(), negative, moved, index)?)
 }
 
+/// The places that a mask marks, by dimension.
+fn places_of(c: &mut Call<'_>) -> Lowered {
+    let mask = c.first()?;
+    Ok(Out::Values(super::marked::mark(c, mask)?))
+}
+
 fn index(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
+    if let Some(rows) = super::marked::index(c, x)? {
+        return value(rows);
+    }
     let indices = whole_indices(c, x)?;
     let sizes = c.shape_of(x);
     if let [(dim, only)] = indices[..] {
@@ -259,6 +273,9 @@ fn index_put(c: &mut Call<'_>) -> Lowered {
         let put = a::reshape(c.g(), put, &[])?;
         let put = if adds { two(c, Binary::Add, x, put)? } else { put };
         return value(a::select(c.g(), mask, put, x)?);
+    }
+    if let Some(written) = super::marked::index_put(c, x, put, adds)? {
+        return value(written);
     }
     let indices = whole_indices(c, x)?;
     let lookup = lookup(c, x, &indices)?;
@@ -441,6 +458,9 @@ fn index_add(c: &mut Call<'_>) -> Lowered {
     let source = typed_source(c, "source")?;
     let alpha = c.float("alpha", 1.0)?;
     let source = if alpha == 1.0 { source } else { number(c, Binary::Multiply, source, alpha)? };
+    if let Some(sum) = super::marked::index_add(c, source)? {
+        return value(sum);
+    }
     value(write_slices(c, source, None)?)
 }
 
@@ -500,4 +520,132 @@ fn search(c: &mut Call<'_>, boundaries: &str) -> Lowered {
     let before = a::convert(c.g(), before, dtype)?;
     let last = c.rank(before) - 1;
     value(a::sum(c.g(), before, &[last], false)?)
+}
+
+/// Rows of a table, combined by bag. The bags must follow from the program alone, and be of one size.
+fn embedding_bag(c: &mut Call<'_>) -> Lowered {
+    let (table, ids) = (c.tensor("weight")?, c.tensor("indices")?);
+    let offsets = c.tensor("offsets")?;
+    let starts = c.constant(offsets).ok_or_else(data_dependent)?;
+    let total = c.to.graph.ty(ids).elements();
+    let mut edges: Vec<f64> = starts;
+    if !c.bool("include_last_offset", false)? {
+        edges.push(total as f64);
+    }
+    let bags = edges.len().saturating_sub(1) as u64;
+    let each = if bags > 0 { edges[1] - edges[0] } else { 0.0 };
+    if bags == 0 || edges[0] != 0.0 || edges.windows(2).any(|pair| pair[1] - pair[0] != each) {
+        return Err(Reject::Unsupported("with bags of several sizes"));
+    }
+    if each * bags as f64 != total as f64 {
+        return problem("has bags that do not add up");
+    }
+    let ids = a::reshape(c.g(), ids, &[bags, each as u64])?;
+    let mut rows = a::embedding(c.g(), table, ids)?;
+    let dtype = c.dtype_of(rows);
+    if let Some(weights) = c.maybe_tensor("per_sample_weights")? {
+        let weights = a::reshape(c.g(), weights, &[bags, each as u64, 1])?;
+        rows = two(c, Binary::Multiply, rows, weights)?;
+    }
+    let padding = c.int("padding_idx", -1)?;
+    let padding = if padding < 0 && padding != -1 { padding + c.shape_of(table)[0] as i64 } else { padding };
+    let kept = match padding {
+        -1 => None,
+        padding => {
+            let padding = a::full_like(c.g(), ids, padding as f64)?;
+            let kept = a::compare(c.g(), Direction::Ne, ids, padding)?;
+            Some(a::unsqueeze(c.g(), kept, -1)?)
+        }
+    };
+    let mode = c.int("mode", 0)?;
+    let missing = if mode == 2 { f64::NEG_INFINITY } else { 0.0 };
+    if let Some(kept) = kept {
+        let none = a::full_like(c.g(), rows, missing)?;
+        rows = a::select(c.g(), kept, rows, none)?;
+    }
+    let bag = match mode {
+        0 => a::sum(c.g(), rows, &[1], false)?,
+        1 => {
+            let sum = a::sum(c.g(), rows, &[1], false)?;
+            match kept {
+                None => number(c, Binary::Multiply, sum, 1.0 / each.max(1.0))?,
+                Some(kept) => {
+                    let kept = a::convert(c.g(), kept, dtype)?;
+                    let count = a::sum(c.g(), kept, &[1], false)?;
+                    let count = a::clamp(c.g(), count, Some(1.0), None)?;
+                    two(c, Binary::Divide, sum, count)?
+                }
+            }
+        }
+        2 => {
+            let most = a::max(c.g(), rows, &[1], false)?;
+            match kept {
+                None => most,
+                // A bag of nothing is zero.
+                Some(kept) => {
+                    let some = a::reduce(c.g(), kept, crate::op::Reducer::Or, &[1], false)?;
+                    let zero = a::full_like(c.g(), most, 0.0)?;
+                    a::select(c.g(), some, most, zero)?
+                }
+            }
+        }
+        _ => return problem("has a mode that is none"),
+    };
+    let first = super::super::call::Item::Tensor(c.to.memory.fresh(bag));
+    let mut items = vec![first];
+    items.resize(c.declared.len().max(1), super::super::call::Item::Opaque);
+    Ok(Out::Items(items))
+}
+
+/// Elements of `source`, in order, where a mask is true. A mask that is the same for all elements of the last dimension takes
+/// rows.
+fn masked_scatter(c: &mut Call<'_>) -> Lowered {
+    let (x, mask, source) = (c.first()?, c.tensor("mask")?, c.tensor("source")?);
+    let shape = c.shape_of(x);
+    let mask = a::broadcast_to(c.g(), mask, &shape)?;
+    let row = shape.last().copied().unwrap_or(1);
+    let elements = c.to.graph.ty(source).elements();
+    if elements == 0 {
+        return value(x);
+    }
+    let by_row = row > 1 && elements.is_multiple_of(row) && repeats_last(c, mask);
+    let width = if by_row { row } else { 1 };
+    let outer = if by_row { shape[..shape.len() - 1].to_vec() } else { shape.clone() };
+    let count: u64 = outer.iter().product();
+    let marks = if by_row {
+        let last = shape.len() - 1;
+        let marks = a::slice_dim(c.g(), mask, last, 0, 1, 1)?;
+        a::reshape(c.g(), marks, &[count])?
+    } else {
+        a::reshape(c.g(), mask, &[count])?
+    };
+    let marks = a::convert(c.g(), marks, DType::I32)?;
+    let places = a::cumulative(c.g(), marks, crate::op::Reducer::Sum, 0, false)?;
+    let places = number(c, Binary::Subtract, places, 1.0)?;
+    let rows = elements / width;
+    let places = a::clamp(c.g(), places, Some(0.0), Some(rows as f64 - 1.0))?;
+    let places = a::reshape(c.g(), places, &outer)?;
+    let table = if by_row { vec![rows, width] } else { vec![rows] };
+    let source = a::reshape(c.g(), source, &table)?;
+    let dtype = c.dtype_of(x);
+    let source = a::convert(c.g(), source, dtype)?;
+    let found = a::take(c.g(), source, 0, places, false)?;
+    value(a::select(c.g(), mask, found, x)?)
+}
+
+/// Whether a value is the same along its last dimension, by how it was made.
+fn repeats_last(c: &Call<'_>, x: ValueId) -> bool {
+    let node = c.to.graph.node(x);
+    let Some(last) = node.ty.rank().checked_sub(1) else { return false };
+    match &node.op {
+        Op::BroadcastInDim(op) => match op.dims.iter().position(|&d| d == last) {
+            None => true,
+            Some(at) => {
+                let of = node.operands[0];
+                c.to.graph.shape(of)[at] == 1 || (at + 1 == c.to.graph.shape(of).len() && repeats_last(c, of))
+            }
+        },
+        Op::Convert(_) | Op::Unary(_) => repeats_last(c, node.operands[0]),
+        _ => false,
+    }
 }

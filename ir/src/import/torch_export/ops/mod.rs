@@ -6,12 +6,16 @@ pub mod creation;
 pub mod elementwise;
 pub mod image;
 pub mod indexing;
+pub mod linalg;
 pub mod loss;
+pub mod marked;
 pub mod program;
 pub mod random;
 pub mod recurrent;
 pub mod reduction;
+pub mod sampling;
 pub mod shape;
+pub mod spectral;
 
 use super::call::{Call, Operand, Out, problem};
 use super::promote::DEFAULT_FLOAT;

@@ -2,7 +2,7 @@
 
 use super::super::call::Item;
 use super::super::convert::Environment;
-use super::super::memory::View;
+use super::super::memory::{Tensor, View};
 use super::super::schema;
 use super::super::sizes::{floor_div, modulo};
 use super::*;
@@ -62,6 +62,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("higher_order.strict_mode", Function(inline)),
     ("higher_order.cond", Function(cond)),
     ("higher_order.while_loop", Function(while_loop)),
+    ("higher_order.scan", Function(scan)),
+    ("higher_order.map_impl", Function(map)),
 ];
 
 /// Loops of more turns would make a graph that nobody can plan.
@@ -90,6 +92,9 @@ fn plain(item: &Item) -> Option<f64> {
 
 /// A function of numbers: a whole number where all are and it is one.
 pub fn sizes(c: &mut Call<'_>, f: fn(&[f64]) -> Option<f64>) -> Lowered {
+    if c.arguments.iter().any(|(_, item)| matches!(item, Item::Data(_))) {
+        return of_data(c);
+    }
     let given: Option<Vec<f64>> = c.arguments.iter().map(|(_, item)| plain(item)).collect();
     let Some(given) = given else { return problem("computes with what is no number") };
     let result = f(&given).filter(|x| x.abs() < EXACT);
@@ -104,6 +109,25 @@ pub fn sizes(c: &mut Call<'_>, f: fn(&[f64]) -> Option<f64>) -> Lowered {
         _ if divides || (floats && !rounds) => Item::Float(x),
         _ => Item::Int(x as i64),
     }]))
+}
+
+/// A function of numbers of which data decides one: a tensor's only element where it may be used as a value.
+fn of_data(c: &mut Call<'_>) -> Lowered {
+    let op = match c.name {
+        "_operator.add" => Binary::Add,
+        "_operator.sub" => Binary::Subtract,
+        "_operator.mul" => Binary::Multiply,
+        "_operator.truediv" => Binary::Divide,
+        _ => return Ok(Out::Items(vec![Item::Data(None)])),
+    };
+    let names: Vec<&str> = c.arguments.iter().map(|(name, _)| *name).collect();
+    if c.arguments.iter().any(|(_, item)| matches!(item, Item::Data(None))) || names.len() != 2 {
+        return Ok(Out::Items(vec![Item::Data(None)]));
+    }
+    let both = c.promoted(&names, op == Binary::Divide)?;
+    let result = two(c, op, both[0], both[1])?;
+    let result = c.to.memory.fresh(result);
+    Ok(Out::Items(vec![Item::Data(Some(result))]))
 }
 
 fn sum_of_sizes(c: &mut Call<'_>) -> Lowered {
@@ -131,10 +155,20 @@ fn elements(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(vec![Item::Int(c.to.graph.ty(x).elements() as i64)]))
 }
 
-/// A tensor's value as a number, which must follow from the program alone.
+/// A tensor's value as a number. Where it does not follow from the program alone it can be a value, but no size.
 fn item(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
-    let data = c.constant(x).ok_or_else(super::super::call::data_dependent)?;
+    let Some(data) = c.constant(x) else {
+        if let Some(n) = c.number {
+            return Ok(Out::Items(vec![Item::Int(n)]));
+        }
+        if c.to.graph.ty(x).elements() != 1 {
+            return problem("takes the number of a tensor of several");
+        }
+        let scalar = a::reshape(c.g(), x, &[])?;
+        let scalar = c.to.memory.fresh(scalar);
+        return Ok(Out::Items(vec![Item::Data(Some(scalar))]));
+    };
     let [only] = data[..] else { return problem("takes the number of a tensor of several") };
     Ok(Out::Items(vec![match c.dtype_of(x) {
         DType::Bool => Item::Bool(only != 0.0),
@@ -160,13 +194,17 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         return problem("gives a graph fewer values than it takes");
     }
     let names = graph.inputs.iter().map(|input| input.name().unwrap_or_default().to_string());
+    let own = given_tensors(&given);
     let environment: Environment = names.zip(given).collect();
     let flag = |position: usize| match c.arguments.get(position) {
         Some((_, Item::Bool(b))) => Some(*b),
         _ => None,
     };
     let stops = c.name == "higher_order.wrap_with_set_grad_enabled" && flag(0) == Some(false);
-    let outer = c.to.autocast;
+    let outer = (c.to.autocast, c.to.no_grad);
+    if c.name == "higher_order.wrap_with_set_grad_enabled" {
+        c.to.no_grad = stops;
+    }
     if c.name == "higher_order.wrap_with_autocast" {
         let enabled = flag(2).unwrap_or(true);
         let dtype = match c.arguments.get(1) {
@@ -176,11 +214,15 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         c.to.autocast = enabled.then_some(dtype);
     }
     let results = c.to.run(&graph, environment).map_err(Reject::Stop);
-    c.to.autocast = outer;
+    (c.to.autocast, c.to.no_grad) = outer;
     let mut results = results?;
     if stops {
         for item in &mut results {
             let Item::Tensor(tensor) = item else { continue };
+            // What was changed in place is the tensor that it was.
+            if own.contains(tensor) {
+                continue;
+            }
             let x = c.to.memory.read(&mut c.to.graph, *tensor)?;
             if c.dtype_of(x).is_float() && c.to.is_trained(x) {
                 *item = Item::Tensor(c.to.memory.view(&mut c.to.graph, *tensor, View::Stop)?);
@@ -188,6 +230,14 @@ fn inline(c: &mut Call<'_>) -> Lowered {
         }
     }
     Ok(Out::Items(results))
+}
+
+fn given_tensors(items: &[Item]) -> Vec<Tensor> {
+    let tensor = |item: &Item| match item {
+        Item::Tensor(tensor) => Some(*tensor),
+        _ => None,
+    };
+    items.iter().filter_map(tensor).collect()
 }
 
 /// A graph within the program, and its values.
@@ -222,7 +272,7 @@ fn known(c: &mut Call<'_>, truth: &Item) -> Result<Option<bool>, Reject> {
     Ok(match truth {
         Item::Bool(b) => Some(*b),
         Item::Int(n) => Some(*n != 0),
-        Item::Tensor(tensor) => {
+        Item::Tensor(tensor) | Item::Data(Some(tensor)) => {
             let value = c.to.memory.read(&mut c.to.graph, *tensor)?;
             c.constant(value).and_then(|data| data.first().map(|&x| x != 0.0))
         }
@@ -237,7 +287,9 @@ fn cond(c: &mut Call<'_>) -> Lowered {
     if let Some(truth) = known(c, &predicate)? {
         return Ok(Out::Items(run(c, if truth { &on_true } else { &on_false }, &given)?));
     }
-    let Item::Tensor(predicate) = predicate else { return problem("has a condition that is no truth value") };
+    let (Item::Tensor(predicate) | Item::Data(Some(predicate))) = predicate else {
+        return problem("has a condition that is no truth value");
+    };
     let (ours, others) = (run(c, &on_true, &given)?, run(c, &on_false, &given)?);
     let predicate = c.to.memory.read(&mut c.to.graph, predicate)?;
     let predicate = a::reshape(c.g(), predicate, &[])?;
@@ -259,11 +311,7 @@ fn cond(c: &mut Call<'_>) -> Lowered {
 /// A loop whose number of turns follows from the program alone, written out.
 fn while_loop(c: &mut Call<'_>) -> Lowered {
     let ([condition, body], _) = graphs(c)?;
-    let list = |item: &Item| match item {
-        Item::List(all) => Some(all.clone()),
-        _ => None,
-    };
-    let lists: Vec<Vec<Item>> = c.arguments.iter().filter_map(|(_, item)| list(item)).collect();
+    let lists = lists(c);
     let (mut carried, others) = match lists.as_slice() {
         [carried] => (carried.clone(), Vec::new()),
         [carried, others] => (carried.clone(), others.clone()),
@@ -284,6 +332,107 @@ fn while_loop(c: &mut Call<'_>) -> Lowered {
         }
     }
     Err(Reject::Unsupported("of more than 4096 turns"))
+}
+
+/// The items of each list among the arguments.
+fn lists(c: &Call<'_>) -> Vec<Vec<Item>> {
+    let list = |item: &Item| match item {
+        Item::List(all) => Some(all.clone()),
+        _ => None,
+    };
+    c.arguments.iter().filter_map(|(_, item)| list(item)).collect()
+}
+
+/// How many slices the first of these tensors has, and the one of each at a place.
+fn steps(c: &mut Call<'_>, all: &[Item]) -> Result<u64, Reject> {
+    let Some(Item::Tensor(first)) = all.first() else { return problem("runs over no tensor") };
+    let x = c.to.memory.read(&mut c.to.graph, *first)?;
+    match c.shape_of(x).first() {
+        Some(&n) if n as usize <= MOST_TURNS => Ok(n),
+        Some(_) => Err(Reject::Unsupported("of more than 4096 turns")),
+        None => problem("runs over a scalar"),
+    }
+}
+
+fn slice_at(c: &mut Call<'_>, item: &Item, at: u64) -> Result<Item, Reject> {
+    let Item::Tensor(tensor) = item else { return problem("runs over what is no tensor") };
+    let x = c.to.memory.read(&mut c.to.graph, *tensor)?;
+    let slice = a::select_dim(c.g(), x, 0, at as i64)?;
+    Ok(Item::Tensor(c.to.memory.fresh(slice)))
+}
+
+/// What each turn gave, along a new first dimension.
+fn stacked(c: &mut Call<'_>, turns: &[Vec<Item>]) -> Result<Vec<Item>, Reject> {
+    let mut all = Vec::new();
+    for at in 0..turns.first().map_or(0, Vec::len) {
+        let mut parts = Vec::with_capacity(turns.len());
+        for turn in turns {
+            let Some(Item::Tensor(tensor)) = turn.get(at) else {
+                return Err(Reject::Unsupported("with results that are no tensors"));
+            };
+            parts.push(c.to.memory.read(&mut c.to.graph, *tensor)?);
+        }
+        let whole = a::stack(c.g(), &parts, 0)?;
+        all.push(Item::Tensor(c.to.memory.fresh(whole)));
+    }
+    Ok(all)
+}
+
+fn only_graph(c: &Call<'_>) -> Result<Rc<schema::Graph>, Reject> {
+    let graph = c.arguments.iter().find_map(|(_, item)| match item {
+        Item::Graph(graph) => Some(graph.clone()),
+        _ => None,
+    });
+    graph.ok_or_else(|| other("needs a graph"))
+}
+
+/// A loop over slices that carries values, written out.
+fn scan(c: &mut Call<'_>) -> Lowered {
+    let graph = only_graph(c)?;
+    let lists = lists(c);
+    let (mut carried, slices, others) = match lists.as_slice() {
+        [carried, slices] => (carried.clone(), slices.clone(), Vec::new()),
+        [carried, slices, others] => (carried.clone(), slices.clone(), others.clone()),
+        _ => return problem("runs over nothing"),
+    };
+    let mut turns = Vec::new();
+    for at in 0..steps(c, &slices)? {
+        let mut given = carried.clone();
+        for item in &slices {
+            given.push(slice_at(c, item, at)?);
+        }
+        given.extend(others.iter().cloned());
+        let mut results = run(c, &graph, &given)?;
+        if results.len() < carried.len() {
+            return problem("carries other values than it starts with");
+        }
+        let gives = results.split_off(carried.len());
+        carried = results;
+        turns.push(gives);
+    }
+    carried.extend(stacked(c, &turns)?);
+    Ok(Out::Items(carried))
+}
+
+/// The same graph for each slice, written out.
+fn map(c: &mut Call<'_>) -> Lowered {
+    let graph = only_graph(c)?;
+    let lists = lists(c);
+    let (slices, others) = match lists.as_slice() {
+        [slices] => (slices.clone(), Vec::new()),
+        [slices, others] => (slices.clone(), others.clone()),
+        _ => return problem("runs over nothing"),
+    };
+    let mut turns = Vec::new();
+    for at in 0..steps(c, &slices)? {
+        let mut given = Vec::new();
+        for item in &slices {
+            given.push(slice_at(c, item, at)?);
+        }
+        given.extend(others.iter().cloned());
+        turns.push(run(c, &graph, &given)?);
+    }
+    Ok(Out::Items(stacked(c, &turns)?))
 }
 
 /// A counter becomes the number that it is, so that what it was counted from is not looked at in every turn.

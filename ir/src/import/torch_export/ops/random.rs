@@ -150,12 +150,17 @@ fn drawn(c: &mut Call<'_>, draw: Draw) -> Lowered {
 
 fn scaled_uniform(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
-    let (shape, dtype) = (c.shape_of(x), c.dtype_of(x));
     let (from, to) = (c.float("from", 0.0)?, c.float("to", 1.0)?);
+    value(between(c, x, from, to)?)
+}
+
+/// Numbers between two, as many as `like` has and of its type.
+pub fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<ValueId, Reject> {
+    let (shape, dtype) = (c.shape_of(like), c.dtype_of(like));
     let x = uniform(c, &shape)?;
     let x = number(c, Binary::Multiply, x, to - from)?;
     let x = number(c, Binary::Add, x, from)?;
-    value(a::convert(c.g(), x, dtype)?)
+    Ok(a::convert(c.g(), x, dtype)?)
 }
 
 fn scaled_normal(c: &mut Call<'_>) -> Lowered {

@@ -62,8 +62,14 @@ fn layers(c: &mut Call<'_>, cell: &Cell) -> Lowered {
         let mut sequences = Vec::new();
         for (d, weights) in weights.chunks(each).enumerate() {
             let biases = if biased { Some([weights[2], weights[3]]) } else { None };
-            let layer =
-                Recurrent { cell: cell.clone(), input: weights[0], recurrent: weights[1], biases, backwards: d == 1 };
+            let layer = Recurrent {
+                cell: cell.clone(),
+                input: weights[0],
+                recurrent: weights[1],
+                biases,
+                backwards: d == 1,
+                lengths: None,
+            };
             let row = (n * directions + d) as i64;
             let first = first.iter().map(|&state| a::select_dim(c.g(), state, 0, row)).collect::<Result<_, _>>()?;
             let (sequence, last) = layer.run(c.g(), x, Some(first))?;
@@ -94,6 +100,6 @@ fn one_step(c: &mut Call<'_>, cell: Cell) -> Lowered {
         return problem("has another number of states than its kind of cell");
     }
     let x = a::unsqueeze(c.g(), x, 0)?;
-    let layer = Recurrent { cell, input, recurrent, biases, backwards: false };
+    let layer = Recurrent { cell, input, recurrent, biases, backwards: false, lengths: None };
     Ok(Out::Values(layer.run(c.g(), x, Some(first))?.1))
 }

@@ -10,7 +10,14 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("amin", Lowering::Reduce(Reducer::Min)),
     ("any", Lowering::Reduce(Reducer::Or)),
     ("all", Lowering::Reduce(Reducer::And)),
+    ("_is_all_true", Lowering::Reduce(Reducer::And)),
+    ("_is_any_true", Lowering::Reduce(Reducer::Or)),
     ("nansum", Function(nansum)),
+    ("cdist", Function(cdist)),
+    ("_cdist_forward", Function(cdist)),
+    ("pairwise_distance", Function(pairwise_distance)),
+    ("_weight_norm", Function(weight_norm)),
+    ("_weight_norm_interface", Function(weight_norm)),
     ("mean", Function(mean)),
     ("max", Function(|c| extremum(c, Reducer::Max))),
     ("min", Function(|c| extremum(c, Reducer::Min))),
@@ -285,6 +292,16 @@ fn histc(c: &mut Call<'_>) -> Lowered {
     let dtype = c.dtype_of(x);
     let count = c.shape_of(x).iter().product();
     let x = a::reshape(c.g(), x, &[count])?;
+    // Whole numbers fall into parts of length one.
+    let whole = match &c.g().node(x).op {
+        Op::Convert(_) => c.to.graph.ty(c.to.graph.node(x).operands[0]).dtype.is_integer(),
+        _ => dtype.is_integer(),
+    };
+    if whole && max - min == bins as f64 - 1.0 && min.fract() == 0.0 {
+        let part = number(c, Binary::Subtract, x, min)?;
+        let own = a::one_hot(c.g(), part, bins as u64, dtype)?;
+        return value(a::sum(c.g(), own, &[0], false)?);
+    }
     let x = if dtype.is_float() { x } else { a::convert(c.g(), x, DEFAULT_FLOAT)? };
     let from_min = number(c, Binary::Subtract, x, min)?;
     let scaled = number(c, Binary::Multiply, from_min, bins as f64)?;
@@ -296,4 +313,80 @@ fn histc(c: &mut Call<'_>) -> Lowered {
     // What lies outside of the range is equal to no part's number.
     let own = a::one_hot(c.g(), part, bins as u64, dtype)?;
     value(a::sum(c.g(), own, &[0], false)?)
+}
+
+/// The `p`-norm over the last dimension, which has no slope where it is zero.
+fn distance(c: &mut Call<'_>, apart: ValueId, p: f64) -> Result<ValueId, Reject> {
+    let last = c.rank(apart) - 1;
+    let size = one(c, Unary::Abs, apart)?;
+    if p == 1.0 {
+        return Ok(a::sum(c.g(), size, &[last], false)?);
+    }
+    if p == f64::INFINITY {
+        return Ok(a::max(c.g(), size, &[last], false)?);
+    }
+    if p == 0.0 {
+        let zero = a::full_like(c.g(), size, 0.0)?;
+        let differs = a::compare(c.g(), Direction::Ne, size, zero)?;
+        let dtype = c.dtype_of(apart);
+        let differs = a::convert(c.g(), differs, dtype)?;
+        return Ok(a::sum(c.g(), differs, &[last], false)?);
+    }
+    if p == 2.0 {
+        let square = two(c, Binary::Multiply, apart, apart)?;
+        let sum = a::sum(c.g(), square, &[last], false)?;
+        return Ok(a::complex::root(c.g(), sum)?);
+    }
+    // Powers have no slope at zero: it is taken of one there, and left out.
+    let safely = |c: &mut Call<'_>, x: ValueId, power: f64| -> Result<ValueId, Reject> {
+        let zero = a::full_like(c.g(), x, 0.0)?;
+        let none = a::compare(c.g(), Direction::Eq, x, zero)?;
+        let unit = a::full_like(c.g(), x, 1.0)?;
+        let safe = a::select(c.g(), none, unit, x)?;
+        let power = number(c, Binary::Power, safe, power)?;
+        Ok(a::select(c.g(), none, zero, power)?)
+    };
+    let powers = safely(c, size, p)?;
+    let sum = a::sum(c.g(), powers, &[last], false)?;
+    safely(c, sum, 1.0 / p)
+}
+
+/// The distance of each row of one matrix to each row of another.
+fn cdist(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["x1", "x2"], true)?;
+    if c.rank(both[0]) < 2 || c.rank(both[1]) < 2 {
+        return problem("takes matrices");
+    }
+    let (x, y) = (a::unsqueeze(c.g(), both[0], -2)?, a::unsqueeze(c.g(), both[1], -3)?);
+    let apart = two(c, Binary::Subtract, x, y)?;
+    let p = c.float("p", 2.0)?;
+    value(distance(c, apart, p)?)
+}
+
+fn pairwise_distance(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["x1", "x2"], true)?;
+    let apart = two(c, Binary::Subtract, both[0], both[1])?;
+    let apart = number(c, Binary::Add, apart, c.float("eps", 1e-6)?)?;
+    let p = c.float("p", 2.0)?;
+    let y = distance(c, apart, p)?;
+    value(if c.bool("keepdim", false)? { a::unsqueeze(c.g(), y, -1)? } else { y })
+}
+
+/// `g v / |v|` with the norm over all dimensions but one.
+fn weight_norm(c: &mut Call<'_>) -> Lowered {
+    let (v, g) = (c.tensor("v")?, c.tensor("g")?);
+    let rank = c.rank(v);
+    let dims: Vec<usize> = match c.int("dim", 0)? {
+        -1 => (0..rank).collect(),
+        dim => {
+            let kept = a::axis(dim, rank)?;
+            (0..rank).filter(|&d| d != kept).collect()
+        }
+    };
+    let square = two(c, Binary::Multiply, v, v)?;
+    let sum = a::sum(c.g(), square, &dims, true)?;
+    let norm = one(c, Unary::Sqrt, sum)?;
+    let share = two(c, Binary::Divide, g, norm)?;
+    let y = two(c, Binary::Multiply, v, share)?;
+    Ok(if c.name == "_weight_norm_interface" { Out::Values(vec![y, norm]) } else { Out::Value(y) })
 }

@@ -14,6 +14,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("view_as", Function(view_as)),
     ("reshape_as", Function(view_as)),
     ("flatten", Function(flatten)),
+    ("ravel", Function(flatten)),
     ("unflatten", Function(unflatten)),
     ("contiguous", Function(contiguous)),
     ("clone", Function(clone)),
@@ -70,6 +71,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("broadcast_tensors", Function(broadcast_tensors)),
     ("constant_pad_nd", Function(constant_pad)),
     ("pad", Function(pad)),
+    ("_pad_circular", Function(circular)),
     ("reflection_pad1d", Function(|c| mirrored(c, true))),
     ("reflection_pad2d", Function(|c| mirrored(c, true))),
     ("reflection_pad3d", Function(|c| mirrored(c, true))),
@@ -630,6 +632,7 @@ fn pad(c: &mut Call<'_>) -> Lowered {
         "constant" => constant_pad(c),
         "reflect" => mirrored(c, true),
         "replicate" => mirrored(c, false),
+        "circular" => circular(c),
         _ => Err(Reject::Unsupported("in this mode")),
     }
 }
@@ -674,6 +677,30 @@ fn mirrored(c: &mut Call<'_>, reflect: bool) -> Lowered {
             let parts = if behind { [x, edge] } else { [edge, x] };
             x = a::concat(c.g(), &parts, dim)?;
         }
+    }
+    value(x)
+}
+
+/// What lies beyond an edge is what lies inside of the other.
+fn circular(c: &mut Call<'_>) -> Lowered {
+    let mut x = c.first()?;
+    let rank = c.rank(x);
+    let (low, high) = padding(c, "pad", rank)?;
+    for dim in 0..rank {
+        let size = c.shape_of(x)[dim] as i64;
+        let (before, behind) = (low[dim], high[dim]);
+        if before > size || behind > size || before < -size || behind < -size {
+            return problem("is padded by more than it has");
+        }
+        let inner = a::slice_dim(c.g(), x, dim, (-before).max(0), size - (-behind).max(0), 1)?;
+        let mut parts = vec![inner];
+        if before > 0 {
+            parts.insert(0, a::slice_dim(c.g(), x, dim, size - before, size, 1)?);
+        }
+        if behind > 0 {
+            parts.push(a::slice_dim(c.g(), x, dim, 0, behind, 1)?);
+        }
+        x = a::concat(c.g(), &parts, dim)?;
     }
     value(x)
 }

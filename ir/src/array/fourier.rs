@@ -1,0 +1,126 @@
+//! Discrete Fourier transforms as products with matrices of cosines and sines.
+//!
+//! A transform of `n = a b` numbers is one of `a`, a rotation of each number, and one of `b` (Cooley and Tukey 1965), so
+//! that the work is `n (a + b + ..)`, not `n^2`. Each factor is a matrix product, which can be split like any other.
+
+use super::complex::{BuiltPair, Pair, bilinear, complex_multiply, conjugate, of_real};
+use super::{Built, ShapeError, binary, concat, contract, convert, flip, iota, move_dim, permute, reshape, slice_dim};
+use super::{unary, with_number};
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Binary, Unary};
+use std::f64::consts::TAU;
+
+/// Transforms of up to so many numbers are one product.
+const DIRECT: u64 = 64;
+
+/// Larger prime factors than this would make matrices that nobody can use.
+pub const LARGEST_PRIME: u64 = 4096;
+
+/// `cos` and `sin` of `2 pi j k / n` for `j` below `rows` and `k` below `columns`.
+fn circle(g: &mut Graph, n: u64, [rows, columns]: [u64; 2], dtype: DType) -> BuiltPair {
+    let (row, column) = (iota(g, &[rows, columns], 0, DType::I32)?, iota(g, &[rows, columns], 1, DType::I32)?);
+    // The product is below n^2, and whole turns are left out before rounding.
+    let product = binary(g, Binary::Multiply, row, column)?;
+    let rest = with_number(g, Binary::Remainder, product, n as f64)?;
+    let rest = convert(g, rest, dtype)?;
+    let angle = with_number(g, Binary::Multiply, rest, TAU / n as f64)?;
+    Ok([unary(g, Unary::Cosine, angle)?, unary(g, Unary::Sine, angle)?])
+}
+
+/// The largest divisor that is at most the root; one for primes.
+fn divisor(n: u64) -> u64 {
+    (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
+}
+
+/// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` where it is the inverse. Numbers
+/// without an imaginary part are real.
+///
+/// # Errors
+/// [`ShapeError::TooLarge`] where the size has a prime factor above [`LARGEST_PRIME`].
+pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse: bool) -> BuiltPair {
+    let shape = g.shape(x.0).to_vec();
+    let n = shape.get(dim).copied().ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
+    if n <= 1 {
+        return match x.1 {
+            Some(im) => Ok([x.0, im]),
+            None => of_real(g, x.0),
+        };
+    }
+    let a = divisor(n);
+    if n <= DIRECT || a == 1 {
+        if n > LARGEST_PRIME {
+            return Err(ShapeError::TooLarge { shape: vec![n, n] });
+        }
+        let dtype = g.ty(x.0).dtype;
+        let mut matrix = circle(g, n, [n, n], dtype)?;
+        if !inverse {
+            matrix = conjugate(g, matrix)?;
+        }
+        return bilinear(g, x, (matrix[0], Some(matrix[1])), |g, x, m| along(g, x, m, dim));
+    }
+    let b = n / a;
+    let mut split = shape.clone();
+    split.splice(dim..=dim, [a, b]);
+    let im = x.1.map(|im| reshape(g, im, &split)).transpose()?;
+    let x = (reshape(g, x.0, &split)?, im);
+    let first = fourier(g, x, dim, inverse)?;
+    let dtype = g.ty(first[0]).dtype;
+    let mut turn = circle(g, n, [a, b], dtype)?;
+    if !inverse {
+        turn = conjugate(g, turn)?;
+    }
+    // Dimensions behind these two are the same for all.
+    let mut wide = vec![a, b];
+    wide.resize(split.len() - dim, 1);
+    let turn = [reshape(g, turn[0], &wide)?, reshape(g, turn[1], &wide)?];
+    let turned = complex_multiply(g, first, turn)?;
+    let [re, im] = fourier(g, (turned[0], Some(turned[1])), dim + 1, inverse)?;
+    let mut order: Vec<usize> = (0..split.len()).collect();
+    order.swap(dim, dim + 1);
+    let mut joined = |part: ValueId| {
+        let part = permute(g, part, &order)?;
+        reshape(g, part, &shape)
+    };
+    Ok([joined(re)?, joined(im)?])
+}
+
+/// `x` with `dim` contracted with the rows of a matrix, whose columns take its place.
+fn along(g: &mut Graph, x: ValueId, matrix: ValueId, dim: usize) -> Built {
+    let y = contract(g, x, matrix, dim, 0)?;
+    let last = g.shape(y).len() - 1;
+    move_dim(g, y, last, dim)
+}
+
+/// [`fourier`] of real numbers, of which the first `n / 2 + 1` results say all.
+pub fn real_fourier(g: &mut Graph, x: ValueId, dim: usize) -> BuiltPair {
+    let n = g.shape(x).get(dim).copied().unwrap_or(0);
+    let kept = n / 2 + 1;
+    if n > 1 && n <= DIRECT {
+        let dtype = g.ty(x).dtype;
+        let matrix = circle(g, n, [n, kept], dtype)?;
+        let matrix = conjugate(g, matrix)?;
+        return Ok([along(g, x, matrix[0], dim)?, along(g, x, matrix[1], dim)?]);
+    }
+    let [re, im] = fourier(g, (x, None), dim, false)?;
+    Ok([slice_dim(g, re, dim, 0, kept as i64, 1)?, slice_dim(g, im, dim, 0, kept as i64, 1)?])
+}
+
+/// The `n` real numbers, times `n`, whose [`real_fourier`] these `n / 2 + 1` are.
+pub fn real_inverse(g: &mut Graph, x: Pair, dim: usize, n: u64) -> Built {
+    // The others are the conjugates of these, in reverse.
+    let others = n.saturating_sub(n / 2 + 1) as i64;
+    let [re, im] = x;
+    let mut whole = [re, im];
+    if others > 0 {
+        let mirrored = |g: &mut Graph, part: ValueId| {
+            let part = slice_dim(g, part, dim, 1, 1 + others, 1)?;
+            flip(g, part, &[dim])
+        };
+        let (behind_re, behind_im) = (mirrored(g, re)?, mirrored(g, im)?);
+        let [behind_re, behind_im] = conjugate(g, [behind_re, behind_im])?;
+        whole = [concat(g, &[re, behind_re], dim)?, concat(g, &[im, behind_im], dim)?];
+    }
+    let [re, _] = fourier(g, (whole[0], Some(whole[1])), dim, true)?;
+    Ok(re)
+}

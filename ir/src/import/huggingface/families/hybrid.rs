@@ -1,0 +1,190 @@
+//! Mamba-2, and decoders that mix its state spaces with attention.
+
+use super::llama::multipliers;
+use crate::array::RotaryHalves;
+use crate::import::huggingface::blocks::{Activation, Builder, Norm};
+use crate::import::huggingface::config::{Fields, MAX_SIZE};
+use crate::import::huggingface::decoder::{
+    Around, Decoder, Defaults, Embedding, Feed, GateUp, Gated, Head, Layer, Mixer, Names, Order,
+};
+use crate::import::huggingface::error::ConfigError;
+use crate::import::huggingface::moe::{Experts, Mixture, Router};
+use crate::import::huggingface::state_space::StateSpace;
+
+/// What `key` clamps the steps of a state space to.
+fn step_limits(fields: &Fields<'_>, key: &str) -> Result<(f64, f64), ConfigError> {
+    match fields.numbers(key)?.as_deref() {
+        None => Ok((0.0, f64::INFINITY)),
+        // JSON has no infinity, so that a great number stands for it.
+        Some([least, most]) if least <= most => Ok((*least, if *most > 1e300 { f64::INFINITY } else { *most })),
+        Some(_) => Err(fields.expected(key, "the least and the greatest step")),
+    }
+}
+
+/// The width of all heads of a state space, and of what its groups share, is at most that of the widest layer.
+fn bounded(fields: &Fields<'_>, keys: [&str; 2], inner: u64, shared: u64) -> Result<(), ConfigError> {
+    fields.at_most(keys[0], inner, "the widest layer", MAX_SIZE)?;
+    fields.at_most(keys[1], shared, "the widest layer", MAX_SIZE)
+}
+
+/// Mamba-2 (Dao and Gu 2024): state spaces alone.
+pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    let hidden = fields.main_size("hidden_size", 4096)?;
+    let heads = fields.main_size("num_heads", 128)?;
+    let head_width = fields.size_or("head_dim", 64)?;
+    let inner = fields.size_or("expand", 2)? * hidden;
+    if inner != heads * head_width {
+        return Err(fields.expected("num_heads", format!("{inner} (hidden_size times expand) over head_dim")));
+    }
+    let eps = fields.positive_or("layer_norm_epsilon", 1e-5)?;
+    let mixer = StateSpace {
+        heads,
+        head_width,
+        state: fields.size_or("state_size", 128)?,
+        groups: fields.size_or("n_groups", 8)?,
+        kernel: fields.size_or("conv_kernel", 4)?,
+        chunk: fields.size_or("chunk_size", 256)?,
+        bias: fields.flag_or("use_bias", false)?,
+        conv_bias: fields.flag_or("use_conv_bias", true)?,
+        activation: Activation::read(fields, "hidden_act", "silu")?,
+        eps,
+        step_limits: step_limits(fields, "time_step_limit")?,
+    };
+    fields.divides("num_heads", heads, "n_groups", mixer.groups)?;
+    bounded(fields, ["expand", "state_size"], inner, mixer.groups * mixer.state)?;
+    // How weights are first drawn.
+    fields.ignore(&["rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"]);
+    fields.ignore(&["time_step_scale", "time_step_init_scheme", "rms_norm", "norm_before_gate"]);
+    let norm = Norm::rms(eps);
+    let layer = Layer {
+        mixer: ("mixer", Mixer::StateSpace(mixer)),
+        feeds: Vec::new(),
+        order: Order::Sequential { mixer: Around::before("norm"), feed: Around::default() },
+        norm,
+        residual: 1.0,
+        wide: fields.flag_or("residual_in_fp32", true)?,
+    };
+    let layers = fields.main_layers("num_hidden_layers", 64)?;
+    let decoder = Decoder {
+        names: Names {
+            model: "backbone",
+            embedding: "embeddings",
+            layers: "layers",
+            final_norm: "norm_f",
+            head: "lm_head",
+        },
+        vocabulary: fields.main_size("vocab_size", 32_768)?,
+        hidden,
+        // There is no limit; the models were trained on so many.
+        positions: 2048,
+        embedding: Embedding::default(),
+        ropes: Vec::new(),
+        halves: RotaryHalves::Split,
+        layers: vec![layer; layers as usize],
+        final_norm: Some(norm),
+        head: Head { tied: fields.flag_or("tie_word_embeddings", false)?, bias: false, scale: 1.0, cap: None },
+    };
+    decoder.build(b)
+}
+
+/// The state space of a hybrid, whose fields begin with `mamba_`.
+fn state_space(fields: &Fields<'_>, hidden: u64, eps: f64) -> Result<StateSpace, ConfigError> {
+    let heads = fields.size_or("mamba_n_heads", 128)?;
+    let inner = fields.size_or("mamba_expand", 2)? * hidden;
+    fields.divides("mamba_expand", inner, "mamba_n_heads", heads)?;
+    let head_width = match fields.is_word("mamba_d_head") {
+        true => inner / heads,
+        false => fields.size_or("mamba_d_head", inner / heads)?,
+    };
+    if head_width * heads != inner {
+        return Err(fields.expected("mamba_d_head", format!("{inner} (hidden_size times mamba_expand) over {heads}")));
+    }
+    let groups = fields.size_or("mamba_n_groups", 1)?;
+    fields.divides("mamba_n_heads", heads, "mamba_n_groups", groups)?;
+    let state = fields.size_or("mamba_d_state", 256)?;
+    bounded(fields, ["mamba_expand", "mamba_d_state"], inner, groups * state)?;
+    Ok(StateSpace {
+        heads,
+        head_width,
+        state,
+        groups,
+        kernel: fields.size_or("mamba_d_conv", 4)?,
+        chunk: fields.size_or("mamba_chunk_size", 256)?,
+        bias: fields.flag_or("mamba_proj_bias", false)?,
+        conv_bias: fields.flag_or("mamba_conv_bias", true)?,
+        activation: Activation::read(fields, "hidden_act", "silu")?,
+        eps,
+        step_limits: step_limits(fields, "time_step_limit")?,
+    })
+}
+
+/// Bamba (IBM, Princeton and UIUC 2024): attention in a few layers.
+pub fn bamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    let defaults = Defaults { vocabulary: 128_000, inner: 14_336, kv_heads: Some(8), eps: 1e-5, ..Defaults::LLAMA };
+    let mut decoder = Decoder::llama(fields, b, &Defaults { positions: 262_144, partial: 0.5, ..defaults })?;
+    let (bias, mlp_bias) = (fields.flag_or("attention_bias", false)?, fields.flag_or("mlp_bias", false)?);
+    decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, bias));
+    decoder.each_gated(|gated| gated.bias = mlp_bias);
+    let eps = decoder.final_norm.map_or(1e-5, |norm| norm.eps);
+    let mixer = state_space(fields, decoder.hidden, eps)?;
+    let attends = fields.numbers("attn_layer_indices")?.unwrap_or_default();
+    fields.ignore(&["layer_types", "layers_block_type", "num_logits_to_keep", "z_loss_coefficient"]);
+    decoder.each(|i, layer| {
+        if !attends.contains(&(i as f64)) {
+            layer.mixer = ("mamba", Mixer::StateSpace(mixer.clone()));
+        }
+        layer.order = Order::before("input_layernorm", "pre_ff_layernorm");
+        layer.feeds.iter_mut().for_each(|feed| feed.0 = "feed_forward");
+    });
+    decoder.names.final_norm = "final_layernorm";
+    decoder.build(b)
+}
+
+/// Granite 4 (IBM 2025): attention in a few layers, with or without experts, beside a shared perceptron.
+pub fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
+    let bias = fields.flag_or("attention_bias", false)?;
+    decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, bias));
+    multipliers(fields, &mut decoder)?;
+    let turned = match fields.word_or("position_embedding_type", "none")?.as_str() {
+        "rope" => true,
+        "none" | "nope" => false,
+        _ => return Err(fields.unsupported("position_embedding_type", &["rope", "nope"])),
+    };
+    let eps = decoder.final_norm.map_or(1e-6, |norm| norm.eps);
+    let mixer = state_space(fields, decoder.hidden, eps)?;
+    let activation = Activation::read(fields, "hidden_act", "silu")?;
+    let layers = decoder.layers.len() as u64;
+    let kinds = fields.of_layers("layer_types", layers, |_| "linear_attention")?;
+    let width = fields.main_size("shared_intermediate_size", 1024)?;
+    let shared =
+        Gated { first: GateUp::Joined("input_linear"), down: "output_linear", ..Gated::new(width, activation) };
+    let count = fields.count_or("num_local_experts", 8)?;
+    let mixture = match count {
+        0 => None,
+        count => {
+            let chosen = fields.main_size("num_experts_per_tok", 2)?;
+            fields.at_most("num_experts_per_tok", chosen, "num_local_experts", count)?;
+            let width = fields.size_or("intermediate_size", Defaults::LLAMA.inner)?;
+            let experts = Experts::new(count, chosen, width, activation);
+            Some(Mixture { router: Router::softmax("router", true), experts, shared: None })
+        }
+    };
+    fields.ignore(&["router_aux_loss_coef", "normalization_function", "init_method", "embedding_multiplier"]);
+    if count == 0 {
+        fields.ignore(&["num_experts_per_tok", "intermediate_size"]);
+    }
+    for (i, layer) in decoder.layers.iter_mut().enumerate() {
+        match kinds[i] {
+            "attention" | "full_attention" => {}
+            "mamba" | "linear_attention" => layer.mixer = ("mamba", Mixer::StateSpace(mixer.clone())),
+            _ => return Err(fields.unsupported("layer_types", &["attention", "mamba"])),
+        }
+        let experts = mixture.clone().map(|mixture| ("block_sparse_moe", Feed::Mixture(mixture)));
+        layer.feeds = experts.into_iter().chain([("shared_mlp", Feed::Gated(shared))]).collect();
+    }
+    if !turned {
+        decoder.each_attention(|_, attention| attention.rotary = None);
+    }
+    decoder.build(b)
+}

@@ -1,0 +1,136 @@
+//! Degrees that say how samples and experts are split: context and expert parallelism, and micro-batches as each replica sees them.
+//!
+//! What a degree asks of layouts becomes pins of the graph, which the search honours as it does the model's own. Devices that split
+//! the positions of samples are an axis of their own beside replicas and tensor-parallel devices, which only uniform plans have.
+
+use crate::layers::cluster_finely;
+use crate::model::Layered;
+use crate::parallelism::expert_products;
+use crate::request::{PlanFailure, Progress, Request};
+use crate::{chosen_of, global_batch, target};
+use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
+use altiplano_ir::op::{Function, Op};
+use altiplano_ir::plan::Plan;
+use std::collections::BTreeSet;
+
+/// The dimension of an attention's result that counts positions.
+const POSITIONS: usize = 1;
+
+/// The request with what `--ep` and `--cp` ask of layouts.
+///
+/// # Errors
+/// Experts where the model has none, or not as many as could be dealt out.
+pub fn with_pins(request: &Request) -> Result<Option<Request>, PlanFailure> {
+    if request.ep.is_none() && request.cp.is_none() {
+        return Ok(None);
+    }
+    let mut graph = request.graph.clone();
+    if let Some(ep) = request.ep {
+        let refused = |problem| Err(PlanFailure::Option { option: "ep", value: ep.into(), problem });
+        let experts = expert_products(&graph);
+        if ep == 0 {
+            return refused("must be at least 1");
+        }
+        if ep > 1 && experts.is_empty() {
+            return refused("is for models with experts; no parameter of this one has a dimension that counts them");
+        }
+        for (value, dim) in experts {
+            if !graph.shape(value)[dim].is_multiple_of(ep.into()) {
+                return refused("does not divide the number of experts");
+            }
+            pin(&mut graph, value, dim, "expert", ep);
+        }
+    }
+    match request.cp {
+        Some(0) => return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" }),
+        Some(parts) => {
+            let attention = |v: &ValueId| match &graph.node(*v).op {
+                Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
+                _ => false,
+            };
+            let all: Vec<ValueId> = graph.values().filter(attention).collect();
+            all.into_iter().for_each(|v| pin(&mut graph, v, POSITIONS, "context", parts));
+        }
+        None => {}
+    }
+    Ok(Some(Request { graph, ..request.clone() }))
+}
+
+/// Splits a dimension into so many parts, and leaves all others open.
+fn pin(graph: &mut Graph, value: ValueId, dim: usize, axis: &str, parts: u32) {
+    let (mesh, axes) = match parts {
+        1 => (Vec::new(), Vec::new()),
+        _ => (vec![(axis.to_string(), u64::from(parts))], vec![axis.to_string()]),
+    };
+    let of = |d: usize| match d == dim {
+        true => PinnedDim { axes: axes.clone(), open: false },
+        false => PinnedDim { axes: Vec::new(), open: true },
+    };
+    let dims = (0..graph.shape(value).len()).map(of).collect();
+    graph.pin(Pin { value, mesh, dims });
+}
+
+/// Splits what passes between layers by token over so many devices of an axis `context`.
+pub fn pin_positions(graph: &mut Graph, parts: u32) {
+    if parts <= 1 {
+        return;
+    }
+    let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
+    let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
+    for value in passed {
+        let node = graph.node(value);
+        if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
+            continue;
+        }
+        let dims = (0..node.ty.rank()).map(|d| PinnedDim {
+            axes: if d == POSITIONS { vec!["context".to_string()] } else { Vec::new() },
+            open: node.batch_dims >> d & 1 == 1 || d == POSITIONS,
+        });
+        let (mesh, dims) = (vec![("context".to_string(), u64::from(parts))], dims.collect());
+        graph.pin(Pin { value, mesh, dims });
+    }
+}
+
+/// The best of the plans whose replicas take so many samples at a time, each number of replicas with the microbatch that follows.
+pub fn by_micro_batch(
+    request: &Request,
+    size: u64,
+    progress: &dyn Progress,
+    planned: impl Fn(&Request) -> Result<Plan, PlanFailure>,
+) -> Result<Plan, PlanFailure> {
+    let invalid = |problem| Err(PlanFailure::Option { option: "micro-batch-size", value: size, problem });
+    if size == 0 {
+        return invalid("must be at least 1");
+    }
+    let devices = request.cluster.num_devices();
+    let global = global_batch(request);
+    let degree = target::aimed(request)?.dp;
+    let of_replicas = |dp: &u32| {
+        let together = size.checked_mul(u64::from(*dp));
+        degree.is_none_or(|given| given == *dp)
+            && devices.is_multiple_of(*dp)
+            && together.is_some_and(|m| global.is_multiple_of(m))
+    };
+    let replicas: Vec<u32> = (1..=devices).filter(of_replicas).collect();
+    if replicas.is_empty() {
+        return invalid("times the number of replicas does not divide the global batch");
+    }
+    let (mut plans, mut failure) = (Vec::new(), None);
+    for dp in replicas {
+        if progress.stopped() && !plans.is_empty() {
+            break;
+        }
+        let fixed =
+            Request { micro_batch: None, dp: Some(dp), microbatch: Some(size * u64::from(dp)), ..request.clone() };
+        match planned(&fixed) {
+            Ok(plan) => plans.push(plan),
+            // What is short of memory says more than what does not go together.
+            Err(why @ PlanFailure::Memory { .. }) => failure = Some(why),
+            Err(why) => failure = failure.or(Some(why)),
+        }
+    }
+    match plans.is_empty() {
+        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        false => Ok(chosen_of(plans)),
+    }
+}

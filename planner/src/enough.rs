@@ -1,0 +1,70 @@
+//! One GPU where more gain little.
+//!
+//! A small model spends its time on launches and hand-overs, so that a pipeline over eight devices may be found that is 14 % faster than one
+//! of them. That is no more than predictions are off by from one kind of plan to another, and seven devices could do something else.
+//! So one device is the plan where all together are not faster by more than that; the faster plan stays among the alternatives, and
+//! [`Request::fastest`] takes it.
+
+use crate::inter_op::search::Freedom;
+use crate::lost;
+use crate::model::Layered;
+use crate::request::{Muted, Progress, Request, SearchKind};
+use crate::{Calibration, fits, plans_that_fit};
+use altiplano_cost_models::Costs;
+use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::plan::{Alternative, Plan, Target};
+use std::sync::Arc;
+
+/// How much faster several devices must be than one: predictions of plans on other numbers of devices differ from measured steps by up to
+/// about as much (benches/results/fidelity.md).
+pub const ENOUGH: f64 = 1.2;
+
+/// The name of the line that a faster plan on more devices has among the alternatives.
+pub const FASTER: &str = "faster";
+
+/// The plan on one device where that is enough instead of `plan`.
+pub fn one_device(
+    request: &Request,
+    plan: &Plan,
+    freedom: &Freedom,
+    costs: &dyn Costs,
+    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
+    progress: &dyn Progress,
+) -> Option<Plan> {
+    let [group] = request.cluster.groups.as_slice() else { return None };
+    let given = [request.dp, request.tp, request.pp, request.virtual_stages, request.cp, request.ep];
+    let asked = given.iter().any(Option::is_some) || request.zero.is_some() || !request.graph.pins.is_empty();
+    let ours = request.target == Target::Altiplano && request.search == SearchKind::Whole;
+    let is_open = !request.fastest && !asked && ours && !freedom.streams && request.servers.is_none();
+    if !is_open || group.device.kind != DeviceKind::Gpu || plan.num_devices() <= 1 || progress.stopped() {
+        return None;
+    }
+    let most_s = plan.predicted.step_time_s * ENOUGH;
+    if plan.predicted.lower_bound_s * f64::from(request.cluster.num_devices()) > most_s {
+        return None;
+    }
+    let alone = Freedom {
+        dp: Some(1),
+        tp: Some(1),
+        pp: Some(1),
+        virtual_stages: Some(1),
+        zero: Some(0),
+        zero_bubble: false,
+        all_devices: false,
+        ..freedom.clone()
+    };
+    let plans = plans_that_fit(request, &alone, costs, layered, &Muted(progress), Calibration::default()).ok()?;
+    let of_one = plans.into_iter().find(|plan| plan.num_devices() == 1 && fits(plan))?;
+    (of_one.predicted.step_time_s <= most_s).then_some(of_one)
+}
+
+/// The line of a faster plan on more devices.
+pub fn line(plan: &Plan, of_one: &Plan) -> Alternative {
+    let gain = 100.0 * (of_one.predicted.step_time_s / plan.predicted.step_time_s - 1.0);
+    Alternative {
+        name: FASTER.into(),
+        predicted: Some(plan.predicted.clone()),
+        fits: true,
+        detail: format!("{}; {gain:.0} % faster on {} devices", lost::shape(plan), plan.num_devices()),
+    }
+}

@@ -1,0 +1,142 @@
+//! The degrees of a plan, as people who configure training by hand name them: data, tensor, context and expert parallelism.
+//!
+//! A plan says for each op which factors its mesh axes split. The degree of a kind is the product of the axes that split factors of
+//! that kind in the products of a stage, which have nearly all of its work. An axis may do different things in different ops; it counts
+//! as what it does in most of the work, and how much of the work that is is part of the answer. Where it splits the positions of
+//! attention, which no other degree does, it counts as that.
+
+use crate::intra_op::space::{batch_factors, input_dims};
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::Op;
+use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::rule::{AxisUse, ShardingRule};
+use std::collections::BTreeMap;
+
+/// How the work of a stage is split over its devices.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Parallelism {
+    /// Devices, or groups of them, that have samples of their own.
+    pub data: u32,
+    /// Devices that split features: columns, rows and heads.
+    pub tensor: u32,
+    /// Devices that split a sample: its positions, or the height and width of an image.
+    pub context: u32,
+    /// Devices that have experts of their own. They are devices of the other degrees too.
+    pub expert: u32,
+    /// Devices that repeat each other's work.
+    pub repeated: u32,
+    /// The least part of the stage's work in which an axis does what it is counted as.
+    pub agreement: f64,
+}
+
+/// What splitting a factor of an op is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Data,
+    Tensor,
+    Context,
+    Expert,
+    Repeated,
+}
+
+/// The degrees of each stage of a plan, in order.
+pub fn parallelism(plan: &Plan) -> Vec<Parallelism> {
+    let graph = &plan.graph;
+    let (of_inputs, depends) = (input_dims(graph), graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_))));
+    let kinds: BTreeMap<ValueId, Vec<Kind>> = graph
+        .values()
+        .filter(|&v| graph.node(v).op.is_contraction())
+        .map(|v| (v, kinds_of(graph, v, &of_inputs, &depends)))
+        .collect();
+    plan.stages.iter().map(|stage| of_stage(graph, stage, &kinds)).collect()
+}
+
+fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) -> Parallelism {
+    let mut found = Parallelism { data: 1, tensor: 1, context: 1, expert: 1, repeated: 1, agreement: 1.0 };
+    let products = stage.shardings.iter().filter_map(|(v, sharding)| Some((*v, &sharding.strategy, kinds.get(v)?)));
+    let mut work: Vec<BTreeMap<Kind, f64>> = vec![BTreeMap::new(); stage.mesh.axes.len()];
+    let mut of_attention = work.clone();
+    for (v, strategy, kinds) in products {
+        for (axis, use_) in strategy.0.iter().enumerate() {
+            let kind = match use_ {
+                AxisUse::Factor { factor, .. } => kinds[usize::from(*factor)],
+                AxisUse::Replicated | AxisUse::Partial { .. } => Kind::Repeated,
+            };
+            *work[axis].entry(kind).or_default() += graph.flop(v) as f64;
+            if matches!(graph.node(v).op, Op::Composite(_)) {
+                *of_attention[axis].entry(kind).or_default() += graph.flop(v) as f64;
+            }
+        }
+    }
+    for (axis, mut work) in (0..).map(AxisId).zip(work) {
+        let size = stage.mesh.size(axis) as u32;
+        if size == 1 {
+            continue;
+        }
+        // Experts are a choice within their layers, beside what the axis does everywhere else.
+        let of_experts = work.remove(&Kind::Expert).unwrap_or(0.0);
+        if of_experts > 0.0 {
+            found.expert *= size;
+        }
+        let most = |work: &BTreeMap<Kind, f64>| {
+            let most = work.iter().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(a.0)));
+            most.map_or(Kind::Data, |(kind, _)| *kind)
+        };
+        let kind = match most(&of_attention[usize::from(axis.0)]) {
+            Kind::Context => Kind::Context,
+            _ => most(&work),
+        };
+        let (all, of_kind) = (work.values().sum::<f64>(), work.get(&kind).copied().unwrap_or(0.0));
+        let part = if all > 0.0 { of_kind / all } else { 1.0 };
+        found.agreement = found.agreement.min(part);
+        *match kind {
+            Kind::Data | Kind::Expert => &mut found.data,
+            Kind::Tensor => &mut found.tensor,
+            Kind::Context => &mut found.context,
+            Kind::Repeated => &mut found.repeated,
+        } *= size;
+    }
+    found
+}
+
+/// What splitting each factor of a product is.
+fn kinds_of(graph: &Graph, v: ValueId, of_inputs: &[u32], depends: &[bool]) -> Vec<Kind> {
+    let (node, rule) = (graph.node(v), graph.rule(v));
+    let is_batch = batch_factors(graph, v, &rule);
+    let has_weights = node.operands.iter().any(|o| !depends[o.index()]);
+    let mut is_of_input = vec![false; rule.factors.len()];
+    for (&value, dims) in node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
+        for (_, factors) in dims.iter().enumerate().filter(|(d, _)| of_inputs[value.index()] >> d & 1 == 1) {
+            factors.iter().for_each(|&f| is_of_input[usize::from(f)] = true);
+        }
+    }
+    let kind = |f: usize| match () {
+        () if is_batch[f] => Kind::Data,
+        () if has_weights && is_expert(&rule, f as u8) => Kind::Expert,
+        () if is_of_input[f] => Kind::Context,
+        () => Kind::Tensor,
+    };
+    (0..rule.factors.len()).map(kind).collect()
+}
+
+/// Whether a factor of a product with weights indexes both operands and the result: so many products beside each other.
+fn is_expert(rule: &ShardingRule, factor: u8) -> bool {
+    rule.operands.len() == 2
+        && rule.factors[usize::from(factor)].size > 1
+        && rule.operands.iter().chain([&rule.result]).all(|dims| dims.iter().any(|d| d.contains(&factor)))
+}
+
+/// The products with parameters of experts, each with the dimension of its result that counts these.
+pub fn expert_products(graph: &Graph) -> Vec<(ValueId, usize)> {
+    let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
+    let of_experts = |v: ValueId| {
+        let (node, rule) = (graph.node(v), graph.rule(v));
+        let has_weights = node.operands.iter().any(|o| !depends[o.index()]);
+        let is_batch = batch_factors(graph, v, &rule);
+        let counts = |factors: &Vec<u8>| factors.iter().any(|&f| is_expert(&rule, f) && !is_batch[usize::from(f)]);
+        Some((v, rule.result.iter().position(counts).filter(|_| has_weights)?))
+    };
+    let products = graph.values().filter(|&v| matches!(graph.node(v).op, Op::DotGeneral(_)));
+    products.filter_map(of_experts).collect()
+}

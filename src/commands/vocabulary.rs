@@ -1,0 +1,124 @@
+//! The names that other software has for options: those of Megatron-LM, DeepSpeed, torchtitan and the Trainer of Transformers are
+//! taken as they are, with `-` or `_` between words. What has no counterpart is answered with what does the same here.
+
+use clap::builder::Str;
+use clap::error::{ContextKind, ContextValue};
+use clap::{Arg, Command};
+
+/// Options, and what others call them.
+const NAMES: &[(&str, &[&str])] = &[
+    ("dp", &["data-parallel-size", "data-parallel-degree", "dp-size"]),
+    ("tp", &["tensor-model-parallel-size", "tensor-parallel-size", "tensor-parallel-degree", "tp-size"]),
+    ("pp", &["pipeline-model-parallel-size", "pipeline-parallel-size", "pipeline-parallel-degree", "pp-size"]),
+    ("cp", &["context-parallel-size", "context-parallel-degree", "cp-size"]),
+    ("ep", &["expert-model-parallel-size", "expert-parallel-size", "expert-parallel-degree", "ep-size"]),
+    ("virtual-stages", &["num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size"]),
+    ("global-batch", &["global-batch-size", "train-batch-size"]),
+    (
+        "micro-batch-size",
+        &[
+            "train-micro-batch-size-per-gpu",
+            "micro-batch-size-per-gpu",
+            "per-device-train-batch-size",
+            "local-batch-size",
+        ],
+    ),
+    ("num-microbatches", &["gradient-accumulation-steps"]),
+    ("seq", &["seq-length", "seq-len", "sequence-length", "max-seq-len"]),
+    ("zero", &["zero-stage"]),
+    ("recompute", &["recompute-granularity"]),
+    ("clip-norm", &["clip-grad", "gradient-clipping", "max-grad-norm"]),
+    ("beta1", &["adam-beta1"]),
+    ("beta2", &["adam-beta2"]),
+    ("epsilon", &["adam-eps", "adam-epsilon"]),
+    ("lr", &["learning-rate"]),
+];
+
+/// What others have options for and what to say instead.
+const INSTEAD: &[(&str, &str)] = &[
+    ("sequence-parallel", "positions are split between tensor-parallel products wherever that is faster; leave it out"),
+    ("use-distributed-optimizer", "--zero 1 shards the optimizer's state"),
+    ("num-layers-per-virtual-pipeline-stage", "--virtual-stages N says how many stages share devices"),
+    ("use-flash-attn", "attention is one kernel wherever the software of --target has one; leave it out"),
+    (
+        "data-parallel-replicate-degree",
+        "parameters are sharded over all replicas: --dp N --zero 3, or --zero 0 for none",
+    ),
+    ("fsdp", "--target fsdp plans for PyTorch FSDP, and --zero 3 shards parameters for any target"),
+    ("deepspeed", "its settings are options here: --zero N, --micro-batch-size N, --gradient-accumulation-steps N"),
+];
+
+/// A command that also knows the names of others.
+pub fn with_names(command: Command) -> Command {
+    command.mut_args(named).mut_subcommands(with_names)
+}
+
+fn named(arg: Arg) -> Arg {
+    let Some(long) = arg.get_long().map(String::from) else { return arg };
+    let others = NAMES.iter().find(|(ours, _)| *ours == long).map_or(&[][..], |(_, theirs)| theirs);
+    let mut all: Vec<String> = others.iter().map(ToString::to_string).collect();
+    all.extend(
+        others.iter().copied().chain([long.as_str()]).filter(|name| name.contains('-')).map(|n| n.replace('-', "_")),
+    );
+    arg.aliases(all.into_iter().map(Str::from))
+}
+
+/// What to say of an option that is none here, where others have it.
+pub fn instead(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(given)) = error.get(ContextKind::InvalidArg) else { return None };
+    let name = given.trim_start_matches('-').split('=').next().unwrap_or("").replace('_', "-");
+    let (_, what) = INSTEAD.iter().find(|(theirs, _)| *theirs == name)?;
+    Some(format!("{given} is no option here: {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cli;
+    use clap::CommandFactory;
+
+    #[test]
+    fn every_name_is_of_an_option_and_of_one() {
+        let command = with_names(Cli::command());
+        command.clone().debug_assert();
+        let plan = command.find_subcommand("plan").expect("a command");
+        let run = command.find_subcommand("run").expect("a command");
+        for (ours, theirs) in NAMES {
+            let of = |command: &Command| command.get_arguments().any(|arg| arg.get_long() == Some(ours));
+            assert!(of(plan) || of(run), "--{ours}");
+            for name in theirs.iter() {
+                let spelled = [name.to_string(), name.replace('-', "_")];
+                for name in spelled {
+                    let value = if *ours == "recompute" {
+                        "full"
+                    } else if ours.starts_with("beta") {
+                        "0.5"
+                    } else {
+                        "2"
+                    };
+                    let which = if of(plan) { "plan" } else { "run" };
+                    let line = ["altiplano", which, "m", &format!("--{name}"), value];
+                    let matches =
+                        command.clone().try_get_matches_from(line).unwrap_or_else(|e| panic!("--{name}: {e}"));
+                    let (_, matches) = matches.subcommand().expect("a command");
+                    let id = ours.replace('-', "_");
+                    assert!(matches.value_source(&id) == Some(clap::parser::ValueSource::CommandLine), "--{name}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_others_have_is_answered_with_what_does_the_same() {
+        for (name, _) in INSTEAD {
+            for name in [name.to_string(), name.replace('-', "_")] {
+                let line = ["altiplano".to_string(), "plan".into(), "m".into(), format!("--{name}")];
+                let error = with_names(Cli::command()).try_get_matches_from(line).expect_err("no such option");
+                assert!(
+                    instead(&error).is_some_and(|text| text.starts_with(&format!("--{name} is no option"))),
+                    "{name}"
+                );
+            }
+        }
+    }
+}
