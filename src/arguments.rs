@@ -203,7 +203,7 @@ pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Grap
     graph
 }
 
-/// Whether the name of a leaf of a tree of weights says that these are not trained.
+/// True if the name of a leaf of a tree of weights says that these are not trained.
 pub fn is_frozen_by_name(argument: &Argument) -> bool {
     let name = argument.name.as_deref().unwrap_or_default();
     argument.ty.dtype.is_float() && group(name) != name && FROZEN.contains(&group(name))

@@ -98,7 +98,7 @@ fn runs(graph: &Graph) -> Vec<Option<Run>> {
     runs
 }
 
-/// Whether a value only names elements of an input anew.
+/// True if a value only names elements of an input anew.
 fn names_elements(graph: &Graph, v: ValueId) -> bool {
     matches!(graph.node(v).op, Op::Reshape(_) | Op::Slice(_))
 }

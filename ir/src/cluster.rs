@@ -54,7 +54,7 @@ pub struct Device {
     /// Instruction set as compilers name it: `sm_90`, `gfx942`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub architecture: Option<Architecture>,
-    /// Whether its software has attention in one kernel, where that is stated; see [`Device::generation`] where it is not.
+    /// True if its software has attention in one kernel, where that is stated; see [`Device::generation`] where it is not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fused_attention: Option<bool>,
     /// Memory that no tensor of a plan can use; none where it is not known.

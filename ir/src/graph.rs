@@ -283,12 +283,12 @@ impl Graph {
         node.op.flop(&self.operand_types(value), &node.ty)
     }
 
-    /// Whether a value is a parameter that is trained.
+    /// True if a value is a parameter that is trained.
     pub fn is_trained(&self, value: ValueId) -> bool {
         matches!(&self.node(value).op, Op::Parameter(p) if !p.frozen)
     }
 
-    /// Whether a value is a parameter that no step changes.
+    /// True if a value is a parameter that no step changes.
     pub fn is_frozen(&self, value: ValueId) -> bool {
         matches!(&self.node(value).op, Op::Parameter(p) if p.frozen)
     }

@@ -120,7 +120,7 @@ pub struct Attention {
     pub share: f64,
     /// Length of a row of the large values.
     pub keys: u64,
-    /// Whether more than one of its products makes large values, as where gradients of scores are made beside the scores.
+    /// True if more than one of its products makes large values, as where gradients of scores are made beside the scores.
     pub backward: bool,
     pub dtype: DType,
 }

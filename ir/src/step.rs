@@ -159,7 +159,7 @@ pub(crate) fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(Valu
     needed
 }
 
-/// Whether a value is one number computed from what is `learnt`, in a shape.
+/// True if a value is one number computed from what is `learnt`, in a shape.
 fn is_spread(graph: &Graph, v: ValueId, learnt: &[bool]) -> bool {
     let node = graph.node(v);
     let smaller = |o: ValueId| graph.ty(o).elements() < node.ty.elements();
@@ -368,7 +368,7 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalis
     }
 }
 
-/// Whether `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape, and by numbers that are made of all
+/// True if `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape, and by numbers that are made of all
 /// elements, as norms are.
 fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<ValueId, bool>) -> bool {
     let mut stack = vec![(v, false)];

@@ -305,7 +305,7 @@ impl<'a> Ranges<'a> {
     }
 }
 
-/// Whether nothing is known of an op's result, whatever its operands are.
+/// True if nothing is known of an op's result, whatever its operands are.
 pub fn is_opaque(op: &Op) -> bool {
     let looks_into = op.is_elementwise() && !matches!(op, Op::ReducePrecision(_) | Op::Threefry(_))
         || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Reverse(_))

@@ -188,7 +188,7 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Re
     Some(Request { baselines: false, ..cut })
 }
 
-/// Whether a plan takes time to need less memory.
+/// True if a plan takes time to need less memory.
 fn pays_for_memory(plan: &Plan) -> bool {
     let pays = |s: &Stage| !s.offload.is_none() || s.layers.clone().any(|l| s.recomputes(l) != Recompute::None);
     plan.stages.iter().any(pays)

@@ -120,7 +120,7 @@ fn kinds_of(graph: &Graph, v: ValueId, of_inputs: &[u32], depends: &[bool]) -> V
     (0..rule.factors.len()).map(kind).collect()
 }
 
-/// Whether a factor of a product with weights indexes both operands and the result: so many products beside each other.
+/// True if a factor of a product with weights indexes both operands and the result: so many products beside each other.
 fn is_expert(rule: &ShardingRule, factor: u8) -> bool {
     rule.operands.len() == 2
         && rule.factors[usize::from(factor)].size > 1

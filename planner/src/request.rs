@@ -30,7 +30,7 @@ pub struct Request {
     pub pad: bool,
     /// Whether attention may go around a ring (see [`crate::rings`]).
     pub ring: Ring,
-    /// Whether the logits of a loss may be made in chunks (see [`crate::chunked_loss`]).
+    /// True if the logits of a loss may be made in chunks (see [`crate::chunked_loss`]).
     pub loss_chunks: LossChunks,
     pub cluster: Cluster,
     /// Samples per optimizer step; default: the traced batch.
@@ -67,7 +67,7 @@ pub struct Request {
     /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
     pub loss_scale: Option<LossScale>,
     pub execution: Execution,
-    /// Whether attention is one kernel; what the target's software has on these devices where nothing is said.
+    /// True if attention is one kernel; what the target's software has on these devices where nothing is said.
     pub fused_attention: Option<bool>,
     /// What is to run the plan; see [`crate::target::aimed`].
     pub target: Target,

@@ -37,7 +37,7 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
     }
 }
 
-/// Whether the software of a target has attention in one kernel for a model, on every device of a cluster: lowering is the same for all
+/// True if the software of a target has attention in one kernel for a model, on every device of a cluster: lowering is the same for all
 /// stages. A device that says so itself is taken at its word.
 pub fn fuses_attention(target: Target, cluster: &Cluster, graph: &Graph) -> bool {
     let heads = heads(graph);
@@ -82,7 +82,7 @@ fn heads(graph: &Graph) -> BTreeSet<Head> {
     graph.values().flat_map(of_node).collect()
 }
 
-/// Whether a target's software has a kernel for heads like this on devices of a generation:
+/// True if a target's software has a kernel for heads like this on devices of a generation:
 ///
 /// * This project's kernels multiply by `mma.sync` of sm_80, also single precision, and hold heads of 256 elements. It runs on no
 ///   other vendor's devices; plans for these are for what will.

@@ -154,7 +154,7 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
         }
         layouts.sort_by(|(a, _), (b, _)| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
         if judge {
-            // Whether it fits is for the judge to say.
+            // True if it fits is for the judge to say.
             program.problem.limit_bytes = None;
             let mut others: Vec<(usize, Plan)> = Vec::new();
             for (i, (layout, strategy)) in layouts.iter().enumerate().take(MOST_JUDGED) {

@@ -174,7 +174,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     Ok(Size { plan, sketch, work, order })
 }
 
-/// Whether software had attention in one kernel when a device was new, for rows that do not state it. Tables of measured steps are
+/// True if software had attention in one kernel when a device was new, for rows that do not state it. Tables of measured steps are
 /// published while a device is: those of A100 are of Megatron-LM in 2021 to 2023, which wrote scores, those of H100 of
 /// software since FlashAttention (2022).
 fn fused_when_new(device: &Device) -> bool {

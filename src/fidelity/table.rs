@@ -32,7 +32,7 @@ pub struct Row {
     pub recompute: String,
     pub sharded_optimizer: bool,
     pub dtype: String,
-    /// Whether the software had attention in one kernel, where the row states it.
+    /// True if the software had attention in one kernel, where the row states it.
     pub fused_attention: Option<bool>,
     pub measured_step_s: f64,
     pub source: String,

@@ -35,7 +35,7 @@ pub struct Understood {
     pub coupling: Option<Coupling>,
     /// The ops over microbatches that the loss needs, by user and operand.
     needs: BTreeMap<(ValueId, usize), Microbatches>,
-    /// Whether the loss is the sum of its microbatches' losses although it is a mean: each is divided by a total.
+    /// True if the loss is the sum of its microbatches' losses although it is a mean: each is divided by a total.
     divided: bool,
 }
 
@@ -113,11 +113,11 @@ impl Understood {
 
 /// The state of the walk over a graph. Each list has an entry for every value seen so far.
 struct Analysis {
-    /// Whether a value depends on a parameter.
+    /// True if a value depends on a parameter.
     trained: Vec<bool>,
     kinds: Vec<Aggregate>,
     counts: Vec<Option<u64>>,
-    /// Whether a value depends on a total of the whole batch.
+    /// True if a value depends on a total of the whole batch.
     totalled: Vec<bool>,
     needs: BTreeMap<(ValueId, usize), Microbatches>,
 }
@@ -346,13 +346,13 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
     }
 }
 
-/// Whether a lookup chooses among the samples of a table.
+/// True if a lookup chooses among the samples of a table.
 fn indexes_batch(dims: &GatherDims, table: &Node) -> bool {
     let chosen = |d: &&usize| dims.slice_sizes[**d] < table.ty.shape[**d];
     dims.start_index_map.iter().filter(chosen).any(|&d| table.batch_dims >> d & 1 == 1)
 }
 
-/// Whether one of these dimensions of the first operand scales with the batch.
+/// True if one of these dimensions of the first operand scales with the batch.
 fn over_batch(graph: &Graph, v: ValueId, dims: &[usize]) -> bool {
     let from = graph.node(graph.node(v).operands[0]);
     dims.iter().any(|&d| from.batch_dims >> d & 1 == 1)

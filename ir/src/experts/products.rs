@@ -282,7 +282,7 @@ fn rows_alone(g: &Graph, v: ValueId) -> Option<ValueId> {
     }
 }
 
-/// Whether `low` is zero and then `high` without its last element.
+/// True if `low` is zero and then `high` without its last element.
 fn is_moved_by_one(g: &Graph, low: ValueId, high: ValueId) -> bool {
     let node = g.node(low);
     let (Op::Concatenate(_), &[first, rest]) = (&node.op, node.operands.as_slice()) else { return false };

@@ -261,7 +261,7 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
     Some(value)
 }
 
-/// Whether the integers of each row are different places in one order.
+/// True if the integers of each row are different places in one order.
 fn are_different(graph: &Graph, v: ValueId) -> bool {
     let mut v = v;
     while matches!(graph.node(v).op, Op::Convert(_) | Op::Slice(_)) {
@@ -319,7 +319,7 @@ fn runs(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends
     to.push(Op::GroupedDot(op), &[map[x.index()], w, group]).ok()
 }
 
-/// Whether a value is a product whose left factor is kept in places.
+/// True if a value is a product whose left factor is kept in places.
 fn is_masked_product(graph: &Graph, v: ValueId) -> bool {
     let node = graph.node(v);
     matches!(node.op, Op::DotGeneral(_)) && matches!(graph.node(node.operands[0]).op, Op::Select(_))
@@ -373,7 +373,7 @@ fn element(graph: &Graph, v: ValueId, number: u64) -> Option<ValueId> {
     (slice.start == [number] && slice.limit == [number + 1]).then(|| node.operands[0])
 }
 
-/// Whether integers are places in an order of at most so many elements.
+/// True if integers are places in an order of at most so many elements.
 fn is_below(graph: &Graph, mut v: ValueId, count: u64) -> bool {
     loop {
         v = plain(graph, v);

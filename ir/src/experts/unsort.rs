@@ -374,12 +374,12 @@ impl Unsort {
         Some(value)
     }
 
-    /// Whether a value counts `0, 1, ..`.
+    /// True if a value counts `0, 1, ..`.
     fn counts(&self, v: ValueId) -> bool {
         positions(&self.to, v) == Some(Pattern::Count)
     }
 
-    /// Whether a value is the same at all places of a dimension.
+    /// True if a value is the same at all places of a dimension.
     fn is_same_along(&self, v: ValueId, dim: usize, depth: usize) -> bool {
         let node = self.to.node(v);
         match &node.op {

@@ -48,7 +48,7 @@ pub struct OpenSize {
 }
 
 impl OpenSize {
-    /// Whether a name is the size's own, or that of an input and its dimension: `tokens.0`.
+    /// True if a name is the size's own, or that of an input and its dimension: `tokens.0`.
     pub fn is_called(&self, name: &str) -> bool {
         self.symbol == name || self.dims.iter().any(|(input, dim)| name == format!("{input}.{dim}"))
     }

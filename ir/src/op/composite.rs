@@ -134,7 +134,7 @@ impl Function {
         }
     }
 
-    /// Whether the backward pass computes the values inside again, whatever else a plan recomputes. Only the operands are kept.
+    /// True if the backward pass computes the values inside again, whatever else a plan recomputes. Only the operands are kept.
     pub fn recomputes_inside(&self) -> bool {
         matches!(self, Function::LinearCrossEntropy { .. })
     }

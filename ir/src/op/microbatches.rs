@@ -30,7 +30,7 @@ impl Microbatches {
         }
     }
 
-    /// Whether the value must be known for all microbatches before the first of them is worked on.
+    /// True if the value must be known for all microbatches before the first of them is worked on.
     pub fn is_total(self) -> bool {
         self != Microbatches::Times
     }

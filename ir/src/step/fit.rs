@@ -486,7 +486,7 @@ pub fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> V
     scalars.filter(|&v| !matches!(graph.node(v).op, Op::Parameter(_)) && counts(v)).collect()
 }
 
-/// Whether a value is a leaf as it is.
+/// True if a value is a leaf as it is.
 pub fn is_same(graph: &Graph, updated: ValueId, leaf: ValueId) -> bool {
     let value = value_of(graph, leaf, [0.3, -0.7]);
     evaluate(graph, &[updated], &BTreeMap::from([(leaf, value)])).is_some_and(|found| found[0] == value.lanes())

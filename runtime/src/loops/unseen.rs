@@ -73,7 +73,7 @@ fn vanishes(scalars: &Scalars, var: Var, zero: Var) -> bool {
         }
 }
 
-/// Whether the least and the greatest value of a scalar in a tile follow from where the tile is, or whether it can be true there. Of two
+/// True if the least and the greatest value of a scalar in a tile follow from where the tile is, or whether it can be true there. Of two
 /// conditions that must both hold one is enough, such as that of a causal mask beside one of padding.
 fn is_bounded(scalars: &Scalars, var: Var) -> bool {
     let scalar = scalars.get(var);
@@ -94,7 +94,7 @@ fn both_must_hold(scalar: &Scalar) -> Option<[Var; 2]> {
     }
 }
 
-/// Whether bounds of a scalar follow from those of what it is made of.
+/// True if bounds of a scalar follow from those of what it is made of.
 fn has_bounds(scalar: &Scalar) -> bool {
     match scalar {
         Scalar::Row | Scalar::Step | Scalar::Index(_) | Scalar::Add(..) | Scalar::Times(..) => true,

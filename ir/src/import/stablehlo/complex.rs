@@ -12,12 +12,12 @@ use crate::op::{Binary, Direction, Op};
 
 const UNSUPPORTED: Reject = Reject::Unsupported("of complex numbers");
 
-/// Whether the text says that a value is complex.
+/// True if the text says that a value is complex.
 fn is_complex(ty: &Type<'_>) -> bool {
     matches!(ty, Type::Tensor(SyntaxTensor { element, .. }) if element.starts_with("complex<"))
 }
 
-/// Whether an op computes with complex numbers. Regions and calls pass them on as what they are.
+/// True if an op computes with complex numbers. Regions and calls pass them on as what they are.
 pub(super) fn concerns(operation: &Operation<'_>) -> bool {
     operation.operand_types.iter().chain(&operation.result_types).any(is_complex)
         && !matches!(

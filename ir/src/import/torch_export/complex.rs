@@ -125,7 +125,7 @@ const BILINEAR: &[&str] = &[
 ];
 
 impl Item {
-    /// Whether the item is complex, or holds what is.
+    /// True if the item is complex, or holds what is.
     fn is_complex(&self) -> bool {
         match self {
             Item::Complex(_) | Item::ComplexNumber(_) => true,
@@ -523,7 +523,7 @@ impl Call<'_> {
         }))
     }
 
-    /// Whether the result has one dimension more than this part, and so is complex.
+    /// True if the result has one dimension more than this part, and so is complex.
     fn declares_pairs(&self, part: ValueId) -> bool {
         let rank = self.to.graph.shape(part).len();
         self.declared.first().and_then(|ty| ty.as_ref()).is_some_and(|ty| ty.rank() == rank + 1)

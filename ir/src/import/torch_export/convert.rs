@@ -254,7 +254,7 @@ impl Converter {
         self.memory.fresh(value)
     }
 
-    /// Whether a value follows from a parameter that is trained through floats.
+    /// True if a value follows from a parameter that is trained through floats.
     pub fn is_trained(&mut self, value: ValueId) -> bool {
         for v in self.trained.len()..self.graph.len() {
             let node = &self.graph.nodes[v];
@@ -393,7 +393,7 @@ impl Converter {
         }
     }
 
-    /// Whether an item rests on the result of an op that could not be converted.
+    /// True if an item rests on the result of an op that could not be converted.
     fn is_doubtful(&self, item: &Item) -> bool {
         match item {
             Item::Missing => true,

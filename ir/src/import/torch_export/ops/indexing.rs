@@ -633,7 +633,7 @@ fn masked_scatter(c: &mut Call<'_>) -> Lowered {
     value(a::select(c.g(), mask, found, x)?)
 }
 
-/// Whether a value is the same along its last dimension, by how it was made.
+/// True if a value is the same along its last dimension, by how it was made.
 fn repeats_last(c: &Call<'_>, x: ValueId) -> bool {
     let node = c.to.graph.node(x);
     let Some(last) = node.ty.rank().checked_sub(1) else { return false };

@@ -81,7 +81,7 @@ const ENDS: &[&str] = &[
     "_assert_async",
 ];
 
-/// Whether an op may take marked rows; `keeps` says that all its results have as many.
+/// True if an op may take marked rows; `keeps` says that all its results have as many.
 pub fn may_take(name: &str, keeps: bool) -> bool {
     let name = name.trim_end_matches('_');
     let by_row = BY_ROW.contains(&name)
