@@ -113,7 +113,7 @@ fn one_model_from_three_exporters_is_one_plan() {
     let [Some(jax), Some(torch), Some(onnx)] = models else { return };
     for cluster in ["dgx-a100:1", "p3.16xlarge:1", "local:4"] {
         let predicted = |model: &str, options: &[&str]| {
-            let options = [&["--cluster", cluster, "--global-batch", "8", "--fused-attention", "no"], options].concat();
+            let options = [&["--cluster", cluster, "--global-batch", "8"], options].concat();
             let plan = planned(model, &options).expect("it fits");
             let nodes = plan["graph"]["nodes"].as_array().expect("nodes");
             let leaf = |node: &&Value| node["op"]["parameter"].is_object() || node["op"]["input"].is_object();

@@ -7,7 +7,7 @@ use super::listed::{Listed, Missing};
 use super::merged::tell_apart;
 use super::named::{Named, name_by_module};
 use super::proto::{Graph, Model, Node, Tensor};
-use super::repeated::{count_positions, hold_one_sample};
+use super::repeated::{fill_indices, hold_one_sample};
 use super::report::{Note, OnnxError};
 use super::tensor::type_of;
 use prost::Message;
@@ -32,7 +32,7 @@ pub(super) fn prepare(bytes: &[u8], files: Files) -> Result<Prepared, OnnxError>
     let mut missing = Missing::of(graph, &listed);
     let mut notes = tell_apart(graph, &listed, &mut missing);
     let repeated = hold_one_sample(graph, &listed, &mut notes);
-    count_positions(graph, &mut notes);
+    fill_indices(graph, &mut notes);
     let Named { names, tables } = name_by_module(graph, &listed, &mut missing);
     let renamed = |(name, samples)| (names.get(&name).cloned().unwrap_or(name), samples);
     let repeated = repeated.into_iter().map(renamed).collect();

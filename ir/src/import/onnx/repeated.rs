@@ -3,9 +3,9 @@
 //! A file whose batch is a number may hold what the model expands to the batch (a class token, a mask, indices) as the expanded
 //! tensor. One slice is held instead, and expanded, where the slices along the first dimension are equal.
 //!
-//! Of integers whose data is gone two things are taken for granted, and said: such a tensor is the same for every sample too,
-//! since what a model holds seldom tells them apart; and one that looks up as many rows as there are in a table of positions
-//! counts them.
+//! Three things are taken for granted of integers whose data is gone, and said. Such a tensor is the same for every sample, since
+//! a model's own data seldom tells samples apart. One that looks up as many rows as a table of positions has counts them. Two that are
+//! only compared for equality name documents, and a sample is one.
 
 use super::files::is_small;
 use super::leaves::MOST_CONSTANT_ELEMENTS;
@@ -61,16 +61,17 @@ pub(super) fn hold_one_sample(graph: &mut Graph, listed: &Listed, notes: &mut Ve
     cut
 }
 
-/// Fills integers that are gone with the numbers from 0: those that look up each row of a table once, and those that are only
-/// ordered against others of their length, as the positions of queries and keys are in a causal mask.
-pub(super) fn count_positions(graph: &mut Graph, notes: &mut Vec<Note>) {
+/// Fills integers that are gone, where their use says what they are. Positions count from 0: they look up each row of a table once,
+/// or are only ordered against others of their length, as those of queries and keys are in a causal mask. Names of documents are all
+/// the same: they are only compared for equality with each other.
+pub(super) fn fill_indices(graph: &mut Graph, notes: &mut Vec<Note>) {
     const INT64: i32 = 7;
     let rows: BTreeMap<&str, i64> =
         graph.initializer.iter().filter_map(|t| Some((t.name.as_str(), *t.dims.first()?))).collect();
     let absent = |t: &Tensor| t.data_type == INT64 && !has_data(t);
     let length = |t: &Tensor| t.dims.iter().try_fold(1i64, |n, &d| n.checked_mul(d));
     let uses = uses_of(graph);
-    let mut counted = Vec::new();
+    let (mut counted, mut documents) = (Vec::new(), Vec::new());
     for (at, tensor) in graph.initializer.iter().enumerate().filter(|(_, t)| absent(t)) {
         let places = uses.get(&tensor.name).map(Vec::as_slice).unwrap_or_default();
         let looks_up_all = places.iter().all(|place| {
@@ -79,30 +80,42 @@ pub(super) fn count_positions(graph: &mut Graph, notes: &mut Vec<Note>) {
             let table = node.input.first().and_then(|name| rows.get(name.as_str()));
             node.op_type == "Gather" && place.operand == 1 && axis == 0 && table.copied() == length(tensor)
         });
-        let ordered = |place: &Use| {
-            let node = &graph.node[place.node];
-            let orders = ["Less", "LessOrEqual", "Greater", "GreaterOrEqual"].contains(&node.op_type.as_str());
-            let other = node.input.get(1 - place.operand.min(1));
-            let same = |t: &&Tensor| Some(&t.name) == other && absent(t) && length(t) == length(tensor);
-            orders && graph.initializer.iter().any(|t| same(&t))
+        let compared_by = |ops: &[&str]| {
+            places.iter().all(|place| {
+                let node = &graph.node[place.node];
+                let other = node.input.get(1 - place.operand.min(1));
+                let same = |t: &&Tensor| Some(&t.name) == other && absent(t) && length(t) == length(tensor);
+                ops.contains(&node.op_type.as_str()) && graph.initializer.iter().any(|t| same(&t))
+            })
         };
-        let positions = looks_up_all || places.iter().all(ordered);
         let small = length(tensor).is_some_and(|n| n > 1 && n <= MOST_CONSTANT_ELEMENTS as i64);
         let one_dim = tensor.dims.iter().filter(|&&d| d != 1).count() == 1;
-        if positions && !places.is_empty() && small && one_dim {
+        if places.is_empty() || !small || !one_dim {
+            continue;
+        }
+        if looks_up_all || compared_by(&["Less", "LessOrEqual", "Greater", "GreaterOrEqual"]) {
             counted.push(at);
+        } else if compared_by(&["Equal"]) {
+            documents.push(at);
         }
     }
-    let mut names = Vec::new();
-    for at in counted {
-        let tensor = &mut graph.initializer[at];
-        tensor.int64_data = (0..length(tensor).unwrap_or(0)).collect();
-        tensor.data_location = 0;
-        tensor.external_data.clear();
-        names.push(tensor.name.clone());
+    let mut fill = |all: Vec<usize>, value: fn(i64) -> i64| -> Vec<String> {
+        all.into_iter()
+            .map(|at| {
+                let tensor = &mut graph.initializer[at];
+                tensor.int64_data = (0..length(tensor).unwrap_or(0)).map(value).collect();
+                tensor.data_location = 0;
+                tensor.external_data.clear();
+                tensor.name.clone()
+            })
+            .collect()
+    };
+    let (counted, documents) = (fill(counted, |i| i), fill(documents, |_| 0));
+    if !counted.is_empty() {
+        notes.push(Note::Counts { names: counted });
     }
-    if !names.is_empty() {
-        notes.push(Note::Counts { names });
+    if !documents.is_empty() {
+        notes.push(Note::OneDocument { names: documents });
     }
 }
 

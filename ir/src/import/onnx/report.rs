@@ -67,6 +67,8 @@ pub enum Note {
     SameForEverySample { names: Vec<String> },
     #[error("the data of {} is neither in the file nor beside it; it is taken to count rows or positions", quoted(.names))]
     Counts { names: Vec<String> },
+    #[error("the data of {} is neither in the file nor beside it; it is taken to name one document for all positions", quoted(.names))]
+    OneDocument { names: Vec<String> },
     #[error("the ops are those of opset {version}, and those of {LAST_OPSET} are known; what changed since is not")]
     NewerOpset { version: i64 },
 }

@@ -178,6 +178,31 @@ fn small_integers_beside_the_file_are_constants() {
     assert_eq!(imported.buffers, ["index", "other"]);
 }
 
+/// The mask of a packed batch, as exporters write it: positions see those before them in the same document.
+#[test]
+fn a_mask_of_documents_without_its_data_is_the_causal_one() {
+    let nodes = vec![
+        node("Equal", &["document", "other_document"], &["same"]),
+        node("LessOrEqual", &["key", "query"], &["before"]),
+        node("And", &["same", "before"], &["seen"]),
+        node("Where", &["seen", "x", "low"], &["y"]),
+    ];
+    let mask = |name: &str, dims: [i64; 3]| beside(name, 7, &dims);
+    let held = vec![
+        mask("document", [1, 5, 1]),
+        mask("other_document", [1, 1, 5]),
+        mask("query", [1, 5, 1]),
+        mask("key", [1, 1, 5]),
+        floats("low", &[1], &[-1e30]),
+    ];
+    let file = model(graph(nodes, vec![input("x", &["4", "5", "5"])], held, &["y"]));
+    let imported = import(&file.encode_to_vec(), &Options::default(), &|_, _| None).unwrap();
+    let notes: Vec<String> = imported.notes.iter().map(Note::to_string).collect();
+    assert!(notes[0].contains("'query', 'key'") && notes[0].contains("count rows or positions"), "{notes:?}");
+    assert!(notes[1].contains("'document', 'other_document'") && notes[1].contains("one document"), "{notes:?}");
+    assert!(imported.buffers.is_empty());
+}
+
 #[test]
 fn what_was_expanded_to_a_fixed_batch_is_held_once() {
     let nodes =
