@@ -115,7 +115,7 @@ pub fn by_micro_batch(
     if replicas.is_empty() {
         return invalid("times the number of replicas does not divide the global batch");
     }
-    let (mut plans, mut failure) = (Vec::new(), None);
+    let (mut plans, mut failures) = (Vec::new(), Vec::new());
     for dp in replicas {
         if progress.stopped() && !plans.is_empty() {
             break;
@@ -124,13 +124,11 @@ pub fn by_micro_batch(
             Request { micro_batch: None, dp: Some(dp), microbatch: Some(size * u64::from(dp)), ..request.clone() };
         match planned(&fixed) {
             Ok(plan) => plans.push(plan),
-            // What is short of memory says more than what does not go together.
-            Err(why @ PlanFailure::Memory { .. }) => failure = Some(why),
-            Err(why) => failure = failure.or(Some(why)),
+            Err(why) => failures.push(why),
         }
     }
     match plans.is_empty() {
-        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        true => Err(failures.into_iter().reduce(PlanFailure::nearer).unwrap_or(PlanFailure::NoCombination)),
         false => Ok(chosen_of(plans)),
     }
 }

@@ -170,17 +170,19 @@ fn planned_among(
             false => rings::variant(&base, &found[best].plan, costs),
         };
         found.extend(ringed.as_ref().map(choose_variant));
-        // The better of both, or where neither has a plan the leaner one, with its logits in chunks.
-        let (at, last) = (best_of(&found), found.len() - 1);
+        // The better of both with its logits in chunks; where neither has a plan, each.
+        let (better, last) = (best_of(&found), found.len() - 1);
         let fails = found.iter().all(|choice| choice.plan.is_err());
-        let (base, at) = match &ringed {
-            Some(ringed) if fails || at == last => (ringed, last),
-            _ => (&base, best),
-        };
-        if !progress.stopped()
-            && let Some(in_chunks) = chunked_loss::variant(base, &found[at].plan)
-        {
-            found.push(choose_variant(&in_chunks));
+        let in_chunks = [Some((&base, best)), ringed.as_ref().map(|ringed| (ringed, last))].into_iter().flatten();
+        let in_chunks: Vec<Request> = in_chunks
+            .filter(|(_, at)| fails || *at == better)
+            .filter_map(|(whole, at)| chunked_loss::variant(whole, &found[at].plan))
+            .collect();
+        for variant in in_chunks {
+            if progress.stopped() {
+                break;
+            }
+            found.push(choose_variant(&variant));
         }
         // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
         let several = request.cluster.groups.len() > 1;
@@ -288,15 +290,15 @@ fn best_of(choices: &[Choice]) -> usize {
     (0..choices.len()).min_by(|&a, &b| step_s(&choices[a]).total_cmp(&step_s(&choices[b]))).unwrap_or(0)
 }
 
-/// The best of choices of the same request, each on other groups, with the better of their lines; the first failure where all fail.
+/// The best of choices of the same request, each on other groups, with the better of their lines; the nearest to fitting where all fail.
 fn best_choice(choices: Vec<Choice>) -> Choice {
-    let (mut plans, mut failure) = (Vec::new(), None);
+    let (mut plans, mut failures) = (Vec::new(), Vec::new());
     let (mut baselines, mut others): (Vec<Alternative>, Vec<Plan>) = (Vec::new(), Vec::new());
     let rank = |a: &Alternative| (!a.fits, a.predicted.as_ref().map_or(f64::INFINITY, |p| p.step_time_s));
     for choice in choices {
         match choice.plan {
             Ok(plan) => plans.push(plan),
-            Err(why) => failure = failure.or(Some(why)),
+            Err(why) => failures.push(why),
         }
         others.extend(choice.others);
         if baselines.is_empty() {
@@ -312,7 +314,7 @@ fn best_choice(choices: Vec<Choice>) -> Choice {
     // What is chosen loses to nothing: lines of those that lost leave out what looks like it.
     others.extend(plans.iter().cloned());
     let plan = match plans.is_empty() {
-        true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
+        true => Err(failures.into_iter().reduce(PlanFailure::nearer).unwrap_or(PlanFailure::NoCombination)),
         false => Ok(chosen_of(plans)),
     };
     Choice { plan, baselines, others }

@@ -263,6 +263,15 @@ impl PlanFailure {
         }
     }
 
+    /// The one of two failures that says more: a lack of memory, of two the one that is nearer to fitting.
+    pub fn nearer(self, other: PlanFailure) -> PlanFailure {
+        let required = |failure: &PlanFailure| match failure {
+            PlanFailure::Memory { required_bytes, .. } => *required_bytes,
+            _ => u64::MAX,
+        };
+        if required(&other) < required(&self) { other } else { self }
+    }
+
     /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
     pub fn is_usage(&self) -> bool {
         use PlanFailure::{FarBehind, HostMemory, Memory, NoCombination, Pins};

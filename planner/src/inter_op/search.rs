@@ -765,13 +765,10 @@ impl Searched {
                 }
                 Err(error) => {
                     let failure = explain(error, request);
-                    let required = |f: &PlanFailure| match f {
-                        PlanFailure::Memory { required_bytes, .. } => *required_bytes,
-                        _ => u64::MAX,
-                    };
-                    if nearest.as_ref().is_none_or(|n| required(&failure) < required(n)) {
-                        nearest = Some(failure);
-                    }
+                    nearest = Some(match nearest {
+                        Some(known) => known.nearer(failure),
+                        None => failure,
+                    });
                 }
             }
         }
