@@ -101,12 +101,12 @@ fn half_precision() {
 }
 
 /// Convolutions and batch statistics, transposed convolutions, sorted and scattered experts, recomputed loops over layers,
-/// dropout, associative scans.
+/// dropout, associative scans, windows and other masks of attention.
 #[test]
 fn small_models_of_many_kinds_as_jax_computes_them() {
-    for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space"] {
+    for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space", "windows"] {
         let file = |ending: &str| format!("{}/tests/models/{name}.{ending}", env!("CARGO_MANIFEST_DIR"));
-        for options in PLANS {
+        for options in PLANS.into_iter().chain([CHOICES[2]]) {
             // Not every model has enough layers or samples for every degree.
             if name != "state-space" || !options.contains(&"local:8") {
                 agrees(&file("mlir"), options, Some(&file("safetensors")));

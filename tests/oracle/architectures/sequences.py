@@ -229,6 +229,46 @@ def conditional(numbers):
     return loss, params, inputs, "f32"
 
 
+def windows(numbers):
+    """Attention within sliding windows, after a prefix, within blocks, and within documents that the batch names."""
+    w, size, heads, vocabulary, length = Weights(numbers), 16, 4, 40, 12
+
+    def loss(params, tokens, documents, labels):
+        at = jnp.arange(length)
+        back = at[:, None] - at
+        masks = [
+            (back >= 0) & (back < 4),
+            (back >= 0) | (at < 3),
+            (back >= 0) & (at[:, None] // 4 == at // 4),
+            (back >= 0) & (documents[:, None, :, None] == documents[:, None, None, :]),
+        ]
+        x = params["embedding"][tokens]
+        for p, seen in zip(params["blocks"], masks):
+            x = block(x, p, heads, seen)
+        p = params["grouped"]
+        h = layer_norm(x, p["norm"])
+        q, k, v = (jnp.einsum("btc,chd->bthd", h, p[n]) for n in "qkv")
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+        x = x + jnp.einsum("bthd,hdc->btc", mixed, p["o"])
+        return cross_entropy(layer_norm(x, params["norm"]) @ params["embedding"].T, labels)
+
+    of_keys = (size, heads // 2, size // heads)
+    params = {
+        "embedding": w(vocabulary, size, fan_in=16),
+        "blocks": [block_weights(w, size, 32) for _ in range(4)],
+        "grouped": {
+            "norm": w.norm(size),
+            "q": w(size, heads, size // heads, fan_in=16),
+            "k": w(*of_keys, fan_in=16),
+            "v": w(*of_keys, fan_in=16),
+            "o": w(heads, size // heads, size, fan_in=16),
+        },
+        "norm": w.norm(size),
+    }
+    inputs = {"tokens": ids(numbers, vocabulary, 4, length), "documents": np.sort(ids(numbers, 3, 4, length), axis=1)}
+    return loss, params, inputs | {"labels": ids(numbers, vocabulary, 4, length)}, "f32"
+
+
 MODELS = {
     "encoder-decoder": encoder_decoder,
     "scanned": scanned,
@@ -239,4 +279,5 @@ MODELS = {
     "lstm": lstm,
     "flax-dropout": flax_dropout,
     "conditional": conditional,
+    "windows": windows,
 }
