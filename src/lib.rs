@@ -19,6 +19,8 @@
 //! The crates behind it are here under their short names: [`ir`] (graphs, shardings, plans, programs), [`cost_models`],
 //! [`planner`] and [`runtime`].
 
+#![forbid(unsafe_code)]
+
 pub mod advice;
 pub mod arguments;
 mod cluster;

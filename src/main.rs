@@ -1,6 +1,8 @@
 //! The command line. Each subcommand is a file in `commands/`; here they are named and their errors become exit codes:
 //! 0 done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input, 128 and more a signal.
 
+#![forbid(unsafe_code)]
+
 mod commands;
 mod progress;
 

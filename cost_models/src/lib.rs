@@ -4,6 +4,8 @@
 //! measured profile or a model of tile quantisation can replace the [`Roofline`] without a change there. Beside it are
 //! the catalogue of machines, the TOML form of a cluster, and the time of a pipeline schedule.
 
+#![forbid(unsafe_code)]
+
 pub mod catalogue;
 pub mod collective;
 pub mod compute;

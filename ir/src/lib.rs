@@ -6,6 +6,8 @@
 //! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
 //! plain data, verified before use.
 
+#![forbid(unsafe_code)]
+
 pub mod accumulation;
 pub mod array;
 pub mod autodiff;

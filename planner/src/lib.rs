@@ -5,6 +5,8 @@
 //! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines. The stages of the plan that is chosen
 //! are solved again as a whole ([`refine`]).
 
+#![forbid(unsafe_code)]
+
 pub mod account;
 pub mod again;
 mod asked;

@@ -1,0 +1,118 @@
+//! Lanes of a pipeline that are alike are lowered and timed once: what the judge finds of a plan by such a sketch is what it finds
+//! by all of its programs.
+
+use crate::support::networks::{convolutional, mixture_of_experts, skipping};
+use crate::support::transformer;
+use altiplano_cost_models::{Rooflines, preset};
+use altiplano_ir::batch::{LossKind, find_batch};
+use altiplano_ir::graph::Graph;
+use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::recompute::Recompute;
+use altiplano_ir::simplify::simplify;
+use altiplano_planner::lower::{Derived, Sketch, sketch};
+use altiplano_planner::predict::predict;
+use altiplano_planner::{Request, Silent, plan, programs};
+
+fn request(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
+    let batched = find_batch(traced, &[Some(0), Some(0)]);
+    let mut request =
+        Request::new(&traced.name, simplify(&batched.graph), loss, preset(cluster).expect("a known preset"));
+    request.baselines = false;
+    request
+}
+
+/// Both predictions of a plan, and how many of its lanes are written out; the same where stages exchange norms.
+fn check(plan: &Plan) -> usize {
+    let clipped = Plan { clip_norm: Some(1.0), measure_noise: true, ..plan.clone() };
+    let written = check_one(plan);
+    assert_eq!(check_one(&clipped), written);
+    written
+}
+
+fn check_one(plan: &Plan) -> usize {
+    let costs = Rooflines::of(&plan.cluster);
+    let whole = programs(plan).expect("a plan that was judged is lowered");
+    let mut by_all = plan.clone();
+    predict(&mut by_all, &Sketch::whole(&whole), &costs);
+    let derived = Derived::of(plan).expect("differentiable");
+    let sketch = sketch(plan, &derived, &costs, true);
+    let mut by_sketch = plan.clone();
+    predict(&mut by_sketch, &sketch, &costs);
+    let near = |a: f64, b: f64| (a - b).abs() <= 1e-12 * a.abs().max(b.abs());
+    for (a, b) in by_all.stages.iter().zip(&by_sketch.stages) {
+        let seconds = |s: &altiplano_ir::plan::Stage| {
+            let p = &s.predicted;
+            [p.forward_s, p.backward_s, p.step_s, p.compute_s, p.communication_s]
+        };
+        assert!(
+            seconds(a).into_iter().zip(seconds(b)).all(|(a, b)| near(a, b)),
+            "{:?}\n{:?}",
+            a.predicted,
+            b.predicted
+        );
+        assert_eq!((a.predicted.peak_bytes, &a.predicted.memory), (b.predicted.peak_bytes, &b.predicted.memory));
+    }
+    assert!(near(by_all.predicted.step_time_s, by_sketch.predicted.step_time_s));
+    // The same is sent between the same stages.
+    let sent = |sketch: &Sketch<'_>| {
+        let all = (0..sketch.programs.transfers.len() as u32).map(altiplano_ir::program::TransferId);
+        let mut all: Vec<(u32, u32)> = all.map(|t| sketch.stages_of(t)).collect();
+        all.sort_unstable();
+        all
+    };
+    assert_eq!(sent(&sketch), sent(&Sketch::whole(&whole)));
+    let schedule = |s: &Sketch<'_>| s.programs.programs.iter().map(|p| p.schedule.len()).collect::<Vec<_>>();
+    assert_eq!(schedule(&sketch), schedule(&Sketch::whole(&whole)));
+    sketch.like.iter().enumerate().filter(|(lane, like)| lane == *like).count()
+}
+
+/// The stages between the first and the last of a transformer run the same.
+#[test]
+fn middle_stages_are_lowered_once() {
+    for (schedule, recompute) in [
+        (Schedule::OneFOneB, Recompute::None),
+        (Schedule::GPipe, Recompute::Full),
+        (Schedule::ZbH1, Recompute::Selective),
+        (Schedule::PipeDream, Recompute::None),
+    ] {
+        for (dp, tp) in [(1, 1), (2, 1), (1, 2)] {
+            let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 4 * dp * tp));
+            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(4));
+            (request.schedule, request.recompute, request.num_microbatches) =
+                (Some(schedule), Some(recompute), Some(4));
+            let plan = plan(&request, &Silent).expect("a plan");
+            assert!(check(&plan) < 4, "{schedule:?} {recompute} dp{dp} tp{tp}");
+        }
+    }
+}
+
+#[test]
+fn stages_that_share_devices() {
+    let mut request = request(&transformer(8), LossKind::Mean, "dgx-a100:1/4");
+    (request.pp, request.virtual_stages, request.num_microbatches) = (Some(4), Some(2), Some(4));
+    let plan = plan(&request, &Silent).expect("a plan");
+    assert_eq!(plan.stages.len(), 8);
+    check(&plan);
+}
+
+/// Whatever is alike or not: values that skip stages, experts, convolutions, inference, stages of several sizes.
+#[test]
+fn any_network() {
+    let networks = [
+        (skipping(8), LossKind::Mean),
+        (mixture_of_experts(4), LossKind::Mean),
+        (convolutional(4, false), LossKind::Mean),
+        (transformer(6), LossKind::Mean),
+    ];
+    for (network, loss) in networks {
+        for pp in [None, Some(2), Some(3), Some(6)] {
+            for cluster in ["dgx-a100:1/6", "p3.16xlarge:2", "dgx-h100:1/3"] {
+                let mut request = request(&network, loss, cluster);
+                request.pp = pp;
+                if let Ok(plan) = plan(&request, &Silent) {
+                    check(&plan);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! The command line: what it says, writes, keeps and refuses.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bad_input;
+mod cache;
+mod clusters;
+mod command_line;
+mod explain;
+mod fidelity;
+mod page;
+mod probe;
+mod profile;
+mod scale;
+mod schemas;
+mod traces;

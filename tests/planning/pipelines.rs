@@ -1,0 +1,194 @@
+//! Pipelines whose stages share devices, and such whose gradients of weights run apart, from the command line: planned, explained,
+//! run, and the same as one device.
+
+use crate::common::{DEMO, Scratch, altiplano, succeeds};
+use altiplano::cost_models::Rooflines;
+use altiplano::ir::plan::{Plan, Schedule, Stage};
+use altiplano::ir::recompute::{Recomputation, Recompute};
+use altiplano::planner::fixed::{Degrees, fixed};
+use altiplano::planner::{Silent, judged_again};
+use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
+use serde_json::Value;
+
+/// Sixteen layers of a GPT.
+const GPT: &str =
+    r#"{"model_type": "gpt2", "vocab_size": 8192, "n_positions": 512, "n_embd": 1024, "n_layer": 16, "n_head": 16}"#;
+
+/// The plan of the GPT with a pipeline over four pairs of V100, of which so many stages share each.
+fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt.json", GPT);
+    let import = ImportOptions { batch: Some(32), sequence: Some(512), ..ImportOptions::default() };
+    let model = load_model(file.as_ref(), &import).expect("a model");
+    let mut request = request(&model, load_cluster("p3.16xlarge:1").expect("a preset"));
+    request.baselines = false;
+    (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(4));
+    (request.virtual_stages, request.num_microbatches) = (virtual_stages, Some(num_microbatches));
+    request.schedule = schedule;
+    plan(&request, &Silent).expect("a plan")
+}
+
+/// Frameworks recompute blocks and no head: it is not computed twice where its backward pass follows at once.
+#[test]
+fn plans_of_given_degrees_compute_no_head_twice() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt.json", GPT);
+    let import = ImportOptions { batch: Some(32), sequence: Some(512), ..ImportOptions::default() };
+    let model = load_model(file.as_ref(), &import).expect("a model");
+    for (schedule, keeps) in [(Schedule::OneFOneB, true), (Schedule::GPipe, false)] {
+        let mut request = request(&model, load_cluster("p3.16xlarge:1").expect("a preset"));
+        request.schedule = Some(schedule);
+        let (virtual_stages, recompute) = (1, Recompute::Full);
+        let degrees =
+            Degrees { dp: 1, tp: 2, cp: 1, stages: 4, virtual_stages, num_microbatches: 4, zero: 0, recompute };
+        let costs = Rooflines::of(&request.cluster);
+        let plan = judged_again(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("it is judged");
+        let levels = |stage: &Stage| (0..stage.layers.len()).map(|l| stage.recompute.of(l)).collect::<Vec<_>>();
+        let last = levels(&plan.stages[3]);
+        assert!(plan.stages[..3].iter().all(|stage| levels(stage).iter().all(|&l| l == Recompute::Full)));
+        let (head, blocks) = last.split_last().expect("layers");
+        assert!(blocks.iter().all(|&l| l == Recompute::Full));
+        assert_eq!(*head, if keeps { Recompute::None } else { Recompute::Full });
+        let mut twice = plan.clone();
+        twice.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::Full));
+        let twice = judged_again(twice, &costs).expect("it is judged");
+        assert_eq!(plan.predicted.step_time_s < twice.predicted.step_time_s, keeps);
+    }
+}
+
+/// With few microbatches most of a step is bubble, and sharing devices makes it smaller: the search finds that by itself.
+#[test]
+fn the_search_shares_devices_where_the_bubble_is_large() {
+    let plain = Some(Schedule::OneFOneB);
+    let (alone, free) = (pipeline(plain, Some(1), 4), pipeline(plain, None, 4));
+    assert_eq!((alone.virtual_stages, alone.stages.len()), (1, 4));
+    assert!(free.virtual_stages > 1 && free.num_lanes() == 4, "{} of {}", free.virtual_stages, free.stages.len());
+    let bubble = |plan: &Plan| plan.stages.iter().map(|s| s.predicted.bubble_s).fold(0.0, f64::max);
+    let gained = alone.predicted.step_time_s - free.predicted.step_time_s;
+    assert!(gained > 0.0 && bubble(&free) < bubble(&alone), "{gained} {} {}", bubble(&free), bubble(&alone));
+    // The bubble of equal stages is that of one stage a lane over their number (Narayanan et al. 2021, section 2.2.2); what
+    // is sent between more stages, and the layers at the ends, add to it.
+    let ratio = bubble(&free) / bubble(&alone);
+    assert!(ratio < 1.0 / f64::from(free.virtual_stages) + 0.35, "{ratio} with {}", free.virtual_stages);
+}
+
+/// Gradients of weights apart make the bubble smaller without more stages. What is free is the best of all.
+#[test]
+fn the_search_runs_gradients_of_weights_apart_where_the_bubble_is_large() {
+    let step_s = |plan: &Plan| plan.predicted.step_time_s;
+    let plain = pipeline(Some(Schedule::OneFOneB), Some(1), 4);
+    let apart = pipeline(Some(Schedule::ZbH1), None, 4);
+    let chosen = pipeline(None, Some(1), 4);
+    assert_eq!((apart.schedule, apart.virtual_stages, apart.stages.len()), (Schedule::ZbH1, 1, 4));
+    assert_eq!(chosen.schedule, Schedule::ZbH1);
+    assert!(step_s(&apart) < step_s(&plain) && step_s(&chosen) < step_s(&plain));
+    // No stage holds more than the fullest does otherwise, but for what passes between the two parts of a backward.
+    let fullest = |plan: &Plan| plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0) as f64;
+    assert!(fullest(&apart) < 1.2 * fullest(&plain), "{} {}", fullest(&apart), fullest(&plain));
+    let free = pipeline(None, None, 4);
+    assert!(step_s(&free) <= step_s(&chosen) * 1.02, "{} {}", step_s(&free), step_s(&chosen));
+}
+
+#[test]
+fn gradients_of_weights_apart_give_the_same_as_one_device() {
+    let said = succeeds(&["verify", DEMO, "--dp", "2", "--pp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]);
+    assert!(said.contains(", zb-h1") && said.contains("the numbers agree"), "{said}");
+    let output = altiplano(&["plan", DEMO, "--pp", "2", "--schedule", "zb-h1", "--virtual-stages", "2"]);
+    assert!(output.code == Some(2) && output.stderr.contains("1f1b only"), "{}", output.stderr);
+}
+
+#[test]
+fn a_number_of_stages_that_is_asked_for_is_what_there_is() {
+    for shared in [2, 3] {
+        let plan = pipeline(None, Some(shared), 8);
+        assert_eq!((plan.virtual_stages, plan.stages.len() as u32), (shared, 4 * shared));
+        assert_eq!(plan.num_devices(), 8);
+    }
+}
+
+#[test]
+fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let asked = ["--dp", "2", "--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"];
+    let mut arguments = vec!["plan", DEMO, "-o", &file];
+    arguments.extend(asked);
+    let report = succeeds(&arguments);
+    assert!(report.contains("1f1b over 4 stages, 2 on the same devices"), "{report}");
+    assert!(report.contains("stage0, stage2"), "{report}");
+    let said = succeeds(&["inspect", &file, "--programs"]);
+    for body in ["stage0 forward", "stage3 backward"] {
+        assert!(said.contains(&format!("run {body}")), "{body}");
+    }
+    assert!(succeeds(&["verify", &file]).contains("the numbers agree"));
+    let run = succeeds(&["run", &file, "--steps", "2"]);
+    let table = run.lines().skip_while(|l| !l.starts_with("peak memory")).skip(2);
+    for line in table.take_while(|line| !line.starts_with("seconds of")) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(words[3..5], words[5..7], "held is predicted: {line}");
+    }
+
+    let trace = scratch.path("trace.json").display().to_string();
+    let said: Value = serde_json::from_str(&succeeds(&["simulate", &file, "--json", "--trace", &trace])).expect("JSON");
+    let plan = load_plan(file.as_ref()).expect("the plan");
+    assert_eq!(said["virtual_stages"], 2);
+    assert_eq!(said["step_s"], plan.predicted.step_time_s);
+    let trace: Value =
+        serde_json::from_str(&std::fs::read_to_string(&trace).expect("a trace")).expect("a trace is JSON");
+    let events = trace["traceEvents"].as_array().expect("events");
+    // Calls of stages that share devices are on one track and never at the same time.
+    for lane in 0..2 {
+        let calls = events.iter().filter(|e| e["ph"] == "X" && e["pid"] == lane && e["tid"] == 0);
+        let span = |e: &Value| (e["ts"].as_f64().expect("a time"), e["dur"].as_f64().expect("a time"));
+        let mut spans: Vec<(f64, f64)> = calls.map(span).collect();
+        assert_eq!(
+            spans.len(),
+            2 * (2 * 4 + 1),
+            "forward and backward of four microbatches, and an update, of two stages"
+        );
+        spans.sort_by(|a, b| a.0.total_cmp(&b.0));
+        assert!(spans.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0 + 1e-6), "{spans:?}");
+    }
+}
+
+#[test]
+fn plans_with_shared_devices_are_checked() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    succeeds(&[
+        "plan",
+        DEMO,
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--virtual-stages",
+        "2",
+        "--num-microbatches",
+        "4",
+        "-o",
+        &file,
+    ]);
+    let text = std::fs::read_to_string(&file).expect("the plan");
+    let refused = |change: &dyn Fn(&mut Value), place: &str| {
+        let mut plan: Value = serde_json::from_str(&text).expect("JSON");
+        change(&mut plan);
+        let wrong = scratch.file("wrong.json", plan.to_string());
+        let output = altiplano(&["inspect", &wrong]);
+        assert!(output.code == Some(2) && output.stderr.contains(place), "{place}\n{}", output.stderr);
+    };
+    refused(&|plan| plan["virtual_stages"] = 0.into(), "virtual_stages");
+    refused(&|plan| plan["virtual_stages"] = 3.into(), "virtual_stages");
+    refused(&|plan| plan["virtual_stages"] = 1.into(), "stages[2].devices");
+    refused(&|plan| plan["stages"][2]["devices"] = vec![2, 3].into(), "stages[2].devices");
+    refused(&|plan| plan["stages"][3]["submesh"] = vec![2, 1].into(), "stages[3].devices");
+
+    for (option, value, problem) in [
+        ("--virtual-stages", "0", "at least 1"),
+        ("--virtual-stages", "9", "too few"),
+        ("--virtual-stages", "x", "invalid"),
+    ] {
+        let output = altiplano(&["plan", DEMO, "--pp", "2", option, value]);
+        assert!(output.code == Some(2) && output.stderr.contains(problem), "{value}\n{}", output.stderr);
+    }
+}

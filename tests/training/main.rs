@@ -1,0 +1,12 @@
+//! Plans that run, against one device and against what frameworks computed.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod checkpoints;
+mod equivalence;
+mod loss_scale;
+mod optimizers;
+mod serving;
+mod train_text;
+mod training;
