@@ -329,7 +329,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         let bodies = [&timing.forward, &timing.backward, &timing.weights];
         let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
         let seconds: f64 = bodies.iter().map(|b| b.seconds).sum();
-        // Communication that overlaps with computation takes no time of its own.
+        // Sends may overlap with computation, but count in full as communication here.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
         let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
