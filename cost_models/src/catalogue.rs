@@ -1,4 +1,4 @@
-//! Known machines, with the figures of their vendors, so that a plan for them needs no file: by the name of a machine
+//! Known machines with the figures of their vendors, so that a plan for them needs no file. They are named by a machine
 //! and a count of nodes, or by a count of devices.
 
 pub use crate::devices::{
@@ -9,7 +9,7 @@ use crate::error::{ClusterError, nearest};
 use crate::node_link::{NodeLink, Wiring};
 use altiplano_ir::cluster::{Cluster, Device, Group, InterNode, IntraNode};
 
-/// The most devices that a cluster may have; beyond that a description is wrong, not large.
+/// The most devices that a cluster may have. A larger description is a mistake.
 pub const MAX_DEVICES: u64 = 1_000_000;
 
 /// Bytes/s of a link that is sold in Gb/s, per direction.
@@ -18,7 +18,7 @@ const GBIT: f64 = 1e9 / 8.0;
 /// GB of a binary gigabyte.
 const GIB: f64 = 1.073741824;
 
-/// A machine of the catalogue: what one node is.
+/// A machine of the catalogue, described by one node.
 struct Preset {
     name: &'static str,
     description: &'static str,
@@ -28,16 +28,17 @@ struct Preset {
     intra: (&'static str, f64, f64),
     /// Kind, bytes/s per NIC and direction, NICs, seconds.
     inter: (&'static str, f64, u32, f64),
-    /// GB of a node's own memory, where it is stated.
+    /// GB of a node's own memory, if stated.
     host_gb: Option<f64>,
     price_per_hour: Option<f64>,
 }
 
-// Latencies are not in datasheets. NCCL's tuning tables assume 3.4 us a hop for a ring over NVLink and 14 us over a network
-// (src/graph/tuning.cc, protocol for large messages; 0.6 and 2.7 us for small ones). Here a hop takes 3 us over NVLink,
-// 8 us over InfiniBand, 15 us over EFA (RDMA over Ethernet) and 30 us over TCP.
-// Memory of nodes: the same pages and datasheets (of the DGX A100 with 80 GB devices, of the DGX B200 the smaller configuration),
-// and the sites' own descriptions of Polaris, Perlmutter and Frontier.
+// Datasheets do not state latencies. NCCL's tuning tables assume 3.4 us a hop for a ring over NVLink and 14 us over a
+// network (src/graph/tuning.cc, protocol for large messages; 0.6 and 2.7 us for small ones). Here a hop takes 3 us over
+// NVLink, 8 us over InfiniBand, 15 us over EFA (RDMA over Ethernet) and 30 us over TCP.
+//
+// Memory of nodes: the same pages and datasheets (for the DGX A100 the one with 80 GB devices, for the DGX B200 the
+// smaller configuration), and the sites' own descriptions of Polaris, Perlmutter and Frontier.
 const PRESETS: &[Preset] = &[
     // Amazon EC2 P3 page: 8 V100 16 GB, NVLink (6 links x 25 GB/s a direction on each device), 25 Gb/s network (TCP);
     // on demand in us-east-1 (2021).
@@ -196,8 +197,8 @@ const PRESETS: &[Preset] = &[
         host_gb: Some(256.0),
         price_per_hour: None,
     },
-    // OLCF, Frontier user guide (2023): 4 MI250X, whose 8 dies are the devices, 50 to 100 GB/s between dies of different
-    // packages and 200 within one, so that a ring finds 100 at most; 4 Slingshot 11 adapters (200 Gb/s).
+    // OLCF, Frontier user guide (2023): 4 MI250X, whose 8 dies are the devices. Dies of different packages have 50 to
+    // 100 GB/s between them, dies of one package 200, so a ring finds 100 at most. 4 Slingshot 11 adapters (200 Gb/s).
     Preset {
         name: "frontier",
         description: "OLCF, 8 x MI250X die, Infinity Fabric, 4 x 200 Gb/s",
@@ -208,7 +209,7 @@ const PRESETS: &[Preset] = &[
         host_gb: Some(512.0),
         price_per_hour: None,
     },
-    // Eight workers as those of `local`, several of which may be joined by a gigabit network.
+    // Eight workers like those of `local`. Several such machines may be joined by a gigabit network.
     Preset {
         name: "laptop",
         description: "8 CPU workers, 1 Gb/s",
@@ -221,7 +222,7 @@ const PRESETS: &[Preset] = &[
     },
 ];
 
-/// The preset whose count is of workers, not nodes.
+/// The preset whose count is one of workers, not nodes.
 const LOCAL: &str = "local";
 
 /// Name and description of every preset.
@@ -232,9 +233,9 @@ pub fn presets() -> Vec<(&'static str, &'static str)> {
 
 /// The cluster that a preset's name and count stand for. Sizes and rates are in bytes and seconds as everywhere.
 ///
-/// `dgx-a100:4` is four nodes, `dgx-a100` one; `dgx-a100:1/2` or `dgx-a100/2` the first two devices of one; `local:4`
-/// four workers of one machine. `p4d` is short for `p4d.24xlarge`. `8xA100-80` is a node of eight devices with the links
-/// that they most often come with, `4x8xA100-80` four such nodes. The cluster is named as it was asked for.
+/// `dgx-a100:4` is four nodes, `dgx-a100` one. `dgx-a100:1/2` or `dgx-a100/2` is the first two devices of one node.
+/// `local:4` is four workers of one machine. `p4d` is short for `p4d.24xlarge`. `8xA100-80` is a node of eight devices
+/// with their most common links, `4x8xA100-80` four such nodes. The cluster is named as it was asked for.
 pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
     if let Some(group) = counted(text)? {
         return Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None, storage: None });
@@ -265,7 +266,7 @@ pub fn preset(text: &str) -> Result<Cluster, ClusterError> {
     Ok(Cluster { name: text.to_string(), groups: vec![group], between_groups: None, storage: None })
 }
 
-/// The first devices of a node. Where devices are wired to each other, those that are left out take their links along.
+/// The first devices of a node. If devices are wired to each other, those that are left out take their links along.
 fn group_part(group: Group, devices: u32) -> Group {
     let mut part = Group { devices_per_node: devices, ..group };
     if NodeLink::of(&part).wiring == Wiring::FullMesh {
@@ -284,14 +285,14 @@ fn parse_count(text: &str, count: &str, most: u64) -> Result<u32, ClusterError> 
         .ok_or_else(|| ClusterError::Count { text: text.to_string(), most })
 }
 
-/// Workers of one machine, which talk through its memory.
+/// Workers of one machine, which communicate through its memory.
 fn local(workers: u32) -> Group {
     Group {
         nodes: 1,
         devices_per_node: workers,
         device: known_device("cpu-worker"),
         intra_node: IntraNode { kind: "shared-memory".to_string(), bytes_per_s: 4e9, latency_s: 5e-6 },
-        // Never crossed, since there is one node; a gigabit network, if anything.
+        // Never crossed, since there is one node. The figures are those of a gigabit network.
         inter_node: InterNode {
             kind: String::new(),
             bytes_per_s: GBIT,
@@ -305,7 +306,7 @@ fn local(workers: u32) -> Group {
 }
 
 impl Preset {
-    /// By its name, or by that of its family, which is what stands before the size.
+    /// Matches the preset's name, or its family, which is the part before the size.
     fn is_called(&self, name: &str) -> bool {
         self.name == name || self.name.split_once('.').is_some_and(|(family, _)| family == name)
     }
@@ -325,7 +326,7 @@ impl Preset {
     }
 }
 
-/// What `8xA100-80` stands for: a device, its name here, and the links that nodes of it most often have.
+/// An entry for names like `8xA100-80`: the short name, the device, and the most common links of its nodes.
 struct Counted {
     short: &'static str,
     device: &'static str,
@@ -344,8 +345,8 @@ const fn counted_as(
     Counted { short, device, intra, inter }
 }
 
-// The links are those of the DGX of each generation; of a node on PCIe 4.0 or 5.0, 16 lanes and one 100 Gb/s NIC, of an
-// MI300X platform, seven links of 64 GB/s and 8 x 400 Gb/s (AMD Instinct MI300X platform datasheet, 2023).
+// The links are those of the DGX of each generation. Nodes on PCIe 4.0 or 5.0 have 16 lanes and one 100 Gb/s NIC. An
+// MI300X platform has seven links of 64 GB/s and 8 x 400 Gb/s (AMD Instinct MI300X platform datasheet, 2023).
 const COUNTED: &[Counted] = &[
     counted_as("V100-16", "V100-SXM2-16GB", ("nvlink", 150.0), (100.0, 2)),
     counted_as("V100-32", "V100-SXM2-32GB", ("nvlink", 150.0), (100.0, 2)),
@@ -366,7 +367,7 @@ const COUNTED: &[Counted] = &[
     counted_as("CPU", "cpu-worker", ("shared-memory", 4.0), (1.0, u32::MAX)),
 ];
 
-/// The group of `8xA100-80` and its like; `None` for text that does not start as one.
+/// The group of `8xA100-80` and the like; `None` for text that does not start like that.
 fn counted(text: &str) -> Result<Option<Group>, ClusterError> {
     let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     let Some((first, rest)) = text.split_once('x').filter(|(first, _)| digits(first)) else { return Ok(None) };
@@ -403,7 +404,7 @@ fn counted(text: &str) -> Result<Option<Group>, ClusterError> {
     Ok(Some(group))
 }
 
-/// A device that this file names itself.
+/// A device that this file names.
 fn known_device(name: &str) -> Device {
     device(name).expect("presets name devices of the catalogue; a test builds them all")
 }

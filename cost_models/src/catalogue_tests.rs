@@ -1,5 +1,5 @@
-//! Table tests of the catalogue: every preset is sound, some are checked figure by figure, and wrong text is refused with
-//! the right reason.
+//! Table tests of the catalogue: every preset is sound, some are checked figure by figure, and wrong text is refused
+//! for the right reason.
 
 use super::*;
 use altiplano_ir::dtype::DType;
@@ -136,7 +136,7 @@ fn wrong_text_is_refused() {
     }
 }
 
-/// No device gives tensors more than it has, and what it keeps is a small part: a few hundredths, and a context.
+/// No device gives tensors more memory than it has. The part that it keeps is small: a few hundredths, and a context.
 #[test]
 fn tensors_can_use_most_of_a_gpu() {
     for name in device_names() {
@@ -147,7 +147,7 @@ fn tensors_can_use_most_of_a_gpu() {
         cluster.groups[0].device = device.clone();
         let usable = cluster.usable_bytes(&cluster.groups[0]) as f64 / device.memory_bytes as f64;
         assert!(usable <= 1.0 && usable > 0.88, "{name}: {usable}");
-        // There is nobody to communicate with.
+        // A single device has no peer to communicate with.
         cluster.groups[0].devices_per_node = 1;
         let alone = cluster.usable_bytes(&cluster.groups[0]) as f64 / device.memory_bytes as f64;
         assert!(alone > usable || !device.kind.is_gpu(), "{name}");

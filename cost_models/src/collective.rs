@@ -1,21 +1,21 @@
-//! Seconds of the collectives: each algorithm that a library has is priced with each of its protocols, and the fastest
-//! is the answer, with its name.
+//! Seconds of the collectives. Each algorithm of a library is priced with each of its protocols; the answer is the
+//! fastest, with its name.
 //!
-//! A price is `start + hops + bytes on the wire / bandwidth` (the alpha-beta model), where the start, a hop's multiple of
-//! the link's latency, and the part of the bandwidth that is reached depend on the protocol and on the kind of link
-//! ([`crate::node_link`], fitted to measured tables). Since every candidate is an increasing function of the bytes and the
-//! latencies and a decreasing one of the bandwidths, so is the least of them.
+//! A price is `start + hops + bytes on the wire / bandwidth` (the alpha-beta model). The start, a hop's multiple of the
+//! link's latency, and the share of the bandwidth depend on the protocol and on the kind of link ([`crate::node_link`],
+//! fitted to measured tables). Every candidate increases with the bytes and the latencies and decreases with the
+//! bandwidths, so their minimum does too.
 //!
-//! Below, `n` devices lie on `m` nodes with `k` on each; `S` is the bytes of a device's larger side; `B` is the bandwidth of a
-//! device's ring inside the node, `W` the group's share of its node's network, `a` and `b` are the seconds of a hop inside
-//! and between nodes.
+//! Below, `n` devices lie on `m` nodes with `k` on each. `S` is the bytes of a device's larger side. `B` is the
+//! bandwidth of a device's ring inside the node, and `W` the group's share of its node's network. `a` and `b` are the
+//! seconds of a hop inside and between nodes.
 
 use crate::link::AxisLink;
 use crate::node_link::{Library, Protocol, ProtocolFigures};
 use std::fmt;
 
-/// What is asked for. Bytes are those of one device's larger side: the operand of a reduce-scatter, the result of an
-/// all-gather.
+/// The operation to price. Bytes are those of one device's larger side: the operand of a reduce-scatter, the result of
+/// an all-gather.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     AllReduce,
@@ -27,36 +27,37 @@ pub enum Operation {
     SendReceive,
 }
 
-/// How it is done.
+/// An algorithm for an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Algorithm {
-    /// There is one device, and nothing is sent.
+    /// One device, for which nothing is sent.
     Nothing,
     /// Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     Ring,
-    /// Two binary trees over the nodes, each of which has the other's leaves inside, and a chain in each node (Sanders,
-    /// Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; NCCL since 2.4).
+    /// Two binary trees over the nodes, where each has the other's leaves as inner nodes, and a chain in each node
+    /// (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; NCCL
+    /// since 2.4).
     DoubleBinaryTree,
     /// Recursive halving and doubling, which exchanges with partners at distances of powers of two (Thakur, Rabenseifner and
     /// Gropp, "Optimization of collective communication operations in MPICH", 2005).
     HalvingDoubling,
-    /// Inside the nodes, then between devices of like position, then inside again.
+    /// Inside the nodes, then between devices of equal position, then inside again.
     Hierarchical,
     /// Every device sends to every other.
     Direct,
-    /// A binomial tree, which doubles the devices that have the data every round.
+    /// A binomial tree, which doubles the number of devices that have the data in every round.
     BinomialTree,
-    /// One device receives all and sends the result to all, one message after the other through its own link: the incast
-    /// that makes it slow.
+    /// One device receives everything and sends the result to all, one message after the other through its own link.
+    /// This incast makes it slow.
     ParameterServer,
-    /// The switches of a node reduce and multiply what passes through them.
+    /// The switches of a node reduce and multicast the data that passes through them.
     Sharp,
 }
 
-/// What an operation costs with one algorithm and protocol.
+/// The price of an operation with one algorithm and protocol.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Priced {
-    /// All parts together.
+    /// Sum of all parts.
     pub seconds: f64,
     pub algorithm: Algorithm,
     pub protocol: Protocol,
@@ -65,10 +66,10 @@ pub struct Priced {
     pub wire_s: f64,
 }
 
-/// The fastest of the algorithms that the library has for an operation, the first where several are as fast.
+/// The fastest algorithm that the library has for an operation; the first among equals.
 ///
-/// Example: an all-reduce of 1 MiB over eight A100 on one node takes about 73 us (`LowLatency128`: 33.5 of start,
-/// 14 hops of 2.3, 9 on the wire), one of 1 GiB about 8.3 ms (`Simple`).
+/// Example: an all-reduce of 1 MiB over eight A100 on one node takes about 73 us (`LowLatency128`: 33.5 of start, 14
+/// hops of 2.3, 9 on the wire), one of 1 GiB about 8.3 ms (`Simple`).
 pub fn best(operation: Operation, bytes: u64, link: &AxisLink) -> Priced {
     let mut found: Option<Priced> = None;
     for candidate in candidates(operation, bytes, link) {
@@ -108,7 +109,7 @@ impl Priced {
         Priced { seconds: 0.0, algorithm: Algorithm::Nothing, protocol: Protocol::Simple, start_s, hops_s, wire_s }
     }
 
-    /// Parts beyond the range of numbers, or of links without bandwidth, become the largest number.
+    /// Clamps sums beyond the range of numbers, or over links without bandwidth, to the largest number.
     fn new(algorithm: Algorithm, protocol: Protocol, start_s: f64, hops_s: f64, wire_s: f64) -> Self {
         let seconds = (start_s + hops_s + wire_s).min(f64::MAX);
         Priced { seconds, algorithm, protocol, start_s, hops_s, wire_s }
@@ -142,7 +143,7 @@ impl Algorithm {
         }
     }
 
-    /// The formula behind a price, in the letters of this module's documentation; `-` where nothing is sent that way.
+    /// The formula behind a price, in the letters of this module's documentation; `-` if the algorithm does not apply.
     pub fn formula(self, operation: Operation) -> &'static str {
         use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, SendReceive};
         match (self, operation) {
@@ -178,12 +179,12 @@ impl Algorithm {
 }
 
 impl crate::node_link::NodeLink {
-    /// Whether the library of these nodes has an algorithm. Others are priced to be compared with.
+    /// Returns true if the library of these nodes has an algorithm. Others are priced only for comparison.
     fn has(&self, algorithm: Algorithm) -> bool {
         match algorithm {
             Algorithm::Nothing | Algorithm::Ring | Algorithm::Direct => true,
             Algorithm::DoubleBinaryTree | Algorithm::Sharp => self.library == Library::Nccl,
-            // NCCL's one call never works level by level; a plan that does has an axis for each level.
+            // NCCL's single call never works level by level. A plan that does has an axis for each level.
             Algorithm::HalvingDoubling | Algorithm::BinomialTree | Algorithm::Hierarchical => {
                 self.library == Library::Mpi
             }
@@ -192,16 +193,16 @@ impl crate::node_link::NodeLink {
     }
 }
 
-/// The part of a ring's bandwidth that NCCL's tuner gives a tree (NVIDIA/nccl, src/graph/tuning.cc, 0.92).
+/// The share of a ring's bandwidth that NCCL's tuner gives a tree (NVIDIA/nccl, src/graph/tuning.cc, 0.92).
 const TREE_EFFICIENCY: f64 = 0.92;
 
-/// Times that a byte leaves each of two nodes that are joined by trees. It could be once, since each sends its sum and
-/// receives the other's, and has been: 1 GiB over two p3dn.24xlarge takes 134 ms by trees and 268 by rings (NVIDIA/nccl-tests
-/// issue 22). Others are as slow as rings (two nodes of A100 and InfiniBand, issue 175). This lies between, and is what two
-/// p4d.24xlarge take (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
+/// Number of times that a byte leaves each of two nodes that are joined by trees. Once is possible, since each sends
+/// its sum and receives the other's: 1 GiB over two p3dn.24xlarge takes 134 ms by trees and 268 by rings
+/// (NVIDIA/nccl-tests issue 22). Others are as slow as rings (two nodes of A100 and InfiniBand, issue 175). This value
+/// lies between, and matches two p4d.24xlarge (57 GB/s by nccl-tests' definition, NVIDIA/nccl issue 527).
 const TREE_OF_TWO: f64 = 1.45;
 
-/// Part of a hop that each further message of an exchange takes, which is sent while others are on their way. No table;
+/// Share of a hop that each further message of an exchange takes, which is sent while others are in transit. No table;
 /// NCCL's tuner has 0.6 us for the shortest step over NVLink, of the 3 us of a hop.
 const MESSAGE: f64 = 0.2;
 
@@ -237,7 +238,7 @@ impl Terms<'_> {
         self.figures.network_hop * self.link.across_latency_s
     }
 
-    /// Seconds of a hop of a ring, averaged: a chunk on its way round passes every hop once.
+    /// Average seconds of a hop of a ring: a chunk passes every hop once on its way around.
     fn ring_hop_s(&self) -> f64 {
         let across = if self.m() > 1.0 { self.m().min(self.n()) } else { 0.0 };
         (across * self.b() + (self.n() - across) * self.a()) / self.n()
@@ -247,7 +248,7 @@ impl Terms<'_> {
         self.figures.efficiency * self.link.inside_bytes_per_s
     }
 
-    /// Part of the network's bandwidth that data gets.
+    /// Share of the network's bandwidth available to data.
     fn network_part(&self) -> f64 {
         self.figures.network_part * self.link.network.efficiency
     }
@@ -265,7 +266,7 @@ impl Terms<'_> {
         Priced::new(algorithm, self.figures.protocol, self.figures.start_s, hops_s, wire_s)
     }
 
-    /// A ring of some rounds, in each of which every device sends an n-th.
+    /// A ring of some rounds, in each of which every device sends an n-th of the bytes.
     fn rounds(&self, rounds: f64) -> Priced {
         let wire_s = (rounds + self.link.kind.exposed_rounds) / self.n() * self.bytes / self.ring();
         self.price(Algorithm::Ring, rounds * self.ring_hop_s(), wire_s)
@@ -277,14 +278,14 @@ impl Terms<'_> {
         let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
         if m > 1.0 {
             let hops_s = 2.0 * ((k - 1.0) * self.a() + log_m * self.b());
-            // Of more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
+            // With more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
             let crossing = if m > 2.0 { 2.0 } else { TREE_OF_TWO };
             let across = crossing * self.bytes / (TREE_EFFICIENCY * self.across());
             let inside = if k > 1.0 { 2.0 * self.bytes / (TREE_EFFICIENCY * self.inside()) } else { 0.0 };
             found.push(self.price(Algorithm::DoubleBinaryTree, hops_s, across.max(inside)));
         }
         let hops_s = 2.0 * (log_k * self.a() + log_m * self.b());
-        // Devices beyond a power of two hand their data to a partner first, and get the result last.
+        // Devices beyond a power of two give their data to a partner first, and get the result last.
         let odd = n.log2().fract() != 0.0;
         let extra = if odd { 2.0 } else { 0.0 };
         let extra_hop_s = extra * if m > 1.0 { self.a().max(self.b()) } else { self.a() };
@@ -302,7 +303,7 @@ impl Terms<'_> {
         found
     }
 
-    /// All-gather, and reduce-scatter, which is the same run backwards.
+    /// All-gather, and reduce-scatter, which runs in reverse.
     fn one_way(&self) -> Vec<Priced> {
         let (n, m, k) = (self.n(), self.m(), self.k());
         let mut found = vec![self.rounds(n - 1.0)];
@@ -320,8 +321,8 @@ impl Terms<'_> {
         found
     }
 
-    /// Seconds on the wires of an algorithm that works inside the nodes and then between them, `passes` times each: a
-    /// device keeps a k-th of its bytes for the second, and the k devices of a node send theirs at the same time.
+    /// Wire seconds of an algorithm that works inside the nodes and then between them, `passes` times each. A device
+    /// keeps a k-th of its bytes for the second level, and the k devices of a node send theirs at the same time.
     fn two_levels(&self, passes: f64, exposed: f64) -> f64 {
         let (m, k) = (self.m(), self.k());
         let inside = if k > 1.0 { (passes * (k - 1.0) + exposed) / k * self.bytes / self.inside() } else { 0.0 };
@@ -329,7 +330,7 @@ impl Terms<'_> {
         inside + across
     }
 
-    /// All devices to one and, the second time, back.
+    /// All devices send to one, and in the second pass it sends back.
     fn server(&self, passes: f64) -> Priced {
         let messages = passes * (self.n() - 1.0);
         let hop_s = if self.m() > 1.0 { self.a().max(self.b()) } else { self.a() };
@@ -366,8 +367,9 @@ impl Terms<'_> {
     }
 }
 
-/// Reduction in the switches of one node: a device sends its bytes once and gets its n-th of the sum, then sends that and
-/// gets the whole, the switches multiplying it. Between nodes a library goes on with trees, which no table here covers.
+/// Reduction in the switches of one node. A device sends its bytes once and gets its n-th of the sum. It then sends
+/// that part and gets the whole, multicast by the switches. Between nodes a library continues with trees, which no
+/// table here covers.
 fn sharp(bytes: f64, link: &AxisLink) -> Option<Priced> {
     let sharp = link.kind.sharp?;
     if link.nodes > 1 {

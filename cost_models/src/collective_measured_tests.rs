@@ -1,5 +1,5 @@
-//! The collectives against published measurements, which are not part of the project: `ALTIPLANO_SHARED` or `../shared`.
-//! The mean absolute percentage error of each (table, devices, nodes) is printed, and must not grow.
+//! The collectives against published measurements, which are not part of the project: `ALTIPLANO_SHARED` or
+//! `../shared`. The mean absolute percentage error of each (table, devices, nodes) is printed and must not grow.
 
 use super::{Operation, Priced, best};
 use crate::catalogue::preset;
@@ -8,7 +8,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// The file of measurements of this name, or a line on the real stderr that says what is skipped.
+/// The measurements file of this name. If it is missing, a line on the real stderr says what is skipped.
 fn table(name: &str) -> Option<Vec<BTreeMap<String, String>>> {
     let default = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared"));
     let shared = std::env::var_os("ALTIPLANO_SHARED").map_or(default, PathBuf::from);
@@ -45,7 +45,7 @@ struct Row {
     nodes: u32,
     bytes: u64,
     measured_s: f64,
-    /// In-switch reduction was turned off, or rings were asked for, as the rows of 16 GiB compare them.
+    /// True if in-switch reduction was turned off or rings were requested, as in the rows of 16 GiB that compare them.
     without_sharp: bool,
 }
 
@@ -89,7 +89,7 @@ fn modelled(row: &Row) -> Priced {
     let mut link = axis_link(group, row.nodes, row.devices / row.nodes, &mesh, &[AxisId(0)]);
     let ring_only = crate::node_link::NodeLink { sharp: None, ..link.kind.clone() };
     if row.without_sharp {
-        // Of a handful of rows; tests end.
+        // Only a handful of rows leak this, and only until the test ends.
         link.kind = Box::leak(Box::new(ring_only));
     }
     best(row.operation, row.bytes, &link)
@@ -102,8 +102,8 @@ fn errors<'a>(rows: impl Iterator<Item = &'a Row>) -> (f64, f64, usize) {
     (mean(&mut each.iter().map(|e| e.abs())), mean(&mut each.iter().copied()), each.len())
 }
 
-/// Checks every (devices, nodes) of a table's hardware that `of` accepts against its largest error in percent for messages of
-/// 1 MiB and more.
+/// Checks every (devices, nodes) of a table's hardware that contains `of` against its largest error in percent, for
+/// messages of 1 MiB and more.
 fn check(name: &str, of: &str, expect: &[((u32, u32), f64)]) {
     let Some(table) = table(name) else { return };
     let rows: Vec<Row> = table.iter().map(row).filter(|r| r.hardware.contains(of)).collect();
@@ -149,13 +149,13 @@ fn collectives_of_h200_and_b200() {
     let at = |devices, nodes, most| ((devices, nodes), most);
     let h200 = [at(4, 1, 1.5), at(5, 1, 1.5), at(6, 1, 1.5), at(7, 1, 1.5), at(8, 1, 1.5)];
     check("nccl-a100-h200-b200.csv", "H200", &h200);
-    // Of the rows of four nodes those below 512 MiB are slow, 360 us and more for any message, where two such nodes take 51 us for
-    // the shortest (dstackai/dstack pull request 3961). No constants fit both, and these follow the latter.
+    // The rows of four nodes below 512 MiB are slow: 360 us and more for any message. Two such nodes take 51 us for the
+    // shortest (dstackai/dstack pull request 3961). No constants fit both, and these follow the latter.
     let b200 = [at(4, 1, 1.5), at(5, 1, 3.5), at(6, 1, 1.5), at(7, 1, 1.5), at(8, 1, 6.5), at(32, 4, 35.0)];
     check("nccl-a100-h200-b200.csv", "B200", &b200);
 }
 
-/// Rows one by one, for whoever fits the constants anew: `cargo test ... -- --ignored --nocapture every_row`.
+/// Prints rows one by one, for fitting the constants: `cargo test ... -- --ignored --nocapture every_row`.
 #[test]
 #[ignore = "prints a table"]
 fn every_row() {

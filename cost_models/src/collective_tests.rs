@@ -1,4 +1,4 @@
-//! Collectives by hand, and what must hold of every price: more bytes or latency never cost less, more bandwidth never
+//! Collectives by hand, and properties of every price: more bytes or latency never cost less, more bandwidth never
 //! costs more, one device is free, and every input has a finite price.
 
 use super::*;
@@ -69,7 +69,7 @@ fn formulas_by_hand() {
         (&one, AllReduce, HalvingDoubling, 4.0, 1.5 / 0.8),
         (&one, AllGather, HalvingDoubling, 2.0, 0.75 / 0.8),
         (&one, AllReduce, ParameterServer, 6.0, 6.0 / 0.8),
-        // Of three, one hands its data over first: two hops and twice the bytes more.
+        // One device of three gives its data away first: two more hops and twice the bytes more.
         (&three, AllReduce, HalvingDoubling, 6.0, 4.0 / 3.0 / 0.8 + 2.0 / 0.8),
         (&three, AllGather, HalvingDoubling, 2.0, 2.0 / 3.0 / 0.8),
         // 14 hops, of which a quarter leaves a node.
@@ -130,10 +130,10 @@ fn the_best_algorithm_depends_on_the_message_and_the_machine() {
         ("p3.16xlarge:4", AllReduce, 30, Ring, Simple),
         ("p4d:2", AllReduce, 30, DoubleBinaryTree, Simple),
         ("dgx-a100:2", SendReceive, 20, Direct, LowLatency128),
-        // Workers know no protocols but powers of two.
+        // Workers use no protocols, but powers of two.
         ("local:8", AllReduce, 10, HalvingDoubling, Simple),
         ("local:6", AllReduce, 30, Ring, Simple),
-        // A network that is much slower than the node: send each byte over it as rarely as can be.
+        // If the network is much slower than the node, each byte is sent over it as rarely as possible.
         ("laptop:3", AllReduce, 30, Hierarchical, Simple),
     ];
     for (machine, operation, log_bytes, algorithm, protocol) in table {
@@ -271,7 +271,7 @@ proptest! {
         prop_assert_eq!(seconds(bytes, &AxisLink { devices: 1, ..link }), 0.0);
     }
 
-    /// A library's best is at most what any of its algorithms costs, and is one of the candidates.
+    /// A library's best costs at most as much as any of its algorithms, and is one of the candidates.
     #[test]
     fn the_best_is_the_least_of_what_there_is(which in 0usize..15, operation in 0usize..6, log_bytes in 0u32..40) {
         let (link, operation) = (machines()[which], OPERATIONS[operation]);

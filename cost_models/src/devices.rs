@@ -1,57 +1,62 @@
 //! Known devices with the figures of their vendors.
 //!
-//! Rates are dense (no structured sparsity) and peak; what of them is reached in practice is the cost model's business.
-//! Where a datasheet gives a machine's total, it is divided by the number of devices.
+//! Rates are dense (no structured sparsity) and peak. The cost model decides which share of them is reached in
+//! practice. Totals of a machine in a datasheet are divided by the number of devices.
 
 use crate::fitted::{FITTED, with_attention_of};
 use altiplano_ir::cluster::Architecture::{self, Amd, Nvidia};
 use altiplano_ir::cluster::{Constants, Device, DeviceKind, Reserved};
 use altiplano_ir::dtype::DType::{self, BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, F64};
 
-/// Seconds that a kernel on a GPU takes however little it does: starting, filling the device and draining it. An estimate,
-/// no vendor states it.
+/// Seconds that a kernel on a GPU takes at least: it starts, fills the device and drains it. This is an estimate; no
+/// vendor states it.
 pub const GPU_LAUNCH_S: f64 = 3e-6;
 
-/// Bytes that a CUDA or HIP context takes with the code of its kernels and the workspaces of its libraries. `nvidia-smi` shows 450 to
-/// 600 MiB for a process of PyTorch that has multiplied two matrices.
+/// Bytes of a CUDA or HIP context with the code of its kernels and the workspaces of its libraries. `nvidia-smi` shows
+/// 450 to 600 MiB for a process of PyTorch that has multiplied two matrices.
 const CONTEXT_BYTES: u64 = 500_000_000;
 
 /// Bytes of NCCL's or RCCL's buffers: 16 to 32 channels with buffers of 4 to 8 MiB for each of several peers and protocols (NCCL
 /// user guide, NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS).
 const COMMUNICATION_BYTES: u64 = 600_000_000;
 
-/// Part of the memory that a caching allocator holds and cannot give out.
+/// Share of the memory that a caching allocator holds and cannot give out.
 const ALLOCATOR_PART: f64 = 0.02;
 
-/// A device of the catalogue. `gb` is the memory that its driver reports, in decimal gigabytes; packages are sold by binary ones.
+/// A device of the catalogue. `gb` is the memory that its driver reports, in decimal gigabytes; vendors advertise
+/// binary ones.
 struct DeviceFigures {
     name: &'static str,
-    /// `None` for what is no GPU.
+    /// `None` if it is no GPU.
     architecture: Option<Architecture>,
     gb: f64,
     gb_per_s: f64,
     /// TFLOP/s by element type of matmul operands. `f32` is IEEE single precision, not TF32, which rounds its operands.
     tflops: &'static [(DType, f64)],
-    /// Part of the peak that matmuls of training sizes reach, where it was measured.
+    /// Share of the peak that matmuls of training sizes reach, if measured.
     matmul_efficiency: f64,
     launch_s: f64,
     /// MiB of all dies together.
     l2_mib: u64,
     multiprocessors: u32,
-    /// Thermal design power; 0 where it is not known.
+    /// Thermal design power; 0 if unknown.
     watts: f64,
-    /// Generation of its NVLink, 0 for a GPU without; `None` for what is no GPU.
+    /// Generation of its NVLink, 0 for a GPU without NVLink; `None` if it is no GPU.
     nvlink: Option<u32>,
 }
 
 pub use altiplano_ir::cluster::MATMUL_EFFICIENCY;
 
-// Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for the B200
-// its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm documentation).
-// Memory: what the driver reports in all (`total_memory` of PyTorch's device properties, or `nvidia-smi` where it is not published).
-// V100 16160 MiB and 34,089,730,048 bytes; A100 40,442 MiB and 85,097,971,712; H100 81,559 MiB; H200 143,771 MiB; B200 183,359 MiB; L40S
-// 47,697 MB with ECC; RTX 4090 25,393,692,672; MI300X 206,141,652,992; MI250X 68,702,699,520 a die.
-// Watts: the power limits of the same vendors' datasheets; of the MI250X half of a module's 560 W.
+// Caches and multiprocessors: NVIDIA's architecture whitepapers (Volta 2017, Ampere 2020, Hopper 2022, Ada 2022), for
+// the B200 its device properties (148 multiprocessors, 126 MB), and AMD's table of hardware specifications (ROCm
+// documentation).
+//
+// Memory: the total that the driver reports (`total_memory` of PyTorch's device properties, or `nvidia-smi` where that
+// is not published). V100 16160 MiB and 34,089,730,048 bytes; A100 40,442 MiB and 85,097,971,712; H100 81,559 MiB; H200
+// 143,771 MiB; B200 183,359 MiB; L40S 47,697 MB with ECC; RTX 4090 25,393,692,672; MI300X 206,141,652,992; MI250X
+// 68,702,699,520 a die.
+//
+// Watts: the power limits in the same vendors' datasheets; for the MI250X, half of a module's 560 W.
 const DEVICES: &[DeviceFigures] = &[
     // NVIDIA Tesla V100 datasheet (2020), SXM2: 125 TFLOP/s tensor, 15.7 single, 7.8 double; HBM2 at 900 GB/s. No bf16.
     // Matmuls of GPT layers run at 72 to 88 TFLOP/s (Aceso's V100 profiles, 2024, SuperScaler repository).
@@ -279,8 +284,9 @@ const DEVICES: &[DeviceFigures] = &[
         watts: 280.0,
         nvlink: Some(0),
     },
-    // One worker of a desktop or a server: about a core with 256-bit fused multiply-adds at 3 GHz (2 FMA units x 8 lanes x
-    // 2 operations x 3e9 = 96e9 at most) and its share of memory. Fixed, not measured: plans are the same everywhere.
+    // One worker of a desktop or a server: about a core with 256-bit fused multiply-adds at 3 GHz (2 FMA units x 8
+    // lanes x 2 operations x 3e9 = 96e9 at most) and its share of memory. The figures are fixed, not measured, so plans
+    // are the same everywhere.
     DeviceFigures {
         name: "cpu-worker",
         architecture: None,
@@ -321,22 +327,23 @@ impl DeviceFigures {
     }
 }
 
-/// The device of this name; names are exact.
+/// The device with this exact name.
 pub fn device(name: &str) -> Option<Device> {
     DEVICES.iter().find(|d| d.name == name).map(DeviceFigures::device)
 }
 
-/// Part of the peak rate that matmuls reach on the device of this name; [`MATMUL_EFFICIENCY`] where it is not known.
+/// The share of the peak rate that matmuls reach on the device with this name; [`MATMUL_EFFICIENCY`] if unknown.
 pub fn matmul_efficiency(name: &str) -> f64 {
     DEVICES.iter().find(|d| d.name == name).map_or(MATMUL_EFFICIENCY, |d| d.matmul_efficiency)
 }
 
-/// Whether constants of the device of this name were fitted on measured steps.
+/// Returns true if constants of the device with this name were fitted to measured steps.
 pub fn is_fitted(name: &str) -> bool {
     FITTED.iter().any(|(device, _)| *device == name)
 }
 
-/// What no datasheet states of the device of this name. Where nothing was measured, the plain roofline.
+/// Constants of the device with this name that no datasheet states. If nothing was measured, they give the plain
+/// roofline.
 pub fn constants(name: &str) -> Constants {
     let matmul_efficiency = matmul_efficiency(name);
     let fitted = FITTED.iter().find(|(device, _)| *device == name).map(|(_, constants)| *constants);
@@ -346,7 +353,7 @@ pub fn constants(name: &str) -> Constants {
     })
 }
 
-/// [`constants`] of a device, which may have figures that the catalogue does not know.
+/// The [`constants`] of a device, which may have figures that the catalogue does not know.
 pub fn constants_of(device: &Device) -> Constants {
     match self::device(&device.name) {
         Some(_) => constants(&device.name),
@@ -354,36 +361,37 @@ pub fn constants_of(device: &Device) -> Constants {
     }
 }
 
-/// Generation of the NVLink of a GPU of the catalogue, 0 for one without; `None` for all other devices.
+/// Generation of NVLink of a GPU of the catalogue, 0 for one without NVLink; `None` for all other devices.
 pub fn nvlink_generation(name: &str) -> Option<u32> {
     DEVICES.iter().find(|d| d.name == name).and_then(|d| d.nvlink)
 }
 
-/// Lanes of the link to a host, of every device below.
+/// Lanes of the link to a host, for every device below.
 const HOST_LANES: f64 = 16.0;
 
-/// Part of that link's rate which copies from pinned memory reach: `nvbandwidth` measures 24.8 of 31.5 GB/s on eight A100-SXM4-80GB
-/// (NVIDIA developer forum, thread 352186, 2025).
+/// Share of that link's rate that copies from pinned memory reach: `nvbandwidth` measures 24.8 of 31.5 GB/s on eight
+/// A100-SXM4-80GB (NVIDIA developer forum, thread 352186, 2025).
 const HOST_LINK_EFFICIENCY: f64 = 0.787;
 
-/// GPUs and the generation of their PCI Express, by the datasheets named above, and how many of them share an uplink to the host: on
-/// boards for V100 and A100 two are below each PCI Express switch (NVIDIA DGX-1 whitepaper, 2017, figure of the topology; `PXB` of
-/// pairs in the topology of that thread), on those for H100 and later each has one of its own (DGX H100 user guide, 2023). Polaris
-/// and Perlmutter have four A100 that are attached each by itself, of which this says too little.
+/// GPUs, the generation of their PCI Express (from the datasheets named above), and the number of GPUs that share an
+/// uplink to the host. On boards for V100 and A100, two GPUs are below each PCI Express switch (NVIDIA DGX-1
+/// whitepaper, 2017, figure of the topology; `PXB` pairs in the topology of that thread). On boards for H100 and later,
+/// each GPU has its own (DGX H100 user guide, 2023). Polaris and Perlmutter attach each of their four A100 separately,
+/// for which this value is too low.
 const HOST_LINKS: [(&[&str], i32, f64); 5] = [
     (&["V100-SXM2-16GB", "V100-SXM2-32GB", "V100-SXM3-32GB"], 3, 2.0),
     (&["A100-SXM-40GB", "A100-SXM-80GB"], 4, 2.0),
     (&["A100-PCIe", "A100-PCIe-40GB", "L40S", "RTX-4090", "MI250X-GCD"], 4, 1.0),
     (&["H100-SXM", "H100-PCIe", "H200", "MI300X", "B200"], 5, 1.0),
-    // Whatever is not known is taken to be old.
+    // Unknown GPUs are assumed to be old.
     (&[], 3, 1.0),
 ];
 
-/// Bytes/s between a GPU of this name and the memory of its host, per direction, while all of a node copy.
+/// Bytes/s between a GPU with this name and the memory of its host, per direction, while all GPUs of a node copy.
 pub fn host_bytes_per_s(name: &str) -> f64 {
     let is_it = |(names, ..): &&(&[&str], i32, f64)| names.contains(&name) || names.is_empty();
     let (generation, sharing) = HOST_LINKS.iter().find(is_it).map_or((3, 1.0), |found| (found.1, found.2));
-    // 8 GT/s on each lane in the third generation, twice that in each after it, of which 128 bits in 130 are data.
+    // Each lane carries 8 GT/s in the third generation and twice that in each later one; 128 bits in 130 are data.
     let lane = 1e9 * f64::from(2.0f32.powi(generation - 3)) * 128.0 / 130.0;
     HOST_LANES * lane * HOST_LINK_EFFICIENCY / sharing
 }

@@ -1,5 +1,5 @@
-//! The one error type of this crate: what can be wrong with the description of a cluster, said with the place at fault
-//! and with what to write instead.
+//! The one error type of this crate: mistakes in the description of a cluster. Each names the place of the mistake and
+//! what to write instead.
 
 /// A place in a TOML file, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// The place of a byte offset; the last place where the offset lies beyond the text.
+    /// The place of a byte offset. An offset beyond the text gives the last place.
     pub fn of(text: &str, offset: usize) -> Place {
         let before: &[u8] = &text.as_bytes()[..offset.min(text.len())];
         let line_start = before.iter().rposition(|&b| b == b'\n').map_or(0, |i| i + 1);
@@ -116,8 +116,8 @@ fn choose(nearest: &Option<String>, known: &[String]) -> String {
     }
 }
 
-/// The first known name that `name` is the beginning of, else the nearest by edit distance, if it is near enough to be a slip
-/// of the hand.
+/// The first known name that starts with `name`, else the nearest by edit distance if it is near enough to be a typing
+/// error.
 pub(crate) fn nearest(name: &str, known: &[String]) -> Option<String> {
     let wanted: Vec<char> = name.to_lowercase().chars().take(64).collect();
     if let Some(begun) = known.iter().find(|k| wanted.len() > 1 && k.to_lowercase().starts_with(&name.to_lowercase())) {
@@ -128,7 +128,7 @@ pub(crate) fn nearest(name: &str, known: &[String]) -> Option<String> {
     (distance * 2 <= best.chars().count()).then(|| best.clone())
 }
 
-/// Insertions, deletions and substitutions that turn `a` into `b`.
+/// Number of insertions, deletions and substitutions that turn `a` into `b`.
 fn edit_distance(a: &[char], b: &[char]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Seconds and bytes: what an op, a collective, a transfer and a pipeline cost on a described machine.
+//! Seconds and bytes: the cost of an op, a collective, a transfer and a pipeline on a described machine.
 //!
-//! The planner asks through one trait, [`CostModel`], and sees nothing of how an answer came about, so that a
-//! measured profile or a model of tile quantisation can replace the [`Roofline`] without a change there. Beside it are
-//! the catalogue of machines, the TOML form of a cluster, and the time of a pipeline schedule.
+//! The planner asks through one trait, [`CostModel`], and does not see how an answer came about. So a measured profile
+//! or a model of tile quantisation can replace the [`Roofline`] without a change there. This crate also has the
+//! catalogue of machines, the TOML form of a cluster, and the time of a pipeline schedule.
 
 #![forbid(unsafe_code)]
 
@@ -39,62 +39,63 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::work::Work;
 
-/// Prices of the parts of a training step on one kind of device. All answers are seconds, finite and at least 0;
-/// more bytes or elements never cost less, and more bandwidth never costs more.
+/// Prices of the parts of a training step on one kind of device. All answers are seconds, finite and at least 0. More
+/// bytes or elements never cost less, and more bandwidth never costs more.
 pub trait CostModel: Sync {
     /// The device that is priced.
     fn device(&self) -> &Device;
 
-    /// Seconds of one op on one device. Types are local: what this device holds of operands and result.
-    /// Leaves, collectives and `axis_index` cost nothing here.
+    /// Seconds of one op on one device. Types are local: the device's parts of operands and result. Leaves, collectives
+    /// and `axis_index` cost nothing here.
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64;
 
-    /// Seconds of the host that issues the op's kernels, which pass while the device is busy with earlier ones.
+    /// Host seconds to issue the op's kernels. They pass while the device is busy with earlier kernels.
     fn issue_s(&self, _op: &Op, _operands: &[&TensorType]) -> f64 {
         0.0
     }
 
-    /// Kernels that the host has issued and the device has not done, at most.
+    /// Length of the launch queue: the most kernels that the host has issued and the device has not finished.
     fn queued_kernels(&self) -> usize {
         usize::MAX
     }
 
-    /// Seconds of a kernel on the device and of the host that issues it; of a collective, the host's alone.
+    /// Seconds of a kernel on the device, and host seconds to issue it. For a collective, only the host's.
     fn kernel(&self, kernel: &Kernel) -> Price;
 
-    /// The same of a kernel that sums gradients or updates parameters.
+    /// Like [`CostModel::kernel`], for a kernel that sums gradients or updates parameters.
     fn update_kernel(&self, kernel: &Kernel) -> Price {
         self.kernel(kernel)
     }
 
-    /// Seconds that the first of `devices` waits for the last where they meet in a collective.
+    /// Seconds that the first of `devices` waits for the last when they meet in a collective.
     fn waiting_s(&self, devices: u64) -> f64;
 
     /// Seconds of a collective over the groups of `link`, all of which run at the same time. `operand_bytes` and
-    /// `result_bytes` are those of one device's local operand and local result; each collective is priced by the larger,
-    /// which is the operand of a reduce-scatter and the result of an all-gather. Zero where a group is one device.
+    /// `result_bytes` are those of one device's local operand and result. The larger one prices the collective: the
+    /// operand of a reduce-scatter, the result of an all-gather. Zero if a group is one device.
     fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64;
 
-    /// Seconds from the start of a transfer until the target submesh holds the value. `bytes` is what crosses between
-    /// the submeshes in all: the tensor's global bytes where each element is sent once.
+    /// Seconds from the start of a transfer until the target submesh holds the value. `bytes` is the total that crosses
+    /// between the submeshes: the tensor's global bytes if each element is sent once.
     fn transfer_s(&self, bytes: u64, path: &TransferPath) -> f64;
 
-    /// The runtime of the devices, where it is known what it does and measured how long that takes.
+    /// The runtime of the devices, if its work is known and measured.
     fn runtime(&self) -> Option<&dyn Runtime> {
         None
     }
 
-    /// All that its prices depend on, in words; nothing where that cannot be said. Models with the same words price alike.
+    /// Everything that the prices depend on, in words; `None` if that cannot be stated. Models with the same words have
+    /// equal prices.
     fn identity(&self) -> Option<String> {
         None
     }
 }
 
-/// The prices of a cluster: those of each of its groups. One cost model prices a cluster all of whose devices are alike.
+/// Costs of a cluster, by group. A single cost model serves a cluster whose devices are all alike.
 pub trait Costs: Sync {
     fn of_group(&self, group: u32) -> &dyn CostModel;
 
-    /// [`CostModel::runtime`] of a cluster that is one machine.
+    /// The [`CostModel::runtime`] of a cluster that is one machine.
     fn runtime(&self) -> Option<&dyn Runtime> {
         self.of_group(0).runtime()
     }
@@ -106,7 +107,7 @@ impl<T: CostModel> Costs for T {
     }
 }
 
-/// Each group of a cluster by the figures of its device.
+/// A roofline for each group of a cluster, from the figures of its device.
 #[derive(Clone, Debug)]
 pub struct Rooflines(Vec<Roofline>);
 
@@ -122,27 +123,28 @@ impl Costs for Rooflines {
     }
 }
 
-/// What the devices of one machine, or of nodes that are alike, do themselves, priced by what was measured of it. They run a body's
-/// kernels one after the other, wait for each other in collectives, and share the cores of their machine.
+/// The runtime of one machine or of nodes that are alike, priced by measurements. Its devices run a body's kernels one
+/// after the other, wait for each other in collectives, and share the cores of their machine.
 pub trait Runtime: CostModel {
-    /// The same where a plan has so many devices, `busy` of which compute at once.
+    /// The same runtime for a plan with this many devices, `busy` of which compute at once.
     fn at(&self, devices: u32, busy: u32) -> Box<dyn Runtime + '_>;
 
     fn as_cost(&self) -> &dyn CostModel;
 
-    /// The kernels of a body, as the runtime fuses them, collectives among them. [`CostModel::kernel`] prices each in full.
+    /// The kernels of a body as the runtime fuses them, including collectives. [`CostModel::kernel`] prices each in
+    /// full.
     fn kernels(&self, body: &Body) -> Vec<Kernel>;
 
-    /// What is done for a collective over a link, where bytes are those of one device.
+    /// The work of a collective over a link. Bytes are those of one device.
     fn collective_work(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> Work;
 
-    /// Seconds for which so many bytes are on their way between two submeshes, after they were sent and before they are received.
+    /// Seconds that a message is in transit between two submeshes, after it was sent and before it is received.
     fn message_s(&self, bytes: u64, path: &TransferPath) -> f64;
 
-    /// Seconds that a device takes to send, or to receive, so many bytes.
+    /// Seconds that a device takes to send or to receive this many bytes.
     fn send_s(&self, bytes: u64) -> f64;
     fn receive_s(&self, bytes: u64) -> f64;
 
-    /// Seconds of a device outside of the bodies of a stage: once a step, or before each microbatch's forward.
+    /// Seconds of a device outside of a stage's bodies: once a step, or before each microbatch's forward pass.
     fn preparation_s(&self, program: &Program, stage: u32, each_microbatch: bool) -> f64;
 }

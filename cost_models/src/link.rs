@@ -1,6 +1,6 @@
-//! Links as a collective or a transfer sees them: the physical links of a cluster's nodes, shared among all that use
-//! them at the same time. This is where the shape of a mesh meets the shape of the machine; what is sent over a link
-//! is priced in [`crate::collective`].
+//! Links as a collective or a transfer sees them: the physical links of a cluster's nodes, shared among all
+//! simultaneous users. Here the shape of a mesh meets the shape of the machine. [`crate::collective`] prices the data
+//! sent over a link.
 
 use crate::collective::{self, Operation};
 use crate::node_link::{Network, NodeLink};
@@ -8,12 +8,12 @@ use altiplano_ir::cluster::{BetweenGroups, Group};
 use altiplano_ir::mesh::{AxisId, Mesh};
 
 /// The links of one collective's group of devices, while every other group of the same axes runs the same collective.
-/// Bandwidths are those of datasheets; what part of them is reached is `kind`'s to say.
+/// Bandwidths are those of datasheets; `kind` has the share that is reached.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AxisLink {
     /// Devices in a group.
     pub devices: u64,
-    /// Nodes that a group has devices on.
+    /// Nodes on which a group has devices.
     pub nodes: u64,
     /// Devices of a group on one node.
     pub devices_on_node: u64,
@@ -21,11 +21,11 @@ pub struct AxisLink {
     pub inside_bytes_per_s: f64,
     /// Seconds of latency of a hop inside a node.
     pub inside_latency_s: f64,
-    /// Bytes/s of a group's share of its node's network, in each direction; infinite where no group leaves a node.
+    /// Bytes/s of a group's share of its node's network, in each direction; infinite if no group leaves a node.
     pub across_bytes_per_s: f64,
     /// Bytes/s at which the network lets each device send when every device sends to every other of its group at once.
-    /// Lower than `across_bytes_per_s` where a node holds several devices of a group: a ring leaves the node once, an
-    /// exchange once a pair.
+    /// It is lower than `across_bytes_per_s` if a node holds several devices of a group: a ring leaves the node once,
+    /// an exchange once per pair.
     pub exchange_bytes_per_s: f64,
     /// Seconds of latency of a hop between nodes.
     pub across_latency_s: f64,
@@ -36,10 +36,10 @@ pub struct AxisLink {
 /// The links between two submeshes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TransferPath {
-    /// Bytes/s between the submeshes in all, when every device of the smaller side sends or receives its share.
+    /// Total bytes/s between the submeshes, when every device of the smaller side sends or receives its share.
     pub bytes_per_s: f64,
     pub latency_s: f64,
-    /// Whether it leaves a node.
+    /// True if it leaves a node.
     pub across: bool,
     pub kind: &'static NodeLink,
     pub network: &'static Network,
@@ -62,7 +62,7 @@ impl AxisLink {
         }
     }
 
-    /// Bytes/s of a ring over all devices: of the slower kind of link that it passes.
+    /// Bytes/s of a ring over all devices: that of the slower kind of link on its way.
     pub fn ring_bytes_per_s(&self) -> f64 {
         self.inside_bytes_per_s.min(self.across_bytes_per_s)
     }
@@ -74,13 +74,13 @@ impl AxisLink {
 }
 
 impl TransferPath {
-    /// Seconds from the start of a transfer until the last of `bytes` is there.
+    /// Seconds from the start of a transfer until the last of `bytes` has arrived.
     pub fn transfer_s(&self, bytes: u64) -> f64 {
         let link =
             AxisLink { kind: self.kind, network: self.network, ..AxisLink::new(2, self.bytes_per_s, self.latency_s) };
         let link = match self.across {
             false => link,
-            // The devices of either side do not talk to each other, so that the network is the only link.
+            // The devices of either side do not communicate with each other, so the network is the only link.
             true => AxisLink {
                 nodes: 2,
                 devices_on_node: 1,
@@ -96,17 +96,17 @@ impl TransferPath {
     }
 }
 
-/// The links of collectives over `axes` of a mesh on a submesh of `submesh_nodes` nodes with
-/// `submesh_devices_per_node` devices of each; the mesh's devices fill one node after the other (row major).
+/// The links of collectives over `axes` of a mesh on a submesh of `submesh_nodes` nodes with `submesh_devices_per_node`
+/// devices of each. The mesh's devices fill one node after the other (row major).
 ///
-/// Groups inside a node use `intra_node`. A ring that spans nodes visits them one after the other, so it leaves each node
-/// once; its bottleneck is the node's network, `nics * bytes_per_s / oversubscription`, shared by all groups that leave the
-/// node, and never more than the link inside the node. A submesh that has only some of a node's devices gets that share
-/// of its network, since its neighbours on the node do like work at the same time.
+/// Groups inside a node use `intra_node`. A ring that spans nodes visits them one after the other, so it leaves each
+/// node once. Its bottleneck is the node's network, `nics * bytes_per_s / oversubscription`, which all groups that
+/// leave the node share, and which is never more than the link inside the node. A submesh with only some of a node's
+/// devices gets that share of its network, since its neighbours on the node do similar work at the same time.
 ///
 /// Example: `mesh<data=2, tensor=8>` on two p3.16xlarge (8 V100 each, one 25 Gb/s NIC: 3.125e9 bytes/s). `tensor` stays
-/// inside a node: NVLink. Each of the 8 groups of `data` has one device in either node, so 8 rings share a NIC:
-/// 0.39e9 bytes/s each. On `mesh<data=16>` the one ring of 16 devices has the whole NIC: 3.125e9 bytes/s.
+/// inside a node: NVLink. Each of the 8 groups of `data` has one device in either node, so 8 rings share a NIC: 0.39e9
+/// bytes/s each. On `mesh<data=16>` the one ring of 16 devices has the whole NIC: 3.125e9 bytes/s.
 pub fn axis_link(
     cluster_group: &Group,
     submesh_nodes: u32,
@@ -148,19 +148,19 @@ pub fn axis_link(
     }
 }
 
-/// Bytes/s between a node and the others for some of its devices, in each direction. Where more nodes share a switch than
-/// it has links to go on, each gets its part of those: the groups of an axis all run at the same time.
+/// Bytes/s between a node and the others for some of its devices, in each direction. If more nodes share a switch than
+/// it has uplinks, each gets its share of those, since the groups of an axis all run at the same time.
 fn network_bytes_per_s(group: &Group, devices: u32) -> f64 {
     let share = f64::from(devices) / f64::from(group.devices_per_node.max(1));
     let inter = &group.inter_node;
     f64::from(inter.nics) * inter.bytes_per_s * share.min(1.0) / inter.oversubscription.max(1.0)
 }
 
-/// How the groups of some axes lie across nodes; each number is that of the node or group where it is largest.
+/// How the groups of some axes lie across nodes. Each number is the maximum over nodes or groups.
 struct Crossings {
     /// Groups with devices on a node and elsewhere.
     max_groups_leaving: u64,
-    /// Nodes that one group has devices on.
+    /// Nodes on which one group has devices.
     max_nodes_of_group: u64,
     /// Devices of one group on one node.
     max_devices_on_node: u64,
@@ -205,8 +205,9 @@ fn crossings(mesh: &Mesh, axes: &[AxisId], devices_per_node: u32) -> Crossings {
 /// The links from one submesh to another, each given as (nodes, devices per node). `same_node`: both lie on one node.
 ///
 /// A transfer is cut into as many parts as the smaller side has devices, each between one pair. Between nodes, a device
-/// drives its share of the node's NICs but at least one: of two p3.16xlarge, one device reaches 3.125e9 bytes/s (the only
-/// NIC), as do all eight; of two DGX A100 (8 NICs at 25e9), one device reaches 25e9 bytes/s and eight reach 200e9.
+/// drives its share of the node's NICs but at least one. Between two p3.16xlarge, one device reaches 3.125e9 bytes/s
+/// (the only NIC), as do all eight. Between two DGX A100 (8 NICs at 25e9), one device reaches 25e9 bytes/s and eight
+/// reach 200e9.
 pub fn transfer_path(group: &Group, source: (u32, u32), target: (u32, u32), same_node: bool) -> TransferPath {
     let intra = &group.intra_node;
     let (kind, network) = (NodeLink::of(group), Network::of(group));
@@ -220,8 +221,8 @@ pub fn transfer_path(group: &Group, source: (u32, u32), target: (u32, u32), same
     TransferPath { bytes_per_s, latency_s: group.inter_node.latency_s, across: true, kind, network }
 }
 
-/// The links from a submesh of one group to one of another, each given as its group and (nodes, devices per node). Both sides drive
-/// their share of their own nodes' NICs, and all of it goes over the link between the groups.
+/// The links from a submesh of one group to one of another, each given as its group and (nodes, devices per node). Both
+/// sides drive their share of their own nodes' NICs, and everything crosses the link between the groups.
 pub fn path_between_groups(
     source: (&Group, (u32, u32)),
     target: (&Group, (u32, u32)),

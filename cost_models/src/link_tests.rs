@@ -1,4 +1,4 @@
-//! Links of meshes on known machines, worked out by hand, and what must hold of every mesh on every machine.
+//! Links of meshes on known machines, worked out by hand, and properties of every mesh on every machine.
 
 use super::*;
 use crate::catalogue::{preset, presets};
@@ -27,10 +27,10 @@ fn rings_by_hand() {
         ("p3.16xlarge:2", &[("data", 2), ("tensor", 8)], &["data", "tensor"], 3.125e9),
         // Four rings of two nodes with two devices on each.
         ("p3.16xlarge:2", &[("data", 4), ("tensor", 4)], &["data"], 3.125e9 / 4.0),
-        // Wired NVLink: a part of the node's devices finds a part of the links.
+        // Wired NVLink: a part of the node's devices finds only a part of the links.
         ("p3.16xlarge:2", &[("data", 4), ("tensor", 4)], &["tensor"], 100e9),
         ("p3.16xlarge", &[("data", 4), ("tensor", 2)], &["tensor"], 25e9),
-        // Switched NVLink: all of it, and eight NICs for eight rings, or for one.
+        // Switched NVLink gives all of it. Eight NICs serve eight rings, or one.
         ("dgx-a100:4", &[("data", 16), ("tensor", 2)], &["tensor"], 300e9),
         ("dgx-a100:4", &[("data", 4), ("tensor", 8)], &["data"], 25e9),
         ("dgx-a100:4", &[("data", 32)], &["data"], 200e9),
@@ -70,10 +70,10 @@ fn exchanges_share_the_network_among_all_pairs() {
     let found = link("dgx-a100:2", &[("expert", 16)], &["expert"]);
     assert!((found.all_to_all_bytes_per_s() - 200e9 * 15.0 / 64.0).abs() < 1.0);
     assert_eq!(found.ring_bytes_per_s(), 200e9);
-    // One device per node: a ring and an exchange send as much.
+    // One device per node: a ring and an exchange send equally much.
     let found = link("dgx-a100:2", &[("data", 2), ("tensor", 8)], &["data"]);
     assert_eq!(found.all_to_all_bytes_per_s(), found.ring_bytes_per_s());
-    // Inside a node the switch carries both alike.
+    // Inside a node, the switch carries both alike.
     let found = link("dgx-a100:1", &[("expert", 8)], &["expert"]);
     assert_eq!(found.all_to_all_bytes_per_s(), 300e9);
 }
@@ -209,7 +209,7 @@ proptest! {
     }
 }
 
-/// What the link between groups lets through, or else the slower of the two sides.
+/// The bandwidth of the link between groups, or of the slower of the two sides.
 #[test]
 fn paths_between_groups_by_hand() {
     let (fast, slow) = (group("dgx-a100:1"), group("p3.16xlarge:2"));

@@ -1,18 +1,20 @@
-//! What kinds of links there are between the devices of a node, and what each kind's collectives cost beyond the figures
-//! of a datasheet: the start of a call, hops, and the part of the bandwidth that is reached.
+//! Kinds of links between the devices of a node. Each has constants for its collectives beyond the figures of a
+//! datasheet: the start of a call, hops, and the share of the bandwidth that is reached.
 //!
 //! The constants of a kind were fitted together to all rows of one node of that kind in published tables of measured
-//! collectives, in the formulas of [`crate::collective`]: least mean absolute logarithm of the ratio, sizes above 4 MiB weighted
-//! by 1 / bytes, those below 1 MiB by 0.3. The tables are `nccl-allreduce-a100-v100.csv` (all-reduces of 1 MiB to 1 GiB over 2 to
-//! 8 A100 and V100; published with vTrain, Bang et al. 2024) and `nccl-a100-h200-b200.csv` (Bekman, ml-engineering, network
-//! chapter). Fitted to 2, 4 and 8 A100 alone, they are as near the rows of 3, 5, 6 and 7. Where a kind has no rows, its
-//! constants are those of the nearest kind that has, and its comment says so.
+//! collectives, with the formulas of [`crate::collective`]. The fit minimises the mean absolute logarithm of the ratio.
+//! Sizes above 4 MiB are weighted by 1 / bytes, those below 1 MiB by 0.3.
+//!
+//! The tables are `nccl-allreduce-a100-v100.csv` (all-reduces of 1 MiB to 1 GiB over 2 to 8 A100 and V100; published
+//! with vTrain, Bang et al. 2024) and `nccl-a100-h200-b200.csv` (Bekman, ml-engineering, network chapter). Constants
+//! fitted to 2, 4 and 8 A100 alone are as near to the rows of 3, 5, 6 and 7. A kind without rows has the constants of
+//! the nearest kind that has rows, and its comment says so.
 
 use crate::catalogue;
 use altiplano_ir::cluster::{Architecture, Group};
 
-/// How a message is split and acknowledged, after NCCL's protocols: small units with a flag each have a short way and waste
-/// bandwidth, large chunks behind a barrier the reverse. Each message takes whichever is faster for its size.
+/// How a message is split and acknowledged, after NCCL's protocols. Small units with a flag each have low latency and
+/// waste bandwidth; large chunks behind a barrier do the reverse. Each message takes the faster one for its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// NCCL's LL: four bytes of flag for four of data.
@@ -29,13 +31,13 @@ pub struct ProtocolFigures {
     pub protocol: Protocol,
     /// Seconds before the first byte moves, launch included.
     pub start_s: f64,
-    /// Hops inside a node take this many times `intra_node.latency_s`.
+    /// Time of a hop inside a node, as a multiple of `intra_node.latency_s`.
     pub hop: f64,
-    /// Part of `intra_node.bytes_per_s` that a ring reaches.
+    /// Share of `intra_node.bytes_per_s` that a ring reaches.
     pub efficiency: f64,
-    /// Hops between nodes take this many times `inter_node.latency_s`.
+    /// Time of a hop between nodes, as a multiple of `inter_node.latency_s`.
     pub network_hop: f64,
-    /// Part of the bytes sent over a network that are data.
+    /// Share of the bytes sent over a network that are data.
     pub network_part: f64,
 }
 
@@ -43,11 +45,11 @@ pub struct ProtocolFigures {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sharp {
     pub start_s: f64,
-    /// Part of `intra_node.bytes_per_s` at which a device sends `bytes` and receives a device's share of them again.
+    /// Share of `intra_node.bytes_per_s` at which a device sends `bytes` and receives its share of them back.
     pub efficiency: f64,
 }
 
-/// Who runs the collectives, and so which algorithms there are to choose from.
+/// The library that runs the collectives, which determines the available algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
     /// NCCL and RCCL: rings, double binary trees between nodes, in-switch reduction.
@@ -56,21 +58,21 @@ pub enum Library {
     Mpi,
 }
 
-/// How the devices of a node are wired, which says what part of its links a ring over some of them can use.
+/// The wiring of a node's devices, which determines the share of its links that a ring over some devices can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wiring {
-    /// A device has all of its bandwidth to whoever it talks to: switches, memory.
+    /// A device has all of its bandwidth for any peer: switches, memory.
     Switched,
     /// The hybrid cube mesh of a DGX-1: the six links of each of eight V100 go to four different neighbours.
     HybridCube,
-    /// Every device has as many links to every other.
+    /// Every device has equally many links to every other.
     FullMesh,
 }
 
 /// A kind of link inside a node with its constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeLink {
-    /// What it is called in messages.
+    /// Name in messages.
     pub name: &'static str,
     pub wiring: Wiring,
     pub library: Library,
@@ -83,18 +85,18 @@ pub struct NodeLink {
     pub sharp: Option<Sharp>,
 }
 
-/// What NCCL's tuner takes for the start of a ring of `Simple` (NVIDIA/nccl, src/graph/tuning.cc, baseLatencies): a message
-/// between two devices is one kernel without rounds. The starts that were fitted are those of whole collectives.
+/// The start of a ring of `Simple` in NCCL's tuner (NVIDIA/nccl, src/graph/tuning.cc, baseLatencies): a message between
+/// two devices is one kernel without rounds. The fitted starts are those of whole collectives.
 const NCCL_SEND_START_S: f64 = 8.4e-6;
 
 /// A kind of network between nodes with its constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Network {
-    /// What it is called in messages.
+    /// Name in messages.
     pub name: &'static str,
-    /// Protocols whose messages it may carry.
+    /// Protocols whose messages the network may carry.
     pub protocols: &'static [Protocol],
-    /// Part of `inter_node.bytes_per_s` that chunks reach.
+    /// Share of `inter_node.bytes_per_s` that chunks reach.
     pub efficiency: f64,
 }
 
@@ -109,8 +111,8 @@ static INFINIBAND: Network = Network {
 /// AWS's network since P5. All-reduces over 4 x P6-B200 reach 382 of 400 GB/s.
 static EFA: Network = Network { name: "EFA", efficiency: 0.955, ..INFINIBAND };
 
-/// AWS's network of P4. It may deliver the parts of a message in any order, so that flags among the data say nothing, and only
-/// `Simple` is safe (aws/aws-ofi-nccl issue 76; the limit was lifted for P5 in pull request 280).
+/// AWS's network of P4. It may deliver the parts of a message in any order, so flags among the data mean nothing, and
+/// only `Simple` is safe (aws/aws-ofi-nccl issue 76; the limit was lifted for P5 in pull request 280).
 static EFA_OF_P4: Network = Network { name: "EFA of P4", protocols: &[Protocol::Simple], efficiency: 0.955 };
 
 impl Network {
@@ -123,24 +125,24 @@ impl Network {
         }
     }
 
-    /// A network of which nothing is known but its figures.
+    /// A network for which only the figures are known.
     pub fn any() -> &'static Network {
         &INFINIBAND
     }
 }
 
-// Of a network: NCCL's tuner takes 2.7, 4.0 and 14.0 us for a hop of a ring between nodes with its three protocols
-// (NVIDIA/nccl, src/graph/tuning.cc, hwLat NET Ring), which is these multiples of 8 us, the catalogue's InfiniBand.
+// NCCL's tuner assumes 2.7, 4.0 and 14.0 us for a hop of a ring between nodes with its three protocols (NVIDIA/nccl,
+// src/graph/tuning.cc, hwLat NET Ring). These are multiples of 8 us, the catalogue's InfiniBand.
 const NETWORK_HOPS: [f64; 3] = [2.7 / 8.0, 4.0 / 8.0, 14.0 / 8.0];
 
-// LL sends as many bytes of flags as of data, LL128 one of sixteen.
+// LL sends as many bytes of flags as of data, LL128 one flag byte in sixteen.
 const NETWORK_PARTS: [f64; 3] = [0.5, 15.0 / 16.0, 1.0];
 
 const fn protocol(i: usize, start_s: f64, hop_s: f64, efficiency: f64) -> ProtocolFigures {
     ProtocolFigures {
         protocol: [Protocol::LowLatency, Protocol::LowLatency128, Protocol::Simple][i],
         start_s,
-        // The fits took hops in seconds; 3 us is what the catalogue gives NVLink.
+        // Fitted hops are in seconds; 3 us is the catalogue's latency of NVLink.
         hop: hop_s / 3e-6,
         efficiency,
         network_hop: NETWORK_HOPS[i],
@@ -156,8 +158,8 @@ const VOLTA: [ProtocolFigures; 3] =
 const AMPERE: [ProtocolFigures; 3] =
     [protocol(0, 28e-6, 1.0e-6, 0.081), protocol(1, 33.5e-6, 2.3e-6, 0.695), protocol(2, 54.5e-6, 2.55e-6, 0.78)];
 
-/// Fitted to the H200 rows (8 x H200, NVSwitch). Rings of `Simple` were measured with 8 GiB and more only, whose start
-/// cannot be seen; it is the A100's.
+/// Fitted to the H200 rows (8 x H200, NVSwitch). Rings of `Simple` were measured only with 8 GiB and more, where the
+/// start is not visible; it is the A100's.
 const HOPPER: [ProtocolFigures; 3] =
     [protocol(0, 29.5e-6, 0.58e-6, 0.426), protocol(1, 31e-6, 1.14e-6, 0.756), protocol(2, 54.5e-6, 2.55e-6, 0.823)];
 
@@ -165,16 +167,16 @@ const HOPPER: [ProtocolFigures; 3] =
 const BLACKWELL: [ProtocolFigures; 3] =
     [protocol(0, 38e-6, 0.48e-6, 0.227), protocol(1, 72e-6, 1.27e-6, 0.578), protocol(2, 31e-6, 4.5e-6, 0.769)];
 
-/// No table: the starts of the A100, and the hops over PCIe of NCCL's tuner (hwLat PCI Ring 1.0, 2.5 and 5.7 us), which are
-/// for a path of about 5 us, as the catalogue gives PCIe. NCCL does not use LL128 there. The part of the bandwidth is that
-/// of a ring of `Simple` over NVLink.
+/// No table: the starts of the A100, and the hops over PCIe of NCCL's tuner (hwLat PCI Ring 1.0, 2.5 and 5.7 us). These
+/// are for a path of about 5 us, the catalogue's latency of PCIe. NCCL does not use LL128 there. The share of the
+/// bandwidth is that of a ring of `Simple` over NVLink.
 const PCIE: [ProtocolFigures; 2] = [
     ProtocolFigures { hop: 1.0 / 5.0, ..protocol(0, 28e-6, 0.0, 0.39) },
     ProtocolFigures { hop: 5.7 / 5.0, ..protocol(2, 54.5e-6, 0.0, 0.78) },
 ];
 
-/// No table: a hop is what the file says, the start that of a few function calls, and the part of the bandwidth that of
-/// rings elsewhere.
+/// No table: a hop takes the file's latency, the start is that of a few function calls, and the share of the bandwidth
+/// is that of rings elsewhere.
 const HOST: [ProtocolFigures; 1] = [ProtocolFigures {
     protocol: Protocol::Simple,
     start_s: 7e-6,
@@ -211,8 +213,8 @@ static SWITCH_4: NodeLink = NodeLink {
     ..constants(&HOPPER, 0.07, Some(Sharp { start_s: 89.5e-6, efficiency: 0.679 }))
 };
 
-/// The start of in-switch reduction is larger than any call's: two tables were fitted at once that differ by 12 % at
-/// 4 to 8 GiB, and what they have in common is that rings are as fast up to 512 MiB.
+/// The start of in-switch reduction is larger than that of any call. Two tables were fitted together that differ by 12
+/// % at 4 to 8 GiB. In both, rings are as fast up to 512 MiB.
 static SWITCH_5: NodeLink = NodeLink {
     name: "NVLink 5, switched",
     wiring: Wiring::Switched,
@@ -262,10 +264,10 @@ impl NodeLink {
     /// | `pcie` | on PCIe |
     /// | `shared-memory` | CPU workers of one machine |
     ///
-    /// Any other kind is taken for switches where the device is a GPU of the catalogue, and for shared memory elsewhere.
+    /// Any other kind means switches if the device is a GPU of the catalogue, and shared memory otherwise.
     pub fn of(group: &Group) -> &'static NodeLink {
         let generation = catalogue::nvlink_generation(&group.device.name);
-        // A switch is of the time of its devices.
+        // A switch has the generation of its devices.
         let of_its_time = || match group.device.generation() {
             Some(Architecture::Nvidia(0..80)) => 2,
             Some(Architecture::Nvidia(90..100)) => 4,
@@ -284,7 +286,7 @@ impl NodeLink {
         }
     }
 
-    /// Devices on switches of a generation of NVLink; 0 stands for a device without.
+    /// The links of devices on switches of a generation of NVLink; 0 stands for a device without NVLink.
     pub fn switched(nvlink_generation: u32) -> &'static NodeLink {
         match nvlink_generation {
             0 => &PCI_EXPRESS,
@@ -295,17 +297,17 @@ impl NodeLink {
         }
     }
 
-    /// CPU workers, and links of which nothing is known but their figures.
+    /// Links of CPU workers, and links for which only the figures are known.
     pub fn shared_memory() -> &'static NodeLink {
         &MEMORY
     }
 
-    /// Part of a device's bandwidth that a ring over `devices` of the `devices_per_node` of a node can use.
+    /// The share of a device's bandwidth that a ring over `devices` of the `devices_per_node` of a node can use.
     ///
-    /// In a hybrid cube mesh a ring over some of the eight devices finds only the links among them: 1 of 6 for two
+    /// In a hybrid cube mesh, a ring over some of the eight devices finds only the links among them: 1 of 6 for two
     /// devices, 4 of 6 for four. All-reduces over 2 to 8 V100 reach 22.6, 45.1, 85.4, 37.2, 45.7, 87.0 and 134.5 GB/s,
-    /// links of 25 GB/s. Of five devices the fifth is wired to one other only, so that its ring passes through a
-    /// neighbour twice; that is worth 1.65 links. In a full mesh there are `devices - 1` of `devices_per_node - 1` links.
+    /// with links of 25 GB/s. The fifth of five devices is wired to only one other, so its ring passes through a
+    /// neighbour twice; that is worth 1.65 links. A full mesh has `devices - 1` of `devices_per_node - 1` links.
     pub fn ring_part(&self, devices: u64, devices_per_node: u64) -> f64 {
         match self.wiring {
             Wiring::Switched => 1.0,

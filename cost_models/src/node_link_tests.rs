@@ -1,4 +1,4 @@
-//! Which constants a group gets, and what must hold of all of them.
+//! The constants that groups get, and properties of all constants.
 
 use super::*;
 use crate::catalogue::preset;
@@ -25,7 +25,7 @@ fn kinds_by_name_and_device() {
     for (text, name) in table {
         assert_eq!(of(text).name, name, "{text}");
     }
-    // A kind that is not known says nothing; the device may.
+    // An unknown kind says nothing, but the device may.
     for (text, name) in [("dgx-h100", "NVLink 4, switched"), ("8xL40S", "PCIe"), ("local:2", "shared memory")] {
         let mut group = preset(text).unwrap().groups.remove(0);
         group.intra_node.kind = "string and cups".to_string();
@@ -42,7 +42,7 @@ fn rings_of_wired_devices() {
     assert_eq!(parts("p3.16xlarge", 8).map_six(), [1.0, 2.0, 4.0, 1.65, 2.0, 4.0, 6.0]);
     assert_eq!(parts("polaris", 4), [1.0 / 3.0, 2.0 / 3.0, 1.0]);
     assert_eq!(parts("dgx-a100", 8), [1.0; 7]);
-    // Two of four devices have a third of the links, also where the other two belong to somebody else.
+    // Two of four devices have a third of the links, even if the other two belong to somebody else.
     let pair = preset("polaris:1/2").unwrap().groups.remove(0);
     assert_eq!((pair.intra_node.bytes_per_s, NodeLink::of(&pair).ring_part(2, 2)), (100e9, 1.0));
 }
@@ -91,7 +91,7 @@ fn constants_are_sound() {
             assert!(figures.network_part > 0.0 && figures.network_part <= 1.0, "{name} {:?}", figures.protocol);
             assert!(figures.start_s > 0.0 && figures.hop > 0.0 && figures.network_hop > 0.0, "{name}");
         }
-        // A protocol that has more of the bandwidth must have a longer way, or the others would be of no use.
+        // A protocol that reaches more of the bandwidth must have longer hops, or the others would be useless.
         for pair in kind.protocols.windows(2) {
             assert!(pair[0].efficiency < pair[1].efficiency && pair[0].hop < pair[1].hop, "{name}");
         }

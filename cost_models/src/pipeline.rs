@@ -1,26 +1,26 @@
-//! The time of one step of a pipeline, by playing its schedule: each stage is one serial stream of forward
-//! and backward calls, each link one serial stream of transfers. Stages are priced once and their calls only added up,
-//! so that 64 stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
+//! The time of one pipeline step, by simulating its schedule. Each stage is one serial stream of forward and backward
+//! calls, and each link one serial stream of transfers. Stages are priced once and their calls only added up, so 64
+//! stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
 use altiplano_ir::plan::{Plan, Schedule};
 use serde::{Deserialize, Serialize};
 
-/// What one stage takes, in seconds; forward and backward are of one microbatch.
+/// The times of one stage in seconds. Forward and backward are those of one microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageTimes {
     pub forward_s: f64,
     pub backward_s: f64,
-    /// The gradients of weights, where the schedule runs them apart from the rest of the backward.
+    /// The gradients of weights, if the schedule runs them apart from the rest of the backward pass.
     pub weights_s: f64,
-    /// From the end of a forward until the next stage holds its result.
+    /// From the end of a forward call until the next stage holds its result.
     pub transfer_forward_s: f64,
-    /// From the end of a backward until the previous stage holds its result.
+    /// From the end of a backward call until the previous stage holds its result.
     pub transfer_backward_s: f64,
-    /// Once per step, after the stage's last backward: gradient reduction and update.
+    /// Once per step, after the stage's last backward call: gradient reduction and update.
     pub step_s: f64,
 }
 
-/// Where the time of one stage goes; `busy_s + bubble_s` is the step.
+/// The time of one stage; `busy_s + bubble_s` is the step.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageTimeline {
     pub busy_s: f64,
@@ -44,17 +44,18 @@ pub enum PipelineCall {
     Backward {
         microbatch: u32,
     },
-    /// The gradients of weights, where the schedule runs them apart.
+    /// The gradients of weights, if the schedule runs them apart.
     Weights {
         microbatch: u32,
     },
-    /// What follows the last backward of a step, where the next step is under way; else it comes after all calls.
+    /// The work after the last backward call of a step, if the next step is under way. Otherwise that work comes after
+    /// all calls.
     Update {
         step: u32,
     },
 }
 
-/// The order of calls on the devices of a pipeline. A *lane* is the devices that one or more stages share: with
+/// The order of calls on the devices of a pipeline. A *lane* is the set of devices that one or more stages share. With
 /// `virtual_stages` of `v`, lane `l` of `p` has the stages `l`, `l + p`, ... `l + (v - 1) p`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Order {
@@ -62,15 +63,15 @@ pub struct Order {
     pub num_stages: usize,
     pub virtual_stages: usize,
     pub num_microbatches: u32,
-    /// All devices wait for the last gradient of any before they update, as for the norm of all gradients.
+    /// True if all devices wait for the last gradient of any before they update, as for the norm of all gradients.
     pub meets: bool,
-    /// Steps that are run without a flush between them, of `num_microbatches` each, which are numbered on; 1 but for `pipedream` and
-    /// `forward`.
+    /// Number of steps of `num_microbatches` each that run without a flush between them. Their microbatches are
+    /// numbered consecutively. It is 1 except for `pipedream` and `forward`.
     pub steps: u32,
 }
 
 impl Order {
-    /// One stage a lane.
+    /// An order with one stage per lane.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
         Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false, steps: 1 }
     }
@@ -82,7 +83,7 @@ impl Order {
             num_stages: plan.stages.len(),
             virtual_stages: plan.virtual_stages as usize,
             num_microbatches: plan.microbatches_of_worker(),
-            // Late gradients have long been summed when they are needed.
+            // Late gradients are summed long before they are needed.
             meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
                 && plan.staleness() == 0,
             steps: 1,
@@ -94,9 +95,9 @@ impl Order {
         self.num_microbatches as usize * self.steps.max(1) as usize
     }
 
-    /// Calls of a lane that are left of a step when the next begins, and of each the number of calls of the next step after which it
-    /// comes. Under `pipedream` these are the backwards of the microbatches that are on their way through later stages: each follows
-    /// a forward of the next step.
+    /// Calls of a lane that remain of a step when the next begins: for each, the number of calls of the next step after
+    /// which it comes. Under `pipedream` these are the backward calls of microbatches that are in later stages. Each
+    /// follows a forward call of the next step.
     pub fn late(&self, lane: usize) -> Vec<u32> {
         let flushes = self.schedule != Schedule::PipeDream || self.num_stages <= 1;
         let ahead = if flushes { 0 } else { self.num_stages.saturating_sub(lane + 1) as u32 };
@@ -109,21 +110,21 @@ impl Order {
 
     /// The call at `position` of a lane, and its stage; `None` past its last.
     ///
-    /// `forward`: all forwards, and no backwards.
-    /// `gpipe`: all forwards, then all backwards (Huang et al. 2019). `1f1b`: as many forwards as there are stages behind,
-    /// then a forward and a backward in turn, then the backwards that are left (Narayanan et al. 2021, section 2.2.1).
+    /// `forward`: all forwards, and no backwards. `gpipe`: all forwards, then all backwards (Huang et al. 2019).
+    /// `1f1b`: as many forwards as there are later stages, then a forward and a backward in turn, then the remaining
+    /// backwards (Narayanan et al. 2021, section 2.2.1).
     ///
-    /// With several stages a lane, the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2): microbatches go through in
-    /// groups of as many as there are lanes, each group through all of a lane's stages in turn; backwards likewise from the last
-    /// stage on; a lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead. Where the last group would not be full, waiting for
-    /// one another could go round in a circle, and all forwards come first.
+    /// Several stages per lane run the interleaved 1F1B of Narayanan et al. 2021 (section 2.2.2). Microbatches pass in
+    /// groups of as many as there are lanes, each group through all of a lane's stages in turn. Backwards do likewise,
+    /// starting at the last stage. A lane runs `2 (p - l - 1) + (v - 1) p` forwards ahead. If the last group would not
+    /// be full, waiting could become circular, so all forwards come first.
     ///
-    /// `zb-h1` (Qi et al. 2023, section 2.3, as their implementation writes it down for stages of any lengths): as `1f1b`, with the
-    /// gradients of weights of stage `l` run `l` backwards late, so that every stage has work of as many microbatches as there are
-    /// stages, and those behind fill with gradients of weights what would be bubble.
+    /// `zb-h1` (Qi et al. 2023, section 2.3, as in their implementation for stages of any lengths): like `1f1b`, with
+    /// the gradients of weights of stage `l` delayed by `l` backwards. So every stage has work of as many microbatches
+    /// as there are stages, and later stages fill the bubble with gradients of weights.
     ///
-    /// `pipedream` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): `1f1b` that goes on over steps. A stage
-    /// updates after the last backward of a step, with forwards of the next step behind it.
+    /// `pipedream` (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training"): `1f1b` that continues
+    /// over steps. A stage updates after the last backward of a step, when forwards of the next step have already run.
     ///
     /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
@@ -152,7 +153,7 @@ impl Order {
             }
             _ => (false, position - total),
         };
-        // A last group that is not full has fewer microbatches, and goes through all stages as well.
+        // A last group that is not full has fewer microbatches and passes through all stages as well.
         let group = k / (lanes * chunks);
         let width = lanes.min(microbatches - group * lanes);
         let within = k - group * lanes * chunks;
@@ -164,19 +165,20 @@ impl Order {
         Some((stage, call))
     }
 
-    /// [`Order::call`] of `pipedream`: forwards ahead, then turns of a forward, while there are any, and a backward; an update
-    /// follows the last backward of each step but the last, whose update comes after all calls.
+    /// [`Order::call`] for `pipedream`: forwards ahead, then turns of a forward, while there are any, and a backward.
+    /// An update follows the last backward of each step. The update of the last step comes after all calls.
     fn flushless_call(&self, stage: usize, position: u64) -> Option<PipelineCall> {
         let of_step = u64::from(self.num_microbatches).max(1);
         let all = self.all_microbatches() as u64;
-        // No more than a step's, so that at most one step before is under way: fewer microbatches than stages leave bubbles.
+        // No more than a step has, so that at most one earlier step is under way. Fewer microbatches than stages leave
+        // bubbles.
         let ahead = of_step.min(self.num_stages.saturating_sub(stage + 1) as u64);
         let forward = |m: u64| PipelineCall::Forward { microbatch: m as u32 };
         if position < ahead {
             return Some(forward(position));
         }
         let at = position - ahead;
-        // Calls before a turn.
+        // Number of calls before a turn.
         let before = |turn: u64| 2 * turn.min(all - ahead) + turn.saturating_sub(all - ahead) + turn / of_step;
         let (mut turn, mut end) = (0, all);
         while end - turn > 1 {
@@ -194,9 +196,9 @@ impl Order {
         }
     }
 
-    /// [`Order::call`] of `zb-h1`: forwards ahead, turns of a forward and a backward, and the backwards that are left; from the
-    /// backward on that is as late as the stage's number, each is followed by the gradients of weights of the earliest microbatch
-    /// that still lacks them, and those that are left come last.
+    /// [`Order::call`] for `zb-h1`: forwards ahead, turns of a forward and a backward, and the remaining backwards. The
+    /// first backwards, as many as the stage's number, stand alone. Each later one is followed by the gradients of
+    /// weights of the earliest microbatch that still lacks them. The remaining gradients of weights come last.
     fn zero_bubble_call(&self, stage: usize, position: u64) -> Option<PipelineCall> {
         let call = |kind: u64, m: u64| {
             let microbatch = m as u32;
@@ -212,7 +214,7 @@ impl Order {
         if position < ahead {
             return call(0, position);
         }
-        // Turns without gradients of weights, and those with.
+        // Turns without gradients of weights, and turns with them.
         let (mut at, short) = (position - ahead, turns.min(late));
         if at < 2 * short {
             return call(at % 2, at / 2 + if at % 2 == 0 { ahead } else { 0 });
@@ -223,7 +225,7 @@ impl Order {
             return call(at % 3, [turn + ahead, turn, turn.saturating_sub(late)][(at % 3) as usize]);
         }
         at -= 3 * (turns - short);
-        // The backwards that are left, alone and with gradients of weights.
+        // The remaining backwards, alone and with gradients of weights.
         let alone = late - short;
         if at < alone {
             return call(1, turns + at);
@@ -243,7 +245,7 @@ impl Order {
         (0..).map_while(move |position| order.call(lane, position))
     }
 
-    /// Microbatches of whose activations a stage holds any at once, at most.
+    /// The most microbatches whose activations a stage holds at once.
     pub fn in_flight(&self, stage: usize) -> u32 {
         let lanes = self.num_lanes().max(1);
         self.in_flight_of(stage % lanes).get(stage / lanes).copied().unwrap_or(0)
@@ -257,7 +259,7 @@ impl Order {
         for (stage, call) in self.calls(lane) {
             let (held, most) = (&mut held[stage / lanes], &mut most[stage / lanes]);
             match call {
-                // Without a backward nothing is kept for one.
+                // Without a backward pass, no activations are kept for one.
                 PipelineCall::Forward { .. } if !self.schedule.trains() => *held = 1,
                 PipelineCall::Forward { .. } => *held += 1,
                 PipelineCall::Backward { .. } if self.schedule == Schedule::ZbH1 => {}
@@ -270,20 +272,21 @@ impl Order {
     }
 }
 
-/// Plays one step of `num_microbatches` under `schedule`.
+/// Simulates one step of `num_microbatches` under `schedule`.
 ///
-/// A call starts when the stage is free and its operand has arrived; sending does not hold the sender up, but a link
+/// A call starts when the stage is free and its operand has arrived. Sending does not block the sender, but a link
 /// carries one transfer at a time in each direction. Times must be finite and not negative.
 ///
-/// Example: S equal stages without transfers take `(S - 1 + B) * (forward_s + backward_s) + step_s` under either schedule.
+/// Example: S equal stages without transfers take `(S - 1 + B) * (forward_s + backward_s) + step_s` under `gpipe` and
+/// `1f1b`.
 pub fn simulate(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule) -> Timeline {
     simulate_order(stages, &Order::new(schedule, stages.len(), num_microbatches), &mut |_, _, _, _| {})
 }
 
-/// What a step takes where it need not be over before the next begins: `play` plays so many steps, of which the first ones fill
-/// the pipeline and the end drains it. Bubbles and busy times are those of a step in between.
+/// The time of a step if the next may begin before it ends. `play` simulates a number of steps, of which the first fill
+/// the pipeline and the last drain it. Bubbles and busy times are those of a step in between.
 pub fn in_steady_state(order: &Order, play: impl Fn(&Order) -> Timeline) -> Timeline {
-    // Microbatches of a step are at least as many as stages, so that the second step finds the pipeline full.
+    // The microbatches of a step are at least as many as stages, so the second step finds the pipeline full.
     const STEPS: u32 = 4;
     let (short, long) = (play(&Order { steps: STEPS, ..*order }), play(&Order { steps: 2 * STEPS, ..*order }));
     let each = |short: f64, long: f64| (long - short) / f64::from(STEPS);
@@ -295,7 +298,7 @@ pub fn in_steady_state(order: &Order, play: impl Fn(&Order) -> Timeline) -> Time
     Timeline { step_s, stages: short.stages.iter().zip(&long.stages).map(stage).collect() }
 }
 
-/// [`simulate`] under any order; `watch` is told of each call its stage, its start and its end.
+/// Like [`simulate`], for any order. `watch` gets the stage, start and end of each call.
 pub fn simulate_order(
     stages: &[StageTimes],
     order: &Order,
@@ -304,16 +307,16 @@ pub fn simulate_order(
     let num_stages = stages.len();
     let num_lanes = order.num_lanes();
     let width = order.all_microbatches();
-    // When a stage's operands arrive, by stage and microbatch; NaN until they are sent.
+    // Times at which a stage's operands arrive, by stage and microbatch; NaN until they are sent.
     let mut forward_ready_s = vec![f64::NAN; num_stages * width];
     let mut backward_ready_s = vec![f64::NAN; num_stages * width];
     forward_ready_s[..width.min(num_stages * width)].fill(0.0);
     let mut lanes: Vec<Stream> = vec![Stream::default(); num_lanes];
-    // When the last transfer of a stage to either neighbour has arrived.
+    // Time at which a stage's last transfer to either neighbour has arrived.
     let mut sent_forward_s = vec![0.0f64; num_stages];
     let mut sent_backward_s = vec![0.0f64; num_stages];
 
-    // A lane runs until it lacks an operand; whoever sends it that operand puts it back on the list.
+    // A lane runs until it lacks an operand. The sender of that operand puts it back on the list.
     let mut runnable: Vec<usize> = (0..num_lanes).rev().collect();
     while let Some(l) = runnable.pop() {
         while let Some((s, call)) = order.call(l, lanes[l].position) {
@@ -322,7 +325,7 @@ pub fn simulate_order(
             let (ready_s, seconds) = match call {
                 PipelineCall::Forward { microbatch } => (forward_ready_s[at(microbatch)], times.forward_s),
                 PipelineCall::Backward { microbatch } => (backward_ready_s[at(microbatch)], times.backward_s),
-                // The backward that they follow was on the same devices.
+                // They follow a backward on the same devices.
                 PipelineCall::Weights { .. } => (0.0, times.weights_s),
                 PipelineCall::Update { .. } => (0.0, times.step_s),
             };
@@ -348,7 +351,7 @@ pub fn simulate_order(
         }
     }
 
-    // A lane's last work is that of all its stages.
+    // A lane's final work is that of all its stages.
     let finish_s = |l: usize| (l..num_stages).step_by(num_lanes).map(|s| stages[s].step_s).sum::<f64>();
     let last_s = lanes.iter().map(|lane| lane.free_s).fold(0.0, f64::max);
     let done_s = |lane: &Stream| if order.meets { last_s } else { lane.free_s };
@@ -360,17 +363,17 @@ pub fn simulate_order(
     Timeline { step_s, stages: lanes.iter().enumerate().map(timeline).collect() }
 }
 
-/// A lane as it plays its calls.
+/// The state of a lane in the simulation.
 #[derive(Clone, Default)]
 struct Stream {
-    /// Calls made.
+    /// Number of calls made.
     position: u64,
     free_s: f64,
     busy_s: f64,
 }
 
 impl Stream {
-    /// Makes the next call, not before `ready_s`; returns when it ends.
+    /// Makes the next call, not before `ready_s`. Returns its end.
     fn run(&mut self, ready_s: f64, seconds: f64) -> f64 {
         self.position += 1;
         self.busy_s += seconds;

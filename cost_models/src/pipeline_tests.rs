@@ -33,7 +33,7 @@ fn orders() {
     assert_eq!(order(Schedule::ZbH1, 2, 4, 1), "F0 B0 W0");
 }
 
-/// Without a flush the calls of `1f1b` go on over steps; as many backwards are late as there are stages behind.
+/// Without a flush, the calls of `1f1b` continue over steps. As many backwards are late as there are later stages.
 #[test]
 fn pipedream_goes_on_over_steps() {
     let text = |lane: usize, num_stages: usize, num_microbatches: u32, steps: u32| {
@@ -55,7 +55,8 @@ fn pipedream_goes_on_over_steps() {
         (late(0, 4, 8), late(3, 4, 8), late(0, 4, 2), late(0, 1, 8)),
         (vec![1, 2, 3], vec![], vec![1, 2], vec![])
     );
-    // A step's own calls, with those that are left of the step before where they are said to be, are the endless order.
+    // A step's own calls, with the calls that remain of the previous step at their stated places, form the endless
+    // order.
     for (stages, batches) in [(2, 2), (3, 5), (4, 4), (4, 3), (5, 2)] {
         for lane in 0..stages {
             let order = Order::new(Schedule::PipeDream, stages, batches);
@@ -82,8 +83,8 @@ fn pipedream_goes_on_over_steps() {
     }
 }
 
-/// In between steps nobody waits, whatever a stage takes, as long as one is slowest and there are microbatches enough; a step is then
-/// the slowest stage's work. With too few there are bubbles, fewer than with a flush.
+/// In steady state, no stage waits if one is slowest and there are enough microbatches; a step is then the slowest
+/// stage's work. With too few microbatches there are bubbles, but fewer than with a flush.
 #[test]
 fn pipedream_has_no_bubble() {
     let stage = |forward_s, backward_s, step_s| StageTimes { forward_s, backward_s, step_s, ..Default::default() };
@@ -109,7 +110,7 @@ fn pipedream_has_no_bubble() {
 #[test]
 fn forwards_alone_stream_through_the_stages() {
     let stage = StageTimes { forward_s: 2.0, backward_s: 7.0, transfer_forward_s: 1.0, ..Default::default() };
-    // The first microbatch passes three stages and two links; each further one is behind by a forward.
+    // The first microbatch passes three stages and two links. Each further one is a forward later.
     assert_eq!(simulate(&[stage; 3], 5, Schedule::Forward).step_s, 3.0 * 2.0 + 2.0 + 4.0 * 2.0);
 }
 
@@ -165,7 +166,8 @@ fn many_stages_and_microbatches_are_played_in_full() {
     }
 }
 
-/// The end of the step by relaxing every dependency until nothing changes: slow, and alike in nothing but the rules.
+/// The end of the step by relaxing every dependency until nothing changes. It is slow, and shares only the rules with
+/// the simulator.
 fn longest_path(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule) -> f64 {
     let (s, b) = (stages.len(), num_microbatches as usize);
     // End of each call and arrival of each transfer, [stage][kind of call][microbatch].
@@ -312,7 +314,8 @@ fn interleaved_lanes_make_every_call_once_and_finish() {
     }
 }
 
-/// Narayanan et al. 2021, section 2.2.2: with `v` stages a lane the bubble is `(p - 1) (f + b) / v` of a lane's whole stages.
+/// Narayanan et al. 2021, section 2.2.2: with `v` stages per lane, the bubble is `(p - 1) (f + b) / v` for a lane's
+/// whole stages.
 #[test]
 fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
     let bubble = |virtual_stages: usize| {
@@ -334,7 +337,8 @@ fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
     assert!((bubble(3) - 3.0).abs() < 1e-9, "{}", bubble(3));
 }
 
-/// Each call once, gradients of weights after the backward that they belong to, no stage with more microbatches than stages.
+/// Each call occurs once, and gradients of weights follow their backward. No stage holds more microbatches than there
+/// are stages.
 #[test]
 fn zero_bubble_lanes_make_every_call_once() {
     for (num_stages, microbatches) in [(1, 3), (2, 4), (3, 5), (4, 2), (4, 8), (5, 3), (8, 32), (3, 0)] {
@@ -352,8 +356,8 @@ fn zero_bubble_lanes_make_every_call_once() {
     }
 }
 
-/// Qi et al. 2023, table 1: the bubble of ZB-H1 is `(p - 1) (f + b - w)` of equal stages whose gradients of weights take no longer
-/// than those of inputs, where that of 1F1B is `(p - 1) (f + b + w)`.
+/// Qi et al. 2023, table 1: the bubble of ZB-H1 is `(p - 1) (f + b - w)` for equal stages whose gradients of weights
+/// take no longer than those of inputs. That of 1F1B is `(p - 1) (f + b + w)`.
 #[test]
 fn zero_bubble_fills_the_bubble_with_gradients_of_weights() {
     for (stages, microbatches) in [(2, 4), (3, 5), (4, 4), (4, 8), (8, 32)] {
@@ -370,7 +374,8 @@ fn zero_bubble_fills_the_bubble_with_gradients_of_weights() {
     }
 }
 
-/// Stages that meet before the update wait for the last gradient: here that of the first stage, whose update is the shorter one.
+/// Stages that meet before the update wait for the last gradient. Here that is the first stage's, whose update is the
+/// shorter one.
 #[test]
 fn stages_that_meet_update_after_the_last_gradient() {
     let stage = |step_s: f64| StageTimes { forward_s: 1.0, backward_s: 2.0, step_s, ..StageTimes::default() };

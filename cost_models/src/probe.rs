@@ -1,6 +1,6 @@
-//! A machine described from what its own tools say of it: NVIDIA's listing of GPUs and of the connections between them, the
-//! kernel's of network cards, processors and memory, and the log of a measured collective. Everything here is from text to
-//! data; who runs the tools and reads the files is the command line.
+//! A machine described from the output of its own tools: NVIDIA's listing of GPUs and of the connections between them,
+//! the kernel's listing of network cards, processors and memory, and the log of a measured collective. Everything here
+//! turns text into data; the command line runs the tools and reads the files.
 
 use crate::catalogue;
 use crate::collective::{self, Operation};
@@ -17,14 +17,14 @@ pub struct Gpu {
     pub memory_bytes: u64,
 }
 
-/// How two GPUs reach each other, in the words of `nvidia-smi topo -m`.
+/// The connection of two GPUs, in the words of `nvidia-smi topo -m`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Connection {
     /// A GPU and itself.
     Same,
     /// Some links of NVLink, bundled.
     NvLink(u32),
-    /// PCIe and what lies between: switches, the processor's bridge, its sockets.
+    /// PCIe and everything in between: switches, the processor's bridge, its sockets.
     PciExpress,
 }
 
@@ -39,7 +39,7 @@ pub struct Nic {
     pub bytes_per_s: f64,
 }
 
-/// A collective that was measured.
+/// A measured collective.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
     pub operation: Operation,
@@ -49,7 +49,7 @@ pub struct Measured {
     pub seconds: f64,
 }
 
-/// The GPUs of a listing, one a line.
+/// The GPUs of a listing, one per line.
 pub fn parse_gpus(text: &str) -> Result<Vec<Gpu>, ClusterError> {
     let mut found = Vec::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
@@ -67,7 +67,7 @@ pub fn parse_gpus(text: &str) -> Result<Vec<Gpu>, ClusterError> {
         });
         match gpu {
             Some(gpu) => found.push(gpu),
-            // The header of a listing that was asked for with one.
+            // The header of a listing that was requested with one.
             None if found.is_empty() && line.starts_with("name,") => {}
             None => return Err(ClusterError::GpuLine { line: i + 1 }),
         }
@@ -75,7 +75,7 @@ pub fn parse_gpus(text: &str) -> Result<Vec<Gpu>, ClusterError> {
     if found.is_empty() { Err(ClusterError::NoGpus) } else { Ok(found) }
 }
 
-/// The matrix of `nvidia-smi topo -m`; its columns of network cards and of affinities are passed over.
+/// The matrix of `nvidia-smi topo -m`, without its columns of network cards and of affinities.
 pub fn parse_topology(text: &str) -> Result<Connections, ClusterError> {
     let is_gpu = |word: &str| word.strip_prefix("GPU").is_some_and(is_number);
     // The heading is underlined for terminals.
@@ -138,8 +138,8 @@ pub fn parse_rate(text: &str) -> Option<f64> {
     (unit.starts_with("Gb/sec") && number.is_finite() && number > 0.0).then_some(number * 1e9 / 8.0)
 }
 
-/// Cores of a `/proc/cpuinfo`: pairs of socket and core, since a core with two threads computes no more; where it does not
-/// say, as many as there are processors.
+/// Cores of a `/proc/cpuinfo`: pairs of socket and core, since a core with two threads computes no more. If it does not
+/// list cores, the number of processors.
 pub fn parse_cores(cpuinfo: &str) -> u32 {
     let mut cores = BTreeSet::new();
     let (mut processors, mut socket) = (0, "");
@@ -170,7 +170,7 @@ pub fn parse_nccl_tests(text: &str) -> Result<Measured, ClusterError> {
     let mut columns: Option<(usize, usize, usize)> = None;
     let mut largest: Option<(u64, f64, f64, f64)> = None;
     for line in text.lines() {
-        // What mpirun puts before the output of a rank.
+        // The prefix that mpirun puts before the output of a rank.
         let line = line.split_once("<stdout>:").map_or(line, |(_, rest)| rest).trim();
         let words: Vec<&str> = line.trim_start_matches('#').split_whitespace().collect();
         if line.starts_with('#') {
@@ -210,8 +210,8 @@ pub fn parse_nccl_tests(text: &str) -> Result<Measured, ClusterError> {
     Ok(Measured { operation: operation(text, f64::from(devices), busbw / algbw), devices, nodes, bytes, seconds })
 }
 
-/// What was measured, by the name of the test if the log has it, else by the ratio that nccl-tests defines for each
-/// between its two bandwidths.
+/// The measured operation, by the name of the test if the log has it. Otherwise by the ratio that nccl-tests defines
+/// for each between its two bandwidths.
 fn operation(text: &str, n: f64, ratio: f64) -> Operation {
     let named = [
         ("all_reduce_perf", Operation::AllReduce),
@@ -238,14 +238,14 @@ fn operation(text: &str, n: f64, ratio: f64) -> Operation {
     nearest.1
 }
 
-/// The device of the catalogue that a GPU is.
+/// The catalogue's device for a GPU.
 pub fn catalogue_device(gpu: &Gpu) -> Option<Device> {
     catalogue_name(gpu).and_then(catalogue::device)
 }
 
-/// The name in the catalogue of a GPU as its driver calls it.
+/// The catalogue's name for a GPU, from its driver's name.
 fn catalogue_name(gpu: &Gpu) -> Option<&'static str> {
-    // Parts of the driver's names, the particular before the general.
+    // Parts of the driver's names, specific ones before general ones.
     const NAMES: &[(&[&str], &str)] = &[
         (&["V100-SXM3"], "V100-SXM3-32GB"),
         (&["V100-SXM2", "16GB"], "V100-SXM2-16GB"),
@@ -261,7 +261,7 @@ fn catalogue_name(gpu: &Gpu) -> Option<&'static str> {
         (&["L40S"], "L40S"),
         (&["RTX 4090"], "RTX-4090"),
     ];
-    // Superchips and paired cards share a part of the name, not the figures.
+    // Superchips and paired cards share a part of the name, but not the figures.
     if ["GB200", "GH200", "NVL"].iter().any(|other| gpu.name.contains(other)) {
         return None;
     }
@@ -272,8 +272,8 @@ fn catalogue_name(gpu: &Gpu) -> Option<&'static str> {
 
 /// A group of nodes that are all like the one with these GPUs.
 ///
-/// Without connections, or where some pair has no NVLink, GPUs are taken to talk over PCIe: a ring is as slow as its
-/// slowest hop.
+/// Without connections, or if some pair has no NVLink, GPUs are assumed to communicate over PCIe, since a ring is as
+/// slow as its slowest hop.
 pub fn gpu_group(
     nodes: u32,
     gpus: &[Gpu],
@@ -292,7 +292,7 @@ pub fn gpu_group(
     let mut device =
         known.ok_or_else(|| ClusterError::UnknownGpu { name: first.name.clone(), known: catalogue::device_names() })?;
     let intra_node = intra_node(&device, gpus.len(), connections);
-    // Drivers keep some of the memory; what differs by more is another card, or a part of one.
+    // Drivers keep some of the memory. A larger difference means another card, or a part of one.
     let ratio = first.memory_bytes as f64 / device.memory_bytes as f64;
     if !(0.9..1.15).contains(&ratio) {
         device.host_bytes_per_s = Some(catalogue::host_bytes_per_s(&device.name));
@@ -302,7 +302,7 @@ pub fn gpu_group(
     group(nodes, gpus.len() as u32, device, intra_node, nics)
 }
 
-/// A group of nodes that are all like the one with these cores, each a worker with its part of the memory.
+/// A group of nodes that are all like the one with these cores. Each core is a worker with its share of the memory.
 pub fn cpu_group(nodes: u32, cores: u32, memory_bytes: u64, nics: &[Nic]) -> Result<Group, ClusterError> {
     let cores = cores.max(1);
     let worker = catalogue::device("cpu-worker").ok_or(ClusterError::NoGpus)?;
@@ -334,8 +334,8 @@ fn group(
     Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, host_memory_bytes: None, price_per_hour: None })
 }
 
-/// Links of NVLink that each GPU has, and bytes/s of one in each direction, by generation (NVIDIA's datasheets: 300, 600, 900
-/// and 1800 GB/s per GPU for both directions).
+/// Number of NVLink links of each GPU, and bytes/s of one in each direction, by generation (NVIDIA's datasheets: 300,
+/// 600, 900 and 1800 GB/s per GPU for both directions).
 fn nvlink(generation: u32) -> (u32, f64) {
     match generation {
         0..=2 => (6, 25e9),
@@ -350,7 +350,7 @@ fn intra_node(device: &Device, gpus: usize, connections: Option<&Connections>) -
     let (links, link_bytes_per_s) = nvlink(generation);
     let others = gpus.saturating_sub(1).max(1) as u32;
     let rows = connections.map_or(&[] as &[_], Vec::as_slice);
-    // Links of each pair; a pair without has none.
+    // Links of each pair; 0 for a pair without NVLink.
     let pairs: Vec<u32> = rows
         .iter()
         .flatten()
@@ -361,7 +361,7 @@ fn intra_node(device: &Device, gpus: usize, connections: Option<&Connections>) -
     let of_each =
         |row: &Vec<Connection>| -> u32 { row.iter().map(|c| if let Connection::NvLink(n) = c { *n } else { 0 }).sum() };
     let (kind, bytes_per_s, latency_s) = if least > 0 && least == most {
-        // More links to each than there could be to all: they lead to switches.
+        // If each peer has more links than a GPU could give to all of them, the links lead to switches.
         let switched = least >= links || u64::from(least) * u64::from(others) > u64::from(links);
         let count = if switched { least } else { least * others };
         (if switched { "nvswitch" } else { "nvlink-mesh" }, f64::from(count) * link_bytes_per_s, 3e-6)
@@ -373,7 +373,7 @@ fn intra_node(device: &Device, gpus: usize, connections: Option<&Connections>) -
     IntraNode { kind: kind.to_string(), bytes_per_s, latency_s }
 }
 
-/// Sixteen lanes of the PCIe that a GPU of the catalogue has: 3.0, 4.0 or 5.0.
+/// Bytes/s of sixteen lanes of the PCIe generation of a GPU of the catalogue: 3.0, 4.0 or 5.0.
 fn pci_express_bytes_per_s(device: &str) -> f64 {
     match device {
         name if name.starts_with("V100") => 15.75e9,
@@ -382,7 +382,7 @@ fn pci_express_bytes_per_s(device: &str) -> f64 {
     }
 }
 
-/// The ports that are as fast as the fastest; slower ones are for storage and for logging in.
+/// The fastest ports. Slower ones are for storage and logins.
 fn inter_node(nics: &[Nic]) -> Option<InterNode> {
     let mut by_rate: BTreeMap<u64, Vec<&Nic>> = BTreeMap::new();
     for nic in nics {
@@ -405,8 +405,9 @@ fn inter_node(nics: &[Nic]) -> Option<InterNode> {
     })
 }
 
-/// Sets the bandwidth of the links that a measured collective used so that its time is what the cost model gives: between
-/// nodes where it ran on several, else inside the node. Rounded to three digits.
+/// Sets the bandwidth of the links that a measured collective used, so that the cost model gives the measured time.
+/// These are the links between nodes if it ran on several, otherwise those inside the node. The value is rounded to
+/// three digits.
 pub fn fit(group: &mut Group, measured: &Measured) -> Result<(), ClusterError> {
     let Measured { operation, devices, nodes, bytes, seconds } = *measured;
     let on_node = devices / nodes.max(1);
@@ -424,7 +425,7 @@ pub fn fit(group: &mut Group, measured: &Measured) -> Result<(), ClusterError> {
         let link = axis_link(&trial, nodes, on_node, &mesh, &[AxisId(0)]);
         collective::best(operation, bytes, &link).seconds
     };
-    // Seconds fall with the bandwidth; between 1 byte/s and 1e15 the one that fits is found by halving.
+    // Seconds fall with the bandwidth, so bisection finds it between 1 byte/s and 1e15.
     let (mut slow, mut fast) = (0.0f64, 15.0f64);
     if modelled_s(10f64.powf(fast)) > seconds {
         return Err(ClusterError::TooFast { bytes, seconds });

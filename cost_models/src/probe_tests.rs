@@ -1,11 +1,11 @@
-//! Machines from what their tools print, in the forms that these tools publish, and everything that can be wrong with it.
+//! Machines from the output of their tools, in published forms, and everything that can be wrong with it.
 
 use super::*;
 use crate::catalogue::preset;
 use crate::collective::best;
 use proptest::prelude::*;
 
-/// What `nvidia-smi topo -m` prints for GPUs whose connections `between` gives, with cards and affinities as it does.
+/// The output of `nvidia-smi topo -m` for GPUs with the connections of `between`, including cards and affinities.
 fn matrix(gpus: usize, nics: usize, between: impl Fn(usize, usize) -> String) -> String {
     let mut out = String::from("\t\u{1b}[4m");
     (0..gpus).for_each(|i| out += &format!("GPU{i}\t"));
@@ -76,7 +76,7 @@ fn gpus_and_their_connections() {
             31.5e9,
         ),
         ("NVIDIA GeForce RTX 4090", 24564, 2, |_, _| "PHB".into(), "RTX-4090", "pcie", 31.5e9),
-        // Bridges between pairs leave the others to PCIe.
+        // Bridges between pairs leave the other connections to PCIe.
         (
             "NVIDIA A100 80GB PCIe",
             81920,
@@ -105,14 +105,14 @@ fn a_probed_machine_is_the_one_of_the_catalogue() {
     // Two slower ports for storage.
     let cards: Vec<Nic> = nics(8, 200.0).into_iter().chain(nics(2, 100.0)).collect();
     let mut found = gpu_group(4, &gpus, Some(&connections), &cards).unwrap();
-    // What the node itself has is not asked of its GPUs.
+    // The GPUs do not tell what the node itself has.
     let known = preset("dgx-a100:4").unwrap().groups.remove(0);
     assert_eq!(found, Group { host_memory_bytes: None, ..known });
     let efa: Vec<Nic> =
         nics(4, 100.0).into_iter().map(|n| Nic { name: n.name.replace("mlx5_", "efa_"), ..n }).collect();
     found = gpu_group(1, &gpus, Some(&connections), &efa).unwrap();
     assert_eq!((found.inter_node.kind.as_str(), found.inter_node.nics), ("efa-p4", 4));
-    // Nobody said how they are connected.
+    // Nothing says how they are connected.
     assert_eq!(gpu_group(1, &gpus, None, &[]).unwrap().intra_node.kind, "pcie");
 }
 
@@ -173,7 +173,7 @@ fn mistakes_in_matrices() {
         assert_eq!(error, E::Connection { line: 2, text: text.to_string() }, "{text}");
         assert!(error.to_string().starts_with("line 2: "));
     }
-    // A heading with one GPU more takes a card's connection for a GPU's, and then lacks a row.
+    // A heading with one more GPU takes a card's connection for a GPU's, and then lacks a row.
     assert_eq!(wrong("GPU2\t", "GPU2\tGPU3\t"), E::MatrixRows { found: 4, expected: 5 });
     let cut: Vec<&str> = good.lines().take(3).collect();
     assert_eq!(parse_topology(&cut.join("\n")), Err(E::MatrixRows { found: 2, expected: 4 }));
@@ -252,11 +252,11 @@ fn logs_of_nccl_tests() {
     assert_eq!(parse_nccl_tests(&log(1, &["a"], 8, &rows, ring)), Ok(at(Operation::AllReduce, 8, 1)));
     assert_eq!(parse_nccl_tests(&log(0, &["a", "b"], 8, &rows, 1.875)), Ok(at(Operation::AllReduce, 16, 2)));
     assert_eq!(parse_nccl_tests(&log(2, &["a", "b"], 4, &rows, 0.875)), Ok(at(Operation::AllGather, 8, 2)));
-    // One process that drives all devices; what mpirun puts before each line.
+    // One process that drives all devices, and the prefix of mpirun before each line.
     assert_eq!(parse_nccl_tests(&log(1, &[], 8, &rows, ring)), Ok(at(Operation::AllReduce, 8, 1)));
     let prefixed: String = log(1, &["a"], 8, &rows, ring).lines().map(|l| format!("[1,0]<stdout>:{l}\n")).collect();
     assert_eq!(parse_nccl_tests(&prefixed), Ok(at(Operation::AllReduce, 8, 1)));
-    // Without a name, the ratio of the bandwidths tells.
+    // Without a name, the ratio of the bandwidths identifies the operation.
     assert_eq!(parse_nccl_tests(&log(1, &["a"], 8, &rows, 0.875)), Ok(at(Operation::AllGather, 8, 1)));
     assert_eq!(parse_nccl_tests(&log(1, &["a"], 8, &rows, 1.0)), Ok(at(Operation::Broadcast, 8, 1)));
     assert_eq!(parse_nccl_tests(&log(1, &["a"], 2, &rows, 1.0)), Ok(at(Operation::AllReduce, 2, 1)));
@@ -279,7 +279,7 @@ fn a_measurement_sets_the_bandwidth_that_explains_it() {
     };
     let node = preset("dgx-a100").unwrap().groups.remove(0);
     let measured = |operation, devices, nodes, seconds| Measured { operation, devices, nodes, bytes: 1 << 30, seconds };
-    // As fast as the table that the constants were fitted to, and at half that rate.
+    // As fast as the table that the constants were fitted to, and half as fast.
     for (seconds, most, least) in [(8193e-6, 310e9, 290e9), (16300e-6, 155e9, 145e9)] {
         let mut group = node.clone();
         let m = measured(Operation::AllReduce, 8, 1, seconds);

@@ -1,8 +1,9 @@
-//! Measured profiles: how long the inner loops of a runtime take on one machine, as series of times over sizes.
+//! Measured profiles: the time of a runtime's inner loops on one machine, as series of times over sizes.
 //!
-//! A profile prices the terms that a runtime says its kernel calls are made of (`altiplano_ir::work`). Within a series times are
-//! interpolated, log against log; beyond its ends the nearest end is scaled as a roofline would be, and said to be.
-//! The file is JSON, `altiplano.profile` version 1; whatever is wrong in it is refused with its line, or the path of the place.
+//! A profile prices the terms that a runtime says its kernel calls consist of (`altiplano_ir::work`). Times within a
+//! series are interpolated, log against log. Beyond the ends, the nearest end is scaled as under a roofline, and the
+//! answer says how far outside it lies. The file is JSON, `altiplano.profile` version 1. Any error in it is reported
+//! with its line, or with the path of the place.
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::import::json;
@@ -15,30 +16,30 @@ pub const FORMAT: &str = "altiplano.profile";
 /// The `version` of a profile.
 pub const VERSION: u32 = 1;
 
-/// A profile as its file has it.
+/// A profile in the form of its file.
 ///
-/// **Invariants** (checked by `verify`): no two series of the same family, type, threads and load; times are positive and never
-/// fall along an axis; `slower_shared` rises in both columns from `cores` on.
+/// **Invariants** (checked by `verify`): no two series have the same family, type, threads and load. Times are positive
+/// and never fall along an axis. `slower_shared` rises in both columns from `cores` on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     pub format: String,
     pub version: u32,
-    /// The device of a cluster that is priced by it.
+    /// The device of a cluster that the profile prices.
     pub device: String,
     pub machine: Machine,
-    /// When it was measured, in UTC: `2026-11-22T01:20:00Z`.
+    /// Time of measurement in UTC: `2026-11-22T01:20:00Z`.
     pub measured_at: String,
     /// The version of Altiplano whose kernels were measured.
     pub altiplano: String,
     /// Seconds that measuring took.
     pub seconds: f64,
     pub outliers: Outliers,
-    /// The ranks whose collectives and messages were measured; those are of threads of one process where this is absent.
+    /// The ranks whose collectives and messages were measured. If absent, they are those of threads of one process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<MeasuredRanks>,
-    /// By how many threads compute at once, beyond the cores of the machine: how much longer each takes than where there are as
-    /// many threads as cores.
+    /// Slowdown by the number of threads that compute at once, for more threads than cores. It is relative to as many
+    /// threads as cores.
     pub slower_shared: Vec<(u32, f64)>,
     pub series: Vec<Series>,
 }
@@ -49,7 +50,7 @@ pub struct Profile {
 pub struct Machine {
     pub processor: String,
     pub cores: u32,
-    /// Whether it is GPUs that were measured and are counted, rather than the cores of a processor.
+    /// True if GPUs were measured and are counted, rather than the cores of a processor.
     #[serde(default, skip_serializing_if = "is_false")]
     pub gpus: bool,
 }
@@ -63,19 +64,19 @@ fn is_false(flag: &bool) -> bool {
 #[serde(deny_unknown_fields)]
 pub struct MeasuredRanks {
     pub nodes: u32,
-    /// Of those that took part.
+    /// Ranks on a node, of those that took part.
     pub on_node: u32,
-    /// As [`Profile::measured_at`].
+    /// Like [`Profile::measured_at`].
     pub measured_at: String,
 }
 
-/// Samples that took more than twice the median of their point.
+/// Count of samples, and of outliers that took more than twice the median of their point.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Outliers {
     pub samples: u64,
     pub outliers: u64,
-    /// The largest, in medians of its point.
+    /// The largest, as a multiple of the median of its point.
     pub largest: f64,
 }
 
@@ -95,10 +96,10 @@ pub struct Series {
     pub seconds: Vec<f64>,
 }
 
-/// No run of a kernel takes longer, which would take a week to measure.
+/// Longest time of a kernel's run; measuring a longer one would take a week.
 const LONGEST_S: f64 = 1e6;
 
-/// What is wrong with a profile.
+/// Error in a profile.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum ProfileError {
     #[error("{line}:{column}: {error}")]
@@ -113,11 +114,11 @@ pub enum ProfileError {
     OtherDevice { profile: String, cluster: String },
 }
 
-/// A time from a profile, and how far outside of what was measured it lies.
+/// A time from a profile, and how far outside of the measured range it lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Priced {
     pub seconds: f64,
-    /// How many times larger or smaller the size is than the nearest that was measured, along the worst axis; 1 within the range.
+    /// Ratio of the size to the nearest measured one, along the worst axis; 1 within the range.
     pub outside: f64,
 }
 
@@ -145,9 +146,9 @@ impl Profile {
         }
     }
 
-    /// The file, a series a line.
+    /// The file, with one series per line.
     pub fn to_json(&self) -> String {
-        // Quotes inside of strings are escaped, so that only the start of a series reads so.
+        // Quotes inside of strings are escaped, so only the start of a series matches.
         serde_json::to_string(self).unwrap_or_default().replace("{\"family\"", "\n{\"family\"") + "\n"
     }
 
@@ -181,7 +182,7 @@ impl Profile {
         errors
     }
 
-    /// The profile in words, as plans name it.
+    /// The description by which plans name the profile.
     pub fn label(&self) -> String {
         let day = self.measured_at.split('T').next().unwrap_or_default();
         let each = if self.machine.gpus { "GPUs" } else { "cores" };
@@ -235,7 +236,7 @@ impl Series {
         smaller.into_iter()
     }
 
-    /// Raises times that noise has made fall, so that more work never takes less.
+    /// Raises times that noise made fall, so that more work never takes less time.
     pub fn make_monotone(&mut self) {
         for i in 0..self.seconds.len() {
             let least = self.below(i).map(|j| self.seconds[j]).fold(0.0, f64::max);
@@ -243,12 +244,13 @@ impl Series {
         }
     }
 
-    /// The time of a size. Between points it is multilinear in the logarithms, which is exact at the points, and monotone since they
-    /// are. Beyond the largest size of an axis time is proportional to it, as under a roofline; below the smallest it stays.
+    /// The time of a size. Between points it is multilinear in the logarithms, so it is exact at the points, and
+    /// monotone because they are. Beyond the largest size of an axis, time is proportional to the size, as under a
+    /// roofline. Below the smallest size it is constant.
     pub fn time(&self, size: &[f64]) -> Priced {
         let mut outside = 1.0f64;
         let mut beyond = 1.0;
-        // The cell's lower corner along each axis, and how far into the cell the size lies.
+        // The cell's lower corner along each axis, and the position of the size in the cell.
         let mut cell: Vec<(usize, f64)> = Vec::with_capacity(self.axes.len());
         for (d, axis) in self.axes.iter().enumerate() {
             let x = size.get(d).copied().unwrap_or(axis[0]);
@@ -285,11 +287,11 @@ impl Series {
     }
 }
 
-/// A profile that is ready to be asked.
+/// A profile prepared for lookups.
 #[derive(Clone, Debug)]
 pub struct Lookup {
     profile: Profile,
-    /// By family, type and threads: load and number of each series, by rising load.
+    /// By family, type and threads: load and index of each series, in order of load.
     found: BTreeMap<(String, DType, u32), Vec<(u32, usize)>>,
 }
 
@@ -307,14 +309,14 @@ impl Lookup {
         &self.profile
     }
 
-    /// Seconds of a term where `load` threads of the machine compute at once, the term's own included. `None` where the profile
-    /// does not have its family in its type.
+    /// Seconds of a term if `load` threads of the machine compute at once, including the term's own. `None` if the
+    /// profile does not have the term's family in its type.
     pub fn price(&self, term: &Term, load: u32) -> Option<Priced> {
         if term.size.contains(&0.0) || term.times == 0.0 {
             return Some(Priced { seconds: 0.0, outside: 1.0 });
         }
         let key = |threads: u32| (term.family.to_string(), term.dtype, threads);
-        // Where nothing was measured with as many threads, the next larger number, or else the largest.
+        // If this number of threads was not measured, use the next larger one, or else the largest.
         let larger = || self.found.range(key(term.threads)..=key(u32::MAX)).next();
         let (known, by_load) = larger().or_else(|| self.found.range(key(0)..key(term.threads)).next_back())?;
         let threads = f64::from(known.2) / f64::from(term.threads.max(1));
@@ -327,7 +329,7 @@ impl Lookup {
         Some(Priced { seconds: seconds * term.times * slower, outside: outside.max(threads).max(1.0 / threads) })
     }
 
-    /// How much longer everything takes with so many threads at once than with as many as there are cores.
+    /// Slowdown with this many threads at once, relative to as many threads as cores.
     pub fn slower(&self, load: u32) -> f64 {
         let cores = self.profile.machine.cores;
         if load <= cores {

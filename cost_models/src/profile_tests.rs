@@ -102,11 +102,11 @@ fn terms_are_priced_by_threads_and_load() {
     assert_eq!(price(1, 1), Some(30.0));
     assert_eq!(price(1, 2), Some(45.0));
     assert_eq!(price(2, 2), Some(18.0));
-    // Four threads on two cores: as measured; six are between four and eight; sixteen take turns.
+    // Four threads on two cores are as measured; six are between four and eight; sixteen take turns.
     assert_eq!(price(1, 4), Some(94.5));
     assert_eq!(price(1, 6), Some(148.5));
     assert_eq!(price(1, 16), Some(405.0));
-    // As many threads as were not measured are the nearest, which is said.
+    // An unmeasured number of threads takes the nearest one, and the answer says so.
     assert_eq!(lookup.price(&term(4), 4).map(|p| p.outside), Some(2.0));
     assert_eq!(lookup.price(&Term::once("other", DType::F32, [1.0]), 1), None);
     assert_eq!(lookup.price(&Term::once("loop", DType::BF16, [1.0]), 1), None);

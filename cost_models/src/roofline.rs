@@ -1,6 +1,6 @@
-//! The roofline of a described device: an op takes as long as its arithmetic at a realistic part of the peak rate, its
-//! memory traffic at the memory's bandwidth, and the launch of a kernel. It needs nothing but the figures of a
-//! datasheet and a few constants fitted to published measurements; tile quantisation and occupancy are left to better models.
+//! The roofline of a described device. An op's time is its arithmetic at a realistic share of the peak rate, its memory
+//! traffic at the memory's bandwidth, and the launch of a kernel. The model needs only the figures of a datasheet and a
+//! few constants fitted to published measurements. Tile quantisation and occupancy are left to better models.
 
 use crate::collective::{self, Operation};
 use crate::compute::{Compute, Constants};
@@ -16,14 +16,14 @@ use altiplano_ir::types::TensorType;
 
 /// Elementwise ops that one fused kernel holds on average.
 ///
-/// A fused kernel reads its inputs and writes its result once, however many ops it holds, but an op cannot know which
-/// kernel it will be part of, and a price that depended on the neighbours would not be additive. So each op pays this
-/// fraction of one read and one write. With 6: the nine ops of a tanh GELU pay for 3 tensors moved (a fused kernel moves
-/// 2), the four of a softmax and its two reductions for 3.3 (2), the dozen of an Adam update for 4 (7).
+/// A fused kernel reads its inputs and writes its result once, however many ops it holds. But an op cannot know which
+/// kernel it will be part of, and a price that depends on neighbours would not be additive. So each op pays this
+/// fraction of one read and one write. With 6, the nine ops of a tanh GELU pay for 3 tensors moved (a fused kernel
+/// moves 2), the four of a softmax and its two reductions for 3.3 (2), the dozen of an Adam update for 4 (7).
 pub const OPS_PER_FUSED_KERNEL: f64 = 6.0;
 
-/// Tensors that could be read in the time that Threefry computes one: its 20 rounds are about 80 integer operations, of
-/// which an A100 does 9.7e12 a second (64 per clock and multiprocessor, its whitepaper of 2020), and 4 bytes take 2.6 ps.
+/// Tensors that could be read in the time that Threefry computes one. Its 20 rounds are about 80 integer operations, of
+/// which an A100 does 9.7e12 a second (64 per clock and multiprocessor, its whitepaper of 2020); 4 bytes take 2.6 ps.
 pub const THREEFRY_TENSORS: f64 = 3.0;
 
 /// The roofline model of one device.
@@ -34,7 +34,7 @@ pub struct Roofline {
 }
 
 impl Roofline {
-    /// The model of a device; what no datasheet states is looked up by its name in the catalogue.
+    /// The model of a device. The catalogue provides constants that no datasheet states, by the device's name.
     pub fn new(device: Device) -> Self {
         Roofline::of(Compute::new(device))
     }
@@ -50,20 +50,20 @@ impl Roofline {
 
     /// Seconds of a matmul of `flop` that moves `bytes`, without its launch.
     ///
-    /// Arithmetic and traffic are added, not overlapped: a matmul's first tiles wait for memory and its last ones for the
-    /// write. On a V100 this gives the attention scores of GPT 13B (43e9 FLOP, 380e6 bytes) 0.98 ms against 1.07 ms
-    /// measured, where the larger of the two alone gives 0.50; the projections differ by 0 to 8 % either way.
+    /// Arithmetic and traffic are added, not overlapped: a matmul's first tiles wait for memory and its last ones for
+    /// the write. On a V100, the attention scores of GPT 13B (43e9 FLOP, 380e6 bytes) take 0.98 ms by this and 1.07 ms
+    /// as measured; the larger of the two terms alone gives 0.50. The projections differ by 0 to 8 % either way.
     fn matmul_s(&self, flop: f64, bytes: f64, dtype: DType) -> f64 {
         flop / (peak_flops(&self.compute.device, dtype) * self.compute.constants.matmul_efficiency)
             + bytes / (self.compute.device.memory_bytes_per_s * MEMORY_EFFICIENCY)
     }
 
-    /// Seconds for `bytes` read or written in all.
+    /// Seconds to read or write a total of `bytes`.
     fn memory_s(&self, bytes: f64) -> f64 {
         self.compute.memory_s(bytes)
     }
 
-    /// Seconds of a kernel that is busy for so long, with its launch.
+    /// Seconds of a kernel that is busy for `busy_s`, with its launch.
     fn launched(&self, busy_s: f64) -> f64 {
         busy_s + self.compute.device.launch_s
     }
@@ -74,8 +74,9 @@ impl Roofline {
     }
 }
 
-/// The element type whose rate prices a matmul of `dtype` on a device that has no units for it (bf16 on a V100 is
-/// computed in f32); `None` where it has, and for types that are not floats, which no model multiplies in bulk.
+/// The element type whose rate prices a matmul of `dtype` on a device without units for it (bf16 on a V100 is computed
+/// in f32). `None` if the device has units for it, and for types that are not floats, which no model multiplies in
+/// bulk.
 pub fn fallback(device: &Device, dtype: DType) -> Option<DType> {
     if !dtype.is_float() || device.peak_flops.contains_key(&dtype) {
         return None;
@@ -84,7 +85,7 @@ pub fn fallback(device: &Device, dtype: DType) -> Option<DType> {
 }
 
 /// `dtype` if the device has a peak for it, else f32, else the slowest type that it has. Eight-bit floats are exact in
-/// bf16 and but for the widest ranges in f16, so that a device without units for them uses those that it has.
+/// bf16 and, except for the widest ranges, in f16, so a device without units for them uses those.
 fn priced_as(device: &Device, dtype: DType) -> DType {
     let half = [DType::BF16, DType::F16].into_iter().filter(|_| dtype.is_float() && dtype.bytes() == 1);
     let candidates = [dtype].into_iter().chain(half).chain([DType::F32]);
@@ -94,13 +95,13 @@ fn priced_as(device: &Device, dtype: DType) -> DType {
     device.peak_flops.iter().min_by(|a, b| a.1.total_cmp(b.1)).map_or(dtype, |(d, _)| *d)
 }
 
-/// Peak FLOP/s of a matmul of `dtype` operands, after [`fallback`]; infinite where the device states no rate at all,
-/// so that only memory traffic is priced.
+/// Peak FLOP/s of a matmul of `dtype` operands, after [`fallback`]. Infinite if the device states no rate at all, so
+/// that only memory traffic is priced.
 pub fn peak_flops(device: &Device, dtype: DType) -> f64 {
     device.peak_flops.get(&priced_as(device, dtype)).copied().unwrap_or(f64::INFINITY)
 }
 
-/// Kernels that an op adds to those around it.
+/// Number of kernels that an op adds to those around it.
 fn launches(op: &Op, operands: &[&TensorType]) -> f64 {
     match op {
         Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
@@ -144,21 +145,21 @@ impl CostModel for Roofline {
         let read: f64 = operands.iter().map(|t| t.bytes() as f64).sum();
         let largest = operands.iter().map(|t| t.bytes()).max().unwrap_or(0) as f64;
         match op {
-            // Leaves are there already; the others are folded into whatever reads them.
+            // Leaves exist already; the others are folded into their readers.
             Op::Parameter(_) | Op::Input(_) | Op::Constant(_) | Op::Iota(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) => 0.0,
             // Scalars of a step.
             Op::Microbatches(_) => 0.0,
-            // The ops that it is made of.
+            // The sum over its ops.
             Op::Composite(composite) => composite.body(operands).map_or(0.0, |body| {
                 let graph = &body.graph;
                 let inside = graph.values().filter(|&v| !body.is_constant(v));
                 inside.map(|v| self.compute_s(&graph.node(v).op, &graph.operand_types(v), graph.ty(v))).sum()
             }),
-            // Priced by `collective_s`, and a number that a device knows.
+            // `collective_s` prices collectives; a device knows its axis index.
             Op::Collective(_) | Op::AxisIndex(_) => 0.0,
             Op::HostCopy(_) => self.compute.host_copy_s(written),
-            // One read and one write; further operands are most often broadcasts or come from the same kernel.
+            // One read and one write. Further operands are mostly broadcasts or come from the same kernel.
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => {
                 self.fused_s(largest + written)
             }
@@ -174,7 +175,7 @@ impl CostModel for Roofline {
             }
             Op::Concatenate(_) => self.launched(self.memory_s(2.0 * written)),
             Op::DotGeneral(dot) => {
-                // In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
+                // In f64, since the count of a matmul too large for any device does not fit into 64 bits.
                 let lhs = operands.first();
                 let terms: f64 = lhs.map_or(0.0, |t| dot.lhs_contract.iter().map(|&d| t.shape[d] as f64).product());
                 let flop = 2.0 * terms * result.elements() as f64;
@@ -185,20 +186,20 @@ impl CostModel for Roofline {
                 let dtype = operands.first().map_or(result.dtype, |t| t.dtype);
                 self.launched(self.matmul_s(op.flop(operands, result) as f64, read + written, dtype))
             }
-            // Windows overlap in caches; what memory sees is each element once.
+            // Windows overlap in caches; memory sees each element once.
             Op::ReduceWindow(_) | Op::SelectAndScatter(_) => self.launched(self.memory_s(read + written)),
-            // The rows taken, not the table that they are taken from.
+            // The rows read, not the table that they are read from.
             Op::Gather(_) => {
                 let indices = operands.get(1).map_or(0, |t| t.bytes()) as f64;
                 self.launched(self.memory_s(indices + 2.0 * written))
             }
-            // Zeros everywhere, then each update read, and its target read and written.
+            // Zeros everywhere. Then each update is read, and its target read and written.
             Op::ScatterAdd(_) => {
                 let indices = operands.first().map_or(0, |t| t.bytes()) as f64;
                 let updates = operands.get(1).map_or(0, |t| t.bytes()) as f64;
                 self.launched(self.memory_s(written + indices + 3.0 * updates))
             }
-            // The tensor copied, then likewise.
+            // The tensor is copied, then updated likewise.
             Op::Scatter(_) => {
                 let [indices, updates] = [1, 2].map(|i| operands.get(i).map_or(0, |t| t.bytes()) as f64);
                 self.launched(self.memory_s(2.0 * written + indices + 3.0 * updates))
@@ -233,21 +234,21 @@ impl CostModel for Roofline {
             Collective::ReduceScatter { .. } => seconds(Operation::ReduceScatter, bytes),
             Collective::AllGather { .. } => seconds(Operation::AllGather, bytes),
             Collective::AllToAll { .. } => seconds(Operation::AllToAll, bytes),
-            // Every device sends all that it has to one other. Between nodes a ring has the network for one device of a node, and who
-            // sends further shares it with the others of its node that do.
+            // Every device sends everything to one other. A ring between nodes has the network for one device of a
+            // node. If several devices of a node send to other nodes, they share it.
             Collective::Shift { by, .. } => {
                 let by = by % link.devices;
                 let leave_node = by.min(link.devices - by).min(link.devices_on_node);
                 let sharing = if link.nodes > 1 { leave_node.max(1) } else { 1 };
                 seconds(Operation::SendReceive, bytes.saturating_mul(sharing))
             }
-            // Only the edges are sent, to neighbours, all at once; the block is copied.
+            // Only the edges are sent, to neighbours, all at once. The block is copied.
             Collective::Halo { .. } => {
                 let edges = result_bytes.saturating_sub(operand_bytes);
                 let sent_s = seconds(Operation::SendReceive, edges);
                 sent_s + self.fused_s(2.0 * result_bytes as f64)
             }
-            // The slice is read and written, by the kernel that reads it as often as not.
+            // The slice is read and written, in about half the cases by the kernel that reads it.
             Collective::LocalSlice { .. } => self.fused_s(2.0 * result_bytes as f64),
             Collective::KeepFirst { .. } => self.fused_s(2.0 * result_bytes as f64),
         }

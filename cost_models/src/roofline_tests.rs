@@ -1,4 +1,4 @@
-//! The roofline against formulas worked out by hand, published measurements, and what must hold of any prices.
+//! The roofline against formulas worked out by hand, published measurements, and properties of any prices.
 
 use super::*;
 use crate::catalogue::{device, device_names};
@@ -14,7 +14,7 @@ fn model(name: &str) -> Roofline {
     Roofline::new(device(name).unwrap())
 }
 
-/// A model whose host is never waited for, with a name that has constants.
+/// A model with named constants whose host is never waited for.
 fn with_a_fast_host(name: &str) -> Roofline {
     let constants = Constants { dispatch_s: 0.0, ..crate::catalogue::constants(name) };
     Roofline::with_constants(device(name).unwrap(), constants)
@@ -109,7 +109,8 @@ fn close(found: f64, expect: f64) -> bool {
 
 #[test]
 fn a_matmul_by_hand() {
-    // 2 * 1024^3 FLOP at a part of 312e12, three tensors of 2 MiB at a part of 2039e9 (matmuls stream as well as any), one launch.
+    // 2 * 1024^3 FLOP at a share of 312e12, three tensors of 2 MiB at a share of 2039e9 (matmuls stream as well as
+    // any), one launch.
     let Constants { matmul_efficiency, .. } = crate::catalogue::constants("A100-SXM-80GB");
     let expect =
         2.0 * 1024f64.powi(3) / (matmul_efficiency * 312e12) + 6.0 * 1048576.0 / (MEMORY_EFFICIENCY * 2039e9) + 3e-6;
@@ -122,7 +123,7 @@ fn the_host_issues_what_is_launched() {
     let dispatch_s = crate::catalogue::constants("A100-SXM-80GB").dispatch_s;
     let ty = |shape: &[u64]| TensorType::new(DType::F32, shape);
     let (small, large) = (ty(&[64, 64]), ty(&[4096, 4096]));
-    // However much a kernel computes, the host is done with it when it has issued it.
+    // However much a kernel computes, the host is done once it has issued it.
     assert_eq!(model.issue_s(&matmul(), &[&small, &small]), dispatch_s);
     assert_eq!(model.issue_s(&matmul(), &[&large, &large]), dispatch_s);
     assert_eq!(model.issue_s(&Op::Unary(Unary::Tanh), &[&small]), dispatch_s / OPS_PER_FUSED_KERNEL);
@@ -136,7 +137,7 @@ fn traffic_by_hand() {
     let rate = crate::catalogue::constants("A100-SXM-80GB").memory_efficiency * 2039e9;
     let row_bytes = 64.0 * 4.0;
     let n = 1000.0;
-    // In the order of `ops`: bytes, and whether the op is part of a fused kernel.
+    // In the order of `ops`: bytes, and true if the op is part of a fused kernel.
     let expect = [
         (2.0 * n * row_bytes, true),
         (2.0 * n * row_bytes, true),
@@ -169,7 +170,7 @@ fn traffic_by_hand() {
 }
 
 /// Forward matmuls of GPT 13B (hidden 5120, 40 heads) and 1.3B (2048, 32 heads) with 2048 positions on a V100, from
-/// Aceso's profiles: the model must be within a fifth of each.
+/// Aceso's profiles. The model must be within a fifth of each.
 #[test]
 fn matmuls_near_measured_ones() {
     let v100 = model("V100-SXM2-32GB");
@@ -237,7 +238,7 @@ fn a_type_without_units_is_priced_as_its_fallback() {
     assert_eq!(fallback(&device("A100-SXM-40GB").unwrap(), DType::BF16), None);
     let cpu = device("cpu-worker").unwrap();
     assert_eq!(fallback(&cpu, DType::F16), Some(DType::F32));
-    // Eight bits become sixteen where there are units for those.
+    // Eight-bit types become sixteen-bit if there are units for those.
     for (name, dtype, expected) in [
         ("H100-SXM", DType::F8E4M3FN, None),
         ("H100-SXM", DType::F8E4M3FNUZ, Some(DType::BF16)),
@@ -254,7 +255,7 @@ fn a_type_without_units_is_priced_as_its_fallback() {
     assert_eq!(peak_flops(&v100, DType::BF16), 15.7e12);
     let model = Roofline::new(v100.clone());
     assert!(matmul_s(&model, DType::BF16, 4096, 4096, 4096) > 5.0 * matmul_s(&model, DType::F16, 4096, 4096, 4096));
-    // Devices from elsewhere may state little: the slowest type stands in, or nothing but memory is priced.
+    // Devices from elsewhere may state little: the slowest type stands in, or only memory is priced.
     let mut odd = v100;
     odd.peak_flops = [(DType::F16, 2e12), (DType::BF16, 1e12)].into();
     assert_eq!(fallback(&odd, DType::F32), Some(DType::BF16));
@@ -307,7 +308,8 @@ fn a_gather_and_a_scatter_are_priced_by_their_whole_side() {
     let [_, scatter, gather, ..] = &collectives()[..] else { unreachable!() };
     let whole = model.collective_s(gather, 1 << 20, 1 << 23, &link);
     assert_eq!(whole, model.collective_s(scatter, 1 << 23, 1 << 20, &link));
-    // Together an all-reduce, but for the second start, at the part of its rate that a step's collectives reach.
+    // Together they equal an all-reduce, except for the second start, at the share of its rate that a step's
+    // collectives reach.
     let part = model.compute.constants.collective_efficiency;
     let both = 2.0 * part * whole - collective::best(Operation::AllGather, 1 << 23, &link).start_s;
     let ring = collective::candidates(Operation::AllReduce, 1 << 23, &link);

@@ -1,5 +1,6 @@
-//! The time of a pipeline's step on one machine, whose cores all stages share: what a call takes depends on how many devices
-//! compute at the same time. Calls are played as fluids; whenever one starts or ends, all others go on at another speed.
+//! The time of a pipeline step on one machine whose cores all stages share. The time of a call depends on how many
+//! devices compute at the same time. Calls are simulated as fluids: whenever one starts or ends, the speed of all
+//! others changes.
 
 use crate::pipeline::{Order, PipelineCall, StageTimeline, StageTimes, Timeline};
 
@@ -7,22 +8,22 @@ use crate::pipeline::{Order, PipelineCall, StageTimeline, StageTimes, Timeline};
 #[derive(Clone, Debug, PartialEq)]
 pub struct SharedStage {
     pub devices: u32,
-    /// What the stage takes where so many devices of all stages compute at once, by rising number.
+    /// The stage's times by the number of devices of all stages that compute at once, in rising order.
     pub times: Vec<(u32, StageTimes)>,
 }
 
-/// What a lane is doing.
+/// The current work of a lane.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Doing {
     Call(usize, PipelineCall),
-    /// The work of a stage after its last backward.
+    /// The work of a stage after its last backward call.
     Finish(usize),
 }
 
 struct Lane {
     position: u64,
     doing: Option<Doing>,
-    /// Part of what it is doing that is still to be done.
+    /// Remaining share of the current work.
     left: f64,
     started_s: f64,
     busy_s: f64,
@@ -30,7 +31,7 @@ struct Lane {
 }
 
 impl SharedStage {
-    /// Seconds of some work with `busy` devices computing: linear between the numbers that are known, proportional beyond.
+    /// Seconds of some work with `busy` devices computing: linear between the known numbers, proportional beyond.
     fn seconds(&self, doing: Doing, busy: u32) -> f64 {
         let of = |times: &StageTimes| match doing {
             Doing::Call(_, PipelineCall::Forward { .. }) => times.forward_s,
@@ -51,20 +52,20 @@ impl SharedStage {
     }
 }
 
-/// Plays one step. As in [`crate::pipeline::simulate_order`] a call starts when its lane is free and its operand has arrived: one
-/// transfer of a stage after the other, which take no core and the same time whoever is busy. With times that do not depend on the
-/// number of busy devices both give the same.
+/// Simulates one step. As in [`crate::pipeline::simulate_order`], a call starts when its lane is free and its operand
+/// has arrived. A stage makes one transfer after the other; transfers take no core, and the same time whoever is busy.
+/// If times do not depend on the number of busy devices, both functions give the same result.
 pub fn simulate_shared(
     stages: &[SharedStage],
     order: &Order,
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
     let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.all_microbatches());
-    // When the operands of each stage's calls are there; never, as long as they are not sent.
+    // Times at which the operands of each stage's calls arrive; infinite until they are sent.
     let mut forward_at = vec![f64::INFINITY; num_stages * width];
     let mut backward_at = vec![f64::INFINITY; num_stages * width];
     forward_at[..width.min(num_stages * width)].fill(0.0);
-    // When the link of each stage to the next, and to the one before, is free again.
+    // Times at which each stage's links to the next and to the previous stage are free again.
     let mut forward_sent_s = vec![0.0f64; num_stages];
     let mut backward_sent_s = vec![0.0f64; num_stages];
     let transfer_s =
@@ -73,7 +74,7 @@ pub fn simulate_shared(
     let mut lanes: Vec<Lane> = (0..num_lanes).map(lane).collect();
     let mut now_s = 0.0f64;
     loop {
-        // The first operand that is still on its way to a lane that waits for it.
+        // The first arrival of an operand that a lane waits for.
         let mut arrives_s = f64::INFINITY;
         for (l, lane) in lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
             let next = match order.call(l, lane.position) {
@@ -102,8 +103,8 @@ pub fn simulate_shared(
             Some(doing @ (Doing::Call(s, _) | Doing::Finish(s))) => lane.left * stages[s].seconds(doing, busy),
             None => f64::INFINITY,
         };
-        // The first to end, of equals the first lane, unless an operand arrives before; where nobody works and nothing is on its way,
-        // all is done.
+        // The first work to end, in the first lane among equals, unless an operand arrives before. If nobody works and
+        // nothing is in transit, the step is complete.
         let rests: Vec<f64> = lanes.iter().map(rest_s).collect();
         let first = (0..num_lanes).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]));
         let first = first.filter(|&l| now_s + rests[l] <= arrives_s);

@@ -10,7 +10,7 @@ fn times(forward_s: f64, backward_s: f64, step_s: f64) -> StageTimes {
 fn ignore(_: usize, _: PipelineCall, _: f64, _: f64) {}
 
 proptest! {
-    /// Where nobody slows anybody down, the machine might as well not be shared.
+    /// If devices do not slow each other down, the machine might as well not be shared.
     #[test]
     fn without_slowing_it_is_the_plain_pipeline(
         stages in proptest::collection::vec((0.1f64..3.0, 0.1f64..3.0, 0.0f64..1.0), 1..5),
@@ -37,7 +37,7 @@ proptest! {
         }
     }
 
-    /// On one core all that is done is done one after the other, in whatever order.
+    /// On one core, all work is done one after the other, in any order.
     #[test]
     fn one_core_is_never_idle_and_never_twice_as_fast(
         stages in proptest::collection::vec((0.1f64..3.0, 0.1f64..3.0), 1..5),

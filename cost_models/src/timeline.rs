@@ -1,15 +1,15 @@
-//! The event simulator: what a device's streams do, and when.
+//! The event simulator of a device's streams.
 //!
-//! A device has a host that issues work, a stream that computes and streams that communicate. Work waits for the host, for
-//! its stream and for what it reads ([`play`]). Bodies are played once each; [`crate::pipeline`] then plays the calls of a
-//! step over their lengths. Replicas of a stage do the same at the same time and are played once.
+//! A device has a host that issues work, a stream that computes, and streams that communicate. Work waits for the host,
+//! for its stream and for its inputs ([`play`]). Each body is simulated once; [`crate::pipeline`] then simulates the
+//! calls of a step with the bodies' lengths. Replicas of a stage do the same at the same time and are simulated once.
 
 use crate::kernels::{Kernel, KernelKind};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::HostRoute;
 use rustc_hash::FxHashMap;
 
-/// What work runs on.
+/// The stream that work runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stream {
     Compute,
@@ -32,27 +32,27 @@ pub struct Task {
     pub issue_s: f64,
     /// Earlier tasks that it waits for.
     pub after: Vec<u32>,
-    /// When what it reads from outside is there.
+    /// Time at which inputs from outside are available.
     pub ready_s: f64,
 }
 
-/// Who issues tasks.
+/// The host, which issues tasks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Host {
-    /// By how much it is ahead of the device when it begins, in seconds.
+    /// Run-ahead of the host at the start: seconds by which it is ahead of the device.
     pub ahead_s: f64,
-    /// Tasks that it has issued and the device has not done, at most.
+    /// Length of the launch queue: the most tasks that the host has issued and the device has not finished.
     pub queued: usize,
 }
 
 impl Host {
-    /// Even with the device at first, and never waiting for it.
+    /// A host without initial run-ahead that never waits for the device.
     pub const FREE: Host = Host { ahead_s: 0.0, queued: usize::MAX };
 }
 
 impl Task {
-    /// Whether it is sent or copied as soon as what it sends is there: what is brought from outside is asked for ahead of its use, and
-    /// gradients leave as they are made. The rest has its turn among what the host issues.
+    /// Returns true if the task runs as soon as its inputs are available: loads are prefetched, and gradients are sent
+    /// as they are made. Other tasks wait for their turn among those that the host issues.
     fn runs_ahead(&self) -> bool {
         match self.stream {
             Stream::Compute => false,
@@ -62,28 +62,28 @@ impl Task {
     }
 }
 
-/// When each of some tasks ran, and what the streams were doing.
+/// The span of each task, and the activity of the streams.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Played {
-    /// From when the device begins, or the host if that is later, to the end of the last task.
+    /// Seconds from the time when the device begins, or the host if that is later, to the end of the last task.
     pub seconds: f64,
     /// Start and end of each task.
     pub spans: Vec<(f64, f64)>,
     pub host_s: f64,
-    /// By how much the host was ahead of the device when this began, and when it ended.
+    /// The host's run-ahead in seconds, at the start and at the end.
     pub ahead_s: [f64; 2],
     pub compute_s: f64,
     pub communication_s: f64,
-    /// Communication while nothing was computed.
+    /// Communication that does not overlap with computation.
     pub exposed_s: f64,
 }
 
-/// Plays tasks that are issued in this order. Tasks of one stream run one after the other, from time 0; the host began to issue them
-/// by what it is ahead before that.
+/// Simulates tasks in the order in which they are issued. Tasks of one stream run one after the other, from time 0. The
+/// host begins to issue them earlier, by its run-ahead.
 pub fn play(tasks: &[Task], host: Host) -> Played {
     let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
     let (mut host_s, mut free_s) = (-host.ahead_s, [0.0f64; 5]);
-    // When each of those was done that have their turn.
+    // End of each task that waits for its turn.
     let mut done_s: Vec<f64> = Vec::new();
     for task in tasks {
         let runs_ahead = task.runs_ahead();
@@ -112,7 +112,7 @@ pub fn play(tasks: &[Task], host: Host) -> Played {
     played
 }
 
-/// Seconds in which something is sent and nothing is computed.
+/// Seconds of communication without computation.
 fn exposed_s(tasks: &[Task], spans: &[(f64, f64)]) -> f64 {
     let of = |computes: bool| {
         tasks.iter().zip(spans).filter(move |(t, _)| (t.stream == Stream::Compute) == computes).map(|(_, s)| *s)
@@ -123,7 +123,7 @@ fn exposed_s(tasks: &[Task], spans: &[(f64, f64)]) -> f64 {
     let mut exposed = 0.0;
     let mut until = f64::NEG_INFINITY;
     for (start, end) in sending {
-        // What two streams send at once is counted once.
+        // Simultaneous sends of two streams count once.
         let (start, end) = (start.max(until), end.max(until));
         until = end;
         let mut at = start;
@@ -151,7 +151,7 @@ pub struct Price {
     pub issue_s: f64,
 }
 
-/// What a kernel runs on, as part of a body.
+/// The stream that a kernel runs on, as part of a body.
 pub fn stream(kind: &KernelKind) -> Stream {
     match kind {
         KernelKind::Collective => Stream::Communication,
@@ -161,7 +161,7 @@ pub fn stream(kind: &KernelKind) -> Stream {
     }
 }
 
-/// A body's kernels as tasks; what they read from outside is there when the body starts.
+/// A body's kernels as tasks. Inputs from outside are available when the body starts.
 pub fn tasks(kernels: &[Kernel], prices: &[Price]) -> Vec<Task> {
     let mut maker: FxHashMap<ValueId, u32> = FxHashMap::default();
     let mut tasks = Vec::with_capacity(kernels.len());

@@ -1,4 +1,4 @@
-//! Streams played by hand, and the bounds that no play may break.
+//! Streams simulated by hand, and the bounds that no simulation may break.
 
 use super::*;
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ fn task(stream: Stream, seconds: f64, after: &[u32]) -> Task {
 
 #[test]
 fn what_does_not_wait_is_hidden() {
-    // Compute 3, send 4 meanwhile, then compute 1 that needs what was sent.
+    // Compute for 3, send for 4 meanwhile, then compute for 1 on the received data.
     let tasks = [
         task(Stream::Compute, 1.0, &[]),
         task(Stream::Communication, 4.0, &[0]),
@@ -31,13 +31,13 @@ fn a_slow_host_is_what_small_kernels_take() {
 #[test]
 fn a_host_that_is_ahead_hides_its_own_time() {
     let small: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
-    // Of a large one the device is busy long after the host has issued it.
+    // The device is busy with a large kernel long after the host has issued it.
     let before = play(&[Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) }], Host::FREE);
     assert_eq!((before.seconds, before.ahead_s), (6.0, [0.0, 5.0]));
     let played = play(&small, Host { ahead_s: before.ahead_s[1], ..Host::FREE });
     assert_eq!(played.host_s, 10.0);
     assert!((played.seconds - 5.1).abs() < 1e-12, "{played:?}");
-    // One play of both is the same.
+    // Simulating both together gives the same.
     let large = Task { issue_s: 1.0, ..task(Stream::Compute, 5.0, &[]) };
     let both: Vec<Task> = [large].into_iter().chain(small).collect();
     assert!((play(&both, Host::FREE).seconds - before.seconds - played.seconds).abs() < 1e-12);
@@ -45,14 +45,14 @@ fn a_host_that_is_ahead_hides_its_own_time() {
 
 #[test]
 fn a_host_that_waits_for_the_device_is_soon_caught_up_with() {
-    // A long kernel, then short ones: with two queued, the host issues the second short one when the long one is done.
+    // A long kernel, then short ones. With two queued, the host issues the second short one when the long one is done.
     let long = Task { issue_s: 1.0, ..task(Stream::Compute, 10.0, &[]) };
     let short = Task { issue_s: 1.0, ..task(Stream::Compute, 0.5, &[]) };
     let tasks = [long, short.clone(), short.clone(), short];
     let seconds = |queued: usize| play(&tasks, Host { queued, ..Host::FREE }).seconds;
     assert_eq!([1, 2, 3].map(seconds), [15.5, 13.5, 12.5]);
     assert_eq!((seconds(4), seconds(usize::MAX)), (12.5, 12.5));
-    // What is brought from outside, and gradients on their way, do not wait for the host's turn.
+    // Loads from outside and gradients in transit do not wait for the host's turn.
     let mut tasks = tasks.to_vec();
     tasks.push(task(Stream::Communication, 3.0, &[]));
     tasks.push(task(Stream::Gradients, 2.0, &[0]));

@@ -1,5 +1,5 @@
-//! A cluster as a TOML file: what people write for machines that the catalogue does not have, and what is printed of
-//! any cluster. Every mistake is answered with its line and column.
+//! A cluster as a TOML file: written by users for machines that the catalogue does not have, and printed for any
+//! cluster. Every mistake is reported with its line and column.
 
 use crate::catalogue::{self, GPU_LAUNCH_S, MAX_DEVICES};
 use crate::error::{ClusterError, Place, nearest};
@@ -34,7 +34,7 @@ pub fn parse(text: &str) -> Result<Cluster, ClusterError> {
         message: e.message().to_string(),
     })?;
     let reader = Reader { text, devices: &file.device };
-    // Tables that no group uses are checked too: they are there to be used next.
+    // Check tables that no group uses as well, since they may be used next.
     for (name, figures) in &file.device {
         reader.device_table(name, figures)?;
     }
@@ -90,7 +90,7 @@ struct GroupToml {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceToml {
-    /// A device of the catalogue, whose figures count where the table has none.
+    /// A device of the catalogue that provides the figures missing in the table.
     like: Option<Spanned<String>>,
     kind: Option<DeviceKind>,
     memory_bytes: Option<Spanned<f64>>,
@@ -107,7 +107,7 @@ struct DeviceToml {
     host_bytes_per_s: Option<Spanned<f64>>,
     #[serde(default)]
     constants: BTreeMap<String, Spanned<f64>>,
-    /// What the constants were fitted on, for people.
+    /// Data that the constants were fitted to, for readers.
     #[serde(default, rename = "fit")]
     _fit: Vec<toml::Table>,
 }
@@ -143,7 +143,7 @@ struct BetweenToml {
 #[serde(deny_unknown_fields)]
 struct StorageToml {
     bytes_per_s: Spanned<f64>,
-    /// As much as all nodes together where nothing is said.
+    /// Defaults to the rate of all nodes together.
     node_bytes_per_s: Option<Spanned<f64>>,
     metadata_ops_per_s: Option<Spanned<f64>>,
     node_disk: Option<DiskToml>,
@@ -156,7 +156,7 @@ struct DiskToml {
     bytes_per_s: Spanned<f64>,
 }
 
-/// Checks what the TOML parser cannot know.
+/// Checks that the TOML parser cannot do.
 struct Reader<'a> {
     text: &'a str,
     devices: &'a BTreeMap<String, Spanned<DeviceToml>>,
@@ -185,7 +185,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A count of devices or of what they hold, so at most [`MAX_DEVICES`].
+    /// A count of devices or of something that they hold, so at most [`MAX_DEVICES`].
     fn count(&self, key: &'static str, at: &Spanned<u64>) -> Result<u32, ClusterError> {
         match *at.get_ref() {
             0 => Err(ClusterError::Zero { place: self.place(at), key }),
@@ -232,7 +232,7 @@ impl Reader<'_> {
         };
         let price_per_hour =
             group.price_per_hour.as_ref().map(|p| self.not_negative("price_per_hour", p)).transpose()?;
-        // A link that nothing crosses may be left out; it takes the figures of what there is.
+        // A link that nothing crosses may be left out. It takes the figures of the other link, or of the memory.
         let memory_bytes_per_s = device.memory_bytes_per_s;
         let intra_node = intra_node.unwrap_or_else(|| {
             let (bytes_per_s, latency_s) = match &inter_node {
@@ -266,7 +266,7 @@ impl Reader<'_> {
         })
     }
 
-    /// A device of the file, else of the catalogue.
+    /// A device of the file, or else of the catalogue.
     fn device(&self, at: &Spanned<String>) -> Result<Device, ClusterError> {
         let name = at.get_ref();
         if let Some(figures) = self.devices.get(name) {
@@ -297,7 +297,7 @@ impl Reader<'_> {
             (None, Some(like)) => like.peak_flops.clone(),
             (None, None) => return Err(missing("peak_flops")),
         };
-        // Every other type can be priced as f32; f32 itself as nothing else.
+        // Every other type can be priced as f32, but f32 only as itself.
         if !peak_flops.contains_key(&DType::F32) {
             return Err(ClusterError::NoF32Peak { place: self.place(at), name: name.to_string() });
         }
@@ -313,11 +313,11 @@ impl Reader<'_> {
         });
         let architecture = architecture.transpose()?;
         let known = like.as_ref();
-        // What is taken of a device's memory is known where its memory is.
+        // The reserved memory is known only together with the device's own memory.
         let of_memory = known.filter(|_| figures.memory_bytes.is_none()).and_then(|d| d.reserved);
         let kind = figures.kind.or(known.map(|d| d.kind)).unwrap_or_default();
         let stated = figures.host_bytes_per_s.as_ref().map(|b| self.positive("host_bytes_per_s", b)).transpose()?;
-        // Under another name the catalogue would not know it.
+        // The catalogue would not know it under another name.
         let of_like = known.filter(|d| d.name != name && (d.kind, kind) == (DeviceKind::Gpu, DeviceKind::Gpu));
         let host_bytes_per_s = stated.or(of_like.map(|d| catalogue::host_bytes_per_s(&d.name)));
         Ok(Device {
@@ -339,7 +339,7 @@ impl Reader<'_> {
         })
     }
 
-    /// A device of the catalogue that another is like.
+    /// The catalogue's device for a `like`.
     fn catalogued(&self, at: &Spanned<String>) -> Result<Device, ClusterError> {
         let name = at.get_ref();
         catalogue::device(name).ok_or_else(|| {
@@ -349,8 +349,8 @@ impl Reader<'_> {
         })
     }
 
-    /// The constants of a table, where it has any or its device has others' figures under a name of its own; those that it
-    /// does not state are the catalogue's of `like`.
+    /// The constants of a table, if it has any or uses another device's figures under its own name. Constants that it
+    /// does not state are the catalogue's for `like`.
     fn constants(&self, figures: &DeviceToml, like: &str) -> Result<Option<Constants>, ClusterError> {
         if figures.constants.is_empty() && figures.like.is_none() {
             return Ok(None);
@@ -363,7 +363,7 @@ impl Reader<'_> {
                 let known = Constants::NAMES.map(String::from).to_vec();
                 return Err(ClusterError::UnknownConstant { place: self.place(stated), name: name.clone(), known });
             };
-            // Of a peak some part is reached; all else may be nothing.
+            // An efficiency must be above zero; all other constants may be zero.
             let most = match key {
                 _ if key.ends_with("_efficiency") || key.ends_with("_loss") => 1.0,
                 _ if key.ends_with("_s") => 1.0,
@@ -383,12 +383,12 @@ impl Reader<'_> {
     }
 }
 
-/// Devices that take the place of the catalogue's of the same names.
+/// Devices that replace the catalogue's devices of the same names.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Devices(BTreeMap<String, Device>);
 
 impl Devices {
-    /// Whether the cluster has any of them.
+    /// Replaces devices of the cluster. Returns true if it has any of them.
     pub fn apply(&self, cluster: &mut Cluster) -> bool {
         let mut applies = false;
         for group in &mut cluster.groups {
@@ -405,7 +405,7 @@ impl Devices {
     }
 }
 
-/// The devices of a TOML file that has nothing else, as `altiplano calibrate` writes it.
+/// The devices of a TOML file that has nothing else, as written by `altiplano calibrate`.
 pub fn parse_devices(text: &str) -> Result<Devices, ClusterError> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -425,7 +425,7 @@ pub fn parse_devices(text: &str) -> Result<Devices, ClusterError> {
     Ok(Devices(devices.collect::<Result<_, _>>()?))
 }
 
-/// The TOML text of a cluster; [`parse`] reads the same back. Devices that are not the catalogue's get a table.
+/// The TOML text of a cluster, which [`parse`] reads back. Devices that are not the catalogue's get a table.
 pub fn print(cluster: &Cluster) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -549,7 +549,7 @@ pub fn quoted(text: &str) -> String {
     out
 }
 
-/// A number that reads back as the same: in scientific form, which TOML takes as a float.
+/// A number in scientific form, which TOML reads back as the same float.
 pub fn float(value: f64) -> String {
     format!("{value:e}")
 }

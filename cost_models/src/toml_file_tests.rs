@@ -1,4 +1,4 @@
-//! Cluster files: one that has everything, what may be left out, every mistake with its place, and printing.
+//! Cluster files: one that has everything, optional parts, every mistake with its place, and printing.
 
 use super::*;
 use crate::catalogue::{preset, presets};
@@ -178,7 +178,7 @@ fn mistakes_in_device_tables() {
         ("1e9", "1e12", "{ f32 = 1e13 }", "multiprocessors = 0", "`multiprocessors`"),
     ];
     for (memory, rate, peaks, rest, part) in table {
-        // No group uses the table; it is checked all the same.
+        // No group uses the table, but it is checked all the same.
         let text = format!(
             "{GROUP}[device.spare]\nmemory_bytes = {memory}\nmemory_bytes_per_s = {rate}\npeak_flops = {peaks}\n{rest}"
         );
@@ -208,7 +208,7 @@ fn a_table_of_the_file_comes_before_the_catalogue() {
     assert_eq!(parse(&print(&file)), Ok(file));
 }
 
-/// A device may be like one of the catalogue but for what it states, under that name or another.
+/// A device may be like one of the catalogue except for its own figures, under that name or another.
 #[test]
 fn a_device_is_like_another() {
     let text = "[device.A100-SXM-80GB]\nlike = \"A100-SXM-80GB\"\nmemory_bytes = 64e9\n[device.A100-SXM-80GB.constants]\nskew_s = 0\n\
@@ -218,7 +218,7 @@ fn a_device_is_like_another() {
     let catalogued = cluster.groups[0].device.clone();
     assert!(devices.apply(&mut cluster));
     let constants = Constants { skew_s: 0.0, ..catalogue::constants("A100-SXM-80GB") };
-    // What is taken of a memory is known of the one that the catalogue knows.
+    // The reserved memory is known only for the catalogue's own memory size.
     let expect = Device { memory_bytes: 64_000_000_000, reserved: None, constants: Some(constants), ..catalogued };
     assert_eq!(cluster.groups[0].device, expect);
     let mut other = preset("dgx-h200:1").unwrap();
@@ -257,7 +257,7 @@ fn what_is_printed_reads_back_the_same() {
 proptest! {
     #[test]
     fn any_text_is_answered(text in "\\PC*") {
-        // A preset or a file from a random string is refused, not accepted and not a panic.
+        // A random string is refused as a preset and as a file, without a panic.
         prop_assert!(preset(&text).is_err());
         prop_assert!(parse(&text).is_err());
     }
@@ -320,7 +320,7 @@ proptest! {
     }
 }
 
-/// What software and owners make of a device is said in its table.
+/// A device's table says what its software and owner make of it.
 #[test]
 fn a_device_says_its_architecture_its_attention_and_its_power_limit() {
     let group = GROUP.replace("A100-SXM-80GB", "own");
@@ -331,7 +331,7 @@ fn a_device_says_its_architecture_its_attention_and_its_power_limit() {
     assert_eq!((device.architecture, device.fused_attention), (Some(Architecture::Nvidia(90)), Some(false)));
     assert_eq!((device.power_limit_watts, device.watts), (Some(500.0), Some(700.0)));
     assert_eq!(device.reserved, catalogue::device("H100-SXM").unwrap().reserved);
-    // Nothing is taken of a memory that is stated.
+    // Nothing is reserved of a stated memory.
     let stated = parse(&format!("{group}{table}memory_bytes = 96e9\n")).unwrap();
     assert_eq!(stated.usable_bytes(&stated.groups[0]), 96_000_000_000);
 

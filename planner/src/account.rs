@@ -1,6 +1,6 @@
-//! Where the seconds of a step go on the devices of each stage: computing by kind of op, collectives that are waited for by the
-//! axes they go over, what is sent to other stages, the update, the host, and waiting. The parts are those that
-//! [`crate::predict`] adds up, taken apart further: of one lane of a pipeline they are the step.
+//! Where the seconds of a step go on the devices of each stage: computation by kind of op, exposed collectives by mesh
+//! axes, transfers to other stages, the update, the host, and waiting. These are the parts that [`crate::predict`] adds
+//! up, in more detail; for one lane of a pipeline they add up to the step.
 
 use crate::lower::Sketch;
 use crate::predict::{played, timings_of, work_of};
@@ -18,39 +18,40 @@ use altiplano_ir::reshard::Collective;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What a device does for some of a step.
+/// An activity of a device in a step.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Work {
     Matmuls,
     Attention,
     Convolutions,
-    /// Ops that go over memory, several in one kernel.
+    /// Ops that stream through memory, several in one kernel.
     Elementwise,
     Lookups,
     Sorts,
-    /// Nothing runs until the host has issued it.
+    /// The device waits for the host to issue a kernel.
     Issuing,
     /// New parameters from gradients, once a step.
     Update,
-    /// While nothing is computed: `all_reduce` over `tensor`.
+    /// Exposed communication: `all_reduce` over `tensor`.
     Collective {
         name: &'static str,
         axes: String,
     },
-    /// Optimizer state that comes from the host's memory for the update, and goes back, while nothing is computed.
+    /// Exposed copies between the host's memory and the device, such as optimizer state for the update.
     HostCopies,
-    /// What goes to other stages.
+    /// Transfers to other stages.
     Transfers,
     /// Gradients to parameter servers, and weights from them.
     Servers,
-    /// What is sent to other stages while something is computed: less than nothing, since it is counted twice.
+    /// Transfers to other stages that overlap with computation. Their seconds are negative, since they are counted
+    /// twice.
     Overlapping,
-    /// For other stages.
+    /// Waiting for other stages.
     Waiting,
 }
 
 impl Work {
-    /// What a kernel does.
+    /// The activity of a kernel.
     pub fn of(kind: &KernelKind, sent: Option<&Collective>, mesh: &Mesh) -> Work {
         match (kind, sent) {
             (_, Some(collective)) => Work::collective(collective, mesh),
@@ -69,7 +70,7 @@ impl Work {
         Work::Collective { name: collective.name(), axes: axes.join("+") }
     }
 
-    /// The part of a stage's prediction that it is counted in.
+    /// The part of a stage's prediction that includes the activity.
     pub fn part(&self) -> Part {
         match self {
             Work::Collective { .. } | Work::HostCopies | Work::Transfers | Work::Servers | Work::Overlapping => {
@@ -122,12 +123,12 @@ impl Part {
     }
 }
 
-/// Seconds of a step by what they are for.
+/// Seconds of a step by activity.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Account(pub BTreeMap<Work, f64>);
 
 impl Account {
-    /// Seconds below zero are none.
+    /// Adds seconds to an activity, if they are positive.
     pub fn add(&mut self, work: Work, seconds: f64) {
         if seconds > 0.0 {
             *self.0.entry(work).or_default() += seconds;
@@ -142,14 +143,15 @@ impl Account {
         self.0.iter().filter(|(work, _)| work.part() == part).map(|(_, s)| s).sum()
     }
 
-    /// Longest first.
+    /// Activities and their seconds, longest first.
     pub fn sorted(&self) -> Vec<(&Work, f64)> {
         let mut all: Vec<(&Work, f64)> = self.0.iter().map(|(work, &s)| (work, s)).collect();
         all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(b.0)));
         all
     }
 
-    /// With what a device does for another stage that shares it; both waits are the same one.
+    /// Adds the activities of another stage on the same devices. Both stages wait at the same time, so waiting is not
+    /// added.
     fn beside(mut self, other: &Account) -> Account {
         let of_lane = |work: &Work| matches!(work, Work::Waiting | Work::Overlapping);
         other.0.iter().filter(|(work, _)| !of_lane(work)).for_each(|(work, &s)| self.add(work.clone(), s));
@@ -166,7 +168,7 @@ pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFail
     Ok(accounts_of(plan, &work, &timings))
 }
 
-/// [`accounts`] of work and times that are known already.
+/// Like [`accounts`], for work and times that are already known.
 pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, StageTiming)]) -> Vec<Account> {
     let timeline = played(plan, timings, &Order::of(plan), &mut |_, _, _, _| {});
     let batches = f64::from(plan.microbatches_of_worker());
@@ -185,7 +187,8 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
         }
         let update_s = timing.finish_compute_s.min(timing.finish_s);
         account.add(Work::Update, update_s);
-        // What is sent at the end of a step hides behind other work, and each collective as much of itself.
+        // Communication at the end of a step overlaps with other work. The exposed seconds are shared in proportion to
+        // bytes.
         let mut sent = Account::default();
         for body in bodies.iter().filter(|b| matches!(b.phase, Phase::Reduce | Phase::Norm | Phase::Update)) {
             let collectives = body.sent.iter().flatten();
@@ -210,7 +213,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
     let mut accounts: Vec<Account> = work.iter().enumerate().map(of_stage).collect();
     for (lane, played) in timeline.stages.iter().enumerate() {
         let mut whole_s: f64 = plan.stages_of(lane).map(|i| accounts[i].sum_s()).sum();
-        // On a shared machine the stages were faster whenever others waited.
+        // On a shared machine, stages run faster whenever others wait.
         if plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty()) {
             let part = played.busy_s / whole_s.max(f64::MIN_POSITIVE);
             plan.stages_of(lane).for_each(|i| accounts[i].0.values_mut().for_each(|s| *s *= part));
@@ -227,7 +230,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
     accounts
 }
 
-/// The account of the devices of each lane: what they do for all of their stages.
+/// The account of each lane's devices, which adds up all of their stages.
 pub fn of_lanes(plan: &Plan, accounts: &[Account]) -> Vec<Account> {
     let lane = |lane: usize| {
         let mut stages = plan.stages_of(lane);
@@ -237,13 +240,14 @@ pub fn of_lanes(plan: &Plan, accounts: &[Account]) -> Vec<Account> {
     (0..plan.num_lanes()).map(lane).collect()
 }
 
-/// The lane that waits least, which decides how long a step takes.
+/// The lane that waits least, which decides the step time.
 pub fn busiest(lanes: &[Account]) -> usize {
     let waits = |i: usize| lanes[i].part_s(Part::Waiting);
     (0..lanes.len()).min_by(|&a, &b| waits(a).total_cmp(&waits(b))).unwrap_or(0)
 }
 
-/// One call of a body: every moment is that of the kernel that computes then, else of the collective that is sent, else the host's.
+/// The account of one call of a body. Each moment belongs to the kernel that computes then, else to the collective in
+/// flight, else to the host.
 fn of_body(body: &BodyWork, played: &Played, mesh: &Mesh) -> Account {
     let work = |i: usize| Work::of(&body.kernels[i].kind, body.sent[i].as_ref().map(|s| &s.0), mesh);
     let spans = |sends: bool| {
@@ -292,7 +296,7 @@ fn of_body(body: &BodyWork, played: &Played, mesh: &Mesh) -> Account {
     account
 }
 
-/// Part of a step that sums of its parts may be off.
+/// Relative rounding error of a step's sum of parts.
 const ROUNDING: f64 = 1e-12;
 
 #[cfg(test)]

@@ -1,20 +1,21 @@
-//! How much of a stage is computed again, in the terms of the search: a part of its layers wholly, whatever their number, and of the
-//! others more or less. Where memory runs short by little, few layers pay for it.
+//! Recompute fractions: how much of a stage is recomputed, in the search's terms. A fraction of its layers is
+//! recomputed fully, whatever their number, and the others less. If memory runs short by little, few layers pay for it.
 
 use altiplano_ir::recompute::{Recomputation, Recompute};
 
-/// The first `full.0` of every `full.1` layers are computed again wholly, of the others as much as `others` says.
+/// The first layers of a stage, a fraction `full.0 / full.1` of all, are recomputed fully. The others are recomputed as
+/// `others` says.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Again {
     full: (u32, u32),
     others: Recompute,
 }
 
-/// Parts of a stage's layers, in quarters, that the search tries to compute again.
+/// The search tries fractions in quarters of a stage's layers.
 const PARTS: u32 = 4;
 
 impl Again {
-    /// All layers alike.
+    /// The same level for all layers.
     pub const fn alike(level: Recompute) -> Again {
         match level {
             Recompute::Full => Again { full: (1, 1), others: Recompute::Full },
@@ -22,7 +23,7 @@ impl Again {
         }
     }
 
-    /// As a stage of so many layers says.
+    /// The fraction that the recomputation of a stage with this many layers has.
     pub fn of(recomputation: &Recomputation, layers: usize) -> Again {
         let full = (0..layers).filter(|&i| recomputation.of(i) == Recompute::Full).count();
         let others = (0..layers).map(|i| recomputation.of(i)).filter(|&level| level != Recompute::Full).max();
@@ -32,8 +33,8 @@ impl Again {
         }
     }
 
-    /// What the search tries: all levels, and mixtures where `mixed`. Products that a runtime never keeps are not computed again to
-    /// save memory.
+    /// The choices of the search: all levels, and mixtures if `mixed`. Fused attention never keeps its products, so
+    /// recomputing them selectively saves no memory.
     pub fn choices(given: Option<Recompute>, fused_attention: bool, mixed: bool) -> Vec<Again> {
         if let Some(level) = given {
             return vec![Again::alike(level)];
@@ -46,25 +47,26 @@ impl Again {
         choices
     }
 
-    /// How many of a stage's layers are computed again wholly.
+    /// Number of a stage's layers that are recomputed fully.
     pub fn full_layers(self, layers: usize) -> usize {
         (layers * self.full.0 as usize).div_ceil(self.full.1 as usize)
     }
 
-    /// The parts of a stage's layers that are computed again wholly, and selectively.
+    /// Shares of a stage's layers that are recomputed fully, and selectively.
     pub fn shares(self, layers: usize) -> (f64, f64) {
         let full = self.full_layers(layers) as f64 / layers.max(1) as f64;
         (full, if self.others == Recompute::Selective { 1.0 - full } else { 0.0 })
     }
 
-    /// Whether a stage of so many layers is not all computed again by this part, nor as much of it by a smaller one.
+    /// Returns true if this fraction of a stage with this many layers is less than all of them, and more than a smaller
+    /// fraction gives.
     pub fn is_distinct(self, layers: usize) -> bool {
         let (part, of) = self.full;
         let smaller = || Again { full: (part.saturating_sub(1), of), ..self }.full_layers(layers);
         of == 1 || (smaller() + 1..layers).contains(&self.full_layers(layers))
     }
 
-    /// What each layer of a stage computes again.
+    /// The level of each layer of a stage.
     pub fn levels(self, layers: usize) -> Recomputation {
         let full = self.full_layers(layers);
         let level = |i: usize| if i < full { Recompute::Full } else { self.others };

@@ -1,7 +1,9 @@
-//! Degrees that say how samples and experts are split: context and expert parallelism, and micro-batches as each replica sees them.
+//! Degrees that say how samples and experts are split: context parallelism, expert parallelism, and micro-batches per
+//! replica.
 //!
-//! What a degree asks of layouts becomes pins of the graph, which the search honours as it does the model's own. Devices that split
-//! the positions of samples are an axis of their own beside replicas and tensor-parallel devices, which only uniform plans have.
+//! The layouts that a degree asks for become pins of the graph, which the search honours like the model's own. Devices
+//! that split the positions of samples form a mesh axis of their own, beside replicas and tensor parallelism. Only
+//! uniform plans have such an axis.
 
 use crate::layers::cluster_finely;
 use crate::model::Layered;
@@ -16,10 +18,10 @@ use std::collections::BTreeSet;
 /// The dimension of an attention's result that counts positions.
 const POSITIONS: usize = 1;
 
-/// The request with what `--ep` and `--cp` ask of layouts.
+/// Returns the request with the pins that `--ep` and `--cp` ask for.
 ///
 /// # Errors
-/// Experts where the model has none, or not as many as could be dealt out.
+/// If the model has no experts, or their number is not divisible as asked.
 pub fn with_pins(request: &Request) -> Result<Option<Request>, PlanFailure> {
     if request.ep.is_none() && request.cp.is_none() {
         return Ok(None);
@@ -56,7 +58,7 @@ pub fn with_pins(request: &Request) -> Result<Option<Request>, PlanFailure> {
     Ok(Some(Request { graph, ..request.clone() }))
 }
 
-/// Splits a dimension into so many parts, and leaves all others open.
+/// Pins the split of a dimension into `parts`, and leaves all other dimensions open.
 fn pin(graph: &mut Graph, value: ValueId, dim: usize, axis: &str, parts: u32) {
     let (mesh, axes) = match parts {
         1 => (Vec::new(), Vec::new()),
@@ -70,7 +72,7 @@ fn pin(graph: &mut Graph, value: ValueId, dim: usize, axis: &str, parts: u32) {
     graph.pin(Pin { value, mesh, dims });
 }
 
-/// Splits what passes between layers by token over so many devices of an axis `context`.
+/// Splits the token dimension of values that pass between layers over `parts` devices of an axis `context`.
 pub fn pin_positions(graph: &mut Graph, parts: u32) {
     if parts <= 1 {
         return;
@@ -91,7 +93,7 @@ pub fn pin_positions(graph: &mut Graph, parts: u32) {
     }
 }
 
-/// The best of the plans whose replicas take so many samples at a time, each number of replicas with the microbatch that follows.
+/// Plans each possible number of replicas with `size` samples per replica and microbatch, and returns the best plan.
 pub fn by_micro_batch(
     request: &Request,
     size: u64,

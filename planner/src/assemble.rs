@@ -1,4 +1,4 @@
-//! From what the search chose to a plan: strategies and storage of every stage, written out.
+//! Writes the search's choice out as a plan: strategies and storage of every stage.
 
 use crate::inter_op::compose::Chain;
 use crate::inter_op::search::ChosenStage;
@@ -23,17 +23,17 @@ use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-/// What a plan is made of.
+/// The parts of a plan.
 pub struct Parts<'a> {
     pub layered: &'a Layered,
     pub num_microbatches: u32,
     pub schedule: Schedule,
-    /// Stages that share devices: stage `s` of `n` is on those of stage `s % (n / virtual_stages)`.
+    /// Stages on the same devices: stage `s` of `n` shares those of stage `s % (n / virtual_stages)`.
     pub virtual_stages: u32,
     pub stages: &'a [ChosenStage],
 }
 
-/// Writes a plan out, predictions left open.
+/// Writes a plan out, without predictions.
 pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let sizes: Vec<(u32, u32)> = request.cluster.groups.iter().map(|g| (g.nodes, g.devices_per_node)).collect();
     let lanes = parts.stages.len() / parts.virtual_stages.max(1) as usize;
@@ -129,12 +129,12 @@ fn stage(
     Some(with_shardings(layered, &mut spaces, stage, shardings))
 }
 
-/// A stage as another one is, where both run the same layers in the same way.
+/// Copies another stage, if both run the same layers in the same way.
 fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &ChosenStage) -> Option<Stage> {
     let (group, shape) = (chosen.block.group, chosen.block.shape);
     let runs_alike = (other.block.group, other.block.shape) == (group, shape)
         && other.way == chosen.way
-        // The first stage also keeps what nothing uses.
+        // The first stage also keeps parameters that nothing uses.
         && other.layers.start != 0
         && layered.kinds[other.layers.clone()] == layered.kinds[chosen.layers.clone()];
     if !runs_alike {
@@ -145,7 +145,7 @@ fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &Ch
         Op::Parameter(parameter) => parameter.name.clone(),
         _ => String::new(),
     };
-    // Layers of one kind correspond entry by entry; what enters them must come from corresponding places too.
+    // Layers of one kind correspond entry by entry. Values that enter them must come from corresponding places too.
     let mut partner: BTreeMap<ValueId, ValueId> = BTreeMap::new();
     let (mut shardings, mut parameters, mut receives) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for (a, b) in other.layers.clone().zip(chosen.layers.clone()) {
@@ -177,11 +177,11 @@ fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &Ch
     Some(Stage { layers, shardings, parameters, receives, ..stage.clone() })
 }
 
-/// The shardings of a stage's layers, put together from the tables of its layers.
+/// Composes the shardings of a stage from the tables of its layers.
 fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chosen: &ChosenStage) -> Option<Shardings> {
     let graph = &layered.graph;
     let way = &chosen.way;
-    // Solved again: the search keeps only what it cost. The same input gives the same answer.
+    // The search keeps only costs, so the layers are solved again. The same input gives the same answer.
     let mut tables: BTreeMap<usize, Rc<LayerTable>> = BTreeMap::new();
     let mut known = Known::default();
     let mut of_layers = Vec::with_capacity(chosen.layers.len());
@@ -199,7 +199,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     }
     let boundaries: Vec<_> = of_layers.iter().map(|table| table.boundary.clone()).collect();
     let path = Chain::through(&boundaries).path(&boundaries);
-    // Where the demands on the axes leave some layer no way there is none through all of them.
+    // If the demands on the axes leave some layer without a strategy, no path goes through all layers.
     if path.len() != of_layers.len() {
         return None;
     }
@@ -215,7 +215,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
             }
             for (p, kept) in choice.parameters {
                 let at = model.parameters.iter().position(|q| *q == p)?;
-                // Where several layers use a parameter, the first decides how it is kept.
+                // If several layers use a parameter, the first decides how it is stored.
                 parameters.entry(layer.parameters[at]).or_insert(kept);
             }
         }
@@ -228,7 +228,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
             receives.entry(v).or_insert(sharding);
         }
     }
-    // A parameter that nothing uses is kept by the first stage, so that it is not lost.
+    // The first stage keeps parameters that nothing uses, so that they are not lost.
     if chosen.layers.start == 0 {
         for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {
             let layout = spaces.intern(Sharding::replicated(graph.shape(p)));
@@ -238,7 +238,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     Some(Shardings { strategies, parameters: parameters.into_iter().collect(), receives })
 }
 
-/// Writes shardings out into a stage, whose mesh they are for.
+/// Writes shardings out into the stage whose mesh they are for.
 pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, chosen: Shardings) -> Stage {
     let graph = &layered.graph;
     let Shardings { strategies, parameters: kept, receives } = chosen;
@@ -255,7 +255,7 @@ pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, 
         let sharding = result.display(&mesh).to_string();
         shardings.insert(value, ValueSharding { name, sharding, strategy: picked.strategy });
     }
-    // A sum that is left partial stays so through conversions and the like, on its way to the parameter that they read.
+    // A partial sum stays partial through conversions and other linear ops on the way to the parameter that they read.
     for (&value, sharding) in shardings.iter().rev() {
         let rule = graph.rule(value);
         let (&[operand], true) = (graph.node(value).operands.as_slice(), rule.linear.iter().any(|set| set == &[0]))
@@ -288,7 +288,8 @@ pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, 
     Stage { mesh, shardings, parameters, receives, ..stage }
 }
 
-/// The mesh with axes named for what they do: `data` where most matmul work on them splits the batch, else `tensor`.
+/// Names the axes of a mesh after their use: `data` if most matmul work on an axis splits the batch, otherwise
+/// `tensor`.
 fn named(graph: &Graph, strategies: &[(ValueId, Choice)], mesh: &Mesh) -> Mesh {
     let mut batch_flop = vec![0.0; mesh.axes.len()];
     let mut model_flop = vec![0.0; mesh.axes.len()];

@@ -1,7 +1,9 @@
-//! What earlier searches found, kept on disk by content: tables of layers, what the judge said of plans, stages solved as wholes. A
-//! key is made of all that an answer depends on, so that a search with a cache finds the plan that it finds without one, and a
-//! model or cluster that changed in part is searched in that part alone. What another build wrote, or what is not whole, is left
-//! unread.
+//! A cache of earlier searches on disk, by content: tables of layers, predictions of plans, and stages solved as
+//! wholes.
+//!
+//! A key covers everything that an answer depends on. So a search with a cache finds the same plan as one without. If a
+//! model or cluster changed in part, only that part is searched again. Files of another build and damaged files are
+//! ignored.
 
 use altiplano_cost_models::Costs;
 use altiplano_ir::plan::{Plan, Stage};
@@ -16,19 +18,19 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Of a file, the most that is kept: what was asked for last stays.
+/// Largest size of the file. Answers that were used last stay.
 const MOST_BYTES: usize = 256 << 20;
 /// The name of the file in its folder.
 const FILE: &str = "altiplano-searches";
 
-/// Answers by what they depend on.
+/// Answers by key.
 #[derive(Debug)]
 pub struct Cache {
     file: PathBuf,
-    /// What the file begins with: who can read it.
+    /// The beginning of the file, which names the build that can read it.
     header: Vec<u8>,
     read: Vec<u8>,
-    /// Where answers are in what was read, in its order.
+    /// Keys and positions of the answers in `read`, in its order.
     places: Vec<(Key, Range<usize>)>,
     index: FxHashMap<Key, usize>,
     learned: Mutex<Learned>,
@@ -37,18 +39,18 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct Learned {
     new: BTreeMap<Key, Vec<u8>>,
-    /// Of those that were read, which were asked for.
+    /// Keys from the file that were asked for.
     used: FxHashSet<Key>,
 }
 
-/// What an answer depends on, in 128 bits.
+/// A 128-bit hash of everything that an answer depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key([u64; 2]);
 
-/// Takes in what an answer depends on.
+/// Hashes the parts that an answer depends on.
 pub struct Digest {
     halves: [DefaultHasher; 2],
-    /// Whether all of it could be taken in.
+    /// True if all parts could be hashed.
     whole: bool,
 }
 
@@ -61,7 +63,7 @@ impl Digest {
         digest
     }
 
-    /// One part: where it ends is part of the key.
+    /// Adds one part. Its length is part of the key.
     fn part(&mut self, bytes: &[u8]) {
         for hasher in &mut self.halves {
             hasher.write(bytes);
@@ -69,13 +71,13 @@ impl Digest {
         }
     }
 
-    /// With what a value is when it is printed.
+    /// Adds the debug output of a value.
     pub fn shown(mut self, value: impl fmt::Debug) -> Digest {
         self.part(format!("{value:?}").as_bytes());
         self
     }
 
-    /// With a value as it is stored.
+    /// Adds a value in its stored form.
     pub fn stored(mut self, value: &impl Serialize) -> Digest {
         match rmp_serde::to_vec_named(value) {
             Ok(bytes) => self.part(&bytes),
@@ -84,15 +86,15 @@ impl Digest {
         self
     }
 
-    /// Nothing where something could not be taken in.
+    /// Returns the key; `None` if some part could not be hashed.
     pub fn key(self) -> Option<Key> {
         self.whole.then(|| Key(self.halves.map(|hasher| hasher.finish())))
     }
 }
 
-/// Runs a search for what is not known.
+/// Returns a cached answer, or runs a search and caches its answer.
 ///
-/// `key` is asked only where there is a cache, and says nothing where the answer depends on what has no name.
+/// `key` is called only if there is a cache. It returns `None` if the answer depends on something without an identity.
 pub fn remembered<T: Serialize + DeserializeOwned>(
     cache: Option<&Cache>,
     key: impl FnOnce() -> Option<Key>,
@@ -107,11 +109,11 @@ pub fn remembered<T: Serialize + DeserializeOwned>(
     found
 }
 
-/// All that the judge's word on a plan depends on; nothing where prices have no name.
+/// Key of everything that the prediction of a plan depends on; `None` if its costs have no identity.
 pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
     let prices: Option<Vec<String>> =
         (0..plan.cluster.groups.len()).map(|group| costs.of_group(group as u32).identity()).collect();
-    // Named one by one, so that whoever adds a field says here what becomes of it.
+    // Fields are named one by one, so that a new field must be handled here.
     let Plan {
         graph_hash,
         cluster,
@@ -133,12 +135,12 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         stop_gradients,
         layers,
         stages,
-        // Of the graph the hash says all but what is asked of layouts.
+        // The hash covers the graph except for its pins.
         graph,
-        // What the graph was made of changes nothing that is predicted of it.
+        // The original graph does not change predictions of the padded one.
         padding: _,
         made_by: _,
-        // How it is called, and what was predicted of it before.
+        // Names, and earlier predictions.
         format: _,
         version: _,
         model: _,
@@ -175,11 +177,11 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
 }
 
 impl Cache {
-    /// The cache of a folder, which is made where there is none. `build` says which program it is that asks: what another kept is of
-    /// no use.
+    /// Opens the cache of a folder, which is created if needed. `build` identifies the program, which cannot use
+    /// answers of another build.
     ///
     /// # Errors
-    /// Where the folder cannot be made, or what is in it cannot be read.
+    /// If the folder cannot be created, or its file cannot be read.
     pub fn open(folder: &Path, build: &str) -> io::Result<Cache> {
         std::fs::create_dir_all(folder)?;
         let file = folder.join(FILE);
@@ -194,11 +196,11 @@ impl Cache {
         Ok(Cache { file, header, read, places, index, learned: Mutex::default() })
     }
 
-    /// What is known by a key.
+    /// The answer for a key, if it is known.
     pub fn get<T: DeserializeOwned>(&self, key: Key) -> Option<T> {
         let mut learned = self.learned.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(&at) = self.index.get(&key) else {
-            // What this process has learned itself is asked for by other requests of it.
+            // Other requests of this process may ask for new answers.
             return rmp_serde::from_slice(learned.new.get(&key)?).ok();
         };
         learned.used.insert(key);
@@ -216,10 +218,11 @@ impl Cache {
         &self.file
     }
 
-    /// Writes what was learned beside what was known, whole or not at all. Where that is too much, what was not asked for goes first.
+    /// Writes new and old answers, completely or not at all. If they are too large, answers that were not asked for are
+    /// dropped first.
     ///
     /// # Errors
-    /// Where the file cannot be written. What was there stays.
+    /// If the file cannot be written. The old file stays.
     pub fn save(&self) -> io::Result<()> {
         let learned = self.learned.lock().unwrap_or_else(PoisonError::into_inner);
         if learned.new.is_empty() {
@@ -249,7 +252,7 @@ impl Cache {
     }
 }
 
-/// Of a file that is whole and of this build, where its answers are.
+/// Keys and positions of the answers in a complete file of this build.
 fn places(read: &[u8], header: &[u8]) -> Option<Vec<(Key, Range<usize>)>> {
     let end = read.len().checked_sub(CHECKSUM)?;
     let (content, sum) = read.split_at(end);

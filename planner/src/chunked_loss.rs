@@ -1,8 +1,9 @@
 //! Losses whose logits are made in chunks, as another graph of the same model (see [`array::linear_label_losses`]).
 //!
-//! The logits of long samples with a large vocabulary may need more memory than all else. In chunks they are never there at once,
-//! for one more product in the backward pass. The variant is searched where no plan fits and logits are a good part of a device's
-//! memory, and where the best plan recomputes or offloads although logits fill a good part of it; the faster plan is kept.
+//! The logits of long samples with a large vocabulary may need more memory than all else. In chunks they never exist at
+//! once, at the price of one more product in the backward pass. The variant is searched if no plan fits and logits need
+//! a good part of a device's memory. It is also searched if the best plan recomputes or offloads although logits fill a
+//! good part of memory. The faster plan is kept.
 //!
 //! [`array::linear_label_losses`]: altiplano_ir::array::linear_label_losses
 
@@ -15,28 +16,28 @@ use altiplano_ir::plan::{Plan, Stage, Target};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
 
-/// How many chunks the logits of a loss are made in.
+/// Number of chunks in which the logits of a loss are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LossChunks {
-    /// As many as the plan is better for.
+    /// The number for which the plan is better.
     #[default]
     Auto,
     /// One: all logits are made at once.
     None,
-    /// So many, of every loss that can be cut into as many.
+    /// This many, for every loss that can be cut so.
     Count(u64),
 }
 
-/// The part of a device's memory that logits must fill for chunks to be tried.
+/// Share of a device's memory that logits must fill for chunks to be tried.
 const WORTH_CHUNKS: f64 = 1.0 / 16.0;
-/// The most chunks that are chosen without being asked for: each adds its nodes to the graph.
+/// Most chunks that are chosen automatically. Each adds its nodes to the graph.
 const MOST_CHOSEN: u64 = 32;
 
 /// A loss over logits that nothing else reads.
 struct Head {
     loss: ValueId,
     product: ValueId,
-    /// The product in f32, where it is of a narrower type.
+    /// The product in f32, if it has a narrower type.
     converted: Option<ValueId>,
     /// The contracted dimension of the weight.
     contract: usize,
@@ -62,7 +63,7 @@ impl Head {
         graph.shape(labels)[last] / per_sample
     }
 
-    /// Chunks whose logits are about as large as all features, so that they no longer decide what fits.
+    /// Number of chunks whose logits are about as large as all features, so that they no longer decide what fits.
     fn chunks(&self, graph: &Graph) -> u64 {
         let [features, ..] = self.operands(graph);
         let last = |v: ValueId| graph.shape(v).last().copied().unwrap_or(1).max(1);
@@ -104,8 +105,8 @@ fn heads(graph: &Graph, stops: &[ValueId]) -> Vec<Head> {
     graph.values().filter_map(head).collect()
 }
 
-/// The graph with nodes left out or replaced, and the values in it of `stops`. `replace` is given the new graph, the values of the
-/// old one there, and a node; it may add nodes and give the value to take its place.
+/// Copies a graph with nodes dropped or replaced, and maps `stops` to the copy. `replace` gets the new graph, the new
+/// values of old nodes, and a node. It may add nodes and return the value that takes the node's place.
 fn rebuilt(
     graph: &Graph,
     stops: &[ValueId],
@@ -130,7 +131,7 @@ fn rebuilt(
     (to, stops.iter().map(|s| map[s.index()]).collect())
 }
 
-/// The request with these losses in chunks; none where that changes nothing.
+/// The request with these losses in chunks; `None` if that changes nothing.
 fn in_chunks(request: &Request, heads: &[Head], chunks: impl Fn(&Head) -> u64) -> Option<Request> {
     let graph = &request.graph;
     let cut: Vec<(&Head, u64)> = heads
@@ -151,7 +152,7 @@ fn in_chunks(request: &Request, heads: &[Head], chunks: impl Fn(&Head) -> u64) -
     Some(Request { graph, stop_gradients, ..request.clone() })
 }
 
-/// The request in as many chunks as it asks for; an error where no loss can be cut so.
+/// The request with as many chunks as it asks for; an error if no loss can be cut so.
 pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
     let LossChunks::Count(chunks) = request.loss_chunks else { return Ok(None) };
     let refused = |problem| Err(PlanFailure::Option { option: "loss-chunks", value: chunks, problem });
@@ -168,7 +169,7 @@ pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
     }
 }
 
-/// The same request with losses in chunks, where no plan fits or the plan pays for memory that logits fill.
+/// The same request with losses in chunks, if no plan fits or the plan pays for memory that logits fill.
 pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Request> {
     let searches = request.loss_chunks == LossChunks::Auto
         && request.trains()
@@ -188,13 +189,13 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Re
     Some(Request { baselines: false, ..cut })
 }
 
-/// True if a plan takes time to need less memory.
+/// Returns true if a plan spends time to save memory.
 fn pays_for_memory(plan: &Plan) -> bool {
     let pays = |s: &Stage| !s.offload.is_none() || s.layers.clone().any(|l| s.recomputes(l) != Recompute::None);
     plan.stages.iter().any(pays)
 }
 
-/// The largest part of a device's memory that the logits of a microbatch and their cotangent fill.
+/// The largest share of a device's memory that the logits of a microbatch and their cotangent fill.
 fn filled(plan: &Plan) -> f64 {
     let part = |head: &Head| {
         let stage = plan.stages.iter().find_map(|stage| Some((stage, stage.shardings.get(&head.product)?)));
@@ -207,7 +208,8 @@ fn filled(plan: &Plan) -> f64 {
     heads(&plan.graph, &plan.stop_gradients).iter().map(part).fold(0.0, f64::max)
 }
 
-/// The part of a device's memory that logits of one sample and their cotangent fill, split over all devices of a group.
+/// The share of a device's memory that the logits of one sample and their cotangent fill, split over all devices of a
+/// group.
 fn filled_by_sample(request: &Request, heads: &[Head]) -> f64 {
     let graph = &request.graph;
     let of_sample = |head: &Head| 2.0 * head.logits_bytes(graph) as f64 / graph.batch.max(1) as f64;
@@ -216,7 +218,7 @@ fn filled_by_sample(request: &Request, heads: &[Head]) -> f64 {
     request.cluster.groups.iter().map(|g| largest / memory(g)).fold(0.0, f64::max)
 }
 
-/// A graph and its `stops` without chunks: the one that a plan with them was asked to be for.
+/// A graph and its `stops` without chunks, for which a plan with chunks was requested.
 pub fn without(graph: &Graph, stops: &[ValueId]) -> (Graph, Vec<ValueId>) {
     let cut = |v: ValueId| match &graph.node(v).op {
         Op::Composite(op) => match op.function {

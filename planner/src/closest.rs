@@ -1,6 +1,7 @@
-//! What comes closest to fitting where no plan fits.
+//! The plan that comes closest to fitting, if no plan fits.
 //!
-//! The search gives up by its estimates of memory. What is said of a failure is said of a plan that was judged: the one that needs least.
+//! The search gives up by its estimates of memory. A reported failure should instead rest on the prediction of a plan:
+//! the one that needs least memory.
 
 use crate::cuts::Sizes;
 use crate::freedom::{allowed, freedom};
@@ -14,23 +15,23 @@ use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Times the memory of a device, which is as good as no limit.
+/// Multiple of a device's memory that amounts to no limit.
 const ROOMY: u64 = 16;
 
-/// [`plan_with`], and where nothing is found to fit, the plan that needs least memory as the judge finds it: it is the plan if it fits
-/// after all, and else what the failure is about.
+/// Like [`plan_with`]. If that finds no plan that fits, takes the plan that is predicted to need least memory. That
+/// plan is the answer if it fits after all, and otherwise the subject of the failure.
 pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let failure = match plan_with(request, costs, progress) {
         Err(failure @ PlanFailure::Memory { .. }) => failure,
         result => return result,
     };
-    // What these run is uniform, and the leanest of all uniform plans is known.
+    // These requests have only uniform plans, of which the leanest is known.
     let uniform = request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1);
     if uniform || request.micro_batch.is_some() || request.servers.is_some() || progress.stopped() {
         return Err(failure);
     }
     let Ok(mut leanest) = closest_plan(request, costs) else { return Err(failure) };
-    // What is chosen where memory is no limit may need less than what estimates find the leanest.
+    // The best plan without a memory limit may need less than the one that is leanest by the estimates.
     let mut roomy = Request { baselines: false, ..request.clone() };
     roomy.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.saturating_mul(ROOMY));
     if let Ok(mut other) = plan_with(&roomy, costs, &Muted(progress))
@@ -52,8 +53,7 @@ pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Prog
     }
 }
 
-/// The plan that needs least memory, as far as the search can tell, whether it fits or not: where nothing fits, what comes
-/// closest.
+/// The plan that needs least memory, as far as the search can tell, fitting or not.
 pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     if let Some(over) = request.servers {
         return servers::closest(request, over, costs);
@@ -65,7 +65,7 @@ pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFa
     leanest(request, &freedom, costs, &layered)
 }
 
-/// What comes closest to fitting where nothing fits: the most microbatches, recomputed.
+/// The leanest plan of a search space: the most microbatches, with full recomputation unless the space fixes it.
 pub fn leanest(
     request: &Request,
     freedom: &Freedom,

@@ -1,5 +1,5 @@
-//! A model cut into layers, at every size of microbatch that a search asks for. Cutting and what is derived of the layers know
-//! nothing of the cluster, so that requests for several clusters share it.
+//! A model cut into layers, at every microbatch size that a search asks for. The cut and the data derived from its
+//! layers do not depend on the cluster, so requests for several clusters share them.
 
 use crate::intra_op::stage::gradient_readers;
 use crate::model::{Layered, saved_between};
@@ -11,19 +11,19 @@ use altiplano_ir::graph::{Graph, ValueId};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What was derived of one model, by the size of microbatches: requests that share it differ in cluster and batch alone.
+/// Data derived from one model, by microbatch size. Requests that share it differ only in cluster and batch.
 #[derive(Default)]
 pub struct Cuts {
-    /// Where layers start, and where blocks do.
+    /// Starts of layers, and starts of blocks.
     starts: OnceLock<[Vec<u32>; 2]>,
-    /// For each value the nodes whose gradients read it, where the model is trained.
+    /// For each value, the nodes whose gradients read it, if the model is trained.
     readers: OnceLock<Result<Vec<Vec<ValueId>>, AutodiffError>>,
-    /// Of the model as it is, whatever size is first asked for.
+    /// Saved values, computed from the model as given, whatever microbatch size is asked for first.
     saved: OnceLock<Arc<Vec<bool>>>,
     known: Mutex<BTreeMap<u64, Arc<OnceLock<Option<Arc<Layered>>>>>>,
 }
 
-/// The cuts of a request's model, by the number of microbatches.
+/// The cuts of a request's model, by number of microbatches.
 pub(crate) struct Sizes<'a> {
     request: &'a Request,
     cuts: Arc<Cuts>,
@@ -38,17 +38,17 @@ impl<'a> Sizes<'a> {
         Sizes { request, cuts: cuts.clone() }
     }
 
-    /// [`gradient_readers`] of the model.
+    /// Returns the [`gradient_readers`] of the model.
     ///
     /// # Errors
-    /// Where it has no derivative.
+    /// If the model has no derivative.
     pub(crate) fn readers(&self) -> Result<&[Vec<ValueId>], AutodiffError> {
         let Request { graph, stop_gradients, .. } = self.request;
         let readers = self.cuts.readers.get_or_init(|| gradient_readers(graph, stop_gradients));
         readers.as_ref().map(Vec::as_slice).map_err(Clone::clone)
     }
 
-    /// At so many microbatches; `None` where the batch does not divide.
+    /// The cut at `count` microbatches; `None` if that does not divide the batch.
     pub(crate) fn at(&self, count: u32) -> Option<Arc<Layered>> {
         let Request { graph, stop_gradients, .. } = self.request;
         let samples = match graph.batch {
@@ -75,7 +75,7 @@ impl<'a> Sizes<'a> {
     }
 }
 
-/// The graph at the microbatch size that a number of microbatches gives; as it is where nothing is known of its batch.
+/// The graph at the microbatch size that follows from the number of microbatches; unchanged if its batch is unknown.
 pub(crate) fn at_microbatches(request: &Request, count: u32) -> Option<Graph> {
     match request.graph.batch {
         0 => Some(request.graph.clone()),

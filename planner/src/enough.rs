@@ -1,9 +1,9 @@
-//! One GPU where more gain little.
+//! Chooses one GPU if more GPUs gain little.
 //!
-//! A small model spends its time on launches and hand-overs, so that a pipeline over eight devices may be found that is 14 % faster than one
-//! of them. That is no more than predictions are off by from one kind of plan to another, and seven devices could do something else.
-//! So one device is the plan where all together are not faster by more than that; the faster plan stays among the alternatives, and
-//! [`Request::fastest`] takes it.
+//! A small model spends its time on launches and transfers. A pipeline over eight devices may be predicted to be 14 %
+//! faster than one of them. That is within the prediction error between kinds of plans, and seven devices could do
+//! something else. So the plan uses one device unless all together are faster by more than that. The faster plan stays
+//! among the alternatives, and [`Request::fastest`] takes it.
 
 use crate::inter_op::search::Freedom;
 use crate::lost;
@@ -15,14 +15,14 @@ use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::plan::{Alternative, Plan, Target};
 use std::sync::Arc;
 
-/// How much faster several devices must be than one: predictions of plans on other numbers of devices differ from measured steps by up to
-/// about as much (benches/results/fidelity.md).
+/// Speedup that several devices must have over one. Predictions of plans on different numbers of devices differ from
+/// measured steps by up to about as much (benches/results/fidelity.md).
 pub const ENOUGH: f64 = 1.2;
 
-/// The name of the line that a faster plan on more devices has among the alternatives.
+/// Name of the alternative for a faster plan on more devices.
 pub const FASTER: &str = "faster";
 
-/// The plan on one device where that is enough instead of `plan`.
+/// Returns the plan on one device, if it should replace `plan`.
 pub fn one_device(
     request: &Request,
     plan: &Plan,
@@ -58,7 +58,7 @@ pub fn one_device(
     (of_one.predicted.step_time_s <= most_s).then_some(of_one)
 }
 
-/// The line of a faster plan on more devices.
+/// The alternative for a faster plan on more devices.
 pub fn line(plan: &Plan, of_one: &Plan) -> Alternative {
     let gain = 100.0 * (of_one.predicted.step_time_s / plan.predicted.step_time_s - 1.0);
     Alternative {

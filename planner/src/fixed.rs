@@ -1,5 +1,6 @@
-//! Plans whose degrees are given: every stage on as many devices, repeated layers dealt out evenly, one mesh. Only the
-//! shardings of each layer are solved. This is how frameworks are told to split a model, and what measured tables state.
+//! Plans with given degrees: every stage on equally many devices, repeated layers dealt out evenly, and one mesh. Only
+//! the shardings of each layer are solved. Frameworks are configured this way, and measured tables state such
+//! configurations.
 
 use crate::again::Again;
 use crate::assemble::{Parts, assemble};
@@ -24,29 +25,29 @@ pub struct Degrees {
     pub tp: u32,
     /// Devices over which the tokens of a sample are split.
     pub cp: u32,
-    /// Pipeline stages, those that share devices counted one by one.
+    /// Pipeline stages, where stages that share devices count one by one.
     pub stages: u32,
-    /// How many stages share devices.
+    /// Number of stages that share devices.
     pub virtual_stages: u32,
     pub num_microbatches: u32,
     pub zero: u8,
     pub recompute: Recompute,
 }
 
-/// The plan of these degrees, predictions left open. `request.graph` is at the size of one microbatch.
+/// Assembles the plan with these degrees, without predictions. `request.graph` is at the size of one microbatch.
 ///
-/// The cluster's first group must have room for every stage, those that share devices counted once.
+/// The cluster's first group must have room for every stage; stages that share devices count once.
 pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     fixed_of(request, &finely_layered(request), degrees, costs)
 }
 
-/// The model of a request, cut wherever that is of use.
+/// The model of a request, cut at every useful place.
 pub fn finely_layered(request: &Request) -> Layered {
     let starts = cluster_finely(&request.graph, usize::MAX);
     Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains())
 }
 
-/// [`fixed`] of a model whose layers are known.
+/// Like [`fixed`], for a model whose layers are known.
 pub fn fixed_of(
     request: &Request,
     layered: &Layered,
@@ -57,7 +58,7 @@ pub fn fixed_of(
     let runs = evenly(&layered.kinds, degrees.stages as usize)
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
     let devices = degrees.dp * degrees.tp * degrees.cp;
-    // Stages on several nodes have all of each.
+    // Stages on several nodes use all devices of each.
     if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
         return Err(PlanFailure::NoCombination);
     }
@@ -100,8 +101,8 @@ pub fn fixed_of(
     Ok(plan)
 }
 
-/// Frameworks that are told to recompute do so within blocks. What comes after the last of them, the head and its loss, is kept where its
-/// backward pass follows its forward pass.
+/// Frameworks that recompute do so within blocks. The head and its loss come after the last block, and are kept if
+/// their backward pass follows their forward pass.
 fn keep_what_is_needed_next(plan: &mut Plan) {
     let order = Order::of(plan);
     if let Some(last) = plan.stages.last_mut()
@@ -113,8 +114,8 @@ fn keep_what_is_needed_next(plan: &mut Plan) {
     }
 }
 
-/// Deals the layers of the most common kind out to stages, the first stages getting one more where it does not come out
-/// even; what lies between two layers goes with the one before, what lies before the first with the first.
+/// Deals the layers of the most common kind out to stages. If the number is uneven, the first stages get one more.
+/// Layers between two of them go with the earlier one, layers before the first with the first.
 pub fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
     let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
     let common = (0..=kinds.iter().copied().max()?).max_by_key(|&k| (count(k), std::cmp::Reverse(k)))?;

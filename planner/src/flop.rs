@@ -1,8 +1,8 @@
-//! The floating-point operations that a step has to compute, and the seconds below which no plan comes.
+//! The floating-point operations that a step must compute, and a lower bound of its seconds.
 //!
-//! Products and convolutions count, in the forward pass once and in the backward pass once for each operand that has a gradient.
-//! Of products that a mask lies between, as attention's, only the part counts that the mask leaves, unless the convention is to
-//! count all. What a plan computes again does not count.
+//! Products and convolutions count, once in the forward pass and in the backward pass once for each operand that has a
+//! gradient. Of products under a mask, such as attention's, only the visible part counts, unless the convention counts
+//! all. Recomputation does not count.
 
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::dtype::DType;
@@ -14,7 +14,7 @@ use altiplano_ir::visible::{OfLeaf, Ranges, form, unknown_leaf, visible_parts};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
-/// Operations by the element type of what is multiplied.
+/// Operations by the element type of the factors.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Work(BTreeMap<DType, f64>);
 
@@ -44,7 +44,7 @@ impl Work {
     }
 }
 
-/// Operations of the forward pass of so many microbatches and, where the model is trained, of the backward pass.
+/// Operations of the forward pass of `microbatches` microbatches and, if the model is trained, of the backward pass.
 pub fn step_work(graph: &Graph, stops: &[ValueId], trains: bool, microbatches: u32, counts: MfuConvention) -> Work {
     let mut wanted = vec![false; graph.len()];
     for v in graph.values().filter(|_| trains) {
@@ -57,7 +57,7 @@ pub fn step_work(graph: &Graph, stops: &[ValueId], trains: bool, microbatches: u
 
 struct Counter {
     counts: MfuConvention,
-    /// Of composites that were looked into, by their op, types, operands with gradients and masks.
+    /// Composites that were counted before, by op, types, operands with gradients, and masks.
     known: FxHashMap<(String, Vec<TensorType>), Work>,
 }
 
@@ -74,7 +74,7 @@ impl Counter {
             if let Op::Composite(op) = &node.op {
                 let types = graph.operand_types(v);
                 let gradients: Vec<bool> = node.operands.iter().map(|o| wanted[o.index()]).collect();
-                // What masks are made of says which part of them is seen.
+                // The ops that make a mask determine its visible part.
                 let of_masks: String = node
                     .operands
                     .iter()

@@ -9,10 +9,11 @@ fn leaf(g: &mut Graph, shape: &[u64], is_parameter: bool) -> ValueId {
     g.push(op, &[]).unwrap()
 }
 
-/// Operations of attention over 64 positions, in products of 2 x 2 x 4 x 64 x 64 x 8, of which there are two forward.
+/// Operations of attention over 64 positions, in units of one product (2 x 2 x 4 x 64 x 64 x 8). The forward pass has
+/// two products.
 fn of_attention(causal: bool, window: Option<f64>, composite: bool, trains: bool, counts: MfuConvention) -> f64 {
     let mut g = Graph::new("attention");
-    // As a composite positions are before heads.
+    // In the composite, positions come before heads.
     let shape = if composite { [2, 64, 4, 8] } else { [2, 4, 64, 8] };
     let [q, k, v] = [0; 3].map(|_| leaf(&mut g, &shape, true));
     let mask = window.map(|window| {
@@ -41,7 +42,7 @@ fn of_attention(causal: bool, window: Option<f64>, composite: bool, trains: bool
 fn attention_counts_what_its_masks_leave() {
     use MfuConvention::{Computed, Full};
     let causal = 65.0 / 128.0;
-    // Of 64 x 64 pairs a window of 8 leaves 8 for each query but the first seven.
+    // A window of 8 leaves each query 8 of 64 positions, except for the first seven.
     let window = (64.0 * 8.0 - 28.0) / 4096.0;
     for composite in [false, true] {
         let of = |is_causal, window, trains, counts| of_attention(is_causal, window, composite, trains, counts);
@@ -65,9 +66,9 @@ fn the_backward_pass_counts_operands_that_have_a_gradient() {
     let product = 2.0 * 16.0 * 32.0 * 32.0;
     let flop = |trains| step_work(&g, &[], trains, 3, MfuConvention::Computed).flop();
     assert_eq!(flop(false), 3.0 * 2.0 * product);
-    // The first product has no gradient of what it is given.
+    // The first product needs no gradient of its input.
     assert_eq!(flop(true), 3.0 * (2.0 + 3.0) * product);
-    // Nor has the second one where nothing passes from it to the first.
+    // Nor does the second one, if no cotangent passes from it to the first.
     let stopped = step_work(&g, &[hidden], true, 3, MfuConvention::Computed).flop();
     assert_eq!(stopped, 3.0 * (1.0 + 2.0) * product);
 }

@@ -1,4 +1,4 @@
-//! What a request leaves to the search, and what plain baselines leave.
+//! The search spaces of requests and of the plain baselines.
 
 use crate::inter_op::search::{Freedom, num_devices};
 use crate::inter_op::submesh::shapes;
@@ -9,7 +9,7 @@ use altiplano_ir::cluster::Group;
 use altiplano_ir::plan::{Goal, Plan, Schedule, Target};
 use altiplano_ir::recompute::Recompute;
 
-/// Whether a baseline respects what the user fixed.
+/// Returns true if a baseline respects what the user fixed.
 pub fn allowed(request: &Request, plan: &Plan) -> bool {
     let mesh_is = |axis: usize, degree: Option<u32>| {
         degree.is_none_or(|d| plan.stages.iter().all(|s| s.mesh.axes[axis].size == d))
@@ -29,7 +29,7 @@ pub fn global_batch(request: &Request) -> u64 {
     given.unwrap_or(request.graph.batch.max(1))
 }
 
-/// What the request leaves to the search; contradictions are errors.
+/// Derives the search space that the request leaves open. Contradictory options are errors.
 pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
     let devices = request.cluster.num_devices();
     let invalid = |option, value: u64, problem| Err(PlanFailure::Option { option, value, problem });
@@ -65,7 +65,7 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         return Err(PlanFailure::Degrees { dp, tp, pp, cp, product: given, devices });
     }
     if several {
-        // Of several groups the stages may have different sizes, but each lies in one group.
+        // With several groups, stages may differ in size, but each lies in one group.
         let of_stage = request.dp.unwrap_or(1) as u64 * request.tp.unwrap_or(1) as u64;
         let holds = |g: &Group| shapes(g.nodes, g.devices_per_node).iter().any(|s| s.num_devices() % of_stage == 0);
         if !request.cluster.groups.iter().any(holds) {
@@ -121,7 +121,7 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
         (None, None) if !scales => vec![u32::try_from(global).unwrap_or(u32::MAX)],
         (None, None) if request.loss == LossKind::Other && !request.allow_microbatch_semantics => vec![1],
         (None, None) => {
-            // Divisors at least a factor 1.5 apart.
+            // Divisors at least a factor of 1.5 apart.
             let mut counts: Vec<u32> = Vec::new();
             for count in (1..=global.min(4096) as u32).filter(|c| global % *c as u64 == 0) {
                 if counts.last().is_none_or(|&l| count as f64 >= 1.5 * l as f64) {
@@ -162,17 +162,18 @@ pub fn freedom(request: &Request) -> Result<Freedom, PlanFailure> {
     })
 }
 
-/// Alpa turns reductions of gradients into reduce-scatters where it can, and updates what is left on each device (section 4.2,
-/// "post-ILP optimization").
+/// Alpa turns gradient reductions into reduce-scatters where it can, and updates the remaining shard on each device
+/// (section 4.2, "post-ILP optimization").
 const ALPA_ZERO: u8 = 2;
 
-/// The plain ways to train or run in parallel, on the whole cluster or on one of its groups. There are none over several.
+/// Search spaces of the plain ways to parallelise, on the whole cluster or on one of its groups. There are none over
+/// several groups.
 pub fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Freedom)> {
     if freedom.only_group.is_none() && request.cluster.groups.len() > 1 {
         return Vec::new();
     }
     let n = num_devices(request, freedom) as u32;
-    // Replicas that share a sample repeat its work: microbatches that the replicas divide come first.
+    // Replicas that share a sample repeat its work, so use microbatches that the replicas divide if there are any.
     let global = global_batch(request);
     let counts = |dp: u32| {
         let even = |c: &u32| request.graph.batch != 0 && global / *c as u64 % dp as u64 == 0;
@@ -201,10 +202,10 @@ pub fn baselines(request: &Request, freedom: &Freedom) -> Vec<(&'static str, Fre
         ("tensor parallel", with(1, n, 1, 0)),
         ("pipeline", with(n / depth, 1, depth, 0)),
     ];
-    // What runs no pipelines has none to compare with.
+    // Targets without pipelines have no pipeline to compare with.
     plain.retain(|(_, freedom)| !matches!(request.target, Target::Fsdp | Target::Xla) || freedom.pp == Some(1));
     plain.retain(|(_, freedom)| request.target != Target::Fsdp || freedom.zero != Some(1));
-    // Where nothing is trained there is no optimizer state to shard.
+    // Without training there is no optimizer state to shard.
     plain.retain(|(_, freedom)| request.trains() || freedom.zero != Some(1));
     plain
 }

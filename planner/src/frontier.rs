@@ -1,7 +1,8 @@
-//! What faster plans cost: the plans that no other beats in seconds, bytes, devices and price at once.
+//! The Pareto frontier of plans: those that no other beats in seconds, bytes, devices and price at once.
 //!
-//! The search is made for parts of the cluster, from one device to all nodes, and for parts of the memory that devices have; its
-//! best few plans for each are judged. What is left when every plan goes that another one beats is what there is to choose from.
+//! The search runs for parts of the cluster, from one device to all nodes, and for shares of the memory that devices
+//! have. The best few plans for each are predicted. The frontier is the rest after every plan is dropped that another
+//! one beats.
 
 use crate::inter_op::search::{Freedom, search};
 use crate::inter_op::variants;
@@ -13,27 +14,27 @@ use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A plan that no other beats.
+/// A Pareto-optimal plan.
 #[derive(Clone, Debug)]
 pub struct Point {
     pub plan: Plan,
     pub devices: u32,
     /// Bytes of the fullest device.
     pub peak_bytes: u64,
-    /// Of a step, where the cluster says what a node costs.
+    /// Price of a step, if the cluster says what a node costs.
     pub price: Option<f64>,
 }
 
-/// Parts of a device's memory that plans are looked for within.
+/// Shares of a device's memory within which plans are searched.
 const SHARES: [f64; 6] = [1.0, 0.75, 0.5, 0.35, 0.25, 0.15];
 
-/// Differences below this are none: of two plans that are nearer, the one that needs less is enough.
+/// Relative differences below this do not count: of two such plans, the one that needs less is enough.
 const ALIKE: f64 = 0.01;
 
-/// The frontier, fastest first.
+/// Returns the frontier, fastest first.
 ///
 /// # Errors
-/// As [`crate::plan`], where there is no plan on the whole cluster either.
+/// Like [`crate::plan`], if there is no plan on the whole cluster either.
 pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Point>, PlanFailure> {
     if request.servers.is_some() {
         let problem = "has no frontier: what devices there are is said by how many of them are servers";
@@ -50,7 +51,7 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         if progress.stopped() && !all.is_empty() {
             break;
         }
-        // Degrees that the user fixed are of the whole cluster.
+        // Degrees that the user fixed are for the whole cluster.
         let freedom = match freedom(part) {
             Ok(freedom) => Freedom { only_group: *only_group, ..freedom },
             Err(error) if i + 1 == total => return Err(error),
@@ -60,7 +61,7 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
         }
-        // On the whole cluster what is chosen where only seconds count is among them, and what it was chosen over.
+        // On the whole cluster, include the plan that is chosen if only seconds count, and its alternatives.
         if i + 1 == total && !progress.stopped() {
             let Choice { plan, others, .. } = choose(part, &freedom, costs, &|count| sizes.at(count), &Muted(progress));
             all.extend(plan.into_iter().chain(others).filter(fits).map(point));
@@ -72,8 +73,8 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
     }
 }
 
-/// The request on ever larger parts of its cluster: of one node, then of all; of several groups on each alone, which comes with it.
-/// The last one is the whole.
+/// The request on ever larger parts of its cluster: of one node, then of all nodes. With several groups, each group
+/// alone comes with its index. The last part is the whole cluster.
 fn parts(request: &Request) -> Vec<(Request, Option<usize>)> {
     let groups = &request.cluster.groups;
     let [group] = groups.as_slice() else {
@@ -95,13 +96,13 @@ fn parts(request: &Request) -> Vec<(Request, Option<usize>)> {
         }
         part.cluster.groups[0].nodes = nodes;
         part.cluster.groups[0].devices_per_node = devices;
-        // A node costs what it costs, whichever part of it works.
+        // A node has its full price, whichever part of it works.
         (part, None)
     };
     sizes.into_iter().map(part).collect()
 }
 
-/// Good plans on one part of the cluster within every share of memory.
+/// Good plans on one part of the cluster, within every share of memory.
 fn points(
     request: &Request,
     freedom: &Freedom,
@@ -142,7 +143,7 @@ fn points(
         _ => {}
     }
     let kept = not_beaten(found.into_iter().map(point).collect());
-    // Those that stay are worth solving again as a whole, within the memory that they need.
+    // The remaining plans are worth solving again as a whole, within the memory that they need.
     let again = |p: Point| {
         let memory_bytes = freedom.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
         let within = Freedom { memory_bytes, ..freedom.clone() };
@@ -156,7 +157,7 @@ fn points(
     Ok(kept.into_par_iter().map(again).collect())
 }
 
-/// Plans of each share of memory that are judged.
+/// Plans that are predicted for each share of memory.
 const JUDGED: usize = 3;
 
 fn point(plan: Plan) -> Point {
@@ -175,7 +176,7 @@ fn point(plan: Plan) -> Point {
     Point { devices, peak_bytes: peak_bytes(&plan), price, plan }
 }
 
-/// Drops every point that another is as good as in all respects, fastest first.
+/// Drops every point that another one matches in all respects. The rest is sorted, fastest first.
 fn not_beaten(mut all: Vec<Point>) -> Vec<Point> {
     let step = |p: &Point| p.plan.predicted.step_time_s;
     all.sort_by(|a, b| {

@@ -1,16 +1,18 @@
 //! Cuts the forward graph into layers: runs of consecutive nodes that stages are made of.
 //!
-//! Models repeat. The sequence of matmuls and convolutions shows the period, and cutting at the same place of each period gives
-//! layers that are solved once; what comes before and after is cut in the same way, as an encoder before a decoder. Where nothing
-//! repeats, layers have about equal work and cuts go where the least data crosses, as in the clustering program of the Alpa paper
-//! (section 5.2, equation 6). All places between blocks that repeat are cuts, so that no other number of layers gives stages that these do
-//! not.
+//! Models repeat. The sequence of matmuls and convolutions shows the period, and cutting at the same place of each
+//! period gives layers that are solved once. The parts before and after are cut in the same way, such as an encoder
+//! before a decoder.
+//!
+//! If nothing repeats, layers have about equal work and cuts go where the least data crosses, as in the clustering
+//! program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so another number
+//! of layers would give no new stages.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::repetition::{Repetition, longest, numbered};
 use std::ops::Range;
 
-/// The most layers that planning distinguishes; longer models have several blocks in a layer.
+/// The most layers that planning distinguishes. Longer models have several blocks in a layer.
 pub const MAX_LAYERS: usize = 64;
 
 /// Layers as node positions: layer `i` is the nodes `starts[i]..starts[i + 1]`.
@@ -18,7 +20,7 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
     cluster_finely(graph, MAX_LAYERS)
 }
 
-/// [`cluster`] into at most about `most` layers.
+/// Like [`cluster`], with at most about `most` layers.
 pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
     let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
     let signature: Vec<String> = heavy
@@ -54,32 +56,32 @@ pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
     without_empty_layers(graph, starts)
 }
 
-/// What cuts are found by.
+/// Data by which cuts are found.
 struct Sequence<'a> {
     graph: &'a Graph,
     /// See [`crossing_bytes`].
     crossing: Vec<u64>,
     /// FLOPs of all nodes before a position.
     before: Vec<u128>,
-    /// Positions of matmuls and convolutions, and a number for what each is.
+    /// Positions of matmuls and convolutions, and a number for each that tells which are equal.
     heavy: Vec<usize>,
     ids: Vec<usize>,
 }
 
 /// Cuts of a part of a model.
 enum Cuts {
-    /// Where each of several equal runs begins, and where the last one ends.
+    /// The start of each of several equal runs, and the end of the last one.
     Repeated(Vec<usize>),
     Balanced(Vec<usize>),
 }
 
-/// Parts that have at most so many times the work of a layer are layers themselves.
+/// Parts with at most this many times the work of a layer are layers themselves.
 const NEARLY_ONE: f64 = 1.5;
-/// Part of the work of a layer that repeats which a layer that repeats less has at least.
+/// Least work of a repetition beside another one, as a share of the other's layer.
 const SMALL: f64 = 0.25;
-/// Part of the work that a repetition covers at least; what covers less says nothing of the model.
+/// Least share of the work that a repetition must cover; a smaller one says nothing about the model.
 const COVERED: f64 = 0.25;
-/// Layers where nothing repeats.
+/// Number of layers if nothing repeats.
 const BALANCED: usize = 16;
 
 impl Sequence<'_> {
@@ -87,9 +89,9 @@ impl Sequence<'_> {
         (self.before[to] - self.before[from.min(to)]) as f64
     }
 
-    /// Cuts the nodes `nodes`, whose matmuls and convolutions are `heavy`, at the longest repetition among these, and what comes before
-    /// and after it in the same way: encoders and decoders, and the stages of convolutional networks, repeat each for itself.
-    /// `around` are the FLOPs of a layer of those that this part is before or after.
+    /// Cuts the nodes `nodes`, whose matmuls and convolutions are `heavy`, at the longest repetition among these. The
+    /// parts before and after it are cut in the same way: encoders and decoders, and the stages of convolutional
+    /// networks, repeat separately. `around` is the FLOPs of a layer of the repetition beside this part.
     fn cut(&self, heavy: Range<usize>, nodes: Range<usize>, around: Option<f64>, cuts: &mut Vec<Cuts>) {
         let whole = self.work(nodes.start, nodes.end);
         let layer = around.unwrap_or(0.0);
@@ -106,7 +108,7 @@ impl Sequence<'_> {
             return;
         };
         let first = heavy.start + first;
-        // Where each repetition begins, and where the last one ends.
+        // The start of each repetition, and the end of the last one.
         let boundary = |r: usize| {
             let h = first + r * period;
             let from = if h == heavy.start { nodes.start } else { self.heavy[h - 1] };
@@ -114,8 +116,8 @@ impl Sequence<'_> {
             best_cut(&self.crossing, from, to)
         };
         let mut found: Vec<usize> = (0..=count).map(boundary).collect();
-        // Before the first repetition there may be cheaper places (the tokens alone cross there), but a layer of
-        // its own is worth only what is cut off the other repetitions as well.
+        // Before the first repetition there may be cheaper places (only the tokens cross there). A separate layer is
+        // worth only the part that is cut off the other repetitions as well.
         let lead = works(self.graph, found[1], self.heavy[first + period]).len();
         let start = if first == heavy.start { nodes.start } else { self.heavy[first - 1] + 1 };
         let before = works(self.graph, start, self.heavy[first]);
@@ -127,15 +129,15 @@ impl Sequence<'_> {
         self.cut(first + count * period..heavy.end, end..nodes.end, Some(of_layer), cuts);
     }
 
-    /// At most `layers` runs of about equal work of these nodes, cut where least crosses: dynamic
-    /// programming over positions, each run at most 1.5 times its share of the work.
+    /// Cuts these nodes into at most `layers` runs of about equal work, where the least data crosses. Dynamic
+    /// programming over positions; each run has at most 1.5 times its share of the work.
     fn balanced(&self, nodes: Range<usize>, layers: usize) -> Vec<usize> {
         let Sequence { crossing, before, .. } = self;
         let before = |i: usize| before[i] - self.before[nodes.start];
         let limit = before(nodes.end) * 3 / 2 / layers as u128;
         let is_heavy = |i: &usize| nodes.contains(i);
         let (first, last) = (self.heavy.iter().find(|i| is_heavy(i)), self.heavy.iter().rfind(|i| is_heavy(i)));
-        // A layer that multiplies nothing would be none.
+        // A layer without a product would do no work.
         let between = |i: usize| first.is_none_or(|&first| first < i) && last.is_none_or(|&last| i <= last);
         // Cuts are tried only at the cheapest position of each small window, which keeps this quadratic in a few hundred.
         let window = (nodes.len() / 256).max(1);
@@ -148,7 +150,7 @@ impl Sequence<'_> {
         let mut best: Vec<Option<(u128, usize)>> = vec![None; positions.len()];
         for i in 0..positions.len() {
             let cost = if positions[i] == nodes.end { 0 } else { crossing[positions[i]] as u128 + 1 };
-            // What lies before the first position cannot be cut any finer.
+            // Nodes before the first position cannot be cut any finer.
             if before(positions[i]) <= limit || i == 0 {
                 best[i] = Some((cost, usize::MAX));
             }
@@ -201,7 +203,7 @@ fn without_empty_layers(graph: &Graph, starts: Vec<u32>) -> Vec<u32> {
     kept
 }
 
-/// Bytes of values that depend on a leaf, are made before position `i` and used at or after it, by position.
+/// By position `i`, the bytes of values that depend on a leaf, are made before `i`, and are used at or after it.
 fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     let mut last_use = vec![0usize; graph.len()];
@@ -224,8 +226,8 @@ fn crossing_bytes(graph: &Graph) -> Vec<u64> {
     bytes
 }
 
-/// The first position after `from`, at most `to`, where least crosses. Nothing crossing at all means that the model has
-/// not begun: such positions do not count.
+/// The first position after `from`, at most `to`, where the least data crosses. Positions where nothing crosses lie
+/// before the model begins, and do not count.
 fn best_cut(crossing: &[u64], from: usize, to: usize) -> usize {
     (from + 1..=to).filter(|&i| crossing[i] > 0).min_by_key(|&i| (crossing[i], i)).unwrap_or(from)
 }

@@ -1,9 +1,9 @@
-//! The search: from a graph and a cluster to a plan, and from a plan to programs.
+//! Searches for a plan: from a graph and a cluster to a plan, and from a plan to programs.
 //!
-//! [`plan`] reads top to bottom: layers are cut, each layer's strategies are solved on each mesh
-//! ([`intra_op`]), layers are put together to stages and stages to a pipeline ([`inter_op`]), the result is written out
-//! ([`assemble`]), lowered ([`lower`]) and judged ([`predict`]), beside the plain baselines. The stages of the plan that is chosen
-//! are solved again as a whole ([`refine`]).
+//! [`plan`] reads top to bottom. It cuts the model into layers, solves each layer's strategies on each mesh
+//! ([`intra_op`]), and combines layers into stages and stages into a pipeline ([`inter_op`]). Each candidate is written
+//! out as a plan ([`assemble`]), lowered ([`lower`]) and predicted ([`predict`]), as are the plain baselines. The
+//! stages of the best few plans are then solved again as a whole ([`refine`]).
 
 #![forbid(unsafe_code)]
 
@@ -68,17 +68,18 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Finds the fastest plan that fits, and prices the plain baselines with the same judge.
+/// Finds the fastest plan that fits, and predicts the plain baselines with the same costs.
 pub fn plan(request: &Request, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     plan_with(request, &Rooflines::of(&request.cluster), progress)
 }
 
-/// [`plan`] among requests of one model that differ in cluster and batch alone, which share how it is cut.
+/// Like [`plan`], for requests that share a model and differ only in cluster and batch. They share the model's cut into
+/// layers.
 pub fn plan_among(request: &Request, cuts: &Arc<Cuts>, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     planned(request, cuts, &Rooflines::of(&request.cluster), progress)
 }
 
-/// [`plan`] by other prices of the cluster.
+/// Like [`plan`], with the given costs of the cluster.
 pub fn plan_with(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     planned(request, &Arc::default(), costs, progress)
 }
@@ -103,7 +104,7 @@ fn planned(
     }
     let request = &target::aimed(request)?;
     let mut padded = padded(request);
-    // What hardly grows costs next to nothing, is faster on tensor cores, and spares a second search where models are large.
+    // Slight padding is almost free, speeds up tensor cores, and avoids a second search of large models.
     let better = request.graph.len() > LARGE_MODEL || has_gpus(request);
     if better && padded.first().is_some_and(|(_, padding)| padding.is_slight()) {
         let (larger, padding) = padded.remove(0);
@@ -121,7 +122,7 @@ fn has_gpus(request: &Request) -> bool {
     request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Gpu)
 }
 
-/// The plan of a request whose form for its target is known, or of one for the same model in other sizes.
+/// Plans a request that already has the form its target needs, and `padded` variants of the same model.
 fn planned_among(
     request: &Request,
     padded: &[(Request, Padding)],
@@ -131,7 +132,7 @@ fn planned_among(
 ) -> Result<Plan, PlanFailure> {
     let freedom = freedom(request)?;
     if request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1) {
-        // It makes vocabularies divisible, as these are where sizes hardly grow, and does not add heads.
+        // Megatron pads vocabularies, which slight padding covers, and never adds heads.
         return best_of_sweep(request, costs, progress);
     }
     let sizes = Sizes::among(request, cuts);
@@ -151,7 +152,7 @@ fn planned_among(
             let choice = choose(&larger, &freedom, costs, &layered, progress);
             found.push(Choice { plan: choice.plan.map(|plan| with_padding(plan, padding)), ..choice });
         }
-        // Of the better graph with its keys gathered, whether they had better go around a ring.
+        // Try ring attention with the better of the graphs so far, all of which gather keys and values.
         let best = best_of(&found);
         let (base, padding) = match best.checked_sub(1).and_then(|at| padded.get(at)) {
             Some((larger, padding)) => (Request { offload: request.offload, ..larger.clone() }, Some(padding)),
@@ -186,7 +187,8 @@ fn planned_among(
             }
             found.push(choose_variant(&variant));
         }
-        // What crosses between groups the search only estimates: a plan on several is judged against those that leave all but one idle.
+        // The search only estimates transfers between groups, so compare plans on several groups with plans on each
+        // group alone.
         let several = request.cluster.groups.len() > 1;
         for group in (0..request.cluster.groups.len()).filter(|_| several) {
             if progress.stopped() && found[0].plan.is_ok() {
@@ -240,8 +242,8 @@ fn planned_among(
     Ok(plan)
 }
 
-/// The requests for the model in sizes that more devices divide, with what it was before. Alpa pads nothing, and a step that divides by
-/// what may be zero must not meet what padding is made of.
+/// Returns the request with the model padded to sizes that more devices divide, each with the original model. Alpa pads
+/// nothing. Padded parameters are zero, so the optimizer must keep zeros.
 fn padded(request: &Request) -> Vec<(Request, Padding)> {
     if !request.pad || request.search == SearchKind::Alpa || !request.optimizer.keeps_zeros() {
         return Vec::new();
@@ -251,7 +253,7 @@ fn padded(request: &Request) -> Vec<(Request, Padding)> {
         |of: &dyn Fn(&Group) -> u32| groups.iter().map(|g| u64::from(of(g))).fold(1, padding::common_multiple);
     let near = multiple(&|g| if g.devices_per_node > 1 { g.devices_per_node } else { g.nodes });
     let all = multiple(&|g| g.nodes.saturating_mul(g.devices_per_node));
-    // Tensor cores multiply by 16 bytes of half precision.
+    // Tensor cores multiply 16 bytes of half precision at a time.
     let unit = if has_gpus(request) { 8 } else { 1 };
     let variant = |padded: Padded| {
         let of = |v: &ValueId| padded.map[v.index()];
@@ -271,22 +273,22 @@ fn padded(request: &Request) -> Vec<(Request, Padding)> {
     padding::variants(&request.graph, [unit, near, all]).into_iter().map(variant).collect()
 }
 
-/// A plan with what its graph was, which like it is of one microbatch.
+/// Attaches the original graph to a plan of the padded one, at the plan's microbatch size.
 fn with_padding(plan: Plan, padding: &Padding) -> Plan {
     let graph = rebatch(&padding.graph, plan.microbatch).unwrap_or_else(|_| padding.graph.clone());
     Plan { padding: Some(Arc::new(Padding { graph, ..padding.clone() })), ..plan }
 }
 
-/// A plan and what it was chosen over.
+/// A plan and the alternatives to it.
 struct Choice {
     plan: Result<Plan, PlanFailure>,
-    /// Lines of the plain baselines.
+    /// One line for each plain baseline.
     baselines: Vec<Alternative>,
-    /// Plans of the search that were not chosen.
+    /// Other plans that the search found.
     others: Vec<Plan>,
 }
 
-/// Of choices, that of the fastest plan; the first where none has a plan.
+/// Index of the choice with the fastest plan; 0 if none has a plan.
 fn best_of(choices: &[Choice]) -> usize {
     let step_s = |c: &Choice| c.plan.as_ref().map_or(f64::INFINITY, |plan| plan.predicted.step_time_s);
     (0..choices.len()).min_by(|&a, &b| step_s(&choices[a]).total_cmp(&step_s(&choices[b]))).unwrap_or(0)
@@ -313,7 +315,7 @@ fn best_choice(choices: Vec<Choice>) -> Choice {
             }
         }
     }
-    // What is chosen loses to nothing: lines of those that lost leave out what looks like it.
+    // The chosen plan stays in the list: `lost::alternatives` leaves out plans that look like it.
     others.extend(plans.iter().cloned());
     let plan = match plans.is_empty() {
         true => Err(failures.into_iter().reduce(PlanFailure::nearer).unwrap_or(PlanFailure::NoCombination)),
@@ -322,7 +324,7 @@ fn best_choice(choices: Vec<Choice>) -> Choice {
     Choice { plan, baselines, others }
 }
 
-/// The fastest plan that fits, its stages solved again as a whole, judged against the baselines.
+/// Finds the fastest plan that fits, baselines included. The stages of the best few plans are solved again as a whole.
 fn choose(
     request: &Request,
     freedom: &Freedom,
@@ -391,7 +393,7 @@ fn choose(
                     fits,
                     detail: degrees(&plan),
                 };
-                // The judge has the last word: a baseline may be the plan.
+                // Predictions decide, so a baseline may become the plan.
                 if fits && allowed(request, &plan) && !freedom.alpa {
                     candidates.push(plan);
                 }
@@ -416,15 +418,16 @@ fn choose(
     Choice { plan, baselines: alternatives, others }
 }
 
-/// Plans whose stages are solved again before one is chosen, at most: what that gains differs from plan to plan.
+/// Most plans whose stages are solved again before one is chosen. The gain differs from plan to plan.
 const MOST_REFINED: usize = 5;
-/// How much slower than the fastest they may be.
+/// Plans up to this many times slower than the fastest are worth solving again.
 const WORTH_REFINING: f64 = 1.05;
 
-/// Of baselines and plans of the search, of a model of so many nodes, the one to choose as they are and those that may be the fastest
-/// once their stages are solved again; and the plans of the search that are not among them.
+/// Splits baselines and plans of the search, of a model of `num_nodes` nodes, into finalists and the search's other
+/// plans. Finalists are the plan to choose by its prediction so far, and plans that may be faster once their stages are
+/// solved again.
 fn finalists(baselines: Vec<Plan>, plans: Vec<Plan>, num_nodes: usize) -> (Vec<Plan>, Vec<Plan>) {
-    /// Nodes of all of these together.
+    /// Graph nodes of all finalists together.
     const NODES_REFINED: usize = 3_600;
     let most = MOST_REFINED.min(NODES_REFINED / num_nodes.max(1)).max(1);
     let of_search = baselines.len()..;
@@ -445,7 +448,7 @@ fn finalists(baselines: Vec<Plan>, plans: Vec<Plan>, num_nodes: usize) -> (Vec<P
     (all.into_iter().map(|(_, plan)| plan).collect(), lost.into_iter().map(|(_, plan)| plan).collect())
 }
 
-/// Plans as people write them down, of which some may be faster than what the search found.
+/// Uniform plans as users write them by hand, if they are faster than `found`.
 fn by_hand(
     request: &Request,
     freedom: &Freedom,
@@ -453,22 +456,22 @@ fn by_hand(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Vec<Plan> {
-    // Layouts that are asked for are not among theirs, nor are schedules; they are ways to train on GPUs.
+    // The sweep honours neither pins nor a given schedule, and covers only training on GPUs.
     let asked = !request.graph.pins.is_empty() || request.schedule.is_some() || freedom.only_group.is_some();
     let workers = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
     let other = freedom.alpa || request.target != Target::Altiplano || !request.trains() || workers;
     if asked || other || progress.stopped() {
         return Vec::new();
     }
-    // What is as fast as what was found, as far as the judge can tell, is no reason to take something else.
+    // Skip plans that are as fast as `found` within the prediction error.
     let most_s = found.predicted.step_time_s / (1.0 + UNDECIDED);
     let mut plans = sweep::climb(request, found, costs, progress);
     plans.retain(|p| p.predicted.step_time_s < most_s);
     plans
 }
 
-/// A pipeline with the gradients of weights apart, where the order of calls is free and that is faster by more than the judge is
-/// unsure of.
+/// Returns the pipeline under the zero-bubble schedule, if the schedule is free and the gain exceeds the prediction
+/// error.
 fn without_bubble(
     request: &Request,
     freedom: &Freedom,
@@ -488,13 +491,14 @@ fn without_bubble(
     (fits(&variant) && variant.predicted.step_time_s < most_s).then_some(variant)
 }
 
-/// Nodes of a model of which a stage that runs all of it takes seconds to judge.
+/// Nodes from which on predicting a plan of a single stage takes seconds.
 const LARGE_MODEL: usize = 8_000;
-/// By how much the estimate of a baseline must be behind for it not to be judged, in a large model, or for one such to be enough.
+/// Baselines whose estimate is this many times slower than the best plan are not predicted in a large model. In others,
+/// only one such candidate is.
 const FAR_BEHIND: f64 = 4.0;
 
-/// The plain baselines: of each the best that fits, else the best there is; none where none are asked for. Of a large model those that
-/// do not fit, or are far behind the best plan's `best_s`, are said to be so by the search alone.
+/// Predicts the plain baselines, if the request asks for them: for each the best plan that fits, else the leanest. In a
+/// large model, baselines that do not fit or are far behind `best_s` are reported from the search's estimates alone.
 fn judged_baselines(
     request: &Request,
     freedom: &Freedom,
@@ -527,7 +531,7 @@ fn judged_baselines(
     baselines.into_par_iter().map(judged).collect()
 }
 
-/// The best configuration of a sweep, with those that come after it as alternatives.
+/// Returns the best configuration of a sweep, with the next ones as alternatives.
 fn best_of_sweep(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let mut space = sweep::Space::default();
     if request.target != Target::Megatron {
@@ -545,12 +549,13 @@ fn count(n: u32, one: &str, many: &str) -> String {
     format!("{n} {}", if n == 1 { one } else { many })
 }
 
-/// Lowers a plan with the default cost model.
+/// Lowers a plan with the default costs of its cluster.
 pub fn programs(plan: &Plan) -> Result<Programs, PlanFailure> {
     Ok(lower(plan, &Rooflines::of(&plan.cluster))?)
 }
 
-/// The plans that fit of those that were judged, fastest first; layouts that keep less are looked at only where nothing else does.
+/// Returns the predicted plans that fit, fastest first. Lean layouts are searched only if nothing else fits or memory
+/// is cramped.
 fn plans_that_fit(
     request: &Request,
     freedom: &Freedom,
@@ -571,7 +576,7 @@ fn plans_that_fit(
             result => result,
         };
     }
-    // What was judged of the ones says which of the others are worth it.
+    // Predictions of the lean plans tell which other plans are worth predicting.
     let Ok(mut plans) = lean(&mut known) else {
         return within_memory(request, freedom, &searched, costs, progress, &mut known);
     };
@@ -580,8 +585,8 @@ fn plans_that_fit(
     Ok(plans)
 }
 
-/// Whether plans that fit take so much longer, by the search's estimates, than plans would without a limit of memory that layouts
-/// that keep less may be faster.
+/// Returns true if the memory limit slows plans down so much, by the search's estimates, that lean layouts may be
+/// faster.
 fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool {
     const CRAMPED: f64 = 2.0;
     if freedom.all_devices && !freedom.alpa {
@@ -596,8 +601,8 @@ fn is_cramped(request: &Request, freedom: &Freedom, searched: &Searched) -> bool
     fitting_s.is_finite() && fitting_s > CRAMPED * least_s(&BTreeMap::new())
 }
 
-/// The candidates that the judge finds to fit, fastest first. The search estimates memory; where the lowered program
-/// needs more, it looks again under a limit that is lower by as much.
+/// Returns the candidates that are predicted to fit, fastest first. The search only estimates memory. Where the lowered
+/// program needs more, the search repeats with a limit that is lower by as much.
 fn within_memory(
     request: &Request,
     freedom: &Freedom,
@@ -607,7 +612,7 @@ fn within_memory(
     before: &mut Calibration,
 ) -> Result<Vec<Plan>, PlanFailure> {
     let devices = &freedom.memory_bytes;
-    // Each number of microbatches has its own limits: the estimate is off by another amount for each.
+    // Each number of microbatches has its own limits, since the error of the estimate differs.
     let mut limits: BTreeMap<u32, Vec<u64>> =
         searched.candidates.iter().map(|c| (c.num_microbatches, devices.clone())).collect();
     let mut closest: Option<(f64, PlanFailure)> = None;
@@ -619,16 +624,16 @@ fn within_memory(
             Err(failure) if closest.is_none() => return Err(failure),
             Err(_) => break,
         };
-        // Whoever is told to stop judges one.
+        // If the user cancelled, predict only the best candidate.
         let worth = if progress.stopped() { &ranked[..1] } else { &ranked[..] };
         let mut known = before.clone();
         let plans = judged_while_promising(request, worth, costs, &mut known, &mut judged)?;
         let mut fitting: Vec<Plan> = Vec::new();
-        // Where none was worth it beside what is known, looking again under lower limits finds nothing better.
+        // If no candidate was worth predicting, lower limits find nothing better.
         let judged_some = !plans.is_empty();
         let mut tightened = false;
         for plan in plans {
-            // Of each device's memory, how much its stage needs.
+            // Share of a device's memory that its stage needs.
             let part = |s: &Stage| s.predicted.peak_bytes as f64 / devices[s.group as usize] as f64;
             let Some(fullest) = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b))) else { continue };
             if closest.as_ref().is_none_or(|(least, _)| part(fullest) < *least) {
@@ -659,10 +664,10 @@ fn within_memory(
         if !fitting.is_empty() {
             let more = (&mut known, &mut judged);
             fitting.extend(a_little_too_large(request, freedom, searched, &ranked, costs, progress, more)?);
-            // Other orders of the calls of pipelines, of which more is asked than to be as fast.
+            // Other orders of a pipeline's calls must be faster by more than the prediction error.
             let step_s = |p: &Plan| p.predicted.step_time_s;
             let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
-            // Workers that share the cores of a machine lose nothing while some of them wait.
+            // Workers that share a machine's cores lose nothing while some of them wait.
             let shared = request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
             let others = match progress.stopped() || shared {
                 true => Vec::new(),
@@ -677,7 +682,7 @@ fn within_memory(
         if !judged_some {
             return Ok(fitting);
         }
-        // What is too much for nodes is so under any limit of devices.
+        // Lower limits for devices do not help a node that is short of host memory.
         if !tightened {
             break;
         }
@@ -689,11 +694,11 @@ fn within_memory(
     }
 }
 
-/// How far above the limit an estimate of memory may be while the plan fits.
+/// Factors by which an estimate of memory may exceed the limit although the plan fits.
 const OVERESTIMATED: [f64; 2] = [1.04, 1.15];
 
-/// Plans that fit although the search estimates that they do not, and that are worth judging: those that it would choose if devices
-/// had more memory. `known` are judged already.
+/// Predicts plans that the search would choose if devices had slightly more memory, and returns those that fit after
+/// all. `known` are predicted already.
 fn a_little_too_large<'a>(
     request: &Request,
     freedom: &Freedom,
@@ -708,7 +713,7 @@ fn a_little_too_large<'a>(
         return Ok(Vec::new());
     }
     let mut new: Vec<Found<'_>> = Vec::new();
-    // Of very large models judging one more is a good part of the search.
+    // Each prediction of a very large model is a good part of the search's time.
     let factors = if searched.judged_at_most(4) < 4 { &OVERESTIMATED[..1] } else { &OVERESTIMATED[..] };
     for factor in factors {
         let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * factor) as u64).collect();
@@ -723,16 +728,16 @@ fn a_little_too_large<'a>(
     Ok(plans.into_iter().filter(fits).collect())
 }
 
-/// How the judge's seconds stand to the search's.
+/// Relation between predicted and estimated step times.
 #[derive(Clone)]
 struct Calibration {
-    /// What is estimated to take longer is not judged.
+    /// Candidates estimated to take longer are not predicted.
     far_s: f64,
-    /// Of plans that are estimated to take longer one is judged.
+    /// Only one of the candidates estimated to take longer is predicted.
     one_of_s: f64,
-    /// Of the fastest plan that fits.
+    /// Predicted step time of the fastest plan that fits.
     best_s: f64,
-    /// The least that a plan was judged to take of what was estimated.
+    /// Least ratio of predicted to estimated step time so far.
     ratio: f64,
 }
 
@@ -743,16 +748,16 @@ impl Default for Calibration {
 }
 
 impl Calibration {
-    /// Whether a plan may be as fast as the best, were its estimate off by as much as any was.
+    /// Returns true if the candidate may be as fast as the best plan, given how far estimates have been off.
     fn promises(&self, found: &Found<'_>) -> bool {
-        // What another order of calls gains is in no estimate.
+        // Estimates do not include the gain of the zero-bubble schedule.
         let estimated_s = if found.schedule == Schedule::ZbH1 { 0.0 } else { found.step_s };
         let near = !self.ratio.is_finite() || estimated_s * self.ratio <= self.best_s * (1.0 + UNDECIDED);
         near && estimated_s <= self.far_s
     }
 }
 
-/// Search results that were judged not to fit: under lower limits, or higher ones, the search may find them again.
+/// Candidates that were predicted not to fit. The search may find them again under lower or higher limits.
 #[derive(Default)]
 struct Judged<'a>(Vec<(Found<'a>, Plan)>);
 
@@ -762,8 +767,8 @@ impl Judged<'_> {
     }
 }
 
-/// Judges search results, the most promising first, a few at a time, and leaves out those that cannot be the best by what is known
-/// by then of how far estimates are off.
+/// Predicts candidates a few at a time, the most promising first. Skips those that cannot be the best, given how far
+/// estimates have been off.
 fn judged_while_promising<'a>(
     request: &Request,
     found: &[Found<'a>],
@@ -797,7 +802,7 @@ fn judged_while_promising<'a>(
     Ok(plans)
 }
 
-/// Writes out, lowers and prices a search result.
+/// Assembles, lowers and predicts a candidate.
 fn judged(request: &Request, found: &Found<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let parts = assemble::Parts {
         layered: &found.candidates.layered,
@@ -810,15 +815,15 @@ fn judged(request: &Request, found: &Found<'_>, costs: &dyn Costs) -> Result<Pla
     predicted(plan, parts.layered, costs, request.cache.as_deref())
 }
 
-/// A plan with what the judge finds of it.
+/// Predicts a plan again with the given costs.
 pub fn judged_again(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let derived = Derived::of(&plan)?;
     Ok(judged_as(plan, &derived, costs))
 }
 
-/// [`judged_again`] of a model that is cut already, unless it is known what the judge finds.
+/// Like [`judged_again`], for a model that is already cut into layers. Uses a cached prediction if there is one.
 fn predicted(mut plan: Plan, layered: &Layered, costs: &dyn Costs, cache: Option<&Cache>) -> Result<Plan, PlanFailure> {
-    // What is kept says nothing of servers.
+    // Cached predictions do not include servers.
     let cache = cache.filter(|_| plan.servers.is_none());
     let kept = cache.and_then(|cache| Some((cache, cache::of_plan(&plan, costs)?)));
     if let Some((whole, stages)) = kept.and_then(|(cache, key)| cache.get::<(Predicted, Vec<StagePredicted>)>(key)) {
@@ -835,11 +840,11 @@ fn predicted(mut plan: Plan, layered: &Layered, costs: &dyn Costs, cache: Option
     Ok(plan)
 }
 
-/// A plan with what the judge finds of it, of a model whose derivative is known.
+/// Fills in a plan's predictions, for a model whose derivative is known.
 fn judged_as(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Plan {
-    // What runs must follow from the plan alone, by whatever prices it was chosen.
+    // The programs must follow from the plan alone, not from the costs by which it was chosen.
     let prices = Rooflines::of(&plan.cluster);
-    // Workers on one machine slow each other down, which takes all programs to tell.
+    // Workers on one machine slow each other down, so predicting them takes the programs of all.
     let alone = costs.runtime().is_none();
     let sketch = lower::sketch(&plan, derived, &prices, alone);
     predict::predict(&mut plan, &sketch, costs);
@@ -847,12 +852,12 @@ fn judged_as(mut plan: Plan, derived: &Derived, costs: &dyn Costs) -> Plan {
     plan
 }
 
-/// Predictions that are nearer to each other are no reason to prefer a plan: on published steps errors of like plans differ by
-/// about as much (benches/results/fidelity.md).
+/// Relative difference of predictions below which no plan is preferred. On published step times, the errors of similar
+/// plans differ by about as much (benches/results/fidelity.md).
 pub const UNDECIDED: f64 = 0.02;
 
-/// Of plans that are as fast as the fastest, as far as the judge can tell, the place of one that needs the fewest devices, and of
-/// those the one that needs least memory; of those that need about as much, the fastest.
+/// Index of the plan to choose: among plans as fast as the fastest within the prediction error, those on the fewest
+/// devices, and of these the one with the least memory. Among plans with about the same memory, the fastest wins.
 fn leanest_of_the_fastest<T>(all: &[T], plan: impl Fn(&T) -> &Plan) -> usize {
     let step_s = |i: &usize| plan(&all[*i]).predicted.step_time_s;
     let mut order: Vec<usize> = (0..all.len()).collect();
@@ -866,18 +871,19 @@ fn leanest_of_the_fastest<T>(all: &[T], plan: impl Fn(&T) -> &Plan) -> usize {
     order.into_iter().find(|&i| peak_bytes(plan(&all[i])) <= about).unwrap_or(0)
 }
 
-/// [`leanest_of_the_fastest`] of one plan or more.
+/// Takes the plan that [`leanest_of_the_fastest`] picks. `plans` must not be empty.
 fn chosen_of(mut plans: Vec<Plan>) -> Plan {
     let at = leanest_of_the_fastest(&plans, |plan| plan);
     plans.swap_remove(at)
 }
 
-/// Bytes of the fullest device.
+/// Peak bytes of the fullest device.
 fn peak_bytes(plan: &Plan) -> u64 {
     plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0)
 }
 
-/// Whether every device has the memory that the judge says its stage needs, and every node what is left in its own.
+/// Returns true if every device has the memory that its stage is predicted to need, and every node the host memory for
+/// offloaded state.
 pub fn fits(plan: &Plan) -> bool {
     let of_servers = plan.servers.iter().flat_map(|over| &over.predicted);
     plan.stages.iter().all(|s| s.predicted.peak_bytes <= plan.usable_bytes(s))

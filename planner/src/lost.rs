@@ -1,7 +1,8 @@
-//! What else was found, and why it was not chosen.
+//! The alternatives to a plan, and why they were not chosen.
 //!
-//! The search hands the judge its best few plans. Those that lost stay in the plan as alternatives, each with where its time goes
-//! that the chosen one saves: in the terms of the stage that is busiest, which decides how long a pipeline's step takes.
+//! The best few plans of the search are predicted. Those that are not chosen stay in the plan as alternatives. Each
+//! says where its time goes that the chosen plan saves, for the busiest stage, which decides the step time of a
+//! pipeline.
 
 use crate::account::{Account, Part, Work};
 use crate::{chosen_of, count, peak_bytes};
@@ -12,7 +13,7 @@ use std::collections::BTreeSet;
 /// Runners-up that a plan keeps.
 const KEPT: usize = 3;
 
-/// The fastest plans that lost to `chosen` and look different from it and each other, with the reason of each.
+/// The fastest plans that lost to `chosen`, with the reason of each. All look different from it and from each other.
 pub fn alternatives(chosen: &Plan, others: Vec<Plan>) -> Vec<Alternative> {
     let mut shown = vec![shape(chosen)];
     let mut kept = Vec::new();
@@ -57,7 +58,8 @@ pub fn shape(plan: &Plan) -> String {
     )
 }
 
-/// What is computed again in how many of all layers: `, recomputed`, `, 3 of 48 layers recomputed, the others selectively`, or nothing.
+/// The recomputed share of all layers: `, recomputed`, `, 3 of 48 layers recomputed, the others selectively`, or
+/// nothing.
 pub fn recomputed(plan: &Plan) -> String {
     let levels = plan.stages.iter().flat_map(|s| s.layers.clone().map(|l| s.recomputes(l)));
     let (mut full, mut selective, mut all) = (0, 0, 0);
@@ -86,7 +88,7 @@ fn stages(plan: &Plan) -> String {
     }
 }
 
-/// Seconds of a step by what they are for, of one plan and of another: what differs most first.
+/// Seconds of a step by activity, of one plan and of another, with the largest difference first.
 pub fn difference(one: &Account, other: &Account) -> Vec<(Work, f64, f64)> {
     let works: BTreeSet<&Work> = one.0.keys().chain(other.0.keys()).collect();
     let of = |account: &Account, work: &Work| account.0.get(work).copied().unwrap_or(0.0);
@@ -96,7 +98,7 @@ pub fn difference(one: &Account, other: &Account) -> Vec<(Work, f64, f64)> {
     rows
 }
 
-/// Why a plan that fits was not chosen.
+/// The reason why a plan that fits was not chosen.
 pub fn reason(chosen: &Plan, lost: &Plan) -> String {
     let (ours, theirs) = (chosen.predicted.step_time_s, lost.predicted.step_time_s);
     if theirs <= ours {
@@ -125,8 +127,8 @@ pub fn reason(chosen: &Plan, lost: &Plan) -> String {
     }
 }
 
-/// Seconds of a step that the devices which compute and communicate longest do so, and wait. Devices that several stages share do what all
-/// of these do.
+/// Seconds of a step in which the busiest devices compute, communicate and wait. Devices that several stages share do
+/// the work of all of them.
 fn busiest(plan: &Plan) -> [f64; 3] {
     let of_lane = |lane: usize| {
         plan.stages_of(lane).map(|i| &plan.stages[i].predicted).fold([0.0; 3], |[compute_s, sends_s, _], stage| {
@@ -143,7 +145,7 @@ pub(crate) mod tests {
     use altiplano_ir::mesh::Mesh;
     use altiplano_ir::plan::Stage;
 
-    /// A plan of nothing, whose predictions a test fills in.
+    /// An empty plan, whose predictions a test fills in.
     pub(crate) fn empty() -> Plan {
         let graph = altiplano_ir::graph::Graph::new("nothing");
         Plan {
@@ -205,7 +207,7 @@ pub(crate) mod tests {
 
     #[test]
     fn stages_that_share_devices_count_together() {
-        // Two stages of 0.5 s on the same devices are 1 s of each of these, as in the other plan the one stage is.
+        // Two stages of 0.5 s on the same devices take 1 s of each, like the one stage of the other plan.
         let mut chosen = with_stage(4, 0.5, 0.1, 0.0);
         chosen.stages.push(chosen.stages[0].clone());
         chosen.virtual_stages = 2;

@@ -1,10 +1,11 @@
-//! What the devices of a lane hold over a step, for all stages that share them: every tensor from the call that makes it to the one after which it is gone.
+//! The memory of a lane's devices over a step, for all stages that share them: every tensor from the call that makes it
+//! to the one after which it is gone.
 //!
-//! Which values of a body are stored, and in whose place, is a property of what runs it: the steps of the CPU runtime
-//! ([`altiplano_ir::storage`]), or the kernels of a GPU. From there on there is one way: the calls of one microbatch are
-//! followed tensor by tensor, which gives every kind of call the bytes that it needs while it runs and those that it leaves,
-//! and the schedule says how many microbatches hold theirs at the same time. Microbatches are alike, so that a step of 512
-//! of them costs no more than additions.
+//! The runtime decides which values of a body are stored, and which take the storage of others: the steps of the CPU
+//! runtime ([`altiplano_ir::storage`]), or the kernels of a GPU. All else is common. The calls of one microbatch are
+//! followed tensor by tensor. This gives, for every kind of call, the bytes that it needs while it runs and those that
+//! it leaves. The schedule says how many microbatches hold theirs at the same time. Microbatches are alike, so a step
+//! of 512 of them costs no more than additions.
 
 use crate::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
@@ -17,11 +18,11 @@ use altiplano_ir::storage::{self, Steps, block_bytes};
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a tensor is held for.
+/// The purpose of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Category {
     Parameters,
-    /// Parameters as a step began with them, where an update changes them before it ends.
+    /// Parameters as a step began with them, if an update changes them before the step ends.
     Stashed,
     Gradients,
     OptimizerState,
@@ -32,7 +33,7 @@ pub enum Category {
     Received,
     /// Values of one body.
     Temporaries,
-    /// What ops need while they run.
+    /// Workspace of ops while they run.
     Workspace,
     /// Losses, results and scalars.
     Other,
@@ -68,7 +69,7 @@ impl Category {
     }
 }
 
-/// What a tensor is the value of.
+/// The value that a tensor holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     Buffer(BufferId),
@@ -76,7 +77,7 @@ pub enum Origin {
         body: u32,
         value: ValueId,
     },
-    /// Of the op of a node.
+    /// The workspace of a node's op.
     Workspace {
         body: u32,
         value: ValueId,
@@ -96,15 +97,15 @@ pub struct Tensor {
     pub origin: Origin,
     pub category: Category,
     pub bytes: u64,
-    /// `None`: it is there before the step.
+    /// `None` if it exists before the step.
     pub born: Option<Moment>,
-    /// From here on it is gone; `None`: it stays to the end of the step.
+    /// From here on it is gone; `None` if it stays to the end of the step.
     pub gone: Option<Moment>,
-    /// Gone from a point of these calls to another, where a body makes it anew.
+    /// It is absent from a point of these calls to another, where a body makes it anew.
     pub absent: Option<(Moment, u32)>,
 }
 
-/// Calls that do the same for some microbatch.
+/// Calls that do the same for different microbatches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CallKind {
     Run(u32),
@@ -122,16 +123,16 @@ impl CallKind {
     }
 }
 
-/// What a call of some kind does to what is held.
+/// The effect of a call of some kind on memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kind {
     pub call: CallKind,
     /// Its last point.
     pub points: u32,
-    /// The most that is held during it, beyond what was held before.
+    /// Most bytes held during the call, beyond those held before.
     pub most_bytes: i64,
     pub most_at: u32,
-    /// What it leaves held, beyond that.
+    /// Bytes that the call leaves held, beyond those held before.
     pub left_bytes: i64,
 }
 
@@ -142,21 +143,22 @@ pub struct LaneMemory {
     pub kinds: Vec<Kind>,
     /// The kind of each call of the schedule.
     pub calls: Vec<u32>,
-    /// Positions in the schedule in the order in which calls are played: those of a step, and where steps overlap those of three,
-    /// of which each begins before the one before has ended.
+    /// Positions in the schedule in the order in which calls are simulated. If steps overlap, these are the calls of
+    /// three steps, each of which begins before the previous one has ended.
     pub played: Vec<usize>,
-    /// Calls of a step that are played before the next step begins; all of them where steps do not overlap.
+    /// Calls of a step that run before the next step begins; all of them if steps do not overlap.
     pub num_prompt: usize,
-    /// Of each played call, whether the parameters are held as an earlier step began with them, and as they are now.
+    /// For each simulated call, true if the parameters are held as an earlier step began with them and also as they are
+    /// now.
     pub stashed: Vec<bool>,
-    /// Held before each call of the schedule.
+    /// Bytes held before each call of the schedule.
     pub before: Vec<i64>,
-    /// Held before the step.
+    /// Bytes held before the step.
     pub lasting_bytes: u64,
     pub peak_bytes: u64,
-    /// The most that is in the memory of the host.
+    /// Peak bytes in the memory of the host.
     pub host_peak_bytes: u64,
-    /// The played call in which most is held, and the point in it.
+    /// The simulated call with the peak, and the point in it.
     pub peak_at: (usize, u32),
 }
 
@@ -166,13 +168,14 @@ pub struct Held {
     /// Index in [`LaneMemory::tensors`].
     pub tensor: usize,
     pub count: u64,
-    /// Position in the schedule and point where the first of them is made, and where the last is gone; `None`: not within
-    /// the step.
+    /// Position in the schedule and point where the first of them is made, and where the last is gone; `None` if that
+    /// is not within the step.
     pub from: Option<(usize, u32)>,
     pub to: Option<(usize, u32)>,
 }
 
-/// The steps of each body of a program on devices of a kind. `work` is what the bodies of each stage launch there.
+/// The steps of each body of a program on devices of a kind. `work` lists the kernels that the bodies of each stage
+/// launch there.
 pub fn steps(program: &Program, kind: DeviceKind, work: &[Vec<BodyWork>]) -> Vec<Steps<()>> {
     let of = |body: &Body| match kind {
         DeviceKind::Cpu => storage::compile(body).map(|_| ()),
@@ -185,18 +188,18 @@ pub fn steps(program: &Program, kind: DeviceKind, work: &[Vec<BodyWork>]) -> Vec
     program.bodies.iter().map(of).collect()
 }
 
-/// [`steps`] where the CPU runtime runs the program, whatever devices it was planned for.
+/// Like [`steps`], for the CPU runtime, whatever devices the program was planned for.
 pub fn cpu_steps(program: &Program) -> Vec<Steps<()>> {
     steps(program, DeviceKind::Cpu, &[])
 }
 
-/// The most that each device of each program holds where the CPU runtime runs them.
+/// Peak bytes of each device of each program on the CPU runtime.
 pub fn cpu_peaks(programs: &Programs) -> Vec<u64> {
     let peak = |(lane, program)| LaneMemory::new(programs, lane, &cpu_steps(program), DeviceKind::Cpu).peak_bytes;
     programs.programs.iter().enumerate().map(peak).collect()
 }
 
-/// The most that each device of each program keeps in the memory of its host where the CPU runtime runs them.
+/// Peak bytes that each device of each program keeps in the memory of its host on the CPU runtime.
 pub fn cpu_host_peaks(programs: &Programs) -> Vec<u64> {
     let peak = |program: &Program| {
         let (played, _) = played(program, program, program.overlap(&program.bodies));
@@ -205,8 +208,8 @@ pub fn cpu_host_peaks(programs: &Programs) -> Vec<u64> {
     programs.programs.iter().map(peak).collect()
 }
 
-/// The most that is in the memory of a device's host while it runs calls: what lasts, and of values those that some call has left there
-/// and no call after it has let go of. Bodies either leave such values or let go of them.
+/// Peak bytes in the memory of a device's host while it runs calls: lasting buffers, and values that a call has left
+/// there and no later call has freed. Each body either leaves such values or frees them.
 fn host_peak_bytes<'a>(program: &Program, calls: impl Iterator<Item = &'a Call>, device: DeviceKind) -> u64 {
     let bytes = |id: BufferId| {
         let buffer = program.buffer(id);
@@ -232,7 +235,7 @@ fn host_peak_bytes<'a>(program: &Program, calls: impl Iterator<Item = &'a Call>,
     peak
 }
 
-/// What a tensor takes of a memory.
+/// Bytes that a tensor takes of a memory.
 fn held_bytes(ty: &TensorType, device: DeviceKind) -> u64 {
     match device {
         DeviceKind::Cpu => ty.elements() * storage::Class::of(ty.dtype).bytes() as u64,
@@ -247,20 +250,20 @@ struct Walk<'a> {
     device: DeviceKind,
     overlap: Overlap,
     tensors: Vec<Tensor>,
-    /// By whom each tensor is held: buffers and values.
+    /// Number of holders of each tensor: buffers and values.
     holders: Vec<u32>,
     buffers: BTreeMap<(BufferId, bool), usize>,
     kind: u32,
 }
 
 impl LaneMemory {
-    /// Plays the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
+    /// Simulates the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
     pub fn new(programs: &Programs, lane: usize, steps: &[Steps<()>], device: DeviceKind) -> LaneMemory {
         let program = &programs.programs[lane];
         LaneMemory::of(program, program, &programs.transfers, steps, device)
     }
 
-    /// [`LaneMemory::new`] of the bodies of one program under the schedule of one that is as it is.
+    /// Like [`LaneMemory::new`], with the bodies of one program and the schedule of an equal one.
     pub fn of(
         program: &Program,
         scheduled: &Program,
@@ -283,7 +286,7 @@ impl LaneMemory {
             kind: 0,
         };
         walk.start();
-        // What comes to one buffer is alike, whoever sends it.
+        // Transfers into one buffer are alike, whoever sends them.
         let mut first_to: BTreeMap<BufferId, TransferId> = BTreeMap::new();
         for call in schedule {
             let (mut kind, microbatch) = CallKind::of(call);
@@ -338,9 +341,9 @@ impl LaneMemory {
             peak_at,
         };
         memory.host_peak_bytes = host_peak_bytes(program, memory.played.iter().map(|&at| &schedule[at]), device);
-        // What no call of a step lets go of is gone when all of them are over.
+        // Tensors that no call of a step frees are gone when all calls of the step are over.
         let left_bytes: i64 = memory.calls.iter().map(|&kind| memory.kinds[kind as usize].left_bytes).sum();
-        // What is left when no step follows is as it was.
+        // While the last step drains, `before` keeps the values of overlapping steps.
         let drained = if overlap.steps { memory.played.len() + num_prompt - memory.calls.len() } else { usize::MAX };
         let (mut peak, mut held) = (None, lasting_bytes as i64);
         for (index, &position) in memory.played.iter().enumerate() {
@@ -365,23 +368,24 @@ impl LaneMemory {
         memory
     }
 
-    /// Steps that have ended before a played call: each of them runs as many calls after its prompt ones as a step has.
+    /// Number of steps that have ended before a simulated call. After its prompt calls, each step runs as many calls as
+    /// a step has.
     fn ended_before(&self, index: usize) -> usize {
         index.saturating_sub(self.num_prompt) / self.calls.len().max(1)
     }
 
-    /// The position in the schedule of the call in which most is held, and the point in it.
+    /// The position in the schedule of the call with the peak, and the point in it.
     pub fn peak_position(&self) -> (usize, u32) {
         (self.played.get(self.peak_at.0).copied().unwrap_or(self.calls.len()), self.peak_at.1)
     }
 
-    /// What is held before each call, and the call's kind; where steps overlap, with what is held of the others.
+    /// Bytes held before each call, and the call's kind. If steps overlap, the bytes of other steps are included.
     pub fn before_calls(&self) -> impl Iterator<Item = (i64, &Kind)> {
         self.before.iter().zip(&self.calls).map(|(&before, &kind)| (before, &self.kinds[kind as usize]))
     }
 
-    /// What each category holds more than at the start of a call of some kind, at each of its points; last, what it leaves. All
-    /// categories together are at most [`Kind::most_bytes`], and leave [`Kind::left_bytes`].
+    /// For each category, the bytes held beyond those at the start of a call of some kind, at each of its points; last,
+    /// those that it leaves. All categories together are at most [`Kind::most_bytes`], and leave [`Kind::left_bytes`].
     pub fn course(&self, kind: u32) -> BTreeMap<Category, Vec<i64>> {
         let last = self.kinds[kind as usize].points as usize + 1;
         let mut courses: BTreeMap<Category, Vec<i64>> = BTreeMap::new();
@@ -394,7 +398,7 @@ impl LaneMemory {
         courses
     }
 
-    /// Bytes by what they are for. Activations are all that is held at the peak beyond what lasts.
+    /// Bytes by purpose. Activations are everything held at the peak beyond parameters, gradients and optimizer state.
     pub fn memory(&self) -> Memory {
         let of = |category: Category| {
             let lasting = self.tensors.iter().filter(|t| t.born.is_none() && t.category == category);
@@ -409,7 +413,7 @@ impl LaneMemory {
         Memory { parameters_bytes, gradients_bytes, optimizer_bytes, activations_bytes }
     }
 
-    /// [`LaneMemory::memory`] of a parameter server, of whose devices what is received are gradients.
+    /// Like [`LaneMemory::memory`], for a parameter server, whose received values are gradients.
     pub fn memory_of_server(&self) -> Memory {
         let memory = self.memory();
         let is_gradient = |held: &&Held| {
@@ -423,15 +427,15 @@ impl LaneMemory {
         Memory { gradients_bytes, activations_bytes: memory.activations_bytes - gradients_bytes, ..memory }
     }
 
-    /// What is held at a point of the `index`-th played call.
+    /// The tensors held at a point of the `index`-th simulated call.
     pub fn held_at(&self, index: usize, point: u32) -> Vec<Held> {
-        // The played calls of each kind.
+        // The simulated calls of each kind.
         let mut played: Vec<Vec<usize>> = vec![Vec::new(); self.kinds.len()];
         for (at, &position) in self.played.iter().enumerate() {
             played[self.calls[position] as usize].push(at);
         }
         let here = self.played.get(index).map(|&position| self.calls[position]);
-        // How often a moment has come.
+        // How often a moment has occurred.
         let times = |moment: Moment| {
             let before = played[moment.kind as usize].partition_point(|&at| at < index) as u64;
             before + u64::from(here == Some(moment.kind) && moment.point <= point)
@@ -439,12 +443,12 @@ impl LaneMemory {
         let mut held = Vec::new();
         for (tensor, t) in self.tensors.iter().enumerate() {
             let made = t.born.map_or(1, times);
-            // What no call lets go of is gone with its step.
+            // A tensor that no call frees is gone with its step.
             let ended = |born: Moment| {
                 let of_step = self.calls.iter().filter(|kind| **kind == born.kind).count();
                 (of_step * self.ended_before(index)) as u64
             };
-            // But of what outlives steps, one that is made anew in each of them takes the place of that before it.
+            // But a tensor that outlives steps and is made anew in each of them takes the place of the previous one.
             let lasts = matches!(t.category, Category::Parameters | Category::Gradients | Category::OptimizerState);
             let made = if lasts { made.min(1) } else { made };
             let gone = t.gone.map_or_else(|| t.born.filter(|_| !lasts).map_or(0, ended), times);
@@ -466,7 +470,7 @@ impl LaneMemory {
     }
 }
 
-/// See [`LaneMemory::played`] and [`LaneMemory::stashed`].
+/// Returns [`LaneMemory::played`] and [`LaneMemory::stashed`].
 fn played(scheduled: &Program, program: &Program, overlap: Overlap) -> (Vec<usize>, Vec<bool>) {
     let (prompt, end) = (scheduled.num_prompt(), scheduled.schedule.len());
     if !overlap.steps {
@@ -476,12 +480,12 @@ fn played(scheduled: &Program, program: &Program, overlap: Overlap) -> (Vec<usiz
         Call::Run { body, .. } => program.bodies.get(body as usize).map(|body| body.phase),
         _ => None,
     };
-    // With the number of the step that a call is of, and of the last that has begun.
+    // Each call with the step that it is part of, and the last step that has begun.
     let of_step = |step: usize| scheduled.turns().map(move |(at, late)| (at, step - usize::from(late), step));
     let first = (0..prompt).map(|at| (at, 0, 0));
     let last = (prompt..end).map(|at| (at, 2, 2));
     let calls: Vec<(usize, usize, usize)> = first.chain(of_step(1)).chain(of_step(2)).chain(last).collect();
-    // After an update, as long as there are calls of a step that began before it.
+    // From an update on, as long as calls follow of a step that began before it.
     let mut stashed = vec![false; calls.len()];
     for (index, &(position, _, begun)) in calls.iter().enumerate() {
         if phase(position) == Some(Phase::Update) {
@@ -495,7 +499,7 @@ fn played(scheduled: &Program, program: &Program, overlap: Overlap) -> (Vec<usiz
     (calls.into_iter().map(|(position, ..)| position).collect(), stashed)
 }
 
-/// What a tensor of a lane is called: by the buffer that lasts, else by the model's name of the value, and its op.
+/// The name of a tensor of a lane: that of the lasting buffer, else the model's name of the value, and its op.
 pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
     let program = &programs.programs[lane];
     match origin {
@@ -507,7 +511,7 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
             if let Some((body, value)) = program.bodies.iter().enumerate().find_map(written) {
                 return name(programs, lane, Origin::Value { body, value });
             }
-            // What is received is called as where it comes from.
+            // A received value has the name of its source.
             let here = (lane as u32, buffer);
             match programs.transfers.iter().find(|t| t.target == here) {
                 Some(t) if t.source != here => name(programs, t.source.0 as usize, Origin::Buffer(t.source.1)),
@@ -521,7 +525,7 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
             if let Some((_, buffer)) = body.reads.iter().find(|r| r.0 == value) {
                 return program.buffer(*buffer).name.clone();
             }
-            // What has no name is made of what has one.
+            // A value without a name is named after the operand that it is made of.
             let mut at = value;
             while graph.node(at).name.is_empty()
                 && let Some(&operand) = graph.node(at).operands.first()
@@ -542,7 +546,7 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
 }
 
 impl Tensor {
-    /// The points of kinds of calls at which it comes and goes, and the bytes by which that changes what is held.
+    /// Points of kinds of calls at which the tensor comes and goes, and the change of the bytes held.
     fn changes(&self) -> impl Iterator<Item = (u32, u32, i64)> {
         let bytes = self.bytes as i64;
         let away = self.absent.map(|(from, to)| [(from.kind, from.point, -bytes), (from.kind, to, bytes)]);
@@ -552,7 +556,7 @@ impl Tensor {
     }
 }
 
-/// Adds up what tensors do to each kind of call.
+/// Sums up the effects of tensors on each kind of call.
 fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
     let mut changes: Vec<Vec<i64>> = kinds.iter().map(|k| vec![0; k.points as usize + 2]).collect();
     for (kind, point, bytes) in tensors.iter().flat_map(Tensor::changes) {
@@ -575,7 +579,7 @@ fn sum_up(kinds: &mut [Kind], tensors: &[Tensor]) {
 }
 
 impl Walk<'_> {
-    /// Of the device's memory.
+    /// Bytes in the device's memory.
     fn local_bytes(&self, buffer: BufferId) -> u64 {
         let description = self.program.buffer(buffer);
         if description.host {
@@ -599,7 +603,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Puts a tensor into a buffer; what was there is gone at `point`.
+    /// Puts a tensor into a buffer. The previous one is gone at `point`.
     fn keep(&mut self, key: (BufferId, bool), tensor: usize, point: u32) {
         self.holders[tensor] += 1;
         if let Some(old) = self.buffers.insert(key, tensor) {
@@ -607,7 +611,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Where the instance of a buffer that a call sees is kept: the microbatch's, or else the step's.
+    /// The key of the buffer instance that a call sees: the microbatch's, if there is one, else the step's.
     fn key(&self, buffer: BufferId, of_microbatch: bool) -> (BufferId, bool) {
         let own = (buffer, of_microbatch);
         if self.buffers.contains_key(&own) { own } else { (buffer, false) }
@@ -617,7 +621,7 @@ impl Walk<'_> {
         (buffer, of_microbatch && self.program.buffer(buffer).kind.is_of_step())
     }
 
-    /// What is there before the first call.
+    /// Creates the tensors that exist before the first call.
     fn start(&mut self) {
         let Overlap { steps, stashes_parameters, doubles_accumulators } = self.overlap;
         let writes = self.program.bodies.iter().flat_map(|body| &body.writes);
@@ -633,7 +637,7 @@ impl Walk<'_> {
             let bytes = self.local_bytes(id);
             let tensor = self.tensor(Origin::Buffer(id), category, bytes, None);
             self.keep((id, false), tensor, 0);
-            // Of two steps that are under way, each has its own.
+            // If two steps are under way, each has its own.
             let of_other_step = match category {
                 Category::Parameters if stashes_parameters && written.contains(&id) => Category::Stashed,
                 Category::Gradients if doubles_accumulators => Category::Gradients,
@@ -653,7 +657,7 @@ impl Walk<'_> {
 
     fn receive(&mut self, transfer: TransferId, of_microbatch: bool) {
         let buffer = self.transfers[transfer.0 as usize].target.1;
-        // What lasts is renewed in place of what was there.
+        // A lasting buffer is renewed in place.
         if !self.program.buffer(buffer).kind.is_of_step() {
             return;
         }
@@ -666,12 +670,12 @@ impl Walk<'_> {
     fn run(&mut self, body: u32, steps: &Steps<()>, of_microbatch: bool) -> u32 {
         let end = steps.steps.len() as u32 + 1;
         let mut values: Vec<Option<usize>> = vec![None; steps.num_values];
-        // What the body's values are called where they end up in a buffer.
+        // The buffers that the body's values end up in.
         let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
         for leaf in &steps.leaves {
             let key = self.key(leaf.buffer, of_microbatch);
             let found = self.buffers.get(&key).copied().or_else(|| {
-                // The host brings inputs when they are first read.
+                // The host provides inputs when they are first read.
                 let is_input = matches!(self.program.buffer(leaf.buffer).kind, BufferKind::Input { .. });
                 is_input.then(|| {
                     let origin = Origin::Buffer(leaf.buffer);
@@ -698,11 +702,11 @@ impl Walk<'_> {
                 let replaced = in_place.get(&i).and_then(|v| values[v.index()].take());
                 let lasting = |t: &usize| self.tensors[*t].born.is_none() && self.holders[*t] == 1;
                 let tensor = match replaced.filter(lasting) {
-                    // The storage stays what it was.
+                    // The storage remains the same.
                     Some(tensor) => tensor,
                     None => {
                         if let Some(old) = replaced {
-                            // Taken over, or copied because somebody else has it too.
+                            // Taken over, or copied because it has another holder as well.
                             let shared = self.holders[old] > 1;
                             self.release(old, point + u32::from(shared));
                         }
@@ -755,8 +759,8 @@ impl Walk<'_> {
         end - 1
     }
 
-    /// A buffer that lasts and is made anew in other storage is still one tensor: absent between the end of the old storage
-    /// and the start of the new, or there twice between the start of the new and the end of the old.
+    /// A lasting buffer that is made anew in other storage is still one tensor. It is absent between the end of the old
+    /// storage and the start of the new one, or exists twice between the start of the new and the end of the old.
     fn renewed(&mut self, old: usize, new: usize) -> usize {
         let kind = self.kind;
         let gone = self.tensors[old].gone.filter(|m| m.kind == kind);
@@ -766,7 +770,7 @@ impl Walk<'_> {
         self.tensors[old].gone = None;
         let stashes = self.overlap.stashes_parameters && self.tensors[old].category == Category::Parameters;
         if stashes {
-            // Its room is that of the other version, which nobody needs any more.
+            // It takes the room of the other version, which nobody needs any more.
             self.tensors[new].bytes = 0;
         } else if born.point < gone.point {
             self.tensors[new].gone = Some(gone);
@@ -778,13 +782,13 @@ impl Walk<'_> {
         old
     }
 
-    /// The node that a stored value is called by: copies stand for none, and are called by what they are copies of.
+    /// The node that names a stored value. A copy has no node and takes the name of its source.
     fn named(&self, body: u32, node: ValueId, value: ValueId) -> ValueId {
         let is_node = value.index() < self.program.bodies[body as usize].graph.len();
         if is_node { value } else { node }
     }
 
-    /// Whether a buffer keeps its storage whatever is written to it: on GPUs, all that last.
+    /// Returns true if a buffer keeps its storage when it is written: on GPUs, all lasting buffers do.
     fn is_fixed(&self, buffer: BufferId) -> bool {
         self.device == DeviceKind::Gpu && !self.program.buffer(buffer).kind.is_of_step()
     }

@@ -1,4 +1,4 @@
-//! The forward graph seen as layers: which values each has, and which layers are alike.
+//! The forward graph as layers: the values of each layer, and the layers that are alike.
 
 use crate::cache::{Digest, Key};
 use crate::intra_op::space::block_counts;
@@ -35,25 +35,25 @@ pub struct Layered {
     stops: Vec<ValueId>,
     trains: bool,
     saved: OnceLock<Arc<Vec<bool>>>,
-    /// For software without and with losses in one piece.
+    /// For software without and with fused losses.
     derived: [OnceLock<Result<Derived, AutodiffError>>; 2],
     hash: OnceLock<String>,
-    /// Of each kind of layer, and of each kind of smaller part.
+    /// Keys of each kind of layer, and of each kind of smaller part.
     contents: OnceLock<[Vec<Option<Key>>; 2]>,
 }
 
-/// Smaller runs of nodes that layers are made of, where a model has more blocks than layers: blocks that are alike are solved once,
-/// and layers put together from them.
+/// Smaller runs of nodes that layers are made of, if a model has more blocks than layers. Equal blocks are solved once,
+/// and layers are put together from them.
 struct Units {
     starts: Vec<u32>,
     layers: Vec<Layer>,
     kinds: Vec<usize>,
     representatives: Vec<usize>,
-    /// Of each layer; none where a layer cannot be put together.
+    /// The parts of each layer; `None` if a layer cannot be put together.
     of: Vec<Option<Range<usize>>>,
 }
 
-/// One part of a layer: itself, the first part of its kind, of which the table is, with the nodes of that, and the kind.
+/// One part of a layer: the part itself, the first part of its kind (whose table it uses) with its nodes, and the kind.
 pub struct Unit<'a> {
     pub layer: &'a Layer,
     pub model: &'a Layer,
@@ -61,7 +61,7 @@ pub struct Unit<'a> {
     pub kind: usize,
 }
 
-/// One layer's nodes and parameters in order: layers of one kind correspond entry by entry.
+/// One layer's nodes and parameters in order. Layers of one kind correspond entry by entry.
 pub struct Layer {
     pub nodes: Vec<ValueId>,
     pub parameters: Vec<ValueId>,
@@ -70,7 +70,7 @@ pub struct Layer {
 }
 
 impl Layered {
-    /// `trains`: whether values have gradients at all.
+    /// `trains`: true if values have gradients at all.
     pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> Layered {
         let layer_of = layers_of(&graph, &starts);
         let mut needs_gradient = vec![false; graph.len()];
@@ -104,7 +104,7 @@ impl Layered {
         layered
     }
 
-    /// The same, knowing where smaller parts of its layers start.
+    /// Adds the starts of smaller parts of the layers.
     pub fn with_units(mut self, starts: Vec<u32>) -> Layered {
         if starts.len() <= self.starts.len() || self.starts.iter().any(|s| starts.binary_search(s).is_err()) {
             return self;
@@ -116,7 +116,7 @@ impl Layered {
         let can_join = |kind: usize| {
             let range = &ranges[self.representatives[kind]];
             let mut of_kind = (0..self.layers.len()).filter(|&l| self.kinds[l] == kind);
-            // What leaves a part is one value, which the next part alone takes, and no parameter is in several.
+            // The values that leave a part enter the next part and no other, and no parameter is in several parts.
             let apart = range.clone().skip(1).all(|next| {
                 let (begin, end) = (starts[next], starts[next + 1]);
                 let later = |v: &ValueId| self.users[v.index()].iter().filter(|u| u.0 >= begin).copied();
@@ -139,7 +139,7 @@ impl Layered {
         self
     }
 
-    /// What a layer is put together from: of one that is solved as a whole, itself.
+    /// The parts that a layer is put together from; the layer itself if it is solved as a whole.
     pub fn units_of(&self, l: usize) -> Vec<Unit<'_>> {
         if let Some(units) = &self.units
             && let Some(of) = &units.of[l]
@@ -158,7 +158,7 @@ impl Layered {
         vec![Unit { layer: &self.layers[l], model: &self.layers[first], range, kind }]
     }
 
-    /// The kind of each of these layers, and the first of each kind.
+    /// The kind of each of these layers, and the first layer of each kind.
     fn kinds_of(&self, layers: &[Layer], starts: &[u32]) -> (Vec<usize>, Vec<usize>) {
         let mut seen: BTreeMap<String, usize> = BTreeMap::new();
         let (mut kinds, mut representatives) = (Vec::new(), Vec::new());
@@ -172,7 +172,8 @@ impl Layered {
         (kinds, representatives)
     }
 
-    /// All that the table of a kind of layer depends on in the model: of a whole layer, or of one of its parts.
+    /// Key of everything in the model that the table of a kind of layer depends on. If `whole` is false, the kind is
+    /// one of parts of layers.
     pub fn content(&self, kind: usize, whole: bool) -> Option<Key> {
         let of = |layers: &[Layer], starts: &[u32], representatives: &[usize]| -> Vec<Option<Key>> {
             let content = |&l: &usize| {
@@ -190,7 +191,7 @@ impl Layered {
         contents[usize::from(!whole)][kind]
     }
 
-    /// What lowering looks at, made once for all plans of software with losses in one piece or not ([`Execution`]).
+    /// The model data that lowering needs. It is made once for all plans with or without fused losses ([`Execution`]).
     pub fn derived(&self, Execution { fused_loss, .. }: Execution) -> Result<&Derived, AutodiffError> {
         let derived = &self.derived[usize::from(fused_loss)];
         let derived = derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains, fused_loss));
@@ -202,7 +203,8 @@ impl Layered {
         self.hash.get_or_init(|| graph_hash(&self.graph))
     }
 
-    /// What the integer programs of layers look at. Without an optimizer nothing is trained; its state is on the devices.
+    /// Input of the layers' integer programs. Without an optimizer nothing is trained. Optimizer state is on the
+    /// devices.
     pub fn model<'a>(&'a self, optimizer: Option<&'a Optimizer>) -> Model<'a> {
         Model {
             graph: &self.graph,
@@ -216,7 +218,7 @@ impl Layered {
         }
     }
 
-    /// Values that stay from the forward pass to the backward, if nothing dear is computed again.
+    /// Values kept from the forward pass to the backward, if nothing expensive is recomputed.
     fn saved(&self) -> &[bool] {
         self.saved.get_or_init(|| {
             let Layered { graph, layer_of, users, stops, trains, .. } = self;
@@ -226,12 +228,12 @@ impl Layered {
         })
     }
 
-    /// The same, knowing the saved values of the same model at another size.
+    /// Uses the saved values of the same model at another size.
     pub(crate) fn with_saved(self, saved: &Arc<Vec<bool>>) -> Layered {
         Layered { saved: OnceLock::from(saved.clone()), ..self }
     }
 
-    /// All that the program of a layer that ends before node `end` depends on, as text.
+    /// Text of everything that the program of a layer that ends before node `end` depends on.
     fn fingerprint(&self, layer: &Layer, end: u32) -> String {
         use std::fmt::Write;
         let mut text = String::new();
@@ -279,7 +281,7 @@ impl Layered {
     }
 }
 
-/// The layer of each node that does something on devices, by where layers start.
+/// The layer of each node that does work on devices, given the starts of layers.
 fn layers_of(graph: &Graph, starts: &[u32]) -> Vec<Option<u32>> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     let layer = |v: ValueId| {
@@ -289,7 +291,8 @@ fn layers_of(graph: &Graph, starts: &[u32]) -> Vec<Option<u32>> {
     graph.values().map(layer).collect()
 }
 
-/// Which values of a model in layers a backward pass reads that nothing computes again; the same for every size of microbatch.
+/// Values of a model in layers that a backward pass reads and nothing recomputes. They are the same for every
+/// microbatch size.
 pub(crate) fn saved_between(graph: &Graph, starts: &[u32], readers: &[Vec<ValueId>]) -> Vec<bool> {
     saved(graph, &layers_of(graph, starts), &graph.users(), readers)
 }
@@ -309,7 +312,7 @@ fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], reader
     read
 }
 
-/// The layers that begin at all but the last of `starts`, which is where they end.
+/// The layers that start at all but the last of `starts`, where the last layer ends.
 fn layers_between(graph: &Graph, layer_of: &[Option<u32>], starts: &[u32]) -> Vec<Layer> {
     let layer = |w: &[u32]| {
         let nodes: Vec<ValueId> = (w[0]..w[1]).map(ValueId).filter(|v| layer_of[v.index()].is_some()).collect();

@@ -1,5 +1,5 @@
-//! The plans next to a plan: one of its stages with a layer more or less, on another mesh, or recomputing where it did not. What
-//! the stage would be then is solved as the search solves it, and the whole is judged as every plan is.
+//! The neighbours of a plan: one of its stages has a layer more or less, another mesh, or another level of
+//! recomputation. The changed stage is solved as in the search, and the whole is predicted like any plan.
 
 use crate::again::Again;
 use crate::assemble::{Parts, assemble};
@@ -27,9 +27,9 @@ pub struct Neighbour {
 /// The neighbours of a plan at one of its stages.
 ///
 /// # Errors
-/// As [`crate::plan`]; what only one neighbour fails with is in it.
+/// Like [`crate::plan`]. A failure of one neighbour alone is stored in that neighbour.
 pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailure> {
-    // Of the sizes that the plan has.
+    // Use the sizes that the plan has.
     let (graph, stop_gradients) = (plan.graph.clone(), plan.stop_gradients.clone());
     let request = &target::aimed(&Request { graph, stop_gradients, ..Request::of_plan(plan) })?;
     let freedom = freedom(request)?;
@@ -48,7 +48,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
             stages: &stages,
         };
         let mut new = assemble(request, &parts, &costs as &dyn Costs)?;
-        // A stage that stays what it was keeps the shardings that it had.
+        // A stage that does not change keeps its shardings.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
             let same = (&a.layers, &a.way.mesh, a.way.again) == (&b.layers, &b.way.mesh, b.way.again);
             new.offload = old.offload;
@@ -60,7 +60,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
         let new = predicted(new, &layered, &costs, None)?;
         if fits(&new) { refine::refined(request, &freedom, &layered, new, &costs) } else { Ok(new) }
     };
-    // Layouts that keep less are looked at where the others do not fit, as in the search.
+    // Lean layouts are tried if the others do not fit, as in the search.
     let neighbour = |(change, stages): (String, Vec<ChosenStage>)| {
         let first = judged(&stages, false);
         let plan = match &first {
@@ -76,7 +76,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
     Ok(changes(plan, stage, &as_is).into_par_iter().map(neighbour).collect())
 }
 
-/// A stage in the terms of the search.
+/// A stage in the search's terms.
 fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
     let shape = SubmeshShape { nodes: stage.submesh.0, devices: stage.submesh.1 };
     let variant =
@@ -93,7 +93,7 @@ fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
     }
 }
 
-/// What can be changed of a stage, in words and in the terms of the search.
+/// Possible changes of a stage, in words and in the search's terms.
 fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec<ChosenStage>)> {
     let mut changes = Vec::new();
     let mut change = |text: String, apply: &dyn Fn(&mut Vec<ChosenStage>)| {
@@ -129,7 +129,7 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
     let now = &plan.stages[stage].mesh;
     for (i, axis) in now.axes.iter().enumerate() {
         for (j, other) in now.axes.iter().enumerate().filter(|(j, _)| *j != i) {
-            // The smallest step from an axis to another: by a prime.
+            // The smallest step from one axis to another is a prime factor.
             let Some(by) = (2..=other.size).find(|by| other.size % by == 0) else { continue };
             let mut sizes: Vec<(&str, u32)> = now.axes.iter().map(|a| (a.name.as_str(), a.size)).collect();
             sizes[i].1 = axis.size * by;
@@ -141,7 +141,7 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
     if plan.schedule.trains() {
         let now = as_is[stage].way.again;
         for level in Recompute::ALL {
-            // What attention recomputes in any case is no choice.
+            // Fused attention recomputes its products anyway, so selective recomputation is no choice.
             let possible = level != Recompute::Selective || !plan.execution.fused_attention;
             if possible && Again::alike(level) != now {
                 let text = match level {

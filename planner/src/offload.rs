@@ -1,8 +1,8 @@
-//! Optimizer state and activations in the memory of hosts: where that may help, which stages need it, and whether their nodes have
-//! room for it.
+//! Optimizer state and activations in host memory: when that may help, which stages need it, and whether their nodes
+//! have room.
 //!
-//! A search assumes one place for what all stages may leave in host memory. Where that is the host because nothing fits otherwise,
-//! stages whose devices have room for all of it, or for a part, take it back, since all that it costs is time.
+//! A search offloads the same data for all stages. If it does so because nothing fits otherwise, stages whose devices
+//! have room for all or part of the data take it back, since offloading only costs time.
 
 use crate::request::{PlanFailure, Request};
 use crate::{fits, judged_again};
@@ -14,8 +14,8 @@ use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 
-/// What is worth a search with it in host memory, where a request leaves that open, its devices have a memory that is not the host's, and
-/// a search without has come to this: anything where nothing fits, and activations where they are recomputed.
+/// Returns the data that is worth a search with it in host memory: any if nothing fits without, and activations if the
+/// plan recomputes them. This applies if the request leaves the choice open and its devices have a memory of their own.
 pub fn worth_trying(request: &Request, without: &Result<Plan, PlanFailure>) -> Vec<Offload> {
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
     if request.offload.is_some() || !request.trains() || !apart {
@@ -29,11 +29,11 @@ pub fn worth_trying(request: &Request, without: &Result<Plan, PlanFailure>) -> V
     }
 }
 
-/// A plan of which all stages leave something in the host, with that of stages on their devices where these have room for it: all of it,
-/// or else the activations, which go to and fro for each microbatch, or else the state.
+/// Moves offloaded data back to stages whose devices have room for it: all of it, or else the activations, which are
+/// copied for each microbatch, or else the state.
 ///
 /// # Errors
-/// Where the plan that this makes cannot be judged.
+/// If the resulting plan cannot be predicted.
 pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let mut back = plan.clone();
     for lane in 0..plan.num_lanes() {
@@ -45,7 +45,7 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
             (Offload::OPTIMIZER, host_bytes.saturating_sub(state_bytes)),
             (Offload::ACTIVATIONS, state_bytes),
         ];
-        // Whenever most is held, what is in the host now would be held as well.
+        // At the peak, the data that is in the host now would be held as well.
         let fits = |more: u64| stage.predicted.peak_bytes.saturating_add(more) <= plan.usable_bytes(stage);
         let less = parts.into_iter().filter(|(left, _)| *left == Offload::NONE || stage.offload == Offload::ALL);
         if let Some((left, _)) = less.into_iter().find(|(_, more)| fits(*more)) {
@@ -59,7 +59,7 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
     Ok(if fits(&back) { back } else { plan })
 }
 
-/// Bytes of optimizer state on each device of a stage that are in host memory.
+/// Bytes of optimizer state that each device of a stage keeps in host memory.
 fn state_bytes(plan: &Plan, stage: usize) -> u64 {
     let stage = &plan.stages[stage];
     let of_parameter = |(p, name): (ValueId, &str)| {
@@ -73,7 +73,7 @@ fn state_bytes(plan: &Plan, stage: usize) -> u64 {
     }
 }
 
-/// Bytes that devices keep in the memory of each node that has any of them, by the node's first device.
+/// Bytes that devices keep in the memory of their node, by the node's first device. Nodes without any are left out.
 pub fn of_nodes(plan: &Plan) -> BTreeMap<u32, u64> {
     let mut nodes: BTreeMap<u32, u64> = BTreeMap::new();
     for stage in plan.lanes().iter().filter(|stage| stage.predicted.host_bytes > 0) {
@@ -86,7 +86,7 @@ pub fn of_nodes(plan: &Plan) -> BTreeMap<u32, u64> {
     nodes
 }
 
-/// What the fullest node has to hold and what it has, where that is known and too little.
+/// The bytes that the fullest node must hold and those that it has; `None` if every node has enough, as far as known.
 pub fn short_node(plan: &Plan) -> Option<(u64, u64)> {
     let limit = |device: u32| {
         let group = (0..plan.cluster.groups.len()).find(|&g| plan.cluster.devices_of(g).contains(&device))?;

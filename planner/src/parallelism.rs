@@ -1,9 +1,10 @@
-//! The degrees of a plan, as people who configure training by hand name them: data, tensor, context and expert parallelism.
+//! The degrees of a plan, as users who configure training by hand name them: data, tensor, context and expert
+//! parallelism.
 //!
-//! A plan says for each op which factors its mesh axes split. The degree of a kind is the product of the axes that split factors of
-//! that kind in the products of a stage, which have nearly all of its work. An axis may do different things in different ops; it counts
-//! as what it does in most of the work, and how much of the work that is is part of the answer. Where it splits the positions of
-//! attention, which no other degree does, it counts as that.
+//! A plan states for each op the factors that its mesh axes split. The degree of a kind is the product of the axes that
+//! split factors of that kind in the products of a stage, which do nearly all of its work. An axis may do different
+//! things in different ops. It counts as what it does in most of the work, and the answer includes that share of the
+//! work. An axis that splits the positions of attention counts as context parallelism, since no other degree does that.
 
 use crate::intra_op::space::{batch_factors, input_dims};
 use altiplano_ir::graph::{Graph, ValueId};
@@ -16,21 +17,21 @@ use std::collections::BTreeMap;
 /// How the work of a stage is split over its devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Parallelism {
-    /// Devices, or groups of them, that have samples of their own.
+    /// Devices, or groups of devices, that have samples of their own.
     pub data: u32,
     /// Devices that split features: columns, rows and heads.
     pub tensor: u32,
     /// Devices that split a sample: its positions, or the height and width of an image.
     pub context: u32,
-    /// Devices that have experts of their own. They are devices of the other degrees too.
+    /// Devices that have experts of their own. They also count in the other degrees.
     pub expert: u32,
     /// Devices that repeat each other's work.
     pub repeated: u32,
-    /// The least part of the stage's work in which an axis does what it is counted as.
+    /// The least share of the stage's work in which an axis does what it counts as.
     pub agreement: f64,
 }
 
-/// What splitting a factor of an op is called.
+/// The kind of parallelism that splits a factor of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Data,
@@ -74,7 +75,7 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
         if size == 1 {
             continue;
         }
-        // Experts are a choice within their layers, beside what the axis does everywhere else.
+        // Experts are split within their layers, besides what the axis does everywhere else.
         let of_experts = work.remove(&Kind::Expert).unwrap_or(0.0);
         if of_experts > 0.0 {
             found.expert *= size;
@@ -100,7 +101,7 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
     found
 }
 
-/// What splitting each factor of a product is.
+/// The kind of parallelism that splits each factor of a product.
 fn kinds_of(graph: &Graph, v: ValueId, of_inputs: &[u32], depends: &[bool]) -> Vec<Kind> {
     let (node, rule) = (graph.node(v), graph.rule(v));
     let is_batch = batch_factors(graph, v, &rule);
@@ -120,14 +121,15 @@ fn kinds_of(graph: &Graph, v: ValueId, of_inputs: &[u32], depends: &[bool]) -> V
     (0..rule.factors.len()).map(kind).collect()
 }
 
-/// True if a factor of a product with weights indexes both operands and the result: so many products beside each other.
+/// Returns true if a factor of a product with weights indexes both operands and the result, as in independent products
+/// side by side.
 fn is_expert(rule: &ShardingRule, factor: u8) -> bool {
     rule.operands.len() == 2
         && rule.factors[usize::from(factor)].size > 1
         && rule.operands.iter().chain([&rule.result]).all(|dims| dims.iter().any(|d| d.contains(&factor)))
 }
 
-/// The products with parameters of experts, each with the dimension of its result that counts these.
+/// The products with expert parameters, each with the dimension of its result that counts experts.
 pub fn expert_products(graph: &Graph) -> Vec<(ValueId, usize)> {
     let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
     let of_experts = |v: ValueId| {

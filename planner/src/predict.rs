@@ -1,8 +1,8 @@
-//! What a lowered plan will take: seconds and bytes of each stage, and of the step. Stages that share devices hold what they hold
-//! together.
+//! Predicts a lowered plan: seconds and bytes of each stage, and the step time. Stages on the same devices share their
+//! memory.
 //!
-//! Times are those of the bodies that devices really run, played on a device's streams and put on the pipeline's schedule. Bytes are
-//! those of [`crate::memory`].
+//! Times come from the bodies that devices really run, simulated on a device's streams and placed on the pipeline's
+//! schedule. Bytes come from [`crate::memory`].
 
 mod exchange;
 
@@ -21,7 +21,7 @@ use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The work of a plan's programs, by stage; none for stages that are as others.
+/// Returns the work of a plan's programs, by stage; it is empty for stages that duplicate another.
 pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
     let devices = plan.num_devices();
     let at = costs.runtime().map(|r| r.at(devices, devices));
@@ -41,7 +41,7 @@ pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<B
     (0..plan.stages.len()).into_par_iter().map(of_stage).collect()
 }
 
-/// [`work_of`] with that of stages that are as others.
+/// Like [`work_of`], with the work of duplicate stages filled in.
 pub fn whole_work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
     let mut work = work_of(plan, sketch, costs);
     for i in 0..work.len() {
@@ -53,19 +53,19 @@ pub fn whole_work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec
     work
 }
 
-/// The stage that stands for stage `i` in a sketch.
+/// The stage that represents stage `i` in a deduplicated sketch.
 fn like(plan: &Plan, sketch: &Sketch<'_>, i: usize) -> usize {
     let lane = plan.lane_of(i);
     i - lane + sketch.like[lane]
 }
 
-/// What every stage of a plan takes, from its programs.
+/// Times every stage of a plan from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<(StageTimes, StageTiming)> {
     let sketch = Sketch::whole(programs);
     timings_of(plan, &sketch, &work_of(plan, &sketch, costs), costs)
 }
 
-/// [`stage_timings`] of work that is known already.
+/// Like [`stage_timings`], for work that is already known.
 pub fn timings_of(
     plan: &Plan,
     sketch: &Sketch<'_>,
@@ -104,8 +104,8 @@ pub fn timings_of(
     (0..plan.stages.len()).into_par_iter().map(with_sends).collect()
 }
 
-/// What a worker of a plan with parameter servers takes, with all workers at work, and what it exchanges with the servers; none where
-/// the plan has no servers.
+/// Times a worker of a plan with parameter servers while all workers compute, and its exchange with the servers.
+/// Returns `None` if the plan has no servers.
 pub fn exchange_of(
     plan: &Plan,
     sketch: &Sketch<'_>,
@@ -129,22 +129,22 @@ pub fn exchange_of(
     times.step_s = (exchanged.step_s - computed_s).max(0.0);
     timing.waits_s = (times.step_s - exchanged.sent_s).max(0.0);
     if costs.runtime().is_some() {
-        // All workers are at work at once, and this one stands for them.
+        // All workers compute at once, and this one represents them.
         timing.shared = vec![(stage.devices.len() as u32, times)];
     }
     Some(((times, timing), exchanged))
 }
 
-/// Microbatches of a step during which gradients are reduced before they are used.
+/// Number of microbatches that overlap with the reduction of late gradients; `None` if gradients are not late.
 fn late_by(plan: &Plan) -> Option<u32> {
     (plan.update == Update::Stale).then_some(plan.num_microbatches)
 }
 
-/// Numbers of devices at work at once for which stages on a shared machine are timed, at most.
+/// Most numbers of busy devices for which stages on a shared machine are timed.
 const MAX_LOADS: usize = 8;
 
-/// Timings on a machine that all devices share; the times of a stage are those with all devices at work. What is sent is copied by
-/// those who send and receive it, and between them takes what a message takes.
+/// Times stages on a machine that all devices share. The times of a stage assume that all devices compute. Sender and
+/// receiver each spend time on copying a message, and the message takes time in between.
 fn shared_timings(
     plan: &Plan,
     sketch: &Sketch<'_>,
@@ -159,7 +159,7 @@ fn shared_timings(
     sums.remove(&0);
     let loads: Vec<u32> = sums.iter().copied().collect();
     let every = loads.len().div_ceil(MAX_LOADS);
-    // Counted from the last, which is all.
+    // Counted from the last load, which is all devices.
     let loads: Vec<u32> = loads.into_iter().rev().step_by(every.max(1)).collect();
     let copied: Vec<[u64; 6]> = (0..plan.stages.len()).map(|i| copied_bytes(plan, programs, i)).collect();
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
@@ -189,8 +189,8 @@ fn shared_timings(
     times.collect()
 }
 
-/// Bytes that the busiest device of a stage sends: with each microbatch forward and backward, and once a step; and that it
-/// receives.
+/// Bytes that the busiest device of a stage sends forward and backward with each microbatch and once a step, followed
+/// by the bytes that it receives.
 fn copied_bytes(plan: &Plan, programs: &Programs, i: usize) -> [u64; 6] {
     let mut bytes = [0; 6];
     for call in &programs.programs[plan.lane_of(i)].schedule {
@@ -223,8 +223,8 @@ fn copied_bytes(plan: &Plan, programs: &Programs, i: usize) -> [u64; 6] {
     bytes
 }
 
-/// Plays the calls of a step: on devices of their own, or on a machine that all share. `watch` sees a step that is run alone; where
-/// the next begins before it has ended, what is returned is a step among others.
+/// Simulates the calls of a step, on devices of their own or on a machine that all share. `watch` observes a step that
+/// runs alone. If steps overlap, the result is a step in steady state.
 pub fn played(
     plan: &Plan,
     timings: &[(StageTimes, StageTiming)],
@@ -256,7 +256,7 @@ fn played_as(
     simulate_shared(&stages, order, watch)
 }
 
-/// Seconds of what a stage sends: with each microbatch forward and backward, and once a step.
+/// Seconds that a stage's sends take: forward and backward with each microbatch, and once a step.
 fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, transfer_s: impl Fn(u64, &TransferPath) -> f64) -> [f64; 3] {
     let lane = plan.lane_of(i);
     let (stage, program) = (&plan.stages[i], sketch.written(lane));
@@ -264,7 +264,7 @@ fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, transfer_s: impl Fn(u64, &T
     for call in &sketch.programs.programs[lane].schedule {
         let Call::Send { transfer, microbatch, .. } = call else { continue };
         let (from, to) = sketch.stages_of(*transfer);
-        // What stays on its devices is copied there, which is nothing beside what goes over a link.
+        // A transfer between stages on the same devices is a local copy, which is negligible beside one over a link.
         let stays = plan.lane_of(from as usize) == plan.lane_of(to as usize);
         if from != i as u32 || stays || microbatch.is_some_and(|m| m != 0) {
             continue;
@@ -282,7 +282,7 @@ fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, transfer_s: impl Fn(u64, &T
     sends
 }
 
-/// The links from a stage to another.
+/// The links from one stage to another.
 fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
     let group = plan.group_of(source);
     match &plan.cluster.between_groups {
@@ -298,9 +298,9 @@ fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
     }
 }
 
-/// What the devices of every lane hold over a step, on the devices that the plan is for.
+/// Memory of every lane over a step, on the devices that the plan is for.
 pub fn lane_memories(plan: &Plan, sketch: &Sketch<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
-    // Programs of workers and servers are on devices of one group.
+    // Workers and servers run on devices of one group.
     let kind = |lane: usize| plan.group_of(plan.stages.get(lane).unwrap_or(&plan.stages[0])).device.kind;
     let programs = &sketch.programs.programs;
     let steps_of = |lane: usize| match sketch.like[lane] == lane {
@@ -329,7 +329,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
         let bodies = [&timing.forward, &timing.backward, &timing.weights];
         let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
         let seconds: f64 = bodies.iter().map(|b| b.seconds).sum();
-        // What is sent while something is computed takes no time of its own.
+        // Sends may overlap with computation, but count in full as communication here.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
         let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
@@ -339,7 +339,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
     let parts: Vec<(f64, f64)> = parts.collect();
     for (lane, (played, memory)) in timeline.stages.iter().zip(&memories).enumerate() {
         let mut whole_s = plan.stages_of(lane).map(|i| parts[i].0 + parts[i].1).sum::<f64>();
-        // On a shared machine the stages were faster whenever others waited.
+        // On a shared machine, stages run faster whenever others wait.
         let is_shared = plan.servers.is_none() && plan.stages_of(lane).any(|i| !timings[i].1.shared.is_empty());
         let part = if is_shared { played.busy_s / whole_s.max(f64::MIN_POSITIVE) } else { 1.0 };
         whole_s *= part;

@@ -1,9 +1,9 @@
-//! The shardings of a plan's stages, each solved again as one problem.
+//! Solves the shardings of each stage of a plan again as one problem.
 //!
-//! The search puts stages together from layers that it solves one by one, with one level of storage for all parameters. Once it
-//! has settled on stages and meshes, every stage is stated as a whole ([`crate::intra_op::stage`]); what comes out replaces the
-//! shardings of the plan where the judge finds it within memory and faster, or as fast and leaner. Either way the plan says how
-//! near to the best its shardings are.
+//! The search composes stages from layers that it solves one by one, with one level of storage for all parameters. Once
+//! stages and meshes are settled, every stage is stated as a whole ([`crate::intra_op::stage`]). The solution replaces
+//! the shardings of the plan if it is predicted to fit and to be faster, or as fast and leaner. In any case, the plan
+//! records how near to the optimum its shardings are.
 
 use crate::assemble::{Shardings, with_shardings};
 use crate::cache::{self, Digest};
@@ -23,27 +23,27 @@ use altiplano_ir::plan::{Plan, Solved, Stage, Target};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// Times that a solution is looked for within less memory after the judge found that it needs too much.
+/// Attempts to find a solution within less memory, if the prediction exceeds the memory.
 const TRIES: usize = 3;
 /// Relative difference below which two costs are equal.
 const EQUAL: f64 = 1e-9;
-/// Most problems of stages need a small part of this work. Where memory is tight, what more of it gives is a smaller gap; one this
-/// small is far below what prices are worth.
+/// Most stage problems need a small part of this effort. If memory is tight, more effort gives a smaller gap; one this
+/// small is far below the accuracy of prices.
 const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap: 1e-4 };
 
-/// What became of one stage.
+/// The result for one stage.
 #[derive(Serialize, Deserialize)]
 struct Again {
     stage: Stage,
-    /// Of the shardings in `stage`.
+    /// Quality of the shardings in `stage`.
     solved: Solved,
-    /// Of those that the plan has, where they can be told in the same terms.
+    /// Quality of the plan's shardings, if the problem can express them.
     before: Option<Solved>,
     changed: bool,
 }
 
-/// Solves every stage of a judged plan of a model again. The plan that comes back is the plan itself or a better one, with
-/// [`Stage::solved`] filled in.
+/// Solves every stage of a predicted plan again. Returns the plan itself or a better one, with [`Stage::solved`] filled
+/// in.
 pub fn refined(
     request: &Request,
     freedom: &Freedom,
@@ -60,7 +60,7 @@ pub fn refined(
         false => Vec::new(),
     };
     let device = |stage: &Stage| freedom.memory_bytes[stage.group as usize] as f64;
-    // Of its memory, the part that each stage may use by the estimate.
+    // The share of its device's memory that each stage may use by the estimate.
     let mut shares = vec![1.0; plan.stages.len()];
     let mut first = true;
     for _ in 0..TRIES {
@@ -110,9 +110,9 @@ pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool, target: Target)
     match fixed {
         Some(level) => vec![level],
         None if num_devices == 1 => vec![0],
-        // Parameters are all there is to shard where nothing is trained.
+        // Without training, only parameters can be sharded.
         None if !trains => vec![0, 3],
-        // It shards gradients wherever it shards state.
+        // FSDP shards gradients wherever it shards state.
         None if target == Target::Fsdp => vec![0, 2, 3],
         None => vec![0, 1, 2, 3],
     }
@@ -131,7 +131,7 @@ fn solved_again(
     let stage = &plan.stages[index];
     let trains = plan.schedule.trains();
     let roles = AxisRoles {
-        // Where either degree is given, the mesh is of replicas and what they split features over.
+        // If either degree is given, the first axis holds replicas and the second splits features.
         first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
         experts_on_data: request.ep.is_some_and(|ep| ep > 1),
@@ -144,7 +144,7 @@ fn solved_again(
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);
     let before = as_given(&program, &plan.graph, stage, &mut spaces);
-    // What the shardings that the plan has really need, beside what is estimated of them, says what the estimate misses.
+    // The ratio of estimated to predicted memory of the plan's shardings corrects the limit for errors of the estimate.
     let scale = before.as_ref().map_or(1.0, |b| b.most_bytes as f64 / stage.predicted.peak_bytes.max(1) as f64);
     let found = program.solve(Some((limit_bytes * scale) as u64), &OPTIONS).ok()?;
     let bound = found.lower_bound_s;
@@ -154,7 +154,7 @@ fn solved_again(
     Some(Again { stage: written(layered, &mut spaces, stage, found), solved, before, changed })
 }
 
-/// What a stage's shardings are in the terms of its problem.
+/// Expresses a stage's shardings in the terms of its problem.
 pub fn as_given(
     program: &StageProgram,
     graph: &Graph,
@@ -164,7 +164,7 @@ pub fn as_given(
     as_given_but(program, graph, stage, spaces, None)
 }
 
-/// [`as_given`] where one variable of the problem, by its number, takes another of its choices.
+/// Like [`as_given`], but one variable of the problem takes another choice. `change` holds the indices of both.
 pub fn as_given_but(
     program: &StageProgram,
     graph: &Graph,
@@ -172,7 +172,7 @@ pub fn as_given_but(
     spaces: &mut Spaces<'_>,
     change: Option<(usize, usize)>,
 ) -> Option<StageSolution> {
-    // Which ways of keeping a parameter are the plan's is known before the problem is solved.
+    // The plan's storage of a parameter is known before the problem is solved.
     let kept = |p: ValueId, kept: Kept, spaces: &mut Spaces<'_>| {
         let Op::Parameter(parameter) = &graph.node(p).op else { return false };
         let rests = kept.rests(spaces);
@@ -200,12 +200,12 @@ pub fn as_given_but(
     program.solve_given(strategy, |p, kept| allowed.contains(&(p, kept)), &OPTIONS).ok()
 }
 
-/// A stage with the shardings of a solution.
+/// Writes the shardings of a solution into a stage.
 pub fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
     let graph = &layered.graph;
     let StageSolution { strategies, parameters, receives, .. } = found;
     let mut bytes = [0u64; 4];
-    // Of a frozen parameter the lower levels say nothing.
+    // Levels below 3 do not apply to a frozen parameter.
     for (p, kept) in parameters.iter().filter(|(p, kept)| kept.level >= 3 || !graph.is_frozen(*p)) {
         bytes[usize::from(kept.level)] += graph.ty(*p).bytes();
     }
@@ -215,7 +215,7 @@ pub fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found:
     let old = &stage.parameters;
     let stage = Stage { zero, predicted: Default::default(), solved: None, ..stage.clone() };
     let mut stage = with_shardings(layered, spaces, stage, shardings);
-    // What no op of the stage uses stays as it is.
+    // Parameters that no op of the stage uses stay as they are.
     for (name, storage) in old {
         stage.parameters.entry(name.clone()).or_insert_with(|| storage.clone());
     }

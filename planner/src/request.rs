@@ -1,4 +1,4 @@
-//! What the user asks of the planner, and why it may say no.
+//! Planning requests, and the reasons why planning may fail.
 
 use crate::cache::Cache;
 use crate::chunked_loss::{self, LossChunks};
@@ -15,25 +15,26 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
 
-/// A planning problem. What is `None` is searched.
+/// A planning problem. Fields that are `None` are searched.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Name of the model, for the reader.
+    /// Name of the model, for display.
     pub model: String,
     /// The forward graph with its batch found (see [`altiplano_ir::batch`]) and simplified; its first output is the loss.
     pub graph: Graph,
     pub loss: LossKind,
     pub stop_gradients: Vec<ValueId>,
-    /// What the graph is smaller by than the model that the user has, for the reader.
+    /// How the graph is smaller than the user's model, for display.
     pub reduction: Option<Reduction>,
-    /// Whether sizes that devices do not divide may be made larger (see [`altiplano_ir::padding`]).
+    /// True if sizes that devices do not divide may be padded (see [`altiplano_ir::padding`]).
     pub pad: bool,
-    /// Whether attention may go around a ring (see [`crate::rings`]).
+    /// Use of ring attention (see [`crate::rings`]).
     pub ring: Ring,
-    /// True if the logits of a loss may be made in chunks (see [`crate::chunked_loss`]).
+    /// Use of a loss that makes its logits in chunks (see [`crate::chunked_loss`]).
     pub loss_chunks: LossChunks,
     pub cluster: Cluster,
-    /// Samples per optimizer step; default: the traced batch.
+    /// Samples per optimizer step. Defaults to `microbatch` times `num_microbatches` if both are given, else to the
+    /// traced batch.
     pub global_batch: Option<u64>,
     pub microbatch: Option<u64>,
     pub num_microbatches: Option<u32>,
@@ -41,52 +42,54 @@ pub struct Request {
     pub dp: Option<u32>,
     pub tp: Option<u32>,
     pub pp: Option<u32>,
-    /// Devices that split the positions of samples, beside those of the other degrees; 1: attention keeps samples whole.
+    /// Degree of context parallelism: devices that split the positions of a sample, on top of the other degrees. With
+    /// 1, attention keeps samples whole.
     pub cp: Option<u32>,
-    /// Parts that experts are dealt out to, among the devices of the other degrees.
+    /// Degree of expert parallelism: parts into which experts are divided, among the devices of the other degrees.
     pub ep: Option<u32>,
-    /// Samples that one replica takes at a time: `microbatch` over the degree of data parallelism.
+    /// Samples per replica and microbatch: `microbatch` over the degree of data parallelism.
     pub micro_batch: Option<u64>,
-    /// [`Schedule::Forward`] plans to run the model, not to train it.
+    /// [`Schedule::Forward`] plans inference instead of training.
     pub schedule: Option<Schedule>,
-    /// Late gradients change what is computed, so that they are never chosen but where they are asked for.
+    /// Late gradients change the result, so they are used only on request.
     pub update: Update,
-    /// Parameter servers change who holds what, and without waiting for each other what is computed: likewise.
+    /// Parameter servers to use. Asynchronous ones change the result, so servers are used only on request.
     pub servers: Option<OverServers>,
-    /// What counts where nothing is trained.
+    /// Objective if nothing is trained.
     pub goal: Goal,
-    /// Stages of a pipeline on the same devices; 1: each stage has devices of its own.
+    /// Pipeline stages per device; with 1, each stage has devices of its own.
     pub virtual_stages: Option<u32>,
     pub zero: Option<u8>,
     pub recompute: Option<Recompute>,
     pub optimizer: Optimizer,
-    /// Where the optimizer's state is; left open, GPUs leave it in the memory of their hosts where nothing fits otherwise.
+    /// Data to keep in host memory. If `None`, GPUs offload where nothing fits otherwise, or where it beats
+    /// recomputation.
     pub offload: Option<Offload>,
-    /// The largest norm that all gradients together may have.
+    /// Largest norm of all gradients together.
     pub clip_norm: Option<f64>,
-    /// By what the loss is scaled; a scale that is found needs gradients that are not late, and is left out where they are.
+    /// Scale of the loss. A dynamic scale needs gradients that are not late, and is dropped if they are.
     pub loss_scale: Option<LossScale>,
     pub execution: Execution,
-    /// True if attention is one kernel; what the target's software has on these devices where nothing is said.
+    /// True if attention is one kernel. Defaults to the behaviour of the target's software on these devices.
     pub fused_attention: Option<bool>,
-    /// What is to run the plan; see [`crate::target::aimed`].
+    /// Software that runs the plan; see [`crate::target::aimed`].
     pub target: Target,
-    /// Which part of the space is searched.
+    /// Part of the space to search.
     pub search: SearchKind,
-    /// Split a loss that is no mean or sum over samples into microbatches all the same.
+    /// Split the batch into microbatches even if the loss is no mean or sum over samples.
     pub allow_microbatch_semantics: bool,
-    /// Take the fastest plan also where it is hardly faster than one GPU (see [`crate::enough`]).
+    /// Take the fastest plan even if it is hardly faster than one GPU (see [`crate::enough`]).
     pub fastest: bool,
-    /// Price the plain baselines as well.
+    /// Also predict the plain baselines.
     pub baselines: bool,
-    /// Which FLOPs count in the plan's MFU.
+    /// FLOPs that count towards the plan's MFU.
     pub mfu_convention: MfuConvention,
-    /// What earlier searches found. It changes how long a search takes, and nothing else.
+    /// Results of earlier searches. They only change how long a search takes.
     pub cache: Option<Arc<Cache>>,
 }
 
 impl Request {
-    /// A request in which everything is searched.
+    /// Creates a request with defaults: degrees, microbatches and schedule are searched, and nothing is offloaded.
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
         let execution = execution(Target::Altiplano, &cluster, &graph, None);
         let loss_scale = LossScale::of_model(&graph);
@@ -132,8 +135,8 @@ impl Request {
         }
     }
 
-    /// The request that a plan answers, with nothing fixed: its model, batch, optimizer, cluster and target. Which choices were free
-    /// when it was made no plan says.
+    /// Reconstructs the request that a plan answers: its model, batch, optimizer, cluster and target. Other choices are
+    /// left open, since a plan does not record which of them were given.
     pub fn of_plan(plan: &Plan) -> Self {
         let (graph, stop_gradients) = plan.own();
         let (graph, stop_gradients) = chunked_loss::without(&rings::without(graph), stop_gradients);
@@ -141,7 +144,7 @@ impl Request {
         request.stop_gradients = stop_gradients;
         request.reduction = plan.reduction;
         request.global_batch = Some(plan.global_batch);
-        // Those that say what is computed, which no other may take the place of.
+        // Fix the schedules that change the result: no other schedule may replace them.
         let decides = !plan.schedule.trains() || plan.schedule == Schedule::PipeDream;
         request.schedule = decides.then_some(plan.schedule);
         request.update = plan.update;
@@ -163,32 +166,32 @@ impl Request {
         request
     }
 
-    /// Whether the plan is to train the model.
+    /// Returns true if the plan is to train the model.
     pub fn trains(&self) -> bool {
         self.schedule.is_none_or(Schedule::trains)
     }
 }
 
-/// Parameter servers that are asked for.
+/// Parameter servers to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverServers {
-    /// Devices, the last of the cluster, that hold the weights; all others compute gradients.
+    /// Number of devices that hold the weights, the last of the cluster. All others compute gradients.
     pub count: u32,
-    /// Whether each push is an update of its own, for which no other worker waits.
+    /// True if each push is an update of its own, for which no other worker waits.
     pub asynchronous: bool,
 }
 
-/// Which part of the space is searched.
+/// Part of the space to search.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SearchKind {
     #[default]
     Whole,
-    /// What Alpa searches (Zheng et al. 2022): submeshes of a power of two within a node or of whole nodes, all devices used,
-    /// every layer recomputed, storage at one level, and nothing known of what stages send each other.
+    /// The space of Alpa (Zheng et al. 2022): submeshes of a power of two within a node or of whole nodes, all devices
+    /// used, every layer recomputed, one level of sharded storage, and no cost for transfers between stages.
     Alpa,
 }
 
-/// Why there is no plan.
+/// Reason why there is no plan.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanFailure {
     #[error(transparent)]
@@ -222,7 +225,7 @@ pub enum PlanFailure {
         over_bytes: u64,
         device: String,
         detail: String,
-        /// The plan that needs so much, where it was judged; else what is required is an estimate.
+        /// The plan that needs this much, if it was predicted; otherwise the required bytes are an estimate.
         closest: Option<Box<Plan>>,
     },
     #[error(
@@ -233,7 +236,7 @@ pub enum PlanFailure {
     HostMemory { required_bytes: u64, limit_bytes: u64 },
     #[error("no combination of stages and submeshes uses the cluster with these options")]
     NoCombination,
-    /// What the search finds is not worth judging.
+    /// By the search's estimates, no candidate is worth predicting.
     #[error("by the search's estimates more than {times} times slower than the best plan")]
     FarBehind { times: f64 },
     #[error(
@@ -245,7 +248,7 @@ pub enum PlanFailure {
 }
 
 impl PlanFailure {
-    /// What it means that a judged plan, the nearest to fitting, does not fit.
+    /// Describes why a predicted plan, the closest to fitting, does not fit.
     pub fn of_closest(closest: Plan, detail: String) -> Self {
         let part = |s: &Stage| s.predicted.peak_bytes as f64 / closest.usable_bytes(s).max(1) as f64;
         let of_stage = closest.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b)));
@@ -279,24 +282,24 @@ impl PlanFailure {
     }
 }
 
-/// Told what the search is doing; for progress bars.
+/// Observer of the search, for progress bars.
 pub trait Progress: Sync {
-    /// `done` of `total` pieces of work, and what the current one is.
+    /// Reports that `done` of `total` pieces of work are done, and names the current one.
     fn step(&self, what: &str, done: usize, total: usize);
 
-    /// The step of a plan that was judged and fits, and what no plan on these devices falls below.
+    /// Reports the predicted step time of a plan that fits, and a lower bound of any plan on these devices.
     fn best(&self, _step_s: f64, _bound_s: f64) {}
 
-    /// Whether to look no further and give the best plan found so far.
+    /// Returns true if the search should stop and return the best plan so far.
     fn stopped(&self) -> bool {
         false
     }
 }
 
-/// No one is watching.
+/// Ignores all progress.
 pub struct Silent;
 
-/// Says nothing, and stops when another one does.
+/// Ignores all progress, and stops when the observer inside does.
 pub struct Muted<'a>(pub &'a dyn Progress);
 
 impl Progress for Muted<'_> {
@@ -311,7 +314,7 @@ impl Progress for Silent {
     fn step(&self, _: &str, _: usize, _: usize) {}
 }
 
-/// Bytes as people write them, to three digits.
+/// Bytes in human-readable form, with three digits.
 struct Bytes(u64);
 
 impl std::fmt::Display for Bytes {
@@ -328,7 +331,7 @@ impl std::fmt::Display for Bytes {
     }
 }
 
-/// Why degrees are not those of a cluster: together they must be all of its devices, one alone must divide them.
+/// Explains why degrees do not match the cluster. Together they must use all devices; a single one must divide them.
 fn degrees(dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32) -> String {
     let all = [("--dp", dp), ("--tp", tp), ("--pp", pp), ("--cp", cp)];
     let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();

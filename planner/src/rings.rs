@@ -1,9 +1,10 @@
-//! Attention around a ring, as another graph of the same model (see [`array::ring_attention`]).
+//! Ring attention, as another graph of the same model (see [`array::ring_attention`]).
 //!
-//! A plan that splits the positions of an attention gathers its keys and values, which every device then holds. With as many blocks as
-//! there are parts the same strategy sends them around a ring, beside what is computed and a block at a time. So the judge is asked first
-//! what the plan that was found would be with rings and nothing else changed, which takes no search. Such a graph is searched where that
-//! is faster or leaner, or where nothing fits and keys are a good part of what does not; the judge decides.
+//! A plan that splits the positions of an attention gathers its keys and values, so every device holds all of them.
+//! With as many blocks as there are parts, the same strategy sends them around a ring, one block at a time and
+//! overlapped with computation. So the plan found is first predicted with rings and nothing else changed, which takes
+//! no search. The graph with rings is searched if that is faster or leaner, or if nothing fits and keys need a good
+//! part of memory. Predictions decide between the results.
 //!
 //! [`array::ring_attention`]: altiplano_ir::array::ring_attention
 
@@ -19,25 +20,25 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::rule::AxisUse;
 use std::collections::BTreeMap;
 
-/// How many blocks an attention's keys and values are cut into.
+/// Number of blocks into which an attention's keys and values are cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ring {
-    /// As many as the plan is better for.
+    /// The number for which the plan is better.
     #[default]
     Auto,
-    /// One: they are gathered where positions are split.
+    /// One: keys and values are gathered if positions are split.
     None,
-    /// So many, of every attention that can be cut into as many.
+    /// This many, for every attention that can be cut so.
     Blocks(u64),
 }
 
-/// Of a device's memory, the part that the keys and values of one sample must have for a ring to be tried where nothing fits, and the
-/// part that a ring must spare for it to be searched where it takes as long.
+/// Share of a device's memory. If nothing fits, a ring is tried if the keys and values of one sample need this much. If
+/// a ring takes as long, it is searched if it saves this much.
 const WORTH_A_RING: f64 = 1.0 / 32.0;
-/// A step in which all is computed again, over one in which nothing is.
+/// Time of a step that recomputes everything, relative to one that recomputes nothing.
 const RECOMPUTED: f64 = 4.0 / 3.0;
 
-/// Of a node that is an attention, whether it is one block.
+/// For an attention, true if it is one block; `None` for other ops.
 fn is_whole_attention(op: &Op) -> Option<bool> {
     match op {
         Op::Composite(op) => match op.function {
@@ -48,7 +49,7 @@ fn is_whole_attention(op: &Op) -> Option<bool> {
     }
 }
 
-/// The graph with these attentions in so many blocks; none where that changes nothing.
+/// The graph with these attentions in blocks; `None` if that changes nothing.
 fn in_blocks(graph: &Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Graph> {
     let mut cut = graph.clone();
     let mut changed = false;
@@ -56,7 +57,7 @@ fn in_blocks(graph: &Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Graph> {
         let Op::Composite(op) = &graph.node(v).op else { continue };
         let Function::Attention { scale, causal, .. } = op.function else { continue };
         let op: Op = Function::Attention { scale, causal, blocks }.into();
-        // A mask that is not the same for all queries allows no blocks, nor do positions that do not divide.
+        // A mask that differs between queries allows no blocks, nor do positions that are not divisible.
         if op != graph.node(v).op && op.infer(&graph.operand_types(v)).is_ok_and(|ty| ty == *graph.ty(v)) {
             cut.nodes[v.index()].op = op;
             changed = true;
@@ -65,12 +66,12 @@ fn in_blocks(graph: &Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Graph> {
     changed.then_some(cut)
 }
 
-/// The attentions of a graph, if they have this in common.
+/// The attentions of a graph that are one block, or those that are not.
 fn attentions(graph: &Graph, whole: bool) -> impl Iterator<Item = ValueId> + '_ {
     graph.values().filter(move |v| is_whole_attention(&graph.node(*v).op) == Some(whole))
 }
 
-/// The request with as many blocks as it asks for; an error where no attention can be cut so.
+/// The request with as many blocks as it asks for; an error if no attention can be cut so.
 pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
     let Ring::Blocks(blocks) = request.ring else { return Ok(None) };
     let refused = |problem| Err(PlanFailure::Option { option: "ring", value: blocks, problem });
@@ -84,7 +85,7 @@ pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
     }
 }
 
-/// The same request with rings where a plan of it gathers keys, or where none fits and rings may help.
+/// The same request with rings, if its plan gathers keys, or if none fits and rings may help.
 pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>, costs: &dyn Costs) -> Option<Request> {
     let searches =
         request.ring == Ring::Auto && request.target == Target::Altiplano && request.search != SearchKind::Alpa;
@@ -100,7 +101,7 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>, costs: &dyn 
     Some(Request { graph, baselines: false, ..request.clone() })
 }
 
-/// The attentions whose positions a plan splits, and into how many parts.
+/// The attentions whose positions a plan splits, and the number of parts.
 fn gathered(plan: &Plan) -> BTreeMap<ValueId, u64> {
     let mut found = BTreeMap::new();
     for v in attentions(&plan.graph, true) {
@@ -117,12 +118,13 @@ fn gathered(plan: &Plan) -> BTreeMap<ValueId, u64> {
     found
 }
 
-/// A plan whose attentions have these blocks, each of them split as it was, for which there must be a strategy.
+/// The plan with attentions in these blocks, each split as before; `None` if there is no such strategy.
 fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<Plan> {
     let mut stages = plan.stages.clone();
     for &v in blocks.keys() {
         let (was, is) = (plan.graph.rule(v), graph.rule(v));
-        // What splits a dimension of the result splits the first factors of that dimension, of positions the blocks.
+        // An axis that split a dimension of the result now splits the first factors of that dimension; for positions,
+        // the blocks.
         let renamed = |factor: u8| {
             let mut dims = was.result.iter().zip(&is.result);
             dims.find_map(|(was, is)| is.get(was.iter().position(|&f| f == factor)?).copied())
@@ -142,8 +144,8 @@ fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<
     Some(Plan { graph_hash: graph_hash(&graph), graph, stages, padding: None, ..plan.clone() })
 }
 
-/// Whether a plan is faster with these blocks, or needs notably less memory for no more time than that may be worth; where that cannot
-/// be told, it may be.
+/// Returns true if a plan is faster with these blocks, or needs notably less memory for an acceptable time. If that
+/// cannot be predicted, returns true as well.
 fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> bool {
     let Some(graph) = in_blocks(&plan.graph, blocks) else { return false };
     let layered = Layered::new(graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains());
@@ -154,13 +156,13 @@ fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> boo
         plan.stages.iter().map(part).fold(0.0, f64::max)
     };
     let times = ringed.predicted.step_time_s / plan.predicted.step_time_s;
-    // What is spared may be worth what is computed twice.
+    // Saved memory may be worth as much time as recomputation takes.
     let recomputes = plan.stages.iter().any(|s| s.layers.clone().any(|l| s.recomputes(l) != Recompute::None));
     let most = if recomputes { RECOMPUTED } else { 1.0 + UNDECIDED };
     times < 1.0 || (times < most && fullest(&ringed) < fullest(plan) - WORTH_A_RING)
 }
 
-/// Where keys and values are large, as many blocks as a node has devices.
+/// If keys and values are large, as many blocks as a node has devices.
 fn of_memory(request: &Request) -> BTreeMap<ValueId, u64> {
     let Some(group) = request.cluster.groups.iter().max_by_key(|g| g.num_devices()) else { return BTreeMap::new() };
     let blocks = u64::from(if group.devices_per_node > 1 { group.devices_per_node } else { group.nodes });
@@ -174,7 +176,7 @@ fn of_memory(request: &Request) -> BTreeMap<ValueId, u64> {
     attentions(graph, true).map(|v| (v, blocks)).collect()
 }
 
-/// A graph without rings: what a plan with them was asked to be for.
+/// The graph without rings, for which a plan with rings was requested.
 pub fn without(graph: &Graph) -> Graph {
     let all = attentions(graph, false).map(|v| (v, 1)).collect();
     in_blocks(graph, &all).unwrap_or_else(|| graph.clone())

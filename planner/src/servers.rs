@@ -1,6 +1,6 @@
-//! Plans with parameter servers: the last devices of the cluster hold the weights, and all others train replicas of the whole model.
-//! There is little to choose: how many microbatches a worker cuts its samples into, and what it computes again. Every such plan is
-//! written out and judged, and the fastest that fits is taken.
+//! Plans with parameter servers: the last devices of the cluster hold the weights, and all others train replicas of the
+//! whole model. The only choices are a worker's number of microbatches and its level of recomputation. All such plans
+//! are predicted, and the fastest that fits is taken.
 
 use crate::cuts::at_microbatches;
 use crate::fixed::{Degrees, finely_layered, fixed_of};
@@ -13,7 +13,8 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::servers::ParameterServers;
 use rayon::prelude::*;
 
-/// The fastest plan over servers that fits, beside plain data parallelism and the other way to use as many servers.
+/// Finds the fastest plan over servers that fits. Its alternatives are plain data parallelism and the other mode of as
+/// many servers.
 pub fn planned(
     request: &Request,
     over: OverServers,
@@ -43,7 +44,7 @@ pub fn planned(
     let plain =
         replicas.into_iter().filter(|&count| global_batch(request) / u64::from(count) % u64::from(devices) == 0);
     let other = OverServers { asynchronous: !over.asynchronous, ..over };
-    // Asynchronous servers know no norm of all gradients.
+    // Asynchronous servers cannot know the norm of all gradients.
     let judge = |over: OverServers| match over.asynchronous && request.clip_norm.is_some() {
         true => Err(PlanFailure::Servers { option: "clip-norm", problem: CLIPPED }),
         false => fastest(request, &counts, 1, Some(over), costs),
@@ -65,7 +66,7 @@ pub fn planned(
 const CLIPPED: &str =
     "needs the norm of all gradients at once, and asynchronous servers update by one push after another";
 
-/// How many workers there are; what does not go with servers is an error.
+/// Number of workers. Options that exclude servers are errors.
 fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> {
     let devices = request.cluster.num_devices();
     let invalid = |option, value: u64, problem| Err(PlanFailure::Option { option, value, problem });
@@ -127,7 +128,7 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
     }
 }
 
-/// Numbers of microbatches that the samples can be cut into and dealt to so many workers alike, those at least a factor 1.5 apart.
+/// Numbers of microbatches that divide the samples and deal out evenly to `workers`, at least a factor of 1.5 apart.
 fn multiples(request: &Request, workers: u32) -> Vec<u32> {
     let global = global_batch(request);
     let mut counts: Vec<u32> = Vec::new();
@@ -140,7 +141,7 @@ fn multiples(request: &Request, workers: u32) -> Vec<u32> {
     counts
 }
 
-/// Numbers of microbatches to judge.
+/// Numbers of microbatches to predict.
 fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
     let global = global_batch(request);
     let invalid = |option, value: u64, problem| Err(PlanFailure::Option { option, value, problem });
@@ -193,7 +194,7 @@ fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
     }
 }
 
-/// Plans of one stage, over servers or of so many replicas alone, fastest first.
+/// Predicts plans of one stage, over servers or with `dp` replicas alone, fastest first.
 fn judged(
     request: &Request,
     counts: &[u32],
@@ -212,7 +213,7 @@ fn judged(
         let mut plan = fixed_of(&request, &layered, &degrees, costs)?;
         plan.servers = over.map(|over| servers_of(&plan, over));
         if plan.servers.is_some() {
-            // One device has nothing to reduce.
+            // A single device has nothing to reduce.
             let storages = plan.stages.iter_mut().flat_map(|stage| stage.parameters.values_mut());
             storages.for_each(|storage| storage.gradient = storage.gradient.reduced());
         }
@@ -224,10 +225,10 @@ fn judged(
     Ok(plans)
 }
 
-/// The fastest of plans that fits.
+/// Returns the fastest plan that fits.
 ///
 /// # Errors
-/// [`PlanFailure::Memory`] with the least that any of them needs where none fits.
+/// [`PlanFailure::Memory`] with the least memory that any plan needs, if none fits.
 fn fastest(
     request: &Request,
     counts: &[u32],
@@ -244,7 +245,7 @@ fn fastest(
     Err(PlanFailure::of_closest(leanest, detail))
 }
 
-/// What comes closest to fitting where no plan over servers fits.
+/// Returns the plan over servers that needs least memory.
 pub fn closest(request: &Request, over: OverServers, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let counts = counts_of(request, workers_of(request, over)?)?;
     leanest(judged(request, &counts, 1, Some(over), costs)?)
@@ -254,7 +255,7 @@ fn leanest(plans: Vec<Plan>) -> Result<Plan, PlanFailure> {
     plans.into_iter().min_by_key(peak_bytes).ok_or(PlanFailure::NoCombination)
 }
 
-/// The last devices of the plan's cluster as servers, and all others as workers.
+/// Makes the last devices of the plan's cluster servers, and all others workers.
 fn servers_of(plan: &Plan, over: OverServers) -> ParameterServers {
     let devices = plan.cluster.num_devices();
     let workers = devices.saturating_sub(over.count);

@@ -1,9 +1,9 @@
-//! Plans of stacks that run a few uniform configurations: every one of them, judged.
+//! Plans of software that runs only uniform configurations: all of them, predicted.
 //!
-//! Megatron-LM and its kin split a model by degrees: so many replicas, tensor-parallel devices and pipeline stages, a size of
-//! microbatch, with activations recomputed or not and the optimizer's state sharded or not. There are some hundreds of these on a
-//! cluster, few enough to lower and judge all that may fit. What comes out is what such a stack can do at its best, and what a
-//! search over more must not be slower than.
+//! Megatron-LM and its kin split a model by degrees: a number of replicas, tensor-parallel devices and pipeline stages,
+//! and a microbatch size. Activations may be recomputed, and the optimizer's state may be sharded. A cluster has some
+//! hundreds of such configurations, few enough to lower and predict all that may fit. The result is the best that such
+//! software can do, and a bound that a wider search must not be slower than.
 
 use crate::asked::pin_positions;
 use crate::cuts::at_microbatches;
@@ -22,10 +22,10 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// The degrees that a sweep goes through.
+/// The degrees that a sweep covers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Space {
-    /// Samples that one replica takes at a time.
+    /// Samples per replica and microbatch.
     pub micro_batches: Vec<u64>,
     pub recompute: Vec<Recompute>,
     pub zero: Vec<u8>,
@@ -51,13 +51,14 @@ pub struct Swept {
     pub plan: Plan,
 }
 
-/// The plan of a configuration, judged. `request.graph` may be of any batch; it is brought to the microbatch that the degrees say.
+/// Predicts the plan of a configuration. `request.graph` may have any batch; it is brought to the microbatch of the
+/// degrees.
 pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     one_group(request, "--baseline", request.target.name())?;
     Sizes::new(request).configured(degrees, costs)
 }
 
-/// A model at the sizes of microbatch that configurations ask for.
+/// A model at the microbatch sizes that configurations ask for.
 struct Sizes<'a> {
     request: &'a Request,
     known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
@@ -89,18 +90,19 @@ impl<'a> Sizes<'a> {
     }
 }
 
-/// All configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor parallelism stays
-/// within a node.
+/// Returns all configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor
+/// parallelism stays within a node.
 ///
 /// # Errors
-/// [`PlanFailure::Memory`] with the least that any of them needs, or [`PlanFailure::NoCombination`] where there is none.
+/// [`PlanFailure::Memory`] with the least memory that any of them needs, or [`PlanFailure::NoCombination`] if there is
+/// none.
 pub fn sweep(
     request: &Request,
     space: &Space,
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
-    // By stages and replicas: where the leanest does not fit, no other needs to be tried.
+    // By stages and replicas: if the leanest does not fit, no other is tried.
     let mut alike: BTreeMap<(u32, u32, u32), Vec<Degrees>> = BTreeMap::new();
     for degrees in configurations(request, space) {
         alike.entry((degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages)).or_default().push(degrees);
@@ -150,18 +152,18 @@ pub fn sweep(
     }))
 }
 
-/// Configurations that are judged by [`climb`], at most.
+/// Most configurations that [`climb`] predicts.
 const MOST_TRIED: usize = 40;
-/// And where none of so many fits.
+/// Number of configurations after which a climb gives up if none fits.
 const MOST_UNFIT: usize = 16;
-/// Below this many there is no way to go far.
+/// With fewer than this, a climb cannot go far.
 const FEWEST_TRIED: usize = 6;
-/// Nodes of all that are judged.
+/// Total graph nodes of all predicted configurations.
 const NODES_TRIED: usize = 60_000;
 
-/// The configurations that a climb passes: from the one most like `start`, each time to the best of those that differ in one thing,
-/// until none is better. The search adds up prices of layers, which for two ways of running a model may be off by more than
-/// these differ; configurations that people write down by hand are quickly judged. Plans that fit, in no order.
+/// Climbs from the configuration most like `start`, each time to the best of those that differ in one thing, until none
+/// is better. Returns the plans that fit, in no order. The search adds up prices of layers, whose errors may exceed the
+/// difference of two configurations. Uniform configurations are quick to predict.
 pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn Progress) -> Vec<Plan> {
     let most = MOST_TRIED.min(NODES_TRIED / request.graph.len().max(1));
     let all = configurations(request, &Space::default());
@@ -184,7 +186,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let sizes = Sizes::new(request);
     let mut tried: Vec<Degrees> = Vec::new();
     let mut fitting = Vec::new();
-    // By how far it is from fitting, then seconds.
+    // By how much it exceeds memory, then by seconds.
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
         let mut next: Vec<Degrees> = if tried.is_empty() { vec![at] } else { neighbours(&at, &all) };
@@ -212,7 +214,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     }
 }
 
-/// Whether the parameters of a configuration, with gradients and optimizer state, may fit on its devices.
+/// Returns true if the parameters of a configuration, with gradients and optimizer state, may fit on its devices.
 fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
     let held = |(p, _): (ValueId, &str)| {
@@ -230,7 +232,7 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     bytes / devices.max(1) <= request.cluster.usable_bytes(&request.cluster.groups[0])
 }
 
-/// How many things two configurations differ in, a factor of two counted as one.
+/// Number of things in which two configurations differ, where a factor of two counts as one.
 fn distance(a: &Degrees, b: &Degrees) -> f64 {
     let lanes = |d: &Degrees| d.stages / d.virtual_stages.max(1);
     let factor = |a: u32, b: u32| (f64::from(a.max(1)) / f64::from(b.max(1))).log2().abs();
@@ -243,9 +245,9 @@ fn distance(a: &Degrees, b: &Degrees) -> f64 {
         + differs(a.recompute != b.recompute)
 }
 
-/// Configurations that differ from one in one thing: the next larger or smaller number of tensor-parallel devices, of lanes with
-/// that or instead of it, or of microbatches, or in one of the options. What must follow (a size of microbatch that the
-/// replicas divide) is as near as can be.
+/// Configurations that differ from one in one thing: the next larger or smaller number of tensor-parallel devices, of
+/// lanes with that or instead of it, or of microbatches, or one of the options. Dependent values, such as a microbatch
+/// size that the replicas divide, are as near as possible.
 fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     let lanes = |d: &Degrees| d.stages / d.virtual_stages.max(1);
     let options = |d: &Degrees| (d.virtual_stages, d.zero, d.recompute);
@@ -276,7 +278,7 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     for count in next(&|d| d.num_microbatches, &|d| same_shape(d) && options(d) == options(at)) {
         add(&|d| same_shape(d) && options(d) == options(at) && d.num_microbatches == count);
     }
-    // The next level of recomputation, where there is one between.
+    // The next level of recomputation that some configuration has.
     let next_level = |d: &Degrees| {
         let between = |other: &Degrees| {
             let (low, high) = (at.recompute.min(d.recompute), at.recompute.max(d.recompute));
@@ -295,7 +297,7 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     found
 }
 
-/// The configurations that use every device.
+/// All configurations that use every device.
 fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let group = &request.cluster.groups[0];
     let cp = request.cp.unwrap_or(1).max(1);
@@ -312,11 +314,11 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
             if !given(request.dp, dp) {
                 continue;
             }
-            // A graph that keeps to the batch it was traced at goes through as often as is asked for.
+            // A graph that keeps its traced batch runs as often as requested.
             let sizes: &[u64] = if request.graph.batch == 0 { &[1] } else { &space.micro_batches };
             let one = [global / u64::from(dp).max(1)];
             let sizes: &[u64] = if whole { &one } else { sizes };
-            // What is given need not be among those that are tried.
+            // A given size need not be among those that are tried.
             let asked = request.microbatch.or(request.num_microbatches.map(|n| global / u64::from(n).max(1)));
             let asked = asked.filter(|_| request.graph.batch != 0).map(|m| [m / u64::from(dp).max(1)]);
             let sizes: &[u64] = asked.as_ref().map_or(sizes, |asked| asked);
@@ -326,14 +328,14 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                     continue;
                 }
                 let Ok(num_microbatches) = u32::try_from(global / together) else { continue };
-                // Where the loss is no mean over samples, more microbatches would train something else.
+                // If the loss is no mean over samples, more microbatches would train something else.
                 if whole && num_microbatches != 1 {
                     continue;
                 }
                 if request.num_microbatches.is_some_and(|n| n != num_microbatches) {
                     continue;
                 }
-                // What attention recomputes in any case is no choice.
+                // Fused attention recomputes its products anyway, so selective recomputation is no choice.
                 let possible = |r: Recompute| match request.recompute {
                     Some(given) => given == r,
                     None => r != Recompute::Selective || !request.execution.fused_attention,
@@ -341,7 +343,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
-                        // Interleaving goes by groups of as many microbatches as there are lanes.
+                        // Interleaving needs groups of as many microbatches as there are lanes.
                         let turns = request.schedule.is_none_or(|s| s == Schedule::OneFOneB);
                         let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {

@@ -1,9 +1,9 @@
-//! How long a program's bodies take: their kernels on the streams of a device.
+//! Times a program's bodies: their kernels on the streams of a device.
 //!
-//! Forward and backward bodies are played as they stand. What follows the last of them in a step (gradients reduced, parameters
-//! updated) is played together with it, since reductions may start as soon as their gradient is complete.
-//! Reductions of many gradients are sent in buckets, and updates of many small parameters share launches, as they do in
-//! every framework. A runtime that says itself what its kernels are runs them one after the other ([`CostModel::runtime`]).
+//! Forward and backward bodies are simulated as they are. Work after the last of them in a step (gradient reduction,
+//! parameter update) is simulated together with it, since reductions may start as soon as their gradient is complete.
+//! Reductions of many gradients are sent in buckets, and updates of many small parameters share launches, as in every
+//! framework. A runtime that defines its own kernels runs them one after the other ([`CostModel::runtime`]).
 
 use crate::lower::Prices;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
@@ -18,25 +18,25 @@ use altiplano_ir::reshard::Collective;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
-/// Parameters that one launch of an optimizer updates: what fits into a kernel's arguments. Apex's `multi_tensor_apply` takes
-/// 30 tensors at the depth of Adam (csrc/multi_tensor_apply.cuh).
+/// Parameters that one launch of an optimizer updates: as many as a kernel's arguments can name. Apex's
+/// `multi_tensor_apply` takes 30 tensors at the depth of Adam (csrc/multi_tensor_apply.cuh).
 const PARAMETERS_PER_LAUNCH: f64 = 30.0;
 
-/// What a body asks of a device, before anything is priced: its kernels, and for those that send something what it is.
+/// The work of a body before it is priced: its kernels, and the payload of its collectives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BodyWork {
-    /// The plan's stage that the body is of.
+    /// Index of the stage in the plan.
     pub stage: u32,
     pub phase: Phase,
     pub kernels: Vec<Kernel>,
-    /// Of a collective: what is done, and local bytes of its operand and result.
+    /// For each kernel that is a collective: the collective, and the local bytes of its operand and result.
     pub sent: Vec<Option<(Collective, u64, u64)>>,
     reads: FxHashMap<ValueId, BufferId>,
     writes: Vec<(BufferId, ValueId)>,
 }
 
 impl BodyWork {
-    /// The same of a stage that is as this body's.
+    /// The same work, for a stage with an equal body.
     pub fn of_stage(&self, stage: u32) -> BodyWork {
         BodyWork { stage, ..self.clone() }
     }
@@ -68,13 +68,13 @@ impl BodyWork {
         }
     }
 
-    /// Work of which only the kernels matter.
+    /// Creates work of which only the kernels matter.
     #[cfg(test)]
     pub(crate) fn made_of(phase: Phase, kernels: Vec<Kernel>, sent: Vec<Option<(Collective, u64, u64)>>) -> BodyWork {
         BodyWork { stage: 0, phase, kernels, sent, reads: FxHashMap::default(), writes: Vec::new() }
     }
 
-    /// Says of collectives between nodes what a runtime does for these.
+    /// Sets the work of collectives between nodes to what the runtime does for them.
     pub(crate) fn sent_between_nodes(&mut self, runtime: &dyn Runtime, prices: &Prices<'_>) {
         for (kernel, sent) in self.kernels.iter_mut().zip(&self.sent) {
             if let Some((collective, operand, result)) = sent
@@ -86,12 +86,12 @@ impl BodyWork {
         }
     }
 
-    /// Whether it sums gradients or updates parameters, once a step.
+    /// Returns true if the body sums gradients or updates parameters, once a step.
     pub fn is_once(&self) -> bool {
         matches!(self.phase, Phase::Reduce | Phase::Norm | Phase::Update)
     }
 
-    /// Seconds of each kernel and collective.
+    /// Prices each kernel and collective.
     pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
         let price = |kernel| match self.is_once() {
             true => prices.cost.update_kernel(kernel),
@@ -99,7 +99,7 @@ impl BodyWork {
         };
         let mut costs: Vec<Price> = self.kernels.iter().map(price).collect();
         if prices.cost.runtime().is_some() {
-            // What a kernel does says nothing of the link that it goes over.
+            // The work of a kernel does not tell which link the collective goes over.
             for (cost, sent) in costs.iter_mut().zip(&self.sent) {
                 if let Some((collective, operand, result)) = sent
                     && prices.link(collective.axes()).nodes > 1
@@ -117,7 +117,8 @@ impl BodyWork {
                         cost.issue_s /= PARAMETERS_PER_LAUNCH;
                         cost.seconds -= launch_s * (1.0 - 1.0 / PARAMETERS_PER_LAUNCH);
                     }
-                    // Whoever updates many parameters at once copies their state at once, on engines that begin each copy anew.
+                    // An optimizer that updates many parameters at once also issues their copies at once; the copy
+                    // engine starts each anew.
                     KernelKind::HostCopy(_) => cost.issue_s /= PARAMETERS_PER_LAUNCH,
                     _ => {}
                 }
@@ -127,7 +128,7 @@ impl BodyWork {
         costs
     }
 
-    /// Prices what is sent. Collectives of one kind over the same axes are sent together, up to `bucket_bytes` at a time; each
+    /// Prices collectives. Those of one kind over the same axes are sent together, up to `bucket_bytes` at a time. Each
     /// takes its share of the bucket's seconds, and the first is issued for all.
     fn price_collectives(&self, costs: &mut [Price], prices: &Prices<'_>, bucket_bytes: u64) {
         #[derive(Default)]
@@ -171,14 +172,14 @@ impl BodyWork {
     }
 }
 
-/// Seconds to update a parameter by a kernel that moves so many bytes.
+/// Seconds to update a parameter by a kernel that moves `bytes`.
 pub fn update_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     let kernel = Kernel::moving(KernelKind::Fused { operations: 0.0 }, bytes as u64);
     let shared = if cost.runtime().is_some() { 0.0 } else { 1.0 - 1.0 / PARAMETERS_PER_LAUNCH };
     cost.update_kernel(&kernel).seconds - cost.device().launch_s * shared
 }
 
-/// Seconds of the host for all kernels that it may be ahead of the device.
+/// Run-ahead of the host in seconds: the time to issue as many kernels as the launch queue holds.
 pub fn queue_s(cost: &dyn CostModel) -> f64 {
     match cost.queued_kernels() {
         usize::MAX => f64::INFINITY,
@@ -186,7 +187,7 @@ pub fn queue_s(cost: &dyn CostModel) -> f64 {
     }
 }
 
-/// Seconds of so many bytes between a device and the memory of its host, one way.
+/// Seconds to copy `bytes` between a device and its host's memory, one way.
 pub fn host_copy_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     match bytes > 0.0 {
         true => cost.kernel(&Kernel::moving(KernelKind::HostCopy(HostRoute::Load), bytes as u64)).seconds,
@@ -194,23 +195,23 @@ pub fn host_copy_s(cost: &dyn CostModel, bytes: f64) -> f64 {
     }
 }
 
-/// What a stage takes.
+/// Timing of a stage.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct StageTiming {
     pub forward: Played,
     pub backward: Played,
-    /// The gradients of weights, where they are run apart.
+    /// Gradients of weights, if they run apart from the backward pass.
     pub weights: Played,
-    /// From the end of the last backward.
+    /// Seconds from the end of the last backward pass.
     pub finish_s: f64,
     pub finish_compute_s: f64,
     pub finish_communication_s: f64,
-    /// Start and end of each kernel that runs once a step, in the order of bodies, from the end of the last backward on: where
-    /// reductions start earlier, before zero.
+    /// Start and end of each kernel that runs once a step, in the order of bodies, relative to the end of the last
+    /// backward pass. Reductions that start earlier have negative times.
     pub finish_spans: Vec<(f64, f64)>,
-    /// Of what the stage takes once a step, seconds in which its devices wait for parameter servers.
+    /// Seconds of the work once a step in which the devices wait for parameter servers.
     pub waits_s: f64,
-    /// On a machine that all devices share, what the stage takes where so many of them compute at once.
+    /// On a machine that all devices share, the stage's times by the number of devices that compute at once.
     pub shared: Vec<(u32, StageTimes)>,
 }
 
@@ -222,7 +223,7 @@ pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn Cos
     bodies
 }
 
-/// Kernels and collectives one after the other.
+/// Runs kernels and collectives one after the other.
 pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
     let mut played = Played::default();
     for (kernel, price) in kernels.iter().zip(prices) {
@@ -238,7 +239,8 @@ pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
     played
 }
 
-/// Times a stage's bodies. `late`: gradients are those of the step before, and are reduced while so many microbatches are worked on.
+/// Times a stage's bodies. With `late`, gradients are those of the previous step, and their reduction overlaps with
+/// that many microbatches.
 pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution, late: Option<u32>) -> StageTiming {
     if prices.cost.runtime().is_some() {
         let mut timing = StageTiming::default();
@@ -290,7 +292,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                     _ => timing.backward = played,
                 }
                 if late.is_some() {
-                    // Nothing that follows has to do with this step's gradients.
+                    // The remaining work does not depend on this step's gradients.
                     continue;
                 }
                 append(&mut list, &mut written, body, tasks, barrier);
@@ -304,7 +306,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                 let mut tasks = tasks;
                 for (task, sent) in tasks.iter_mut().zip(&body.sent) {
                     if matches!(task.stream, Stream::Load | Stream::Store) {
-                        // What is brought for the update has no room before.
+                        // Data for the update has no room on the device before that.
                         task.ready_s = task.ready_s.max(before_s);
                         timing.finish_communication_s += task.seconds;
                         continue;
@@ -322,7 +324,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                         gathers_s += task.seconds;
                     }
                 }
-                // Without overlap nothing starts before the last backward has ended.
+                // Without overlap, nothing starts before the last backward pass ends.
                 let barrier = (!execution.overlap && late.is_none()).then_some(before_s);
                 append(&mut list, &mut written, body, tasks, barrier);
             }
@@ -335,13 +337,13 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
     timing.finish_spans =
         played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();
     if execution.overlap {
-        // Updated parameters are gathered while the next step's first forward runs.
+        // Gathering updated parameters overlaps with the next step's first forward pass.
         timing.finish_s -= gathers_s.min(timing.forward.seconds).min(timing.finish_s);
     }
     timing
 }
 
-/// Counts what runs once for a microbatch before any forward pass as the beginning of its own.
+/// Counts the work that precedes a microbatch's forward pass as the beginning of that pass.
 fn begin_with(forward: &mut Played, totals: &Played) {
     forward.spans.iter_mut().for_each(|(from, to)| (*from, *to) = (*from + totals.seconds, *to + totals.seconds));
     forward.seconds += totals.seconds;
@@ -350,7 +352,7 @@ fn begin_with(forward: &mut Played, totals: &Played) {
     forward.exposed_s += totals.exposed_s;
 }
 
-/// Adds a body's tasks to those of the bodies before it, not to start before `barrier_s`.
+/// Appends a body's tasks to those of earlier bodies. They start no earlier than `barrier_s`.
 fn append(
     list: &mut Vec<Task>,
     written: &mut FxHashMap<BufferId, u32>,

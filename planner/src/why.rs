@@ -1,7 +1,7 @@
-//! Why a plan lays a value out as it does: every other layout of the value, or way of storing the parameter, beside the one
-//! taken, with the rest of its stage as it is and with the rest chosen anew. The prices are those of the stage's problem
-//! ([`crate::intra_op::stage`]), by which shardings are chosen. What the plan takes with another layout and all else as it is, the judge
-//! says, as it does of every plan.
+//! Explains the layout of a value in a plan. Every other layout of the value, or way of storing the parameter, is
+//! compared with the chosen one: with the rest of its stage as it is, and with the rest chosen anew. Prices are those
+//! of the stage's problem ([`crate::intra_op::stage`]), by which shardings are chosen. A plan that differs only in this
+//! layout is predicted like any plan.
 
 use crate::intra_op::solve::{Options, Problem, SolveError, alternatives};
 use crate::intra_op::space::{AxisRoles, Spaces};
@@ -21,31 +21,31 @@ use rayon::prelude::*;
 /// One layout of a value, or one way of storing a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Layout {
-    /// The sharding, and for a parameter how far its storage is sharded beyond it.
+    /// The sharding, and for a parameter how much further its storage is sharded.
     pub layout: String,
     pub chosen: bool,
-    /// Seconds of a microbatch that the op itself takes, forward and backward, or that keeping the parameter does.
+    /// Seconds per microbatch of the op itself, forward and backward, or of keeping the parameter.
     pub own_s: f64,
-    /// The same of what must be sent between it and its neighbours as they are; infinite where they forbid it.
+    /// Seconds per microbatch to reshard between it and its neighbours as they are; infinite if they forbid it.
     pub moving_s: f64,
-    /// Seconds that a microbatch of the stage takes more, all else as it is; infinite where something else forbids it.
+    /// Extra seconds per microbatch of the stage, with all else as it is; infinite if something else forbids it.
     pub in_place_s: f64,
-    /// The same, all else chosen anew for it; infinite where nothing goes with it.
+    /// Extra seconds with all else chosen anew; infinite if nothing goes with it.
     pub whole_s: f64,
-    /// What else is chosen otherwise then.
+    /// Number of other choices that change then.
     pub others: usize,
-    /// Bytes over a device's memory at the fullest point, all else as it is: what the judge finds of the plan, and what the problem
-    /// estimates that the layout adds.
+    /// Bytes beyond a device's memory at the fullest point, with all else as it is: the predicted peak of the plan, and
+    /// the bytes that the layout adds by the problem's estimate.
     pub over_bytes: u64,
-    /// What the judge says of the plan with this layout and all else as it is, where it was asked.
+    /// Prediction of the plan with this layout and all else as it is, if it was made.
     pub judged: Option<Judged>,
 }
 
-/// A plan with one layout changed, as the judge finds it.
+/// Prediction of a plan with one layout changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Judged {
     pub step_s: f64,
-    /// Of the stage's devices.
+    /// Peak bytes of the stage's devices.
     pub peak_bytes: u64,
 }
 
@@ -53,33 +53,33 @@ pub struct Judged {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Why {
     pub stage: usize,
-    /// Seconds of a microbatch of the stage as it is, by the prices of its problem, which add up what overlaps.
+    /// Estimated seconds per microbatch of the stage as it is, by the prices of its problem, which ignore overlap.
     pub cost_s: f64,
-    /// The same as the judge has it, forward and backward.
+    /// Predicted seconds per microbatch, forward and backward.
     pub microbatch_s: f64,
-    /// The most that a device holds by the judge, and what it has.
+    /// Predicted peak bytes of a device, and the bytes that it has.
     pub peak_bytes: u64,
     pub device_bytes: u64,
-    /// When that is: the name of what is computed or updated then.
+    /// The moment of that peak: the name of the value that is computed or updated then.
     pub fullest: String,
-    /// Of what the plan's graph or `--pin` asks of the value, the text.
+    /// Text of the pin that the plan's graph or `--pin` puts on the value.
     pub pin: Option<String>,
-    /// The chosen one first, then by what they cost over the whole.
+    /// The chosen layout first, then the others by their cost over the whole.
     pub layouts: Vec<Layout>,
 }
 
-/// Effort for each alternative: stages mostly need a small part of it.
+/// Effort for each alternative. Most stages need a small part of it.
 const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 0.5, gap: 1e-4 };
 
-/// Layouts that the judge is asked about at most, those first that are estimated to be the best.
+/// Most layouts that are predicted, the best by the estimate first.
 const MOST_JUDGED: usize = 12;
 
-/// What each stage that has the value could do with it, judged. Empty where no stage decides on it.
+/// Explains the value in each stage that has it, with predictions. Empty if no stage decides on it.
 pub fn why(plan: &Plan, value: ValueId) -> Result<Vec<Why>, PlanFailure> {
     asked(plan, value, |_| true, true)
 }
 
-/// [`why`] in the stages that are wanted, by the problem's prices alone.
+/// Like [`why`], in the `wanted` stages, by the problem's prices alone.
 pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Result<Vec<Why>, PlanFailure> {
     asked(plan, value, wanted, false)
 }
@@ -112,7 +112,8 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
         };
         let Some(at) = program.statement.variables.iter().position(is_it) else { continue };
         let Some(given) = as_given(&program, &plan.graph, stage, &mut spaces) else { continue };
-        // What the judge found that the plan leaves free, other layouts may need beyond what this problem estimates of it.
+        // Other layouts may use the memory that the plan is predicted to leave free, beyond the problem's estimate of
+        // the plan.
         let (peak_bytes, device_bytes) = (stage.predicted.peak_bytes, plan.cluster.usable_bytes(group));
         program.problem.limit_bytes = Some(given.most_bytes + device_bytes.saturating_sub(peak_bytes));
         let all = match alternatives(&program.problem, &given.choice, at, &OPTIONS) {
@@ -145,7 +146,8 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
                 judged: None,
             };
             let new = (new, other.strategy);
-            // Several strategies may give one layout: the cheapest stands for them, the chosen one for itself.
+            // Several strategies may give one layout. The cheapest represents them, unless one of them is the chosen
+            // one.
             match layouts.iter_mut().find(|(l, _)| l.layout == new.0.layout) {
                 Some(known) if !known.0.chosen && (new.0.chosen || new.0.whole_s < known.0.whole_s) => *known = new,
                 Some(_) => {}
@@ -154,7 +156,7 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
         }
         layouts.sort_by(|(a, _), (b, _)| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
         if judge {
-            // True if it fits is for the judge to say.
+            // The prediction decides whether it fits.
             program.problem.limit_bytes = None;
             let mut others: Vec<(usize, Plan)> = Vec::new();
             for (i, (layout, strategy)) in layouts.iter().enumerate().take(MOST_JUDGED) {
@@ -217,7 +219,7 @@ fn parameter_name(plan: &Plan, value: ValueId) -> Option<&str> {
     }
 }
 
-/// What the tables between a node of a problem and its neighbours cost where it takes another strategy.
+/// Cost of the edges between a node of a problem and its neighbours, if the node takes another strategy.
 fn moving_s(problem: &Problem, choice: &[usize], node: usize, strategy: usize) -> f64 {
     let taken = |n: usize| if n == node { strategy } else { choice[n] };
     let incident = problem.edges.iter().filter(|e| e.from == node || e.to == node);

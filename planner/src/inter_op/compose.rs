@@ -1,15 +1,15 @@
 //! Stage candidates from layer tables.
 //!
 //! A run of layers on one mesh costs the cheapest path through its layers' boundary layouts: a min-plus product of
-//! their tables. Runs of equal layers are equal, so a product is made once for each sequence of layer kinds, not for
-//! each pair of ends ([`Runs`]).
+//! their tables. Runs of equal layers are equal, so each product is computed once per sequence of layer kinds, not per
+//! pair of ends ([`Runs`]).
 
 use crate::intra_op::layer::Boundary;
 use crate::intra_op::statement::Terms;
 use rustc_hash::FxHashMap;
 use std::rc::Rc;
 
-/// The cheapest ways through a run of layers, by the layout in which the last one is left.
+/// The cheapest paths through a run of layers, by the layout in which the last layer leaves its result.
 pub struct Chain {
     /// Objective, terms and the layout in which the last layer is entered.
     ends: Vec<Option<(f64, Terms, usize)>>,
@@ -35,7 +35,7 @@ impl Chain {
 
     fn extend(self: &Rc<Chain>, last: &Boundary, table: &Boundary) -> Chain {
         let outs = table.out_layouts.len().max(1);
-        // Where the boundary values agree, the layout left is the layout entered.
+        // If the boundary values agree, one layer's leaving layout is the next layer's entering layout.
         let joined = last.out_layouts == table.in_layouts;
         let free = self.best().map(|(cost, terms, _)| (cost, terms));
         let ends = (0..outs)
@@ -60,14 +60,14 @@ impl Chain {
         tables.windows(2).fold(first, |chain, pair| Rc::new(chain.extend(&pair[0], &pair[1])))
     }
 
-    /// Objective, terms and leaving layout of the cheapest way.
+    /// Objective, terms and leaving layout of the cheapest path.
     pub fn best(&self) -> Option<(f64, Terms, usize)> {
         let ends = self.ends.iter().enumerate();
         ends.filter_map(|(o, e)| e.map(|(c, t, _)| (c, t, o))).min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// The (entering, leaving) layouts of each layer on the cheapest way, first layer first. `tables` are those of
-    /// the run's layers.
+    /// The (entering, leaving) layouts of each layer on the cheapest path, first layer first. `tables` are those of the
+    /// run's layers.
     pub fn path(&self, tables: &[Rc<Boundary>]) -> Vec<(usize, usize)> {
         let mut path = Vec::new();
         let Some((_, _, mut out)) = self.best() else { return path };
@@ -89,7 +89,7 @@ impl Chain {
 pub struct Runs {
     /// The sequence of layers `first..first + length`, at `[first][length - 1]`.
     of: Vec<Vec<usize>>,
-    /// Without its last layer, the kind of that layer, and of the one before it.
+    /// For each sequence: itself without its last layer, the kind of that layer, and the kind of the layer before it.
     sequences: Vec<(Option<usize>, usize, Option<usize>)>,
     /// Kind of the first layer and number of layers.
     heads: Vec<(usize, usize)>,
@@ -117,7 +117,7 @@ impl Runs {
         runs
     }
 
-    /// How many sequences there are.
+    /// Number of sequences.
     pub fn count(&self) -> usize {
         self.sequences.len()
     }
@@ -132,7 +132,7 @@ impl Runs {
         self.heads[sequence]
     }
 
-    /// The chains of all sequences; `tables` are those of the kinds.
+    /// The chains of all sequences; `tables` holds one table per kind.
     pub fn chains(&self, tables: &[Rc<Boundary>]) -> Vec<Rc<Chain>> {
         let mut chains: Vec<Rc<Chain>> = Vec::with_capacity(self.count());
         for &(prefix, kind, before) in &self.sequences {

@@ -1,14 +1,17 @@
-//! Cuts a model's layers into stages and gives each stage a submesh and a way of running on it, exactly.
+//! Cuts a model's layers into stages and gives each stage a submesh and a configuration, exactly.
 //!
 //! This is the recurrence of Alpa (Zheng et al. 2022, section 5.2) over (stages, layers, devices):
-//! `F(s, k, d) = min over e and submesh of t(k..e, submesh, s) + F(s - 1, e, d - |submesh|)`, computed from
-//! the last layer backwards because what a stage keeps in memory depends on the number `s` of stages from
-//! it to the end. Where the paper enumerates the slowest stage's time in increasing order, here
-//! regions of (slowest stage, largest per-step cost) are searched best bound first, which solves the
-//! recurrence for a few dozen limits instead of thousands and is as exact.
 //!
-//! In a cluster of several groups `d` counts the devices of each group, a stage takes its devices from one of them, and what enters
-//! a stage takes longer where the stage before it is in another group; so the recurrence also runs over the group of that stage.
+//!     F(s, k, d) = min over e and submesh of t(k..e, submesh, s) + F(s - 1, e, d - |submesh|)
+//!
+//! It is computed from the last layer backwards because the memory of a stage depends on the number `s` of stages from
+//! it to the end. The paper enumerates the slowest stage's time in increasing order. Here, regions of (slowest stage,
+//! largest per-step cost) are searched best bound first. That is as exact, and solves the recurrence for a few dozen
+//! limits instead of thousands.
+//!
+//! In a cluster of several groups, `d` counts the devices of each group, and a stage takes its devices from one of
+//! them. A stage's inputs take longer if the previous stage is in another group, so the recurrence also runs over the
+//! group of that stage.
 
 mod counts;
 mod recurrence;
@@ -21,14 +24,14 @@ use altiplano_ir::plan::Schedule;
 
 use super::submesh::{Block, packable_block_families, place_blocks};
 
-/// What one stage costs on one submesh in one way of running it. Bytes are per device.
+/// Cost of one stage on one submesh in one configuration. Bytes are per device.
 ///
 /// Times must be at least zero and below 1e200: a candidate with other times is never chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Forward and backward of one microbatch, with what the stage sends.
+    /// Forward and backward of one microbatch, with the transfer of the stage's inputs.
     pub microbatch_s: f64,
-    /// What is paid once per optimizer step and hidden behind nothing: gradient reduction, update.
+    /// Time once per optimizer step that nothing hides: gradient reduction and update.
     pub step_s: f64,
     /// Parameters, gradients, optimizer state.
     pub static_bytes: u64,
@@ -36,7 +39,7 @@ pub struct Candidate {
     pub bytes_per_inflight_microbatch: u64,
     /// The largest working memory on top of that.
     pub transient_bytes: u64,
-    /// Opaque here: comes back in the answer.
+    /// Opaque here; returned in the answer.
     pub id: u32,
 }
 
@@ -54,7 +57,7 @@ impl Candidate {
     }
 }
 
-/// The candidates of every (layer range, block); what is not pushed does not exist.
+/// The candidates of every (layer range, block). Combinations that were not pushed do not exist.
 #[derive(Debug, Clone)]
 pub struct StageTable {
     pub num_layers: usize,
@@ -73,7 +76,7 @@ impl StageTable {
         StageTable { num_layers, blocks, candidates, crossing_s }
     }
 
-    /// Adds a way of running layers `first..end` on a submesh of `blocks[block]`.
+    /// Adds a configuration for layers `first..end` on a submesh of `blocks[block]`.
     ///
     /// # Panics
     /// If the range is empty or ends after the last layer, or there is no such block.
@@ -85,14 +88,14 @@ impl StageTable {
         }
     }
 
-    /// The ways of running layers `first..end` (`end` exclusive) on `blocks[block]`, in the order they were
-    /// pushed; empty for a range or block that does not exist.
+    /// The configurations for layers `first..end` (`end` exclusive) on `blocks[block]`, in the order they were pushed;
+    /// empty for a range or block that does not exist.
     pub fn candidates(&self, first: usize, end: usize, block: usize) -> &[Candidate] {
         self.cell(first, end, block).map_or(&[], |cell| &self.candidates[cell])
     }
 
-    /// Sets the seconds by which a microbatch of a stage that starts at layer `first` on `blocks[block]` takes longer
-    /// where the stage before it is in another group. Must be as times of candidates must be.
+    /// Sets the extra seconds per microbatch of a stage that starts at layer `first` on `blocks[block]`, if the
+    /// previous stage is in another group. The limits on a candidate's times apply.
     ///
     /// # Panics
     /// If there is no such layer or block.
@@ -100,7 +103,7 @@ impl StageTable {
         self.crossing_s[first * self.blocks.len() + block] = seconds;
     }
 
-    /// What a stage pays on top of a candidate's time, after a stage in group `before`.
+    /// Extra time of a stage on top of its candidate's, after a stage in group `before`.
     pub fn entering_s(&self, first: usize, block: usize, before: usize) -> f64 {
         let same = first == 0 || self.blocks[block].group == before;
         if same { 0.0 } else { self.crossing_s[first * self.blocks.len() + block] }
@@ -116,7 +119,7 @@ impl StageTable {
     }
 }
 
-/// What a query may use of one group. Without nodes: nothing.
+/// Resources of one group that a query may use; no nodes means none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Room {
     pub nodes: u32,
@@ -130,15 +133,15 @@ impl Room {
     }
 }
 
-/// What is asked of [`plan_stages`].
+/// A query for [`plan_stages`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Query {
-    /// By group.
+    /// Resources by group.
     pub rooms: Vec<Room>,
     /// `B`; zero counts as one.
     pub num_microbatches: u32,
-    /// Its step time must be `sum t + (B - 1) max t`, and what a stage holds may depend on the stage only through its
-    /// distance from the last one and must never fall with that: true of both schedules.
+    /// Its step time must be `sum t + (B - 1) max t`. The memory of a stage may depend on its position only through the
+    /// distance from the last stage, and must never fall with that distance.
     pub schedule: Schedule,
     /// Fixed by the user; `None` leaves it to the search.
     pub num_stages: Option<u32>,
@@ -164,8 +167,7 @@ pub struct Stages {
 /// Why there is no plan.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum NoStages {
-    /// Of all plans the one whose fullest stage needs the least part of its device's memory still does not fit; this is that
-    /// stage.
+    /// Even the plan whose fullest stage needs the least part of its device's memory does not fit; this is that stage.
     #[error(
         "stage {stage} of {num_stages} (layers {}..{} on {}) needs at least {required_bytes} bytes per device with \
          {in_flight} microbatches in flight, {} more than the limit of {limit_bytes}",
@@ -189,7 +191,7 @@ pub enum NoStages {
     NoTiling { sizes: Vec<(u32, u32)>, num_stages: Option<u32>, all_devices: bool },
     #[error("{num_stages} stages were asked for, but there are only {num_layers} layers to put into them")]
     MoreStagesThanLayers { num_stages: u32, num_layers: usize },
-    /// Submeshes fit the cluster, but the table has no candidates for the ranges of layers that would need them.
+    /// Submeshes fit the cluster, but the table has no candidates for the layer ranges that would need them.
     #[error("the stage candidates do not cover layers 0..{num_layers} on any combination of submeshes")]
     NoCandidates { num_layers: usize },
 }
@@ -203,7 +205,7 @@ pub enum NoStages {
 /// Devices are counted, not placed, during the search; this loses nothing if the sizes of the shapes divide one
 /// another (see [`super::submesh::place`]). If they do not and the fastest stages cannot be placed, the answer is the
 /// best plan from one family of shapes that always can (see [`super::submesh::packable_families`]), and `bound_s` tells
-/// what this may have cost.
+/// how much this may have cost.
 ///
 /// # Errors
 /// [`NoStages`] if nothing fits; all of it is about the input.
@@ -237,7 +239,7 @@ fn no_tiling(query: &Query) -> NoStages {
     NoStages::NoTiling { sizes, num_stages: query.num_stages, all_devices: query.all_devices }
 }
 
-/// [`plan_stages`] with some of the table's blocks, counting devices only.
+/// Like [`plan_stages`] with only some of the table's blocks, counting devices without placing them.
 fn search_stages(table: &StageTable, query: &Query, blocks: &[usize]) -> Result<Stages, NoStages> {
     let space = Space::new(table, query, blocks, true);
     let Some(found) = space.as_ref().and_then(|space| space.search()) else {
@@ -255,7 +257,7 @@ fn tolerance(query: &Query) -> f64 {
     if query.relative_tolerance > 0.0 { query.relative_tolerance.min(1.0) } else { 0.0 }
 }
 
-/// Says why the search found nothing.
+/// Explains why the search found nothing.
 fn explain_failure(table: &StageTable, query: &Query, blocks: &[usize]) -> NoStages {
     let num_layers = table.num_layers;
     if let Some(num_stages) = query.num_stages
@@ -273,7 +275,7 @@ fn explain_failure(table: &StageTable, query: &Query, blocks: &[usize]) -> NoSta
     space.least_memory(table, query).unwrap_or(no_candidates)
 }
 
-/// Whether some number of blocks that the query allows covers the cluster, by counting devices.
+/// Returns true if some number of blocks that the query allows covers the cluster, by counting devices.
 fn tiles(table: &StageTable, query: &Query, blocks: &[usize]) -> bool {
     let blocks = usable_blocks(table, query, blocks);
     let Some((units, counts)) = units(table, query, &blocks) else {

@@ -1,9 +1,9 @@
-//! Pipelines whose stages share devices: each lane has several stages, which interleaved 1F1B plays in turns, so that the bubble
-//! is that of a lane's part and not of its whole (Narayanan et al. 2021, section 2.2.2).
+//! Pipelines whose stages share devices. Each lane has several stages, which interleaved 1F1B runs in turns, so that
+//! the bubble shrinks from the length of a lane to that of one of its stages (Narayanan et al. 2021, section 2.2.2).
 //!
-//! All lanes get equal submeshes and all stages one mesh and way, or what is better than that way in everything; the layers are cut
-//! where the longest stage is shortest, and the pipeline's schedule is played by the estimates of the search. The few that are best by
-//! that go to the judge.
+//! All lanes get equal submeshes. All stages get one mesh and configuration, or one that dominates it. Layers are cut
+//! where the longest stage is shortest, and the schedule is simulated with the search's estimates. The few best
+//! candidates are predicted.
 
 use super::dynamic::Candidate;
 use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
@@ -15,17 +15,18 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Pipelines that are judged at most.
+/// Most pipelines that are predicted.
 const MOST_JUDGED: usize = 5;
-/// Estimates further than this above the best without shared devices are not worth judging.
+/// Estimates above the best without shared devices by more than this factor are not worth predicting.
 const WORTH_JUDGING: f64 = 1.1;
-/// Stages on the same devices that are looked at, where their number is free.
+/// Most stages on the same devices to try, if their number is free.
 const MOST_VIRTUAL: usize = 8;
-/// Calls that are played at most while cuts are moved.
+/// Most calls to simulate while cuts are moved.
 const MOST_PLAYED: u64 = 4_000_000;
 
-/// The most promising pipelines whose stages share devices, best first. `least_s` is the best estimate of one without, if there is
-/// any; `memory_bytes` is what a device may use at each number of microbatches.
+/// Returns the most promising pipelines whose stages share devices, best first. `least_s` is the best estimate of a
+/// pipeline without shared devices, if there is one. `memory_bytes` is the memory that a device may use at each number
+/// of microbatches.
 pub fn interleaved<'a>(
     searched: &'a Searched,
     freedom: &Freedom,
@@ -41,7 +42,7 @@ pub fn interleaved<'a>(
     };
     let mut found: Vec<(Found<'a>, &Way)> = searched.candidates.par_iter().flat_map_iter(at_size).collect();
     found.sort_by(|a, b| a.0.step_s.total_cmp(&b.0.step_s));
-    // Who asks for a number of stages gets it, however slow.
+    // A requested number of stages is honoured, however slow.
     let most_s = match (freedom.virtual_stages, least_s) {
         (None, Some(least_s)) => WORTH_JUDGING * least_s,
         _ => f64::INFINITY,
@@ -58,7 +59,8 @@ pub fn interleaved<'a>(
 }
 
 impl Candidates {
-    /// Pipelines whose stages share devices at this number of microbatches, in no order, and the way of most of their stages.
+    /// Pipelines whose stages share devices at this number of microbatches, in no order, each with the configuration of
+    /// most of its stages.
     fn interleaved(&self, freedom: &Freedom, memory_bytes: Option<&[u64]>) -> Vec<(Found<'_>, &Way)> {
         let on_block = |(block, lanes): (usize, usize)| {
             let limit = memory_bytes.map_or(u64::MAX, |bytes| bytes[self.blocks[block].group]);
@@ -71,7 +73,7 @@ impl Candidates {
         self.lanes(freedom).into_par_iter().flat_map_iter(on_block).collect()
     }
 
-    /// Seconds of the best of [`Candidates::interleaved`], if the order of calls is free and there is any.
+    /// Step time of the best of [`Candidates::interleaved`], if the order of calls is free and there is one.
     pub(super) fn interleaved_s(&self, freedom: &Freedom) -> Option<f64> {
         if freedom.alpa || freedom.virtual_stages.is_some() || !freedom.schedules.contains(&Schedule::OneFOneB) {
             return None;
@@ -80,7 +82,7 @@ impl Candidates {
         found.into_iter().map(|(found, _)| found.step_s).min_by(f64::total_cmp)
     }
 
-    /// Blocks of which as many as there are lanes make up their group, or what the user's degrees leave of it.
+    /// Blocks, and the number of lanes that make up their group, or the part of it that the user's degrees leave.
     fn lanes(&self, freedom: &Freedom) -> Vec<(usize, usize)> {
         let lanes = |(i, block): (usize, &super::submesh::Block)| {
             let (total, devices) = (self.num_devices[block.group], block.shape.num_devices());
@@ -92,7 +94,7 @@ impl Candidates {
         self.blocks.iter().enumerate().filter_map(lanes).collect()
     }
 
-    /// The ways of running a layer on a submesh that are fastest for all layers together.
+    /// For each recomputation level, the configuration on a submesh that is fastest for all layers together.
     fn ways_of_layers(&self, block: usize) -> Vec<&Way> {
         let layers = self.layered.layers.len();
         let mut ways: Vec<&Way> = Vec::new();
@@ -108,13 +110,13 @@ impl Candidates {
         let mut timed: Vec<(f64, &Way)> = ways.into_iter().map(|way| (seconds(way), way)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // Of those that compute as much again, the fastest.
+        // The fastest configuration of each recomputation level.
         let fastest = |level: Recompute| timed.iter().find(|t| t.1.again == Again::alike(level)).map(|t| t.1);
         Recompute::ALL.into_iter().filter_map(fastest).collect()
     }
 
-    /// A run of layers under a way; where the table has dropped it for another that is better in everything, that one, on the same mesh
-    /// if there is one.
+    /// The candidate of a run of layers under a configuration. If the table dropped it for a dominating one, takes the
+    /// fastest on the same mesh, or else on any.
     pub(super) fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
         let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
@@ -124,12 +126,12 @@ impl Candidates {
     }
 }
 
-/// All runs of layers on one submesh under one way.
+/// All runs of layers on one submesh under one configuration.
 struct Runs<'a> {
     candidates: &'a Candidates,
     block: usize,
     way: Way,
-    /// By first layer and number of layers less one.
+    /// Candidates by first layer and number of layers minus one.
     rows: Vec<Vec<Option<Candidate>>>,
 }
 
@@ -144,7 +146,7 @@ impl<'a> Runs<'a> {
         self.rows[first][end - first - 1].as_ref()
     }
 
-    /// What was priced, unless that is on another mesh: stages that share devices have one.
+    /// The configuration that was priced, unless it is on another mesh: stages that share devices have one mesh.
     fn way_of(&self, first: usize, end: usize) -> Way {
         let priced = self.get(first, end).map(|c| &self.candidates.ways[c.id as usize]);
         priced.filter(|way| way.mesh == self.way.mesh).unwrap_or(&self.way).clone()
@@ -191,9 +193,10 @@ impl<'a> Runs<'a> {
         Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches, meets: false, steps: 1 }
     }
 
-    /// Seconds of a step with stages cut at these layers.
+    /// Step time with stages cut at these layers.
     fn played_s(&self, bounds: &[usize], order: &Order) -> f64 {
-        // Of two matmuls' work in the backward and one's in the forward; with a forward more where it is done again.
+        // Share of the forward pass: a backward pass does two matmuls' work for one in the forward, and repeats a
+        // forward pass if it recomputes.
         let part = 1.0 / (3.0 + self.way.again.shares(1).0);
         let times = |w: &[usize]| {
             let candidate = self.get(w[0], w[1])?;
@@ -205,8 +208,8 @@ impl<'a> Runs<'a> {
         times.map_or(f64::INFINITY, |times| simulate_order(&times, order, &mut |_, _, _, _| {}).step_s)
     }
 
-    /// Bytes of the fullest lane: what its stages hold all the time and for microbatches in flight, and what one of them needs
-    /// while it runs.
+    /// Bytes of the fullest lane: static memory and activations in flight of all its stages, and the largest working
+    /// memory of one.
     fn peak_bytes(&self, bounds: &[usize], order: &Order) -> u64 {
         let lanes = order.num_lanes();
         let held = |lane: usize| {
@@ -222,7 +225,7 @@ impl<'a> Runs<'a> {
         (0..lanes).map(held).max().unwrap_or(0)
     }
 
-    /// Moves one cut at a time as long as that makes the step shorter.
+    /// Moves one cut at a time as long as the step gets shorter.
     fn move_cuts(&self, found: &mut Found<'a>) {
         let order = self.order(found.stages.len(), found.virtual_stages as usize);
         let mut bounds: Vec<usize> = found.stages.iter().map(|s| s.layers.start).chain([self.rows.len()]).collect();
@@ -253,10 +256,10 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// For each number of runs up to `most`, layers cut into so many consecutive runs of which the longest is as short as can be;
-/// of those the one whose squares add up to least. `None` where no run is possible somewhere.
+/// For each number of runs up to `most`, cuts the layers into that many consecutive runs such that the longest is as
+/// short as possible, and then the sum of squares is least. `None` where no run is possible.
 fn even_cuts(layers: usize, most: usize, seconds: impl Fn(usize, usize) -> f64) -> Vec<Option<Vec<usize>>> {
-    // By number of runs less one and end: the longest run and the squares so far, and where the last run starts.
+    // By number of runs minus one and end: the longest run, the squares so far, and the start of the last run.
     let mut rows: Vec<Vec<(f64, f64, usize)>> = Vec::new();
     for runs in 1..=most.min(layers) {
         let row = (0..=layers).map(|end| {
@@ -297,7 +300,7 @@ fn even_cuts(layers: usize, most: usize, seconds: impl Fn(usize, usize) -> f64) 
 mod tests {
     use super::*;
 
-    /// The longest run of every way of cutting, by trying all.
+    /// The longest run of the best way of cutting, by exhaustive search.
     fn least_longest(times: &[f64], runs: usize) -> f64 {
         if runs == 1 {
             return times.iter().sum();

@@ -1,7 +1,7 @@
-//! The search over microbatches, submeshes, meshes and ways of running a stage.
+//! The search over microbatches, submeshes, meshes and configurations of a stage.
 //!
-//! For each number of microbatches every mesh gets its layer tables (in parallel; a mesh is independent of all
-//! others), runs of layers become stage candidates, and the dynamic program puts stages together.
+//! For each number of microbatches, every mesh gets its layer tables; meshes are independent and solved in parallel.
+//! Runs of layers become stage candidates, and the dynamic program combines them into stages.
 
 use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What is left open of a request: one baseline fixes what another searches.
+/// The search space. A baseline fixes parameters that another search leaves open.
 #[derive(Clone, Debug)]
 pub struct Freedom {
     pub dp: Option<u32>,
@@ -36,23 +36,23 @@ pub struct Freedom {
     pub zero: Option<u8>,
     pub recompute: Option<Recompute>,
     pub schedules: Vec<Schedule>,
-    /// Stages that share devices.
+    /// Stages per device.
     pub virtual_stages: Option<u32>,
-    /// Pipelines found for `1f1b` are judged under `zb-h1` as well.
+    /// Also predict pipelines found for `1f1b` under `zb-h1`.
     pub zero_bubble: bool,
     /// Numbers of microbatches to try.
     pub num_microbatches: Vec<u32>,
     /// Every device must be used, even if fewer are faster.
     pub all_devices: bool,
-    /// By group, the memory of a device that stages may use.
+    /// Memory of a device that stages may use, by group.
     pub memory_bytes: Vec<u64>,
-    /// Stages may be in this group only, and devices are those of it.
+    /// The only group whose devices stages may use.
     pub only_group: Option<usize>,
-    /// Prefer layouts that keep less, even if that takes time.
+    /// Prefer layouts that keep less memory, even if they take longer.
     pub lean: bool,
     /// [`crate::SearchKind::Alpa`].
     pub alpa: bool,
-    /// Batches follow each other without waiting, and what counts is how often one ends.
+    /// Batches follow each other without waiting, so throughput counts, not latency.
     pub streams: bool,
 }
 
@@ -64,7 +64,7 @@ pub struct ChosenStage {
     pub way: Way,
 }
 
-/// A mesh and a way of running a stage on it.
+/// The configuration of a stage: a mesh, and how to run the stage on it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Way {
     pub mesh: Mesh,
@@ -73,32 +73,32 @@ pub struct Way {
     pub again: Again,
 }
 
-/// The best found for one number of microbatches.
+/// A pipeline found for one number of microbatches.
 #[derive(Clone)]
 pub struct Found<'a> {
     pub candidates: &'a Candidates,
     pub schedule: Schedule,
-    /// Stages that share devices.
+    /// Stages per device.
     pub virtual_stages: u32,
     pub stages: Vec<ChosenStage>,
     pub step_s: f64,
 }
 
 impl Freedom {
-    /// Of so many steps, run one after the other without a wait between them, one is priced.
+    /// Number of steps that are priced together, as if they ran without a wait between them.
     fn steps_together(&self) -> u32 {
-        // With as many what fills and drains a pipeline no longer counts.
+        // With this many steps, filling and draining the pipeline becomes negligible.
         if self.streams { 1 << 12 } else { 1 }
     }
 
-    /// Whether stages may be in a group.
+    /// Returns true if stages may lie in a group.
     pub fn allows(&self, group: usize) -> bool {
         self.only_group.is_none_or(|only| only == group)
     }
 }
 
 impl Found<'_> {
-    /// Whether another one is the same plan.
+    /// Returns true if `other` is the same plan.
     pub fn is(&self, other: &Found<'_>) -> bool {
         let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.block == b.block && a.way == b.way;
         self.candidates.num_microbatches == other.candidates.num_microbatches
@@ -108,14 +108,14 @@ impl Found<'_> {
     }
 }
 
-/// Logical meshes of a submesh under the degrees that are fixed.
+/// Logical meshes of a submesh that match the fixed degrees.
 fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
-    // An axis may do anything unless it is named: then one of size 1 may as well be the other one, and within a node, where all
-    // devices are as near to each other, the axes may as well change places.
+    // Unless axes are named, each may play either role. Then two meshes are equivalent if they differ only in the axis
+    // that has size 1, or, within a node, where all links are alike, in the order of their axes.
     let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
     let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
-    // Most data parallelism first: of equal meshes the one that says what it does.
+    // Try most data parallelism first, so that equal meshes are named after it.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
@@ -126,7 +126,7 @@ fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
         .collect()
 }
 
-/// Candidates of every sequence of layers on one mesh, each with the number of its way.
+/// Candidates of every layer sequence on one mesh, each with the index of its configuration.
 fn candidates_of_mesh(
     layered: &Layered,
     runs: &Runs,
@@ -138,7 +138,7 @@ fn candidates_of_mesh(
     num_microbatches: u32,
 ) -> (Vec<Way>, Vec<(usize, Candidate)>) {
     let roles = AxisRoles {
-        // Where either degree is given, the mesh is of replicas and what they split features over.
+        // If either degree is given, the first axis holds replicas and the second splits features.
         first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
         second_is_model: freedom.tp.is_some(),
         experts_on_data: request.ep.is_some_and(|ep| ep > 1),
@@ -150,13 +150,13 @@ fn candidates_of_mesh(
     let levels = match freedom.zero {
         Some(level) => vec![level],
         None if mesh.num_devices() == 1 => vec![0],
-        // Parameters are all there is to shard where nothing is trained.
+        // Without training, only parameters can be sharded.
         None if !request.trains() => vec![0, 3],
         None if request.target == Target::Fsdp => vec![2, 3],
         None => vec![1, 3],
     };
     let agains = Again::choices(freedom.recompute, request.execution.fused_attention, !freedom.all_devices);
-    // Layers of one kind are entered by values of the same types.
+    // Layers of one kind have inputs of the same types.
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
         _ if freedom.alpa => 0.0,
@@ -182,7 +182,7 @@ fn candidates_of_mesh(
                 let in_order = cost.runtime().is_some();
                 let passes_s = terms.passes_s(again, length, in_order, queue_s);
                 let copies_s = if away { host_copy_s(cost, terms.in_flight_bytes(again, length)) } else { 0.0 };
-                // Stored while the forward pass computes, loaded while the backward pass does.
+                // Stores overlap with the forward pass, loads with the backward pass.
                 let with_copies_s = |pass_s: f64| if in_order { pass_s + copies_s } else { pass_s.max(copies_s) };
                 let microbatch_s = with_copies_s(passes_s.0) + with_copies_s(passes_s.1) + entering[kind];
                 let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, again, length, away);
@@ -193,7 +193,7 @@ fn candidates_of_mesh(
     (ways, found)
 }
 
-/// `away`: activations are in host memory between passes.
+/// Makes the candidate of a run of layers. `away`: activations are in host memory between the passes.
 fn candidate(
     terms: &Terms,
     transient_bytes: f64,
@@ -203,13 +203,13 @@ fn candidate(
     away: bool,
 ) -> Candidate {
     let inflight = terms.in_flight_bytes(again, layers);
-    // What is computed again of one layer is alive while its backward runs.
+    // Recomputed activations of one layer are alive during its backward pass.
     let transient = match again.shares(layers) {
         (0.0, _) => transient_bytes,
         _ => transient_bytes + terms.kept_bytes / layers as f64,
     };
-    // Of what goes to the host, one layer's is used, and as much again on its way, beside temporaries of about that size; where larger
-    // ones are, as around a loss, little is kept.
+    // The device holds one layer's offloaded activations in use and as much again in transit, besides temporaries of
+    // about that size. Where temporaries are larger, as around a loss, few activations are offloaded.
     let (inflight, transient) = match away {
         true => {
             let window = inflight.min(2.0 * inflight / layers as f64);
@@ -227,7 +227,7 @@ fn candidate(
     }
 }
 
-/// Candidates that no other beats in time, per-step time and memory at once, fastest first.
+/// Returns the Pareto-optimal candidates in time, time per step and memory, fastest first.
 fn unbeaten(mut all: Vec<Candidate>) -> Vec<Candidate> {
     all.sort_by(|a, b| a.microbatch_s.total_cmp(&b.microbatch_s).then(a.step_s.total_cmp(&b.step_s)));
     let mut kept: Vec<Candidate> = Vec::new();
@@ -246,13 +246,13 @@ fn unbeaten(mut all: Vec<Candidate>) -> Vec<Candidate> {
     kept
 }
 
-/// Of more than a few candidates, fastest first, those that are the fastest to fit `limit_bytes`, or about as much, at some place of a
-/// pipeline, and the leanest.
+/// Thins out more than a few candidates, given fastest first. Keeps the fastest that fit about `limit_bytes` at some
+/// position of a pipeline, and the leanest.
 fn of_use(kept: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
     const FEW: usize = 6;
-    /// Microbatches that a stage holds at once.
+    /// Numbers of microbatches that a stage may hold at once.
     const IN_FLIGHT: [u32; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
-    /// Of the limit: the judge may say that less fits than is estimated, or more.
+    /// Factors of the limit, since the prediction may find that less fits than estimated, or more.
     const ABOUT: [f64; 3] = [0.9, 1.0, 1.1];
     if kept.len() <= FEW {
         return kept;
@@ -267,8 +267,8 @@ fn of_use(kept: Vec<Candidate>, limit_bytes: u64) -> Vec<Candidate> {
     picks.into_iter().map(|i| kept[i]).collect()
 }
 
-/// Drops what a smaller submesh of the same group does as well: more devices that repeat the same work are no help. `cells` are the
-/// candidates of one run of layers by block.
+/// Drops candidates that a smaller submesh of the same group matches: more devices that repeat the same work do not
+/// help. `cells` holds the candidates of one run of layers by block.
 fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     const AS_WELL: f64 = 1.02;
     let mut order: Vec<usize> = (0..blocks.len()).collect();
@@ -290,8 +290,9 @@ fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     }
 }
 
-/// On large clusters only submeshes that divide them evenly, and none far smaller than an even share of as many stages as there
-/// are layers: their number would grow with the square of the devices, and the dynamic program with the number of the smallest.
+/// Returns true if a submesh is worth trying. On large clusters, submeshes must divide the cluster evenly and must not
+/// be far smaller than an even share for one stage per layer. Otherwise the number of submeshes would grow with the
+/// square of the devices, and the dynamic program with the number of smallest submeshes.
 fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     const SMALL: u32 = 16;
     const FAR: u64 = 8;
@@ -301,7 +302,7 @@ fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
     even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
-/// Blocks of all groups, of which the smallest go where the devices of several groups could be combined in too many ways.
+/// Drops the smallest blocks of groups whose devices could otherwise be combined in too many ways.
 fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     const MOST: u64 = 5000;
     let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
@@ -312,7 +313,8 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
         if all.is_some_and(|all| all <= MOST) {
             break;
         }
-        // Of the group that has most, the next larger size becomes the least, and what stays is a multiple of it.
+        // In the group with most units, the next larger size becomes the unit, and only blocks that are multiples of it
+        // stay.
         let next = |group: usize| {
             let sizes = blocks.iter().filter(|b| b.group == group).map(|b| b.shape.num_devices());
             sizes.filter(|&size| size > least[group]).min()
@@ -325,11 +327,11 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     blocks
 }
 
-/// Everything that can be chosen for one number of microbatches: stage candidates on every submesh.
+/// All stage candidates on every submesh, for one number of microbatches.
 pub struct Candidates {
     pub layered: Arc<Layered>,
     pub num_microbatches: u32,
-    /// Of each group of the cluster.
+    /// Devices of each group of the cluster.
     pub num_devices: Vec<u64>,
     pub(super) blocks: Vec<Block>,
     pub(super) table: StageTable,
@@ -382,7 +384,7 @@ pub fn candidates(
         })
         .collect();
 
-    // By sequence and block.
+    // Candidates by sequence and block.
     let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.count() * blocks.len()];
     let mut ways: Vec<Way> = Vec::new();
     for ((block, _), (new, found)) in jobs.iter().zip(results) {
@@ -394,7 +396,8 @@ pub fn candidates(
     }
     let limits: Vec<u64> = blocks.iter().map(|block| freedom.memory_bytes[block.group]).collect();
     let cells = cells.into_par_iter().enumerate();
-    // Of the whole model as one stage few are judged, but which is the fastest is for the judge to say.
+    // Keep all candidates for the whole model as one stage: few are predicted, and only the prediction says which is
+    // fastest.
     let whole = runs.of(0, num_layers);
     let mut kept: Vec<Vec<Candidate>> = cells
         .map(|(i, cell)| {
@@ -424,19 +427,19 @@ pub fn candidates(
     Candidates { layered, num_microbatches, num_devices, blocks, table, ways, answers: Mutex::default() }
 }
 
-/// Seconds by which what enters a stage on a block takes longer from another group than from its own.
+/// Extra seconds if the inputs of a stage on a block come from another group instead of its own.
 fn crossing_s(request: &Request, costs: &dyn Costs, block: Block, bytes: u64) -> f64 {
     let Some(between) = &request.cluster.between_groups else { return 0.0 };
     let (group, cost) = (&request.cluster.groups[block.group], costs.of_group(block.group as u32));
     let submesh = (block.shape.nodes, block.shape.devices);
-    // Of the other side nothing is known here; mostly the link between the groups is what is slow.
+    // The other side is unknown here; the link between the groups is mostly the bottleneck.
     let outside = path_between_groups((group, submesh), (group, submesh), between);
     let inside_s = inside_s(cost, group, block.shape, bytes);
     ways_across(request) * (cost.transfer_s(bytes, &outside) - inside_s).max(0.0)
 }
 
-/// Seconds of what enters a stage on a submesh from another stage of its group, as large. Of stages that lie side by side on a node,
-/// the first is entered from another one.
+/// Seconds to send the inputs of a stage on a submesh from an equally large stage of its group. Of several stages side
+/// by side on a node, only the first receives from another node.
 fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64) -> f64 {
     let submesh = (shape.nodes, shape.devices);
     let seconds = |same_node: bool| cost.transfer_s(bytes, &transfer_path(group, submesh, submesh, same_node));
@@ -447,14 +450,14 @@ fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64
     crossing * seconds(false) + (1.0 - crossing) * seconds(true)
 }
 
-/// How often what enters a stage passes: there, and its cotangent back where there is one. In a pipeline of one forward and one
-/// backward in turn, each microbatch waits for both.
+/// Number of times that a stage's inputs cross its boundary: forward, and backward as cotangents if there are any. In a
+/// pipeline of one forward and one backward in turn, each microbatch waits for both.
 fn ways_across(request: &Request) -> f64 {
     if request.trains() { 2.0 } else { 1.0 }
 }
 
 impl Found<'_> {
-    /// Of the memory of any device, the largest part that its stage takes under a schedule, by the estimate.
+    /// The largest share of a device's memory that a stage takes under a schedule, by the estimates.
     pub fn share_of_memory(&self, schedule: Schedule, memory_bytes: &[u64]) -> f64 {
         let (num_stages, num_microbatches) = (self.stages.len(), self.candidates.num_microbatches);
         let order = Order::new(schedule, num_stages, num_microbatches);
@@ -468,7 +471,8 @@ impl Found<'_> {
 }
 
 impl Candidates {
-    /// The best stages, each device using at most the `memory_bytes` of its group; `num_stages` of them, if that is given.
+    /// Finds the best stages. Each device uses at most the `memory_bytes` of its group. `num_stages` fixes the number
+    /// of stages.
     pub fn best(
         &self,
         request: &Request,
@@ -521,7 +525,8 @@ impl Candidates {
 }
 
 impl Candidates {
-    /// The whole model as one stage: the best way on each mesh that takes at most `most_s`, fewest devices first, then fastest.
+    /// The whole model as one stage: for each mesh the best configuration that takes at most `most_s`. Fewest devices
+    /// come first, then the fastest.
     fn singles(&self, freedom: &Freedom, memory_bytes: &[u64], most_s: f64) -> Vec<Found<'_>> {
         let layers = self.layered.layers.len();
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
@@ -551,8 +556,8 @@ impl Candidates {
 }
 
 impl Candidates {
-    /// The kinds of layers, those that take as long on a block as the most common kind counted as of it: the first block of a model
-    /// often differs from the others in nothing but where its input is from.
+    /// Kinds of layers, where layers that take about as long on a block as the most common kind count as that kind. The
+    /// first block of a model often differs from the others only in the source of its input.
     fn alike(&self, block: usize) -> Vec<usize> {
         const AS_LONG: f64 = 0.1;
         let kinds = &self.layered.kinds;
@@ -569,9 +574,9 @@ impl Candidates {
         kinds.iter().enumerate().map(|(l, &kind)| if near(l) { common } else { kind }).collect()
     }
 
-    /// Pipelines of equal stages: for every submesh that tiles its group, layers dealt out evenly and the fastest way for each stage
-    /// that fits where it is. The dynamic program prefers stages that differ wherever its estimate gains by it; where estimates are as
-    /// good as equal, the simple pipeline may be the better one.
+    /// Pipelines of equal stages: for every submesh that tiles its group, layers dealt out evenly, and for each stage
+    /// the fastest configuration that fits. The dynamic program prefers unequal stages for any gain in its estimates.
+    /// Where estimates are about equal, the simple pipeline may be better.
     fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: &[u64]) -> Vec<Found<'_>> {
         let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
         let mut found = Vec::new();
@@ -606,15 +611,16 @@ impl Candidates {
     }
 }
 
-/// The candidates for each number of microbatches that could hold the best plan.
+/// The candidates for each number of microbatches that may have the best plan.
 pub struct Searched {
     pub candidates: Vec<Candidates>,
 }
 
-/// Walks through the numbers of microbatches, both ways from one that fills a pipeline of as many stages as there may be, until two in a
-/// row are no better, or one is far worse, for the best plan, for the best without a pipeline that is worth a look, and for the best
-/// whose stages share devices: more microbatches shrink the bubble and what is held, fewer the work per call; once that only costs, it
-/// stays so. `layered` gives the layered graph at each.
+/// Searches over the numbers of microbatches, starting from one that fills the deepest pipeline and going both ways. A
+/// direction ends after two numbers in a row that are no better, or one that is far worse. Three plans count: the best,
+/// the best without a pipeline if it is worth a look, and the best whose stages share devices. More microbatches shrink
+/// the bubble and the activations held, but leave less work per call; once that only costs, it stays so. `layered`
+/// returns the layered graph for each number.
 pub fn search(
     request: &Request,
     freedom: &Freedom,
@@ -628,7 +634,7 @@ pub fn search(
     let mut found: Vec<Candidates> = Vec::new();
     let mut least = [f64::INFINITY; 3];
     let mut done = 0;
-    // How a number of microbatches compares to those before; `None` where nothing fits.
+    // Compares a number of microbatches with those before it; `None` if nothing fits.
     let mut tried = |i: usize| -> Option<Compared> {
         let count = counts[i];
         progress.step(&format!("{count} microbatches"), done, total);
@@ -694,7 +700,7 @@ pub fn search(
     Searched { candidates: found }
 }
 
-/// How a number of microbatches compares to the best of those before it.
+/// Comparison of a number of microbatches with the best of those before it.
 enum Compared {
     Better,
     NoBetter,
@@ -702,42 +708,43 @@ enum Compared {
     FarWorse,
 }
 
-/// How many times as long as the best a number of microbatches takes from which on it is not expected that the next ones gain.
+/// If a number of microbatches takes this many times as long as the best, the next ones are not expected to gain.
 const FAR_WORSE: f64 = 2.0;
 
-/// Microbatches for each stage with which a pipeline is mostly full.
+/// Microbatches per stage that mostly fill a pipeline.
 const FULL: u32 = 4;
 
-/// Bytes per device below which no way of running a microbatch of this size goes: its largest value, the cotangent
-/// of that, and parameters with gradient and state, split over all devices.
+/// Lower bound of the bytes per device for a microbatch of this size: its largest value and that value's cotangent,
+/// split over all devices.
 fn least_bytes(layered: &Layered, request: &Request) -> u64 {
     let graph = &layered.graph;
     let largest = graph.values().filter(|v| layered.layer_of[v.index()].is_some()).map(|v| graph.ty(v).bytes()).max();
     2 * largest.unwrap_or(0) / request.cluster.num_devices() as u64
 }
 
-/// Search results further than this from the best estimate are not worth judging.
+/// Candidates slower than the best estimate by more than this factor are not worth predicting.
 const WORTH_JUDGING: f64 = 1.5;
-/// The same for the one without a pipeline, which is judged although it seems slower.
+/// The same for the plan without a pipeline, which is predicted although it seems slower.
 const WORTH_A_LOOK: f64 = 4.0;
-/// Meshes for the whole model as one stage that are judged beside them.
+/// Meshes for the whole model as one stage that are predicted as well.
 const MOST_MESHES: usize = 3;
-/// Search results that are judged, beside the simplest and the smallest.
+/// Candidates that are predicted, besides the simplest and the smallest.
 const MOST_JUDGED: usize = 5;
-/// Nodes of all search results that are judged, as far as there are more of them than one.
+/// Total nodes of all predicted candidates, if there are more than one.
 const NODES_JUDGED: usize = 40_000;
 
 impl Searched {
-    /// How many of `wanted` plans to judge: at least one, and fewer of very large models, since judging takes time in proportion.
+    /// Number of `wanted` plans to predict: at least one, and fewer for very large models, since prediction time grows
+    /// with the model.
     pub fn judged_at_most(&self, wanted: usize) -> usize {
         let num_nodes = self.candidates.first().map_or(1, |c| c.layered.graph.len());
         wanted.min(NODES_JUDGED / num_nodes.max(1)).max(1)
     }
 
-    /// The best for each number of microbatches, and without a pipeline, within the `memory_bytes` per device of each group given
-    /// for that number: the first few whose estimate is near the best one, best first, the best without a pipeline, the one on the fewest devices,
-    /// and the best meshes for one stage. The search does not see everything that the judge sees (the exchange of tied gradients, how
-    /// far the host is ahead), so its second choice may be the better one.
+    /// The candidates to predict, within the `memory_bytes` per device of each group for each number of microbatches.
+    /// These are the few best whose estimates are near the best, best first; the best without a pipeline; the one on
+    /// fewest devices; and the best meshes for one stage. The search does not model everything that the prediction does
+    /// (the exchange of tied gradients, the host's run-ahead), so its second choice may be the better one.
     pub fn ranked(
         &self,
         request: &Request,
@@ -776,10 +783,10 @@ impl Searched {
         let Some(least) = all.first().map(|f| f.step_s) else {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
-        // A baseline's degrees are fixed: little is left to judge. Judging takes time in proportion to the model.
+        // A baseline's degrees are fixed, so little is left to predict. Prediction time grows with the model.
         let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
         let most_judged = self.judged_at_most(most_judged);
-        // One stage of a very large model takes as long to judge as many pipelines.
+        // One stage of a very large model takes as long to predict as many pipelines.
         let worth = if self.judged_at_most(2) == 1 { WORTH_JUDGING } else { WORTH_A_LOOK };
         let simplest = all.iter().position(|f| f.stages.len() == 1 && f.step_s <= worth * least);
         let mut rank = 0;
@@ -792,7 +799,7 @@ impl Searched {
             for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
                 let best = c.uniform(request, freedom, memory_bytes).into_iter();
-                // How far estimates are off differs most between sizes of microbatch.
+                // Estimates are off by amounts that differ most between microbatch sizes.
                 uniform.extend(best.min_by(|a, b| a.step_s.total_cmp(&b.step_s)));
             }
             uniform.retain(|f| f.step_s <= WORTH_JUDGING * least && !all.iter().any(|known| known.is(f)));
@@ -835,7 +842,7 @@ impl Searched {
     }
 }
 
-/// Devices that stages may use.
+/// Number of devices that stages may use.
 pub fn num_devices(request: &Request, freedom: &Freedom) -> u64 {
     let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
     groups.map(|(_, group)| u64::from(group.num_devices())).sum()

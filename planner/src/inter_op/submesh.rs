@@ -1,16 +1,15 @@
-//! The blocks of devices a stage may get, and where on the cluster the stages of a plan are put.
+//! The blocks of devices that a stage may get, and the placement of a plan's stages on the cluster.
 //!
-//! As in Alpa (Zheng et al. 2022, section 5.2) a block is either a part of one node whose size divides
-//! the node, or several whole nodes, so that counting devices is nearly always enough to know that
-//! the blocks of a plan fit.
+//! As in Alpa (Zheng et al. 2022, section 5.2), a block is either a part of one node whose size divides the node, or
+//! several whole nodes. So counting devices is nearly always enough to know that the blocks of a plan fit.
 
 use std::cmp::Reverse;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A block of `nodes` nodes with `devices` devices on each: `1x4` is half of a node of eight,
-/// `2x8` two whole nodes of eight.
+/// A block of `nodes` nodes with `devices` devices on each: `1x4` is half of a node of eight, `2x8` two whole nodes of
+/// eight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SubmeshShape {
     pub nodes: u32,
@@ -24,8 +23,7 @@ impl SubmeshShape {
         u64::from(self.nodes) * u64::from(self.devices)
     }
 
-    /// Whether a cluster of `nodes` x `devices_per_node` has this block, that is, whether
-    /// [`shapes`] lists it.
+    /// Returns true if a cluster of `nodes` x `devices_per_node` has this block, that is, if [`shapes`] lists it.
     pub fn is_block_of(&self, nodes: u32, devices_per_node: u32) -> bool {
         match self.nodes {
             0 => false,
@@ -56,21 +54,18 @@ pub fn shapes(nodes: u32, devices_per_node: u32) -> Vec<SubmeshShape> {
     parts.chain(wholes).filter(|shape| shape.is_block_of(nodes, devices_per_node)).collect()
 }
 
-/// Puts one block per stage on the cluster: for each stage its global device ids
-/// (`node * devices_per_node + local`), ascending. `None` if a shape is no block of this cluster
-/// or no way to fit all of them was found.
+/// Places one block per stage on the cluster. Returns for each stage its global device ids (`node * devices_per_node +
+/// local`), ascending. Returns `None` if a shape is no block of this cluster or no placement of all of them was found.
 ///
-/// A block smaller than a node lies inside one node, at a multiple of its size where that is possible.
-/// Stages get devices in their own order when that fits, otherwise the largest first; only if neither
-/// fits are the multiples given up.
+/// A block smaller than a node lies inside one node, at a multiple of its size if possible. Stages get devices in their
+/// own order if that fits, otherwise the largest first. Only if neither fits, blocks may start anywhere.
 ///
-/// **When largest first cannot fail.** Let the blocks need no more devices than there are. Whole-node
-/// blocks come first and fill a prefix of the nodes without a gap, whatever their sizes. If among the
-/// sizes below a node each divides the next larger one, the filled devices stay a prefix: all blocks laid
-/// before one of size `m` have sizes that `m` divides, so the prefix ends at a multiple of `m`, and
-/// since `m` divides the node, the next `m` devices lie inside one node. Powers of two are the paper's case of
-/// this. On a single node the prefix argument needs no divisibility. With several nodes and sizes
-/// such as 15, 10 and 6 of 30 first fit can fail, and then the answer is `None`.
+/// **When largest first cannot fail.** Let the blocks need no more devices than there are. Whole-node blocks come first
+/// and fill a prefix of the nodes without a gap, whatever their sizes. Suppose that each size below a node divides the
+/// next larger one. Then the filled devices stay a prefix: `m` divides the sizes of all blocks laid before one of size
+/// `m`, so the prefix ends at a multiple of `m`. Since `m` divides the node, the next `m` devices lie inside one node.
+/// Powers of two are the paper's case of this. On a single node the prefix argument needs no divisibility. With several
+/// nodes and sizes such as 15, 10 and 6 of 30, first fit can fail, and then the answer is `None`.
 ///
 /// ```
 /// use altiplano_planner::inter_op::submesh::{SubmeshShape, place};
@@ -94,8 +89,8 @@ pub fn place(shapes: &[SubmeshShape], nodes: u32, devices_per_node: u32) -> Opti
         .or_else(|| lay(&largest_first, false, false))
 }
 
-/// First fit in the given order. With `rising` no block starts before the end of the previous one;
-/// with `aligned` a block inside a node starts at a multiple of its size.
+/// First fit in the given order. With `rising`, no block starts before the end of the previous one. With `aligned`, a
+/// block inside a node starts at a multiple of its size.
 fn lay_blocks(
     shapes: &[SubmeshShape],
     order: &[usize],
@@ -138,8 +133,8 @@ pub struct Block {
     pub shape: SubmeshShape,
 }
 
-/// [`place`] in a cluster of several groups, each given by its nodes and devices per node: every block lies in its own group, and
-/// devices are counted through the groups.
+/// Like [`place`], in a cluster of several groups, each given by its nodes and devices per node. Every block lies in
+/// its own group, and devices are numbered through the groups.
 ///
 /// ```
 /// use altiplano_planner::inter_op::submesh::{Block, SubmeshShape, place_blocks};
@@ -162,7 +157,7 @@ pub fn place_blocks(blocks: &[Block], groups: &[(u32, u32)]) -> Option<Vec<Vec<u
     devices.iter().all(|placed| !placed.is_empty()).then_some(devices)
 }
 
-/// [`packable_families`] of blocks in several groups: every combination of a family of each.
+/// Like [`packable_families`], for blocks in several groups: every combination of a family of each.
 pub fn packable_block_families(blocks: &[Block], groups: &[(u32, u32)]) -> Vec<Vec<usize>> {
     let mut families: Vec<Vec<usize>> = vec![Vec::new()];
     for (group, &(nodes, devices_per_node)) in groups.iter().enumerate() {
@@ -179,10 +174,10 @@ pub fn packable_block_families(blocks: &[Block], groups: &[(u32, u32)]) -> Vec<V
     families
 }
 
-/// Splits shapes into families in which counting devices is enough for [`place`] to succeed: in each,
-/// the sizes below a node divide one another, and all whole-node shapes are in every family. The answer holds
-/// indices into `shapes`, ascending; families overlap and none contains another. A single node
-/// has one family, since there everything fits that is not too large.
+/// Splits shapes into families for which counting devices guarantees that [`place`] succeeds. In each family, the sizes
+/// below a node divide one another. All whole-node shapes are in every family. The answer holds indices into `shapes`,
+/// ascending; families overlap, and none contains another. A single node has one family, since there everything fits
+/// that is not too large.
 ///
 /// With 6 devices per node the sizes 1, 2, 3, 6 give the families 1, 2, 6 and 1, 3, 6.
 pub fn packable_families(shapes: &[SubmeshShape], nodes: u32, devices_per_node: u32) -> Vec<Vec<usize>> {
@@ -195,8 +190,7 @@ pub fn packable_families(shapes: &[SubmeshShape], nodes: u32, devices_per_node: 
     sizes.sort_unstable_by_key(|&size| Reverse(size));
     sizes.dedup();
 
-    // Chains of sizes, each extended by the largest divisors of its last size: those
-    // that no other size lies between.
+    // Chains of sizes. Each is extended by the largest divisors of its last size: those with no other size in between.
     let mut finished: Vec<Vec<u32>> = Vec::new();
     let mut open: Vec<Vec<u32>> = vec![vec![devices_per_node]];
     while let Some(chain) = open.pop() {
@@ -261,7 +255,7 @@ mod tests {
         let stages = [block(1, 1), block(1, 1), block(1, 2), block(2, 4)];
         let expect = vec![vec![0], vec![1], vec![2, 3], (4..12).collect()];
         assert_eq!(place(&stages, 3, 4), Some(expect));
-        // Room to spare: the second block skips one device to start at a multiple of its size.
+        // With room to spare, the second block skips one device to start at a multiple of its size.
         assert_eq!(place(&parts(&[1, 2]), 1, 4), Some(vec![vec![0], vec![2, 3]]));
     }
 
@@ -284,7 +278,7 @@ mod tests {
         assert_eq!(place(&parts(&[2, 2, 1]), 1, 4), None);
         assert_eq!(place(&parts(&[3]), 2, 4), None, "3 does not divide 4");
         assert_eq!(place(&[block(2, 2)], 2, 4), None, "parts of two nodes");
-        // 59 of 60 devices, and no way to cut two nodes of 30 into these.
+        // 59 of 60 devices, but two nodes of 30 cannot be cut into these.
         assert_eq!(place(&parts(&[15, 10, 10, 6, 6, 6, 6]), 2, 30), None);
         assert_eq!(place(&[block(1, 1)], u32::MAX, 2), None);
     }
@@ -321,8 +315,8 @@ mod tests {
     }
 
     proptest! {
-        /// Blocks are disjoint and inside the cluster, each has its size and lies inside a node or on whole nodes;
-        /// and whenever all shapes come from one family and are not too many, they are placed.
+        /// Blocks are disjoint, inside the cluster, of their size, and inside a node or on whole nodes. If all shapes
+        /// come from one family and are not too many, they are placed.
         #[test]
         fn placements_are_valid(
             nodes in 1u32..5,

@@ -1,4 +1,4 @@
-//! What the layers of a model cost on one mesh, each kind and each part of a layer solved once, or remembered.
+//! Costs of a model's layers on one mesh. Each kind and each part of a layer is solved once, or read from the cache.
 
 use crate::cache::Digest;
 use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solve_layer};
@@ -9,7 +9,8 @@ use crate::request::Request;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// Of parts of layers of one mesh and variant, by kind and whether they are whole layers; none where there is no way to run one.
+/// Results for parts of layers on one mesh and variant, by kind and by whether the part is a whole layer; `None` if no
+/// strategy runs it.
 pub type Known<T> = BTreeMap<(usize, bool), Option<Rc<T>>>;
 
 fn model<'a>(layered: &'a Layered, request: &'a Request) -> Model<'a> {
@@ -17,7 +18,7 @@ fn model<'a>(layered: &'a Layered, request: &'a Request) -> Model<'a> {
     Model { offload, ..layered.model(request.trains().then_some(&request.optimizer)) }
 }
 
-/// What all layer kinds cost on one mesh.
+/// Returns the costs of all layer kinds on one mesh.
 pub fn boundaries(
     layered: &Layered,
     request: &Request,
@@ -47,7 +48,7 @@ pub fn boundaries(
     layers.map(|&l| put_together(layered, l, &mut known, &mut solve, |parts| Boundary::joined(&parts))).collect()
 }
 
-/// The table of layer `l`. `known` are those of the same mesh and variant.
+/// Returns the table of layer `l`. `known` holds those of the same mesh and variant.
 pub fn layer_table(
     layered: &Layered,
     request: &Request,
@@ -61,7 +62,7 @@ pub fn layer_table(
     put_together(layered, l, known, &mut solve, LayerTable::joined)
 }
 
-/// What is found of layer `l`: joined from its parts where it has some, each of which is solved once.
+/// Returns the result for layer `l`. If the layer has parts, each is solved once and the results are joined.
 fn put_together<T>(
     layered: &Layered,
     l: usize,

@@ -1,5 +1,5 @@
-//! Pipelines whose calls are in another order than the search has a formula for: several stages on the same devices, and gradients
-//! of weights apart. They are made of what the search has found, and the judge says what they are worth.
+//! Pipelines whose order of calls has no formula in the search: several stages on the same devices, and separate
+//! gradients of weights. They are derived from the search's candidates, and the prediction decides whether they pay.
 
 use super::interleave::interleaved;
 use super::search::{Found, Freedom, Searched};
@@ -7,13 +7,13 @@ use crate::request::{PlanFailure, Request};
 use altiplano_ir::plan::Schedule;
 use std::collections::BTreeMap;
 
-/// Pipelines that are judged under `zb-h1` as well, at most.
+/// Most pipelines that are also predicted under `zb-h1`.
 const MOST_ZERO_BUBBLE: usize = 2;
-/// Of the memory of devices, what a pipeline that is judged may take under it by the estimate.
+/// Largest estimated share of device memory under `zb-h1` for which a pipeline is predicted.
 const MOST_OF_MEMORY: f64 = 1.1;
 
-/// What the search found of the kind that was asked for, best first: plain pipelines, unless stages are to share devices.
-/// `memory_bytes` is what a device of each group may use at each number of microbatches.
+/// Returns the candidates of the requested kind, best first: plain pipelines, unless stages are to share devices.
+/// `memory_bytes` is the memory that a device of each group may use at each number of microbatches.
 pub fn asked_for<'a>(
     searched: &'a Searched,
     request: &Request,
@@ -32,13 +32,13 @@ pub fn asked_for<'a>(
     if stages > layers {
         return Err(PlanFailure::TooFewLayers { layers, stages });
     }
-    // What is in the way of plain pipelines is in that of these.
+    // An obstacle to plain pipelines is one to these as well.
     searched.ranked(request, freedom, memory_bytes).and(Err(PlanFailure::NoCombination))
 }
 
-/// Pipelines that may be faster than those that were found, where the order of calls is free: the best of them under `zb-h1`, and
-/// some whose stages share devices. The search has no formula of its own for `zb-h1`: what it gains depends on which part of a
-/// backward others wait for, which lowering decides.
+/// Returns pipelines that may be faster than those found, if the order of calls is free: the best of them under
+/// `zb-h1`, and some whose stages share devices. The search has no formula for `zb-h1`: its gain depends on the part of
+/// a backward pass that others wait for, which lowering decides.
 pub fn others<'a>(
     searched: &'a Searched,
     freedom: &Freedom,
@@ -49,7 +49,7 @@ pub fn others<'a>(
         return Vec::new();
     }
     let is_plain = |f: &&Found<'_>| (f.schedule, f.virtual_stages) == (Schedule::OneFOneB, 1) && f.stages.len() > 1;
-    // Gradients of weights that wait keep what they are made of: full devices have no room for them.
+    // Delayed gradients of weights keep their inputs alive, for which full devices have no room.
     let has_room = |f: &&Found<'_>| f.share_of_memory(Schedule::ZbH1, &freedom.memory_bytes) <= MOST_OF_MEMORY;
     let pipelines = found.iter().filter(|f| freedom.zero_bubble && is_plain(f) && has_room(f));
     let pipelines = pipelines.take(searched.judged_at_most(MOST_ZERO_BUBBLE));

@@ -1,8 +1,9 @@
-//! Lanes of a pipeline that are the same but for the names of their values.
+//! Lanes of a pipeline that are equal except for the names of their values.
 //!
-//! Most stages of a deep model run the same layers under the same shardings on as many devices, so their programs differ in names
-//! alone, and what one of them takes the others take as well. Two lanes are compared node by node, forward and backward: wherever
-//! lowering looks, the one must be what the other is under one renaming of values. What cannot be paired so is lowered by itself.
+//! Most stages of a deep model run the same layers under the same shardings on equally many devices. Their programs
+//! differ only in names, so one prediction serves all of them. Two lanes are compared node by node, forward and
+//! backward: wherever lowering looks, one must be the other under one renaming of values. Lanes that cannot be paired
+//! are lowered separately.
 
 use super::{Cut, Derived};
 use altiplano_ir::expand::Expanded;
@@ -12,14 +13,14 @@ use altiplano_ir::plan::Stage;
 use altiplano_ir::sharding::Sharding;
 use rustc_hash::FxHashMap;
 
-/// That a lane is as an earlier one.
+/// An earlier lane that equals a lane.
 pub struct Alike {
     pub lane: usize,
-    /// For each value that the earlier one looks at the one that takes its place.
+    /// Maps each value that lowering looks at in the earlier lane to its counterpart.
     pub values: FxHashMap<ValueId, ValueId>,
 }
 
-/// For each lane the first that is as it is, if there is one before it.
+/// For each lane, the first earlier lane that equals it, if there is one.
 pub fn lanes(cut: &Cut<'_>) -> Vec<Option<Alike>> {
     let stages = Stages::new(cut);
     let mut found: Vec<Option<Alike>> = Vec::new();
@@ -31,12 +32,12 @@ pub fn lanes(cut: &Cut<'_>) -> Vec<Option<Alike>> {
     found
 }
 
-/// What is looked up of stages, in the graph without composites.
+/// Lookups of stages, in the graph without composites.
 struct Stages<'a> {
     cut: &'a Cut<'a>,
     /// The stages that hold each parameter.
     holders: FxHashMap<ValueId, Vec<u32>>,
-    /// What each stage receives.
+    /// Values that each stage receives, and their layouts.
     receives: Vec<FxHashMap<ValueId, &'a Sharding>>,
 }
 
@@ -57,7 +58,7 @@ impl<'a> Stages<'a> {
     fn paired(&self, first: usize, second: usize) -> Option<Alike> {
         let plan = self.cut.plan;
         let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
-        // A total is made of values that may be other stages'.
+        // A total may be made of other stages' values.
         let graph = &self.cut.derived.expanded.graph;
         if stages.iter().flat_map(|&(a, _)| &self.cut.nodes[a]).any(|&v| graph.is_total(v)) {
             return None;
@@ -71,7 +72,7 @@ impl<'a> Stages<'a> {
         stages.iter().all(|&(a, b)| pairing.stages(a, b)).then_some(Alike { lane: first, values: pairing.to })
     }
 
-    /// Whether two stages have the same strategies on devices of one kind.
+    /// Returns true if two stages have the same strategies on devices of one kind.
     fn planned_alike(&self, a: usize, b: usize) -> bool {
         let plan = self.cut.plan;
         let (a, b) = (&plan.stages[a], &plan.stages[b]);
@@ -84,7 +85,7 @@ impl<'a> Stages<'a> {
             && a.shardings.iter().zip(&b.shardings).all(|((v, s), (w, t))| s.strategy == t.strategy && op(v) == op(w))
     }
 
-    /// Whether activations of two stages that go to the host are the same: with one microbatch in flight some stay.
+    /// Returns true if two stages offload the same activations. With one microbatch in flight, some stay on the device.
     fn offloaded_alike(&self, a: usize, b: usize) -> bool {
         !self.cut.plan.stages[a].offload.activations || self.cut.apart(a) == self.cut.apart(b)
     }
@@ -98,7 +99,8 @@ struct Pairing<'a> {
 }
 
 impl<'a> Pairing<'a> {
-    /// Pairs what lowering two stages looks at. Stages of a lane are all as far from each other as those of the other.
+    /// Pairs the values that lowering two stages looks at. All stages of one lane are equally far from their
+    /// counterparts in the other.
     fn stages(&mut self, a: usize, b: usize) -> bool {
         let Cut { plan, derived, nodes, .. } = self.of.cut;
         let Derived { training, owned, .. } = derived;
@@ -127,7 +129,8 @@ impl<'a> Pairing<'a> {
         if !backward_alike || !forward().all(|(x, y)| self.contributions_alike(x, y, (a, b))) {
             return false;
         }
-        // All that the stage receives and holds is used here, so that it is paired, and gets the same as cotangents.
+        // The stage uses all that it receives and holds, so these values are paired. Their cotangents must match as
+        // well.
         let held = |v: &ValueId| match &training.graph.node(*v).op {
             Op::Parameter(p) => plan.stages[a].parameters.contains_key(&p.name),
             _ => false,
@@ -140,7 +143,7 @@ impl<'a> Pairing<'a> {
             })
     }
 
-    /// Pairs two values; not where one of them has another partner.
+    /// Pairs two values. Returns false if either has another partner.
     fn bind(&mut self, x: ValueId, y: ValueId) -> bool {
         match (self.to.get(&x), self.back.get(&y)) {
             (None, None) => {
@@ -153,7 +156,7 @@ impl<'a> Pairing<'a> {
         }
     }
 
-    /// Whether two nodes do the same with operands that are in each other's place.
+    /// Returns true if two nodes run the same op on paired operands.
     fn nodes_alike(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
         let Cut { plan, derived, .. } = self.of.cut;
         let (Derived { training, .. }, constant) = (derived, derived.constant(plan));
@@ -186,12 +189,12 @@ impl<'a> Pairing<'a> {
             (Op::Input(_), _) => p.op == q.op,
             _ if known => true,
             _ if constant[v.index()] => self.nodes_alike(v, w, (a, b)),
-            // Whatever is made here is paired before it is used.
+            // Values made in this stage are paired before they are used.
             _ => received.0.is_some(),
         }
     }
 
-    /// Whether two values leave their layers, and their stages, alike.
+    /// Returns true if both values leave their layers, and their stages, or neither does.
     fn leave_alike(&self, x: ValueId, y: ValueId) -> bool {
         let Cut { derived, stage_of, layer_of, .. } = self.of.cut;
         let leaves =
@@ -202,7 +205,7 @@ impl<'a> Pairing<'a> {
             && is_output(x) == is_output(y)
     }
 
-    /// Whether the cotangents of two values are sums of the same, from here and from elsewhere.
+    /// Returns true if the cotangents of two values sum the same contributions, local and remote.
     fn contributions_alike(&mut self, x: ValueId, y: ValueId, (a, b): (usize, usize)) -> bool {
         let Cut { derived, stage_of, .. } = self.of.cut;
         let all = &derived.training.contributions;

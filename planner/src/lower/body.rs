@@ -1,8 +1,8 @@
 //! Builds one local graph: ops emitted under strategies, operands resharded on demand.
 //!
-//! Every value of the training graph may exist here in several layouts. `want` gives a value in a layout: an
-//! existing one, a constant made in place, or the cheapest reshard of what exists; each step of a reshard is kept,
-//! so that one all-gather feeds all who need it.
+//! Every value of the training graph may exist here in several layouts. `want` returns a value in a layout: an existing
+//! one, a constant made in place, or the cheapest reshard of an existing one. Each step of a reshard is kept, so that
+//! one all-gather serves all users.
 
 use super::StageContext;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -17,14 +17,14 @@ use rustc_hash::FxHashMap;
 pub struct BodyBuilder<'a> {
     pub stage: &'a StageContext<'a>,
     pub graph: Graph,
-    /// For each value of the training graph the layouts it exists in here, oldest first.
+    /// For each value of the training graph, its layouts in this graph, oldest first.
     have: FxHashMap<ValueId, Vec<(Sharding, ValueId)>>,
     pub reads: Vec<(ValueId, BufferId)>,
     leaves: FxHashMap<BufferId, ValueId>,
 }
 
 impl<'a> BodyBuilder<'a> {
-    /// `num_nodes` of the training graph are about to be emitted.
+    /// `num_nodes`: number of nodes of the training graph that will be emitted.
     pub fn new(stage: &'a StageContext<'a>, name: String, num_nodes: usize) -> Self {
         let mut graph = Graph::new(name);
         graph.nodes.reserve(num_nodes + num_nodes / 2);
@@ -44,7 +44,7 @@ impl<'a> BodyBuilder<'a> {
         self.have.get(&value).map_or(&[], |e| e.as_slice())
     }
 
-    /// Emits a leaf bound to a buffer whose local part it is.
+    /// Emits a leaf for the local part of a buffer.
     pub fn read(&mut self, buffer: BufferId, sharding: &Sharding, ty: &altiplano_ir::types::TensorType) -> ValueId {
         if let Some(&v) = self.leaves.get(&buffer) {
             return v;
@@ -65,7 +65,7 @@ impl<'a> BodyBuilder<'a> {
         value
     }
 
-    /// `value` in layout `to`. It must exist here in some layout, or depend on no leaf.
+    /// Returns `value` in layout `to`. It must exist here in some layout, or depend on no leaf.
     pub fn want(&mut self, value: ValueId, to: &Sharding) -> ValueId {
         if let Some((_, local)) = self.layouts(value).iter().find(|(s, _)| s == to) {
             return *local;
@@ -89,7 +89,7 @@ impl<'a> BodyBuilder<'a> {
         local
     }
 
-    /// A value that depends on no leaf, made in layout `to` without communication.
+    /// Makes a value that depends on no leaf in layout `to`, without communication.
     fn constant(&mut self, value: ValueId, to: &Sharding) -> ValueId {
         let local = if to.is_partial() {
             let whole = self.want(value, &to.reduced());
@@ -112,7 +112,7 @@ impl<'a> BodyBuilder<'a> {
         local
     }
 
-    /// A strategy whose result is laid out as `to`.
+    /// A strategy whose result has layout `to`.
     fn strategy_for(&self, rule: &ShardingRule, to: &Sharding) -> Option<Strategy> {
         let mesh = &self.stage.mesh;
         let outers: Vec<Vec<u64>> = rule
@@ -126,14 +126,14 @@ impl<'a> BodyBuilder<'a> {
         rule.strategies(mesh, &outers, false).into_iter().find(|s| rule.shardings(s, mesh).result == *to)
     }
 
-    /// Emits a node of the training graph under `strategy`, from which by its rule these shardings follow, and records its
-    /// result.
+    /// Emits a node of the training graph under `strategy` and records its result. `shardings` follow from the strategy
+    /// by the node's rule.
     pub fn emit(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) {
         let local = self.apply(value, rule, strategy, shardings);
         self.define(value, shardings.result.clone(), local);
     }
 
-    /// [`BodyBuilder::emit`] of a value that another op makes as well, of other operands of the same types.
+    /// Like [`BodyBuilder::emit`], with another op and operands of the same types that make the same value.
     pub fn emit_as(
         &mut self,
         value: ValueId,
@@ -175,7 +175,7 @@ impl<'a> BodyBuilder<'a> {
         if let Op::Microbatches(Microbatches::Times) = op
             && stage.plan.num_microbatches > 1
         {
-            // Lowering alone knows how many there are.
+            // Only lowering knows the number of microbatches.
             let count = self.graph.splat_like(local, f64::from(stage.plan.num_microbatches));
             local = self.graph.mul(local, count);
         }
@@ -185,7 +185,7 @@ impl<'a> BodyBuilder<'a> {
         local
     }
 
-    /// Finishes the graph: only what the writes need stays. Gives the graph, its reads and its writes.
+    /// Finishes the graph, keeping only what the writes need. Returns the graph, its reads and its writes.
     pub fn finish(
         self,
         writes: Vec<(BufferId, ValueId)>,

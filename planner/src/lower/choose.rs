@@ -1,10 +1,12 @@
 //! Strategies of backward ops, which follow from the forward ones.
 //!
-//! A backward op runs where its operands are: each mesh axis may split a factor only where some operand is
-//! already split so, or where no operand has it and the result is wanted so, or carry a partial sum that is there, or be idle. Among these few choices the one with the
-//! least communication and compute is taken, that to the cotangent which the result is a part of included. Given the
-//! forward strategies this reproduces what is known to be good (a column-parallel matmul's input gradient is a partial sum,
-//! its weight gradient stays put), and equal situations get equal choices, so a layer is decided once.
+//! A backward op runs where its operands are. Each mesh axis may split a factor as some operand is split already. If no
+//! operand has the factor, the axis may split it as the result is wanted. It may also carry an existing partial sum, or
+//! be idle. Among these few choices, the one with the least communication and compute wins, including the reshard to
+//! the cotangent of which the result is a part.
+//!
+//! Given the forward strategies, this reproduces known good choices: a column-parallel matmul's input gradient is a
+//! partial sum, and its weight gradient stays in place. Equal situations get equal choices, so a layer is decided once.
 
 use super::StageContext;
 use altiplano_ir::graph::ValueId;
@@ -12,15 +14,15 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::rule::{AxisUse, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Sharding};
 
-/// The layouts in which an operand can be had.
+/// The layouts in which an operand is available.
 pub enum Available {
-    /// A constant: any layout, free.
+    /// A constant, free in any layout.
     Any,
     Layouts(Vec<Sharding>),
 }
 
-/// The cheapest strategy for a node whose operands are available as given, and whose result is wanted in layout `wanted`, where
-/// that is known.
+/// Chooses the cheapest strategy for a node whose operands are available as given. `wanted` is the wanted layout of the
+/// result, if known.
 pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], wanted: Option<&Sharding>) -> Strategy {
     let graph = &stage.training.graph;
     let rule = graph.rule(value);
@@ -48,7 +50,8 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
             }
         }
     }
-    // What no operand has, as the classes that a label's gradient is scattered to, is made in parts where parts are wanted.
+    // A factor that no operand has, such as the classes of a label's gradient, is computed in parts if parts are
+    // wanted.
     let has = |f: &u8| rule.operands.iter().flatten().any(|dim| dim.contains(f));
     for (d, dim) in wanted.iter().flat_map(|to| to.dims.iter().enumerate()) {
         for (axis, factor, outer) in splits(&rule, &rule.result[d], dim, stage) {
@@ -83,7 +86,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
     best.map_or_else(|| Strategy::replicated(mesh), |(_, s)| s)
 }
 
-/// For each axis that splits `layout`: the factor of the dimension that it splits, and within which blocks.
+/// For each axis that splits `layout`, the factor that it splits and the number of blocks outside of the split.
 fn splits(rule: &ShardingRule, factors: &[u8], layout: &DimLayout, stage: &StageContext<'_>) -> Vec<(usize, u8, u64)> {
     let mut found = Vec::new();
     let mut before = 1;

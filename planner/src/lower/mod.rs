@@ -1,10 +1,10 @@
-//! From a plan to programs: per lane, the devices that one or more stages share, one SPMD program whose collectives are explicit.
+//! Lowers a plan to programs. Each lane (the devices that one or more stages share) gets one SPMD program with explicit
+//! collectives.
 //!
 //! The forward graph is differentiated once. Each stage then gets a forward body (its nodes under the plan's
-//! strategies), a backward body (the backward nodes of those, under strategies that follow from the forward ones), a
-//! body that reduces gradients and one that updates. What the backward needs of the forward is saved or computed
-//! again: results of elementwise ops are cheaper to repeat than to keep, and with recomputation everything
-//! inside a layer is.
+//! strategies), a backward body (their backward nodes, under strategies that follow from the forward ones), a body that
+//! reduces gradients and one that updates. Forward values that the backward pass needs are saved or recomputed. Results
+//! of elementwise ops are cheaper to recompute than to keep; full recomputation repeats everything inside a layer.
 
 mod alike;
 mod body;
@@ -41,18 +41,18 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What lowering looks at of a model, whatever its plan: the graph without composites, and its derivative.
+/// The parts of lowering that depend on the model alone: the graph without composites, and its derivative.
 pub struct Derived {
     expanded: Expanded,
     training: Differentiated,
-    /// Values that depend on no leaf, and those of them that do not depend on the cotangent of the loss either, which is none where
-    /// the loss is scaled.
+    /// Values that depend on no leaf. The second list leaves out those that depend on the cotangent of the loss, which
+    /// varies if the loss is scaled.
     constant: Vec<bool>,
     constant_if_scaled: Vec<bool>,
     users: Vec<Vec<ValueId>>,
-    /// Forward values that the backward pass computes again under every plan.
+    /// Forward values that the backward pass recomputes under every plan.
     recomputed: Vec<bool>,
-    /// For each forward node the backward nodes that belong to it, sums left out.
+    /// For each forward node, the backward nodes that belong to it, without sums.
     owned: Vec<Vec<ValueId>>,
 }
 
@@ -61,7 +61,7 @@ impl Derived {
         Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.execution.fused_loss)
     }
 
-    /// `trains`: whether there is a derivative at all. `fused_loss`: see [`Execution`].
+    /// `trains`: true if there is a derivative at all. `fused_loss`: see [`Execution`].
     pub fn new(
         graph: &Graph,
         stop_gradients: &[ValueId],
@@ -93,7 +93,7 @@ impl Derived {
     }
 }
 
-/// A plan's cut through a model: which stage and layer each node is of.
+/// A plan's cut through a model: the stage and layer of each node.
 struct Cut<'a> {
     plan: &'a Plan,
     derived: &'a Derived,
@@ -128,7 +128,7 @@ impl<'a> Cut<'a> {
         Cut { plan, derived, stage_of, layer_of, nodes }
     }
 
-    /// Whether other microbatches may run between the forward and the backward pass of one on a stage.
+    /// Returns true if other microbatches may run on a stage between the forward and the backward pass of one.
     fn apart(&self, stage: usize) -> bool {
         Order::of(self.plan).in_flight(stage) > 1 || self.plan.staleness() > 0
     }
@@ -142,7 +142,7 @@ impl<'a> Cut<'a> {
             graph: &derived.expanded.graph,
             stage: derived.expanded.stage(stage, nodes),
             index: index as u32,
-            // Stages that share devices are one program, whose axes have one name each.
+            // Stages that share devices form one program, whose axes have one name each.
             mesh: plan.lanes()[plan.lane_of(index)].mesh.clone(),
             training: &derived.training,
             constant: derived.constant(plan),
@@ -164,12 +164,12 @@ impl<'a> Cut<'a> {
     }
 }
 
-/// Everything that lowering one stage looks at.
+/// Everything that lowering one stage needs.
 struct StageContext<'a> {
     plan: &'a Plan,
     /// The model without composites.
     graph: &'a Graph,
-    /// The plan's stage, of that graph.
+    /// The plan's stage, in terms of that graph.
     stage: Stage,
     index: u32,
     mesh: Mesh,
@@ -187,23 +187,23 @@ struct StageContext<'a> {
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],
     updates: Updates,
-    /// Whether other microbatches may run between the forward and the backward pass of one.
+    /// True if other microbatches may run between the forward and the backward pass of one.
     apart: bool,
     prices: Prices<'a>,
     choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
 }
 
-/// Who updates the parameters of a stage, and with whom sums over all gradients are exchanged.
+/// Who updates the parameters of a stage, and the peers that exchange sums over all gradients.
 #[derive(Clone, Copy)]
 struct Updates {
-    /// Whether the stage's own devices do.
+    /// True if the stage's own devices update them.
     here: bool,
-    /// The number of those that do among all that hold others.
+    /// Index of the updating peer among all `peers`.
     peer: u32,
     peers: u32,
 }
 
-/// Equal situations of a backward op: op, operand types, available layouts, and the layout wanted of its result.
+/// Key of equal situations of a backward op: op, operand types, available layouts, and the wanted layout of its result.
 type ChoiceKey = (String, Vec<TensorType>, Vec<Option<Vec<Sharding>>>, Option<Sharding>);
 
 /// Prices of ops and reshards on one mesh of one submesh.
@@ -211,24 +211,26 @@ pub struct Prices<'a> {
     pub cost: &'a dyn CostModel,
     pub mesh: Mesh,
     links: Vec<AxisLink>,
-    /// Seconds of the host for each collective.
+    /// Host seconds to issue one collective.
     collective_issue_s: f64,
     reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
     insides: Option<&'a Insides>,
 }
 
-/// What is known of composites on devices of one kind, by op and types of the operands on one device.
+/// Known costs of composites on devices of one kind, by op and local types of the operands.
 #[derive(Default)]
 pub struct Insides(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
 
-/// What is known of one composite by how it is split: where parts send nothing, by which factors are, else by the axes that split each.
+/// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
+/// axes.
 #[derive(Default)]
 struct Splits {
     silent: FxHashMap<Vec<bool>, Arc<Parts>>,
     sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
 }
 
-/// The parts of a composite: what they cost beside what they send, and what is sent, with the bytes of its operand and result.
+/// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
+/// result.
 struct Parts {
     alone: Inside,
     sent: Vec<(Collective, u64, u64)>,
@@ -247,12 +249,12 @@ impl<'a> Prices<'a> {
         Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default(), insides: None }
     }
 
-    /// With what is known of composites, and learning more of them.
+    /// Uses known costs of composites, and adds new ones.
     pub fn knowing(self, insides: &'a Insides) -> Self {
         Prices { insides: Some(insides), ..self }
     }
 
-    /// All that the prices depend on; nothing where that cannot be said.
+    /// Key of everything that the prices depend on; `None` if the cost model has no identity.
     pub fn identity(&self) -> Option<Key> {
         let Prices { cost, mesh, links, .. } = self;
         Digest::new("prices").shown((cost.identity()?, mesh, links)).key()
@@ -266,7 +268,7 @@ impl<'a> Prices<'a> {
         self.cost.collective_s(collective, operand_bytes, result_bytes, self.link(collective.axes()))
     }
 
-    /// Seconds that the next op waits for a collective, which starts when the last device has come to it.
+    /// Seconds that the next op waits for a collective, which starts when the last device arrives.
     pub fn waited_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64) -> f64 {
         let seconds = self.collective_s(collective, operand_bytes, result_bytes);
         match collective.communicates() {
@@ -275,8 +277,8 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// Seconds to turn a value of global type `ty` from one sharding into another once a step, together with others: each
-    /// collective takes its share of one that sends `bucket_bytes`, if it does not fill that alone.
+    /// Seconds to reshard a value of global type `ty` once a step, together with others. A collective that does not
+    /// fill `bucket_bytes` alone takes its share of one that does.
     pub fn once_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding, bucket_bytes: u64) -> f64 {
         let bucket_bytes = if self.cost.runtime().is_some() { 0 } else { bucket_bytes };
         let mut seconds = 0.0;
@@ -289,7 +291,7 @@ impl<'a> Prices<'a> {
         seconds
     }
 
-    /// Seconds to turn a value of global type `ty` from one sharding into another.
+    /// Seconds to reshard a value of global type `ty`.
     pub fn reshard_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> f64 {
         if from == to {
             return 0.0;
@@ -303,7 +305,7 @@ impl<'a> Prices<'a> {
         seconds
     }
 
-    /// [`Prices::reshard_s`] with what it takes of the host, for callers that keep what they learn.
+    /// Like [`Prices::reshard_s`], uncached and with the host's issue time, for callers with a cache of their own.
     pub fn reshard_uncached(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> Price {
         let mut price = Price::default();
         let bytes = ty.bytes();
@@ -314,7 +316,7 @@ impl<'a> Prices<'a> {
         price
     }
 
-    /// Seconds of an op under a strategy from which these shardings follow, with what it fetches from its neighbours.
+    /// Seconds of an op under a strategy with these shardings, including data fetched from neighbours.
     pub fn op_s(
         &self,
         op: &Op,
@@ -339,7 +341,7 @@ impl<'a> Prices<'a> {
         compute_s + graph.values().map(|v| self.exchange_s(&graph, v)).sum::<f64>()
     }
 
-    /// What one device does of an op, as a graph of its own.
+    /// One device's work for an op, as a graph.
     fn local_graph(
         &self,
         op: &Op,
@@ -367,7 +369,7 @@ impl<'a> Prices<'a> {
         graph
     }
 
-    /// Seconds of a node of a local graph if it is a collective.
+    /// Seconds of a node of a local graph if it is a collective; otherwise 0.
     fn exchange_s(&self, graph: &Graph, v: ValueId) -> f64 {
         match &graph.node(v).op {
             Op::Collective(c) => {
@@ -378,7 +380,7 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// What the decomposition of a composite costs on one device.
+    /// Cost of a composite's decomposition on one device.
     pub fn inside(
         &self,
         op: &Op,
@@ -415,7 +417,7 @@ impl<'a> Prices<'a> {
         inside
     }
 
-    /// What a composite costs with what its parts send over the links of this mesh.
+    /// Cost of a composite including its communication over the links of this mesh.
     fn with_sent(&self, Parts { alone, sent }: &Parts) -> Inside {
         let mut inside = *alone;
         let mut shifts_s = 0.0;
@@ -432,8 +434,8 @@ impl<'a> Prices<'a> {
             inside.forward_s += seconds;
             inside.backward_s += seconds;
         }
-        // Rounds of a ring are sent while others are computed, where a device does both at once; backward they are sent again, and
-        // gradients on their way home.
+        // Sending a ring's next block overlaps with computation, if the device can do both at once. The backward pass
+        // sends the blocks again, together with their gradients.
         let exposed_s = |shifts_s: f64, compute_s: f64| match self.cost.runtime() {
             Some(_) => shifts_s,
             None => (shifts_s - compute_s).max(0.0),
@@ -480,7 +482,7 @@ impl<'a> Prices<'a> {
                 sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
             }
         }
-        // What is only looked at element by element inside a kernel, as a mask that is spread over heads, is made there.
+        // Values used only elementwise inside a kernel, such as a mask broadcast over heads, are made in that kernel.
         let users = graph.users();
         for v in graph.values().rev().filter(|v| !graph.node(*v).op.is_leaf()) {
             let in_it = |u: &ValueId| in_kernel[u.index()] && !graph.node(*u).op.is_contraction();
@@ -498,7 +500,7 @@ impl<'a> Prices<'a> {
         Parts { alone: inside, sent }
     }
 
-    /// Seconds of an op whose operands and result are laid out as given.
+    /// Seconds of an op whose operands and result have the given shardings.
     pub fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType, s: &OpShardings) -> f64 {
         let locals: Vec<TensorType> =
             operands.iter().zip(&s.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
@@ -506,34 +508,35 @@ impl<'a> Prices<'a> {
     }
 }
 
-/// Costs of the nodes inside a composite, together; bytes are those of one device.
+/// Total cost of the nodes inside a composite. Bytes are per device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Inside {
     pub forward_s: f64,
-    /// With the cotangents of all operands.
+    /// Includes the cotangents of all operands.
     pub backward_s: f64,
-    /// Of the host, forward and backward.
+    /// Host seconds to issue the kernels, forward and backward.
     pub issue_s: f64,
     pub backward_issue_s: f64,
-    /// Kept from forward to backward, if nothing is recomputed.
+    /// Bytes kept from forward to backward if nothing is recomputed.
     pub kept_bytes: f64,
-    /// Of the forward seconds and of what is kept, those of products larger than their factors.
+    /// Share of the forward seconds and of the kept bytes due to products larger than their factors.
     pub growing_s: f64,
     pub growing_bytes: f64,
     pub largest_bytes: f64,
-    /// The same where products larger than their factors, and what is made of them up to the next product, stay in one kernel.
+    /// The largest value if products larger than their factors stay in one kernel, together with what is computed from
+    /// them up to the next product.
     pub largest_fused_bytes: f64,
 }
 
 impl Inside {
-    /// The largest value that is in memory while it runs.
+    /// Bytes of the largest value in memory while the composite runs.
     pub fn largest(&self, fused_attention: bool) -> f64 {
         if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
     }
 }
 
-/// Values that are only multiplied by what depends on maxima that do not matter, as what each round of a ring gives is: what comes
-/// back to them needs the factor and not the value.
+/// Values that are only multiplied by factors that depend on irrelevant maxima, such as the result of each round of a
+/// ring. Their cotangents need the factor and not the value.
 fn only_scaled(graph: &Graph) -> Vec<bool> {
     let irrelevant = irrelevant_maxima(graph);
     let mut varies = vec![false; graph.len()];
@@ -559,7 +562,7 @@ fn only_scaled(graph: &Graph) -> Vec<bool> {
     scaled
 }
 
-/// Whether an op's result is worth keeping for the backward pass: elementwise ops are repeated instead.
+/// Returns true if an op's result is worth keeping for the backward pass. Elementwise ops are repeated instead.
 pub fn is_kept(op: &Op) -> bool {
     op.is_contraction() || matches!(op, Op::Gather(_) | Op::Reduce(_) | Op::ReduceWindow(_))
 }
@@ -584,8 +587,8 @@ impl StageContext<'_> {
         &self.stage.shardings[&value].strategy
     }
 
-    /// The layout in which a forward value rests on this stage, with nothing left to reduce: what its
-    /// cotangent is brought to, and what leaves or enters the stage.
+    /// The layout of a forward value at rest on this stage, with nothing left to reduce. Its cotangent is brought to
+    /// this layout, and so is a value that leaves or enters the stage.
     pub fn resting(&self, value: ValueId) -> Sharding {
         match self.stage.receives.get(&value) {
             Some(sharding) => sharding.clone(),
@@ -593,7 +596,7 @@ impl StageContext<'_> {
         }
     }
 
-    /// [`choose::choose`], once for equal situations.
+    /// Like [`choose::choose`], but only once for equal situations.
     fn choose(&self, value: ValueId, operands: &[choose::Available], wanted: Option<Sharding>) -> Strategy {
         let graph = &self.training.graph;
         let layouts = operands.iter().map(|a| match a {
@@ -617,7 +620,7 @@ pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> 
     Ok(lowered(plan, &derived, costs))
 }
 
-/// [`lower()`] of a plan of a model whose derivative is known.
+/// Like [`lower()`], for a model whose derivative is known.
 pub fn lowered(plan: &Plan, derived: &Derived, costs: &dyn Costs) -> Programs {
     let cut = Cut::new(plan, derived);
     match &plan.servers {
@@ -626,16 +629,16 @@ pub fn lowered(plan: &Plan, derived: &Derived, costs: &dyn Costs) -> Programs {
     }
 }
 
-/// Programs of which those are written out that differ from all others. Of a lane that is as an earlier one there is the schedule
-/// alone, which speaks of the earlier one's bodies and buffers.
+/// Deduplicated programs. A lane that equals an earlier one has only its schedule, which refers to the earlier one's
+/// bodies and buffers.
 pub struct Sketch<'a> {
     pub programs: Cow<'a, Programs>,
-    /// For each lane the first that is as it is.
+    /// For each lane, the first lane that equals it.
     pub like: Vec<usize>,
 }
 
 impl<'a> Sketch<'a> {
-    /// Nothing left out.
+    /// A sketch in which every lane is written out.
     pub fn whole(programs: &'a Programs) -> Self {
         Sketch { like: (0..programs.programs.len()).collect(), programs: Cow::Borrowed(programs) }
     }
@@ -645,7 +648,7 @@ impl<'a> Sketch<'a> {
         &self.programs.programs[self.like[lane]]
     }
 
-    /// The stages between which a transfer goes.
+    /// The source and target stage of a transfer.
     pub fn stages_of(&self, transfer: TransferId) -> (u32, u32) {
         let Transfer { source, target } = &self.programs.transfers[transfer.0 as usize];
         let stage = |(lane, buffer): (u32, BufferId)| {
@@ -656,7 +659,7 @@ impl<'a> Sketch<'a> {
     }
 }
 
-/// Lowers a plan of a model, lanes that are `alike` once.
+/// Lowers a plan. If `alike`, equal lanes are lowered once.
 pub fn sketch(plan: &Plan, derived: &Derived, costs: &dyn Costs, alike: bool) -> Sketch<'static> {
     let cut = Cut::new(plan, derived);
     if let Some(over) = &plan.servers {
@@ -674,7 +677,7 @@ pub fn sketch(plan: &Plan, derived: &Derived, costs: &dyn Costs, alike: bool) ->
     Sketch { programs, like: alike.into_iter().enumerate().map(first).collect() }
 }
 
-/// Lowers each lane that is not as an earlier one.
+/// Lowers each lane that does not equal an earlier one.
 fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> Programs {
     let plan = cut.plan;
     let stages: Vec<usize> = (0..plan.stages.len()).filter(|&s| alike[plan.lane_of(s)].is_none()).collect();

@@ -1,5 +1,5 @@
-//! Which forward values the backward pass computes again instead of keeping them, and which it therefore keeps. The lowering
-//! follows this for the graph without composites, the estimates of the search for the graph with them.
+//! Chooses the forward values that the backward pass recomputes, and with that the values it keeps. Lowering applies
+//! this to the graph without composites, and the search's estimates to the graph with them.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
@@ -7,31 +7,33 @@ use altiplano_ir::recompute::Recompute;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
-/// What decides between keeping and computing again.
+/// Inputs of the choice between keeping and recomputing.
 pub struct Repeats<'a> {
     pub graph: &'a Graph,
     /// Layer of each node; `None` for leaves and constants.
     pub layer_of: &'a [Option<u32>],
     pub users: &'a [Vec<ValueId>],
-    /// How much of each layer is computed again.
+    /// Recomputation level of each layer.
     pub recompute: &'a dyn Fn(u32) -> Recompute,
-    /// Products larger than their factors are, in every layer.
+    /// True if products larger than their factors are recomputed in every layer.
     pub fused_attention: bool,
-    /// Values that are computed again under every plan.
+    /// Values that are recomputed under every plan.
     pub always: &'a [bool],
 }
 
 impl Repeats<'_> {
-    /// The values among `nodes`, which are in order, that are computed again.
+    /// Returns the values among `nodes`, given in order, that are recomputed.
     ///
-    /// With full recomputation, everything that does not leave its layer. Without, elementwise results and broadcasts
-    /// within a layer, and what a ring brings: they are cheap, and what they are made of is mostly kept anyway; and with selective
-    /// recomputation the products of which [`grows`] says so. An addition of two kept values is itself kept, since its operands would
-    /// otherwise be kept for it alone.
+    /// * Full recomputation repeats everything that does not leave its layer.
+    /// * Otherwise elementwise results and broadcasts within a layer are repeated, and so are a ring's blocks. They are
+    ///   cheap, and their inputs are mostly kept anyway.
+    /// * Selective recomputation also repeats the products for which [`grows`] is true.
+    ///
+    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention, always } = *self;
         let mut again = BTreeSet::new();
-        // Large kept values that a value is made of by ops that are computed again.
+        // For each value, the large kept values from which recomputed ops derive it.
         let mut sources: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
         for v in nodes {
             let node = graph.node(v);
@@ -53,7 +55,7 @@ impl Repeats<'_> {
             let product = (fused_attention || level >= Recompute::Selective) && grows(graph, v);
             let full = level == Recompute::Full;
             let always = always.get(v.index()).copied().unwrap_or(false);
-            // A total may be that of the next step when the backward pass runs.
+            // When the backward pass runs, a total may be that of the next step.
             let repeat = !leaves_layer
                 && !graph.is_total(v)
                 && (always || full || product || self.is_cheap(v) && !(sum && large > 1));
@@ -67,9 +69,9 @@ impl Repeats<'_> {
         again
     }
 
-    /// Whether a result is cheap to make: by its op, or by the last op of what a composite is made of.
+    /// Returns true if a result is cheap to compute: by its op, or by the last op of a composite's decomposition.
     pub fn is_cheap(&self, v: ValueId) -> bool {
-        // What goes around a ring goes round again, so that no device keeps all of it.
+        // A ring's blocks go round again, so that no device keeps all of them.
         let cheap = |op: &Op| op.is_elementwise() || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Roll(_));
         match &self.graph.node(v).op {
             Op::Composite(op) => op
@@ -80,7 +82,7 @@ impl Repeats<'_> {
     }
 }
 
-/// Whether a value is a product that is better computed again than kept ([`DotGeneral::grows`]).
+/// Returns true if a value is a product that is better recomputed than kept ([`DotGeneral::grows`]).
 ///
 /// [`DotGeneral::grows`]: altiplano_ir::op::DotGeneral::grows
 pub fn grows(graph: &Graph, v: ValueId) -> bool {

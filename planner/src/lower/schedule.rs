@@ -1,5 +1,5 @@
-//! The order of a lane's calls: microbatches of its stages under the plan's schedule, then the reductions and the updates. What is
-//! left of a step when the next begins, late backwards and updates, is said to be run among the calls of that one.
+//! The order of a lane's calls: microbatches of its stages under the plan's schedule, then reductions and updates. Late
+//! backward passes and updates, which remain when the next step begins, run among that step's calls.
 
 use super::Cut;
 use super::stage::{Boundary, Links, Lowered};
@@ -9,34 +9,34 @@ use altiplano_ir::plan::Update;
 use altiplano_ir::program::{BufferId, Call, Program, TransferId};
 use std::collections::BTreeMap;
 
-/// A stage's bodies by their numbers in the program, and its transfers.
+/// Indices of a stage's bodies in the program, and its transfers.
 struct Calls {
     forward: u32,
     backward: u32,
-    /// Absent where the backward computes them.
+    /// Absent if the backward body computes them.
     weights: Option<u32>,
-    /// Absent where nothing is exchanged once a step.
+    /// Absent if nothing is exchanged once a step.
     reduce: Option<u32>,
-    /// Absent where there are no sums over all gradients.
+    /// Absent if there are no sums over all gradients.
     norm: Option<u32>,
     update: u32,
-    /// Absent where nothing is summed over all microbatches.
+    /// Absent if nothing is summed over all microbatches.
     totals: Option<u32>,
     receives_forward: Vec<TransferId>,
     receives_backward: Vec<TransferId>,
     receives_tied: Vec<TransferId>,
-    /// With the buffer that is sent.
+    /// Transfers with the buffers that they send.
     sends_forward: Vec<(TransferId, BufferId)>,
     sends_backward: Vec<(TransferId, BufferId)>,
     sends_tied: Vec<(TransferId, BufferId)>,
     sends_shares: Vec<(TransferId, BufferId)>,
     receives_shares: Vec<TransferId>,
-    /// Buffers that the backward, or the gradients of weights, and the norm and the update free.
+    /// Buffers freed by the backward body or the one for gradients of weights, and those freed by norm and update.
     backward_frees: Vec<BufferId>,
     once_frees: Vec<BufferId>,
 }
 
-/// The program of a lane without bodies and buffers: its schedule, by its stages as lowered here or on a lane that is as this one.
+/// The program of a lane without bodies and buffers: its schedule, for stages lowered here or on an equal lane.
 pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Boundary], links: &Links) -> Program {
     let plan = cut.plan;
     let first = &plan.lanes()[lane];
@@ -51,11 +51,11 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     for body in of_stage.values().filter_map(|calls| calls.totals) {
         schedule.extend((0..plan.num_microbatches).map(|m| Call::Run { body, microbatch: Some(m) }));
     }
-    // The order is the cost model's, so that what is simulated is what runs.
+    // The order is the cost model's, so that the simulated order is the one that runs.
     let order = Order::of(plan);
     let late_calls = order.late(lane);
     let num_prompt = order.calls(lane).count() - late_calls.len();
-    // Of each call of the pipeline, where it ends in the schedule.
+    // For each call of the pipeline, its end in the schedule.
     let mut ends: Vec<usize> = Vec::new();
     let mut late = Late::new(plan.staleness() > 0);
     for (number, (stage, call)) in order.calls(lane).enumerate() {
@@ -77,7 +77,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
                 ends.push(schedule.len());
                 continue;
             }
-            // What follows the last backward is written out below.
+            // The calls after the last backward pass are added below.
             PipelineCall::Update { .. } => continue,
         };
         let microbatch = Some(m);
@@ -87,13 +87,13 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         ends.push(schedule.len());
     }
     let end = late.first.unwrap_or(schedule.len());
-    // Gradients that are reduced during the next step are used at its end. Others change the weights at once, so that no second
-    // sum of gradients is held, unless other stages would have to be waited for.
+    // Gradients that are reduced during the next step are used at its end. Others change the weights at once, so that
+    // no second sum of gradients is held, unless that means waiting for other stages.
     match plan.update {
         Update::Stale => late.from(schedule.len(), end),
         Update::Synchronous => late.go_on(schedule.len()),
     }
-    // All is sent before anything is waited for, which may come from another stage of this lane.
+    // Send everything before waiting for anything, which may come from another stage of this lane.
     for calls in of_stage.values() {
         if let Some(body) = calls.reduce {
             schedule.push(Call::Run { body, microbatch: None });
@@ -128,13 +128,14 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     }
 }
 
-/// Which calls are run during the next step, and when.
+/// Calls that run during the next step, and when.
 struct Late {
-    /// Whether any are.
+    /// True if there are any.
     any: bool,
-    /// The position of the first.
+    /// Position of the first.
     first: Option<usize>,
-    /// From which position on calls come after how many of the next step.
+    /// Pairs of a position in the schedule and a number of calls of the next step that come before the calls from there
+    /// on.
     after: Vec<(usize, usize)>,
 }
 
@@ -143,7 +144,7 @@ impl Late {
         Late { any, first: None, after: Vec::new() }
     }
 
-    /// Calls from a position of the schedule on come after `after` calls of the next step.
+    /// Calls from `position` on come after `after` calls of the next step.
     fn from(&mut self, position: usize, after: usize) {
         if self.any {
             self.first.get_or_insert(position);
@@ -151,7 +152,7 @@ impl Late {
         }
     }
 
-    /// Calls from a position on follow those before them at once.
+    /// Calls from `position` on follow those before them immediately.
     fn go_on(&mut self, position: usize) {
         self.from(position, self.after.last().map_or(0, |last| last.1));
     }
@@ -166,7 +167,7 @@ impl Late {
 }
 
 impl Calls {
-    /// `body`: the number of the stage's first body.
+    /// `body`: index of the stage's first body.
     fn new(here: u32, body: u32, lowered: &Lowered, boundary: &Boundary, links: &Links) -> Calls {
         let outgoing = |links: &BTreeMap<(ValueId, u32, u32), TransferId>, sends: &BTreeMap<ValueId, BufferId>| {
             let mut sent: Vec<(TransferId, BufferId)> = links

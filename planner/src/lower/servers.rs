@@ -1,6 +1,6 @@
-//! Programs of a plan with parameter servers: one for each worker, a replica that computes gradients of its microbatches alone, and one
-//! for each server. Pushes and pulls are transfers like any other, so that whatever runs or prices programs knows them already. Where
-//! nothing is trained, workers pull the weights and run the model on their microbatches.
+//! Programs of a plan with parameter servers. Each worker has one, a replica that computes gradients of its
+//! microbatches alone, and so has each server. Pushes and pulls are ordinary transfers, so running and pricing these
+//! programs needs nothing new. Without training, workers pull the weights and run the model on their microbatches.
 
 use super::stage::{self, Lowered, Server, lower_server, weights_alone};
 use super::{Cut, StageContext, Updates};
@@ -12,8 +12,8 @@ use altiplano_ir::program::{Body, BufferId, Call, Program, Programs, Transfer, T
 use altiplano_ir::servers::ParameterServers;
 use std::collections::BTreeMap;
 
-/// The programs of workers, and then those of servers. `alike`: workers but the first are not written out, since they run what the
-/// first one runs.
+/// The programs of workers, followed by those of servers. If `alike`, only the first worker is written out, since the
+/// others run the same.
 pub fn programs(cut: &Cut<'_>, over: &ParameterServers, costs: &dyn Costs, alike: bool) -> Programs {
     let plan = cut.plan;
     let cx = cut.context(0, costs);
@@ -40,13 +40,13 @@ fn lowered_server(cut: &Cut<'_>, over: &ParameterServers, server: u32, costs: &d
     if cut.plan.schedule.trains() { lower_server(&cx, cut.plan.updates_of_step()) } else { weights_alone(&cx) }
 }
 
-/// What passes between workers and servers. Workers are programs from 0 on, and servers those after them.
+/// Transfers between workers and servers. Workers are programs from 0 on, followed by the servers.
 struct Links {
     transfers: Vec<Transfer>,
     /// By worker and server, in the order of parameters.
     pushes: BTreeMap<(usize, usize), Vec<TransferId>>,
     pulls: BTreeMap<(usize, usize), Vec<TransferId>>,
-    /// By sum, and the servers that send and receive it.
+    /// By sum, sending server and receiving server.
     shares: BTreeMap<(u32, u32, u32), TransferId>,
 }
 
@@ -59,7 +59,7 @@ impl Links {
         let num_workers = over.workers.len();
         for w in 0..num_workers {
             for (s, server) in servers.iter().enumerate() {
-                // The first push of a step is where the others are added to.
+                // The first push of a step goes to the buffer to which the others are added.
                 let targets = if w == 0 { &server.sums } else { &server.pushes };
                 for (p, &held) in &server.parameters {
                     let name = names[p];
@@ -89,7 +89,8 @@ impl Links {
         TransferId((self.transfers.len() - 1) as u32)
     }
 
-    /// All of a worker's microbatches, then a push to each server and a pull from each; or first the pulls, where nothing is trained.
+    /// All of a worker's microbatches, then a push to each server and a pull from each. Without training, the pulls
+    /// come first.
     fn worker(&self, cut: &Cut<'_>, over: &ParameterServers, w: usize, lowered: &Lowered, whole: bool) -> Program {
         let plan = cut.plan;
         let first = w as u32 * plan.microbatches_of_worker();
@@ -124,11 +125,12 @@ impl Links {
         }
     }
 
-    /// Pushes in the order of workers: added up, used and answered together, or each at once. Where nothing is trained, the answers alone.
+    /// Pushes in the order of workers: summed, used and answered together, or each at once. Without training, only the
+    /// answers.
     fn server(&self, cx: &StageContext<'_>, over: &ParameterServers, s: usize, lowered: Server) -> Program {
         let Server { buffers, add, norm, numbers, update, .. } = lowered;
         let once = |body: usize| Call::Run { body: body as u32, microbatch: None };
-        // The update is the first body, then those of workers' numbers, and those that there need not be.
+        // The bodies are the update, those that number workers' updates, and optional ones.
         let trains = update.is_some();
         let mut bodies: Vec<Body> = update.into_iter().chain(numbers).collect();
         let mut position = |body| {
@@ -148,7 +150,7 @@ impl Links {
         } else if over.asynchronous {
             for w in workers {
                 schedule.extend(of(&self.pushes, w).into_iter().map(receive));
-                // A lone worker's updates have the numbers of its steps.
+                // A lone worker's updates are numbered like its steps.
                 schedule.extend((over.workers.len() > 1).then(|| once(1 + w)));
                 schedule.push(once(0));
                 schedule.extend(&pulls[w]);

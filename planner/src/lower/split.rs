@@ -1,7 +1,8 @@
-//! A backward body in two: what earlier stages wait for, and the gradients of weights, which nobody waits for.
+//! Splits a backward body in two: cotangents that earlier stages wait for, and gradients of weights, which nobody waits
+//! for.
 //!
-//! The first part computes what is sent and no more. What the second needs of it is left in buffers, unless it is cheap to compute
-//! again from what is there anyway.
+//! The first part computes only the values that are sent. Values of it that the second part needs pass through buffers,
+//! unless they are cheap to recompute from values that are available anyway.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -10,7 +11,8 @@ use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase};
 use altiplano_ir::sharding::Sharding;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Splits `backward`; `sent` are the buffers that others wait for. Buffers of what passes between the parts are added to `buffers`.
+/// Splits `backward`. `sent` are the buffers that others wait for. Buffers for values that pass between the parts are
+/// added to `buffers`.
 pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer>) -> (Body, Body) {
     let (first, mut second): (Vec<(BufferId, ValueId)>, Vec<(BufferId, ValueId)>) =
         backward.writes.iter().copied().partition(|w| sent.contains(&w.0));
@@ -24,7 +26,7 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
     let mut map: BTreeMap<ValueId, ValueId> = BTreeMap::new();
     let mut reads = Vec::new();
     let mut passed: Vec<(BufferId, ValueId)> = Vec::new();
-    // What the second part computes itself: what the first does not, and of the rest what is cheap and needed here.
+    // Values that the second part computes: those that the first does not, and needed ones that are cheap.
     let own: BTreeSet<ValueId> = {
         let later = rest.iter().filter(|v| !waited.contains(v));
         let mut own: BTreeSet<ValueId> = later.copied().collect();
@@ -53,7 +55,7 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
             node.operands.iter_mut().for_each(|o| *o = map[o]);
             map.insert(v, weights.append(node));
         } else if needed.contains(&v) {
-            // A tensor of each device's own, which is never seen by another: its global type is that of its local part.
+            // Each device has a tensor of its own here, so the global type is that of the local part.
             let id = BufferId(buffers.len() as u32);
             let (name, ty) = (format!("{v} for the gradients of weights"), node.ty.clone());
             let sharding = Sharding::replicated(&ty.shape);
@@ -77,7 +79,7 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
 
     let writes = first.into_iter().chain(passed.iter().copied()).collect();
     let (graph, first_reads, writes) = only(graph, &backward.reads, writes);
-    // What both read is freed by the second, which frees what passes between them as well.
+    // The second part frees the buffers that both parts read, and those that pass between them.
     let later: BTreeSet<BufferId> = reads.iter().map(|r| r.1).collect();
     let (mut later_frees, frees): (Vec<BufferId>, Vec<BufferId>) =
         backward.frees.iter().copied().partition(|b| later.contains(b));
@@ -95,7 +97,7 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
     (Body { graph, reads: first_reads, writes, frees, ..backward }, weights)
 }
 
-/// The part of a graph that some values need, with what it reads and writes.
+/// The part of a graph that some values need, with its reads and writes.
 fn only(
     graph: &Graph,
     reads: &[(ValueId, BufferId)],
@@ -115,7 +117,7 @@ fn only(
     (kept, reads, writes)
 }
 
-/// Values and all that they are computed from.
+/// Values and everything that they are computed from.
 fn ancestors(graph: &Graph, of: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
     let mut found: BTreeSet<ValueId> = of.collect();
     for v in graph.values().rev() {
@@ -126,7 +128,7 @@ fn ancestors(graph: &Graph, of: impl Iterator<Item = ValueId>) -> BTreeSet<Value
     found
 }
 
-/// Values that follow from what a body reads by ops that are cheaper to repeat than their results are to keep.
+/// Values derived from a body's reads by ops that are cheaper to repeat than their results are to keep.
 fn cheap(graph: &Graph) -> Vec<bool> {
     let mut cheap: Vec<bool> = Vec::with_capacity(graph.len());
     for v in graph.values() {

@@ -23,18 +23,18 @@ pub use server::{Server, lower_server, weights_alone};
 use std::collections::{BTreeMap, BTreeSet};
 use update::{Gradients, Shares, Variance};
 
-/// A stage's bodies and what they exchange with other stages.
+/// A stage's bodies and the buffers that it exchanges with other stages.
 pub struct Lowered {
     pub buffers: Vec<Buffer>,
     pub forward: Body,
     pub backward: Body,
-    /// The gradients of weights, where the schedule runs them apart.
+    /// The gradients of weights, if the schedule runs them apart.
     pub weights: Option<Body>,
     pub reduce: Body,
-    /// This stage's share of sums over all gradients, where any are wanted.
+    /// This stage's share of sums over all gradients, if any are wanted.
     pub norm: Option<Body>,
     pub update: Body,
-    /// Sums over all microbatches, where the forward body reads any.
+    /// Sums over all microbatches, if the forward body reads any.
     pub totals: Option<Body>,
     pub boundary: Boundary,
 }
@@ -42,25 +42,25 @@ pub struct Lowered {
 /// The buffers that a stage exchanges with others.
 #[derive(Clone, Default)]
 pub struct Boundary {
-    /// Forward values that later stages need, and where they are left.
+    /// Forward values that later stages need, and their buffers.
     pub sends_forward: BTreeMap<ValueId, BufferId>,
     pub receives_forward: BTreeMap<ValueId, BufferId>,
-    /// Cotangents of received values, left for the stages they came from.
+    /// Cotangents of received values, for the stages that sent the values.
     pub sends_backward: BTreeMap<ValueId, BufferId>,
     /// Cotangents from later stages, by value and stage.
     pub receives_backward: BTreeMap<(ValueId, u32), BufferId>,
-    /// Reduced gradients of tied parameters for the other holders, and theirs.
+    /// Reduced gradients of tied parameters for the other holders, and those received from them.
     pub sends_tied: BTreeMap<ValueId, BufferId>,
     pub receives_tied: BTreeMap<(ValueId, u32), BufferId>,
-    /// This stage's shares of sums over all gradients, and by sum and stage those of the others.
+    /// This stage's shares of sums over all gradients, and those received from others, by sum and stage.
     pub sends_shares: Vec<BufferId>,
     pub receives_shares: BTreeMap<(u32, u32), BufferId>,
 }
 
 impl Boundary {
-    /// The boundary of a stage that is as this one but for its values, which are `of` these, and `further` stages on.
+    /// The boundary of an equal stage that lies `further` stages on. `of` maps this stage's values to the other's.
     pub fn moved(&self, of: impl Fn(ValueId) -> ValueId, further: u32) -> Boundary {
-        // Shares come from all stages but the own one, which is another here.
+        // Shares come from all stages except the stage itself, which is another one here.
         let stages: BTreeSet<u32> = self.receives_shares.keys().map(|(_, stage)| *stage).collect();
         let own = (0..).find(|stage| !stages.contains(stage)).unwrap_or(0) + further;
         let sums = 0..self.sends_shares.len() as u32;
@@ -83,7 +83,7 @@ impl Boundary {
     }
 }
 
-/// Transfers by what they carry: (value, source stage, target stage).
+/// Transfers by payload: (value, source stage, target stage).
 #[derive(Default)]
 pub struct Links {
     pub forward: BTreeMap<(ValueId, u32, u32), TransferId>,
@@ -94,7 +94,7 @@ pub struct Links {
 }
 
 impl Lowered {
-    /// The accumulators of parameters' gradients, and the buffers of the parameters, by parameter.
+    /// The accumulators of gradients and the buffers of parameters, by parameter name.
     pub fn held(&self) -> [BTreeMap<&str, BufferId>; 2] {
         let (mut gradients, mut parameters) = (BTreeMap::new(), BTreeMap::new());
         for (id, buffer) in (0u32..).map(BufferId).zip(&self.buffers) {
@@ -141,11 +141,11 @@ struct StageLowering<'a> {
     received: BTreeMap<ValueId, BufferId>,
     /// Forward values kept for the backward body, by layout.
     saved: BTreeMap<(ValueId, Sharding), BufferId>,
-    /// Forward values that the backward body computes again.
+    /// Forward values that the backward body recomputes.
     again: BTreeSet<ValueId>,
     /// The state of loss scaling, by slot.
     scaling: BTreeMap<&'static str, BufferId>,
-    /// Sums over all microbatches, by the value that has them.
+    /// Sums over all microbatches, by value.
     totals: BTreeMap<ValueId, BufferId>,
 }
 
@@ -157,7 +157,7 @@ pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
 }
 
 impl<'a> StageLowering<'a> {
-    /// Of a stage whose parameters have buffers and nothing else is there yet.
+    /// Starts lowering a stage: its parameters get buffers.
     fn new(cx: &'a StageContext<'a>, again: BTreeSet<ValueId>) -> Self {
         let mut lowering = StageLowering {
             cx,
@@ -203,7 +203,7 @@ impl<'a> StageLowering<'a> {
         }
     }
 
-    /// Makes a leaf or a received value available in `b`, if that is what `v` is.
+    /// Makes `v` available in `b` if it is a leaf or a received value. Returns true if it is.
     fn fetch_outer(&mut self, b: &mut BodyBuilder<'a>, v: ValueId, to: &Sharding) -> bool {
         let graph = &self.cx.graph;
         let ty = graph.ty(v);
@@ -214,7 +214,7 @@ impl<'a> StageLowering<'a> {
             return true;
         }
         let Op::Input(input) = &graph.node(v).op else { return false };
-        // The host cuts an input into any layout for nothing.
+        // The host splits an input into any layout for free.
         let whole = to.reduced();
         let buffer = match self.inputs.get(&(v, whole.clone())) {
             Some(&buffer) => buffer,
@@ -273,7 +273,7 @@ impl<'a> StageLowering<'a> {
             }
             return;
         }
-        // Saved: in the layout that costs least to bring to `to`, then the smallest.
+        // Read the saved value whose layout is cheapest to reshard to `to`; the smallest among equals.
         let ty = cx.graph.ty(v);
         let price = |s: &Sharding| (cx.reshard_s(ty, s, to), s.local_bytes(ty, &cx.mesh));
         let best = forward
@@ -295,8 +295,9 @@ impl<'a> StageLowering<'a> {
         b.define(v, sharding, local);
     }
 
-    /// What a value is rolled from, however often, and by how much in all. The backward pass begins with the last round of a ring, and
-    /// so fetches each block from where it is, not by way of all devices between, whose blocks would all be there at once.
+    /// The source of a chain of rolls, and their total shift. The backward pass begins with the last round of a ring,
+    /// so it fetches each block directly from its owner. Passing blocks through all devices in between would hold them
+    /// all at once.
     fn rolled_from(&self, v: ValueId) -> Option<(ValueId, Roll)> {
         let cx = self.cx;
         let Op::Roll(roll) = &cx.graph.node(v).op else { return None };
@@ -313,7 +314,7 @@ impl<'a> StageLowering<'a> {
         Some((from, roll))
     }
 
-    /// The layouts in which an operand of a backward op can be had.
+    /// The layouts in which an operand of a backward op is available.
     fn available(&self, b: &BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId) -> Available {
         let cx = self.cx;
         if cx.is_constant(v) {
@@ -340,7 +341,7 @@ impl<'a> StageLowering<'a> {
         Available::Layouts(distinct)
     }
 
-    /// The sum of what this stage contributes to the cotangent of `v`, and of `received`, in layout `to`.
+    /// The sum of this stage's contributions to the cotangent of `v` and of `received`, in layout `to`.
     fn cotangent(
         &mut self,
         b: &mut BodyBuilder<'a>,
@@ -380,8 +381,8 @@ impl<'a> StageLowering<'a> {
         total
     }
 
-    /// The layout of a cotangent that may stay partial: that of a parameter's conversion or broadcast, through which partial sums
-    /// pass to the accumulator. Only where all of its parts have that layout.
+    /// The layout of a cotangent that may stay partial: that of a parameter's conversion or broadcast, through which
+    /// partial sums pass to the accumulator. All parts of the cotangent must have that layout.
     fn left_partial(&self, b: &BodyBuilder<'a>, v: ValueId) -> Option<Sharding> {
         let cx = self.cx;
         if !is_of_parameter(cx, v) {
@@ -481,7 +482,7 @@ impl<'a> StageLowering<'a> {
                     b.emit(n, &rule, &strategy, &shardings);
                 }
             }
-            // A gradient joins its accumulator as soon as its last contribution is there, although the parameter's first
+            // A gradient joins its accumulator as soon as its last contribution is available. The parameter's first
             // user may itself have no cotangent.
             for &p in first_used.get(&v).into_iter().flatten() {
                 self.accumulate(&mut b, p, accumulators[&p], &mut writes, &mut variance);
@@ -495,7 +496,7 @@ impl<'a> StageLowering<'a> {
             writes.push((variance.buffer, b.graph.add(old, sum)));
         }
 
-        // Cotangents of received values go back in the layout in which the values came.
+        // Cotangents of received values return in the layout in which the values came.
         let mut sends_backward = BTreeMap::new();
         for &v in cx.stage.receives.keys() {
             let to = cx.stage.receives[&v].clone();
@@ -508,7 +509,7 @@ impl<'a> StageLowering<'a> {
         }
         let (backward_graph, backward_reads, backward_writes) = b.finish(writes);
 
-        // The forward body leaves what the backward reads, what other stages need, and the loss.
+        // The forward body writes the values that the backward body reads, those that other stages need, and the loss.
         let mut forward = forward;
         let mut writes = Vec::new();
         let read_back: BTreeSet<BufferId> = backward_reads.iter().map(|(_, b)| *b).collect();
@@ -551,7 +552,8 @@ impl<'a> StageLowering<'a> {
         }
         let (forward_graph, forward_reads, forward_writes) = forward.finish(writes);
 
-        // What only the forward reads is freed by it; all else that lives per microbatch, by the backward.
+        // The forward body frees buffers that only it reads. The backward body frees all others that live per
+        // microbatch.
         let per_microbatch = |buffers: &[Buffer], id: BufferId| {
             matches!(buffers[id.0 as usize].kind, BufferKind::Value | BufferKind::Input { .. })
         };
@@ -560,11 +562,11 @@ impl<'a> StageLowering<'a> {
         forward_frees.retain(|b| per_microbatch(&self.buffers, *b));
         let mut backward_frees: Vec<BufferId> = read_back.into_iter().collect();
         backward_frees.retain(|b| per_microbatch(&self.buffers, *b));
-        // Two values may have one cotangent, of which what comes for the first is read and what comes for the other is not.
+        // Two values may have the same cotangent. Then the one received for the first is read, and the other is not.
         let received = self.received.values().chain(receives_backward.values());
         let unread = received.filter(|b| !forward_frees.contains(b) && !backward_frees.contains(b));
         let unread: Vec<BufferId> = unread.copied().collect();
-        // What is received for a total is not read, and there may be no backward pass.
+        // A value received for a total is not read, and there may be no backward pass.
         match cx.plan.schedule.trains() {
             true => backward_frees.extend(unread),
             false => forward_frees.extend(unread),
@@ -626,7 +628,7 @@ impl<'a> StageLowering<'a> {
     }
 }
 
-/// Whether a value is a parameter, or one that went through conversions, broadcasts and the like alone.
+/// Returns true if a value is a parameter, or derived from one by conversions, broadcasts and other linear ops alone.
 fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
     let graph = &cx.training.graph;
     let mut at = v;
@@ -639,14 +641,14 @@ fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
     true
 }
 
-/// The value of whose cotangent each backward value is a part, where that is brought to the layout in which the value rests, and of
-/// those that are repeated for such a part element by element.
+/// Maps backward values to the forward value whose cotangent they are a part of, if the part is brought to the layout
+/// in which that value rests. Broadcasts from which such a part is computed elementwise are included.
 fn parts_of(cx: &StageContext<'_>) -> FxHashMap<ValueId, ValueId> {
     let here = |v: &ValueId| !is_of_parameter(cx, *v);
     let of = |v: ValueId| cx.training.contributions[v.index()].iter().map(move |(_, part)| (*part, v));
     let mut parts: FxHashMap<ValueId, ValueId> = cx.nodes.iter().copied().filter(here).flat_map(of).collect();
     let graph = &cx.training.graph;
-    // What is computed element by element is wanted as its result is.
+    // An operand of an elementwise op is wanted in the layout of the result.
     let mut wanted = parts.clone();
     for n in cx.nodes.iter().flat_map(|v| cx.owned[v.index()].iter().rev()) {
         let Some(&of) = wanted.get(n).filter(|_| graph.node(*n).op.is_elementwise()) else { continue };
@@ -678,7 +680,7 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
     cx.training.contributions[v.index()].iter().filter_map(|(user, _)| cx.stage_of[user.index()]).collect()
 }
 
-/// Forward values of this stage that the backward body computes again.
+/// Forward values of this stage that the backward body recomputes.
 fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     let repeats = Repeats {
         graph: cx.graph,
@@ -691,7 +693,7 @@ fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     repeats.of(cx.nodes.iter().copied())
 }
 
-/// Numbers the transfers between stages, which go from the program of one lane to that of another or to itself.
+/// Creates the transfers between stages, from the program of one lane to that of another or to itself.
 pub fn connect(cut: &Cut<'_>, boundaries: &[Boundary], transfers: &mut Vec<Transfer>) -> Links {
     let mut links = Links::default();
     let mut link = |source: (u32, BufferId), target: (u32, BufferId)| {

@@ -1,6 +1,6 @@
-//! How long workers and parameter servers take to exchange gradients and weights, by playing their programs: each device makes its
-//! calls one after the other, and each link carries one message at a time in each direction, so that what all workers send to one
-//! server waits in line (incast).
+//! Simulates how workers and parameter servers exchange gradients and weights. Each device makes its calls in order,
+//! and each link carries one message at a time in each direction. So messages of all workers to one server queue
+//! (incast).
 
 use crate::lower::{Prices, Sketch};
 use crate::timing::{BodyWork, played_in_order};
@@ -15,20 +15,20 @@ use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
-/// What a step takes over servers.
+/// Prediction of a step with parameter servers.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Exchanged {
-    /// Where servers wait for workers a step alone, else one among others.
+    /// Seconds of a step: of a single one if servers wait for workers, otherwise of one in steady state.
     pub step_s: f64,
-    /// Of a step, the seconds that a worker's messages are on their way,
+    /// Seconds of a step in which a worker's messages are under way.
     pub sent_s: f64,
-    /// and of each server those that it computes, and that its link is taken.
+    /// For each server, the seconds of a step in which it computes, and in which its busiest link is taken.
     pub servers: Vec<(f64, f64)>,
-    /// Start and end of the calls of each program's schedule in a first step.
+    /// Start and end of the calls of each program's schedule in the first step.
     pub calls: Vec<Vec<(f64, f64)>>,
 }
 
-/// Plays the programs of a plan with servers. `times`: what a worker's microbatch takes.
+/// Simulates the programs of a plan with servers. `times` are those of a worker's microbatch.
 pub fn exchanged(
     plan: &Plan,
     over: &ParameterServers,
@@ -67,13 +67,13 @@ pub fn exchanged(
         .collect();
     let stage = Stage { programs: &sketch.programs.programs, bodies: &bodies, messages: &messages };
     let alone = stage.play(1);
-    // As many steps fill and drain the servers' queues.
+    // Enough steps to fill and drain the servers' queues.
     const STEPS: usize = 6;
     let step_s = match over.asynchronous {
         true => (stage.play(2 * STEPS).end_s - stage.play(STEPS).end_s) / STEPS as f64,
         false => alone.end_s,
     };
-    // Of a device's links in one direction, the one that is taken longest, with what the device copies.
+    // Seconds for which a device's busiest link in one direction is taken, plus the device's own copies.
     let link_s = |p: usize, sends: bool| {
         let mut taken_s: FxHashMap<Port, f64> = FxHashMap::default();
         let mut copied_s = 0.0;
@@ -111,18 +111,19 @@ fn seconds_of_bodies(plan: &Plan, group: &Group, program: &Program, cost: &dyn C
     program.bodies.iter().map(seconds).collect()
 }
 
-/// A link: whether it leaves the node, and its number among those that do, or that of the device whose it is.
+/// A link. If it leaves the node, `true` and the number of its network card, otherwise `false` and the number of its
+/// device.
 type Port = (bool, u32);
 
-/// The link that a device sends and receives by: within its node its own, and across nodes the network card that it shares with
-/// its neighbours where there are fewer cards than devices.
+/// The link that a device sends and receives by. Within its node that is its own. Across nodes it is a network card,
+/// which neighbours share if there are fewer cards than devices.
 fn port(group: &Group, device: u32, across: bool) -> Port {
     let each = group.devices_per_node.max(1);
     let nics = group.inter_node.nics.clamp(1, each);
     if across { (true, device / each * nics + device % each * nics / each) } else { (false, device) }
 }
 
-/// A transfer: to whom, the links of both sides, and what it takes of the links and of the devices.
+/// A transfer: its target, the links at both ends, and its seconds on links and devices.
 struct Message {
     target: usize,
     ports: [Port; 2],
@@ -141,11 +142,11 @@ struct Stage<'a> {
 #[derive(Default)]
 struct Played {
     end_s: f64,
-    /// Of the first step.
+    /// Calls of the first step.
     calls: Vec<Vec<(f64, f64)>>,
 }
 
-/// A time, ordered. Times are numbers.
+/// A time with a total order. Times are never NaN.
 #[derive(PartialEq)]
 struct At(f64);
 
@@ -164,7 +165,7 @@ impl Ord for At {
 }
 
 impl Stage<'_> {
-    /// Plays so many steps without a wait between them: always the call of the device that comes to its next one first.
+    /// Simulates `steps` steps without a wait between them. The device that reaches its next call first makes it first.
     fn play(&self, steps: usize) -> Played {
         let mut played = Played { end_s: 0.0, calls: vec![Vec::new(); self.programs.len()] };
         let mut next: BinaryHeap<Reverse<(At, usize)>> =
@@ -172,7 +173,7 @@ impl Stage<'_> {
         let mut made = vec![0usize; self.programs.len()];
         let mut free_s: FxHashMap<(bool, Port), f64> = FxHashMap::default();
         let mut arrived: FxHashMap<TransferId, VecDeque<f64>> = FxHashMap::default();
-        // Who waits for a message, and since when.
+        // The program that waits for a message, and since when.
         let mut waiting: FxHashMap<TransferId, (usize, f64)> = FxHashMap::default();
         while let Some(Reverse((At(now_s), p))) = next.pop() {
             let schedule = &self.programs[p].schedule;
@@ -194,7 +195,7 @@ impl Stage<'_> {
                     free_s.insert((false, to), at_s);
                     match waiting.remove(&transfer) {
                         Some((_, since_s)) => {
-                            // Whoever waits goes on when it has come.
+                            // The waiting program continues once the message has arrived.
                             let end_s = since_s.max(at_s) + receive_s;
                             self.end(&mut played, &mut made, target, (since_s, end_s));
                             next.push(Reverse((At(end_s), target)));

@@ -25,7 +25,7 @@ fn request(cluster: Cluster) -> Request {
     request
 }
 
-/// Every device must work, so stages are in both groups; the plan computes what one device computes.
+/// Every device must be used, so both groups have stages. The plan computes what one device computes.
 #[test]
 fn a_plan_over_two_groups_computes_the_same() {
     for (presets, dp, tp, pp) in [
@@ -46,8 +46,8 @@ fn a_plan_over_two_groups_computes_the_same() {
     }
 }
 
-/// By the judge, nothing is lost by having the other group too: predictions that are nearer than 2 % count as equal, and then fewer
-/// devices win.
+/// By the predictions, a second group never makes a plan slower. Predictions within 2 % of each other count as equal,
+/// and then fewer devices win.
 #[test]
 fn more_groups_are_never_slower() {
     for presets in [["dgx-a100:1/2", "p3.16xlarge:1"], ["p3.16xlarge:1/2", "dgx-h100:1/1"], ["local:2", "local:3"]] {
@@ -64,7 +64,7 @@ fn more_groups_are_never_slower() {
     }
 }
 
-/// Pipelines over two groups pay where neither group has the memory, and each keeps to its own device's.
+/// A pipeline over two groups pays if neither group has the memory. Each stage keeps to the memory of its own devices.
 #[test]
 fn a_model_that_only_both_groups_hold() {
     let mut both = cluster(&["local:1", "local:1"], 1e10);
@@ -75,7 +75,7 @@ fn a_model_that_only_both_groups_hold() {
         plan(&request(one), &Silent)
     };
     let needed = alone(0, 1 << 40).expect("a plan").predicted.peak_bytes[0];
-    // The least that is known not to do for the whole model.
+    // The largest memory that is known to be too small for the whole model.
     let (mut fails, mut fits) = (0, needed);
     while fits - fails > needed / 64 {
         let middle = fails + (fits - fails) / 2;
@@ -109,7 +109,7 @@ fn degrees_that_no_group_holds_are_refused() {
     assert!(matches!(refused(Some(2), Some(1), Some(2)), PlanFailure::Degrees { product: 4, devices: 6, .. }));
 }
 
-/// A degree holds for every stage; what is left free may differ between the groups.
+/// A fixed degree holds for every stage. Free degrees may differ between the groups.
 #[test]
 fn a_degree_holds_for_stages_in_both_groups() {
     let mut request = request(cluster(&["local:2", "local:4"], 1e10));

@@ -1,4 +1,4 @@
-//! A layer's integer program against brute force: the tables that stages are made of are exact.
+//! A layer's integer program against brute force: the tables that stages are composed of are exact.
 
 use crate::support::{random_steps, transformer};
 use altiplano_cost_models::{Roofline, preset};
@@ -25,7 +25,7 @@ fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
     simplify(&g)
 }
 
-/// The least cost over all choices; `None` where there are too many to try.
+/// The least cost over all choices; `None` if there are too many to try.
 fn brute_force(problem: &Problem) -> Option<f64> {
     let sizes: Vec<usize> = problem.nodes.iter().map(|n| n.cost.len()).collect();
     let total = sizes.iter().try_fold(1usize, |n, &s| n.checked_mul(s).filter(|&n| n <= 400_000))?;
@@ -66,7 +66,7 @@ proptest! {
         let solved = solve_layer(&model, 0..end, &mut spaces, variant).expect("a layer that can be run");
         let (cost, terms) = solved.boundary.entries[0][0].expect("a finite entry");
         prop_assert!((cost - expected).abs() <= 1e-9 * expected, "{cost} {expected}");
-        // The parts add up to the objective.
+        // The terms add up to the objective.
         let sum = terms.objective_s(2);
         prop_assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
     }
@@ -87,7 +87,7 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
 }
 
-/// Between blocks of a transformer one value passes, so that nothing is lost where each is solved alone.
+/// One value passes between blocks of a transformer, so solving each block alone loses nothing.
 #[test]
 fn tables_of_blocks_make_those_of_layers() {
     let graph = simplify(&find_batch(&transformer(6), &[Some(0), Some(0)]).graph);
@@ -128,7 +128,7 @@ fn tables_of_blocks_make_those_of_layers() {
                     let sum = terms.objective_s(2);
                     assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
                     assert_eq!(terms.entering_bytes, of_whole.entering_bytes);
-                    // Of several ways that cost the same, either may be taken.
+                    // If several strategies have the same cost, either may be chosen.
                     let off = (terms.kept_bytes - of_whole.kept_bytes).abs();
                     assert!(off <= 0.02 * of_whole.kept_bytes, "{} {}", terms.kept_bytes, of_whole.kept_bytes);
                     let choices = joined.choices(i, o);

@@ -1,4 +1,4 @@
-//! What a model says of the layout of its values is done, whatever else would be faster.
+//! A model's pins on the layout of its values are honoured, even if something else would be faster.
 
 use altiplano_cost_models::preset;
 use altiplano_ir::batch::{LossKind, find_batch};
@@ -8,7 +8,7 @@ use altiplano_ir::op::{DotGeneral, Input, Op, Parameter, Reducer, Unary};
 use altiplano_ir::types::TensorType;
 use altiplano_planner::{PlanFailure, Request, Silent, plan};
 
-/// Two layers of a perceptron; gives the graph, its hidden value and its first weight.
+/// Two layers of a perceptron. Returns the graph, its hidden value and its first weight.
 fn perceptron() -> (Graph, ValueId, ValueId) {
     let mut graph = Graph::new("perceptron");
     let ty = |shape: &[u64]| TensorType::new(DType::F32, shape);
@@ -95,7 +95,7 @@ fn axes_of_the_same_name_and_size_are_those_meant() {
     let both = [("data", 2), ("tensor", 2)];
     assert!(pin(&both, "tensor").allows(&layout("[{}, {tensor}]"), &mesh));
     assert!(!pin(&both, "tensor").allows(&layout("[{}, {data}]"), &mesh));
-    // A mesh of another make: what counts is the number of parts.
+    // In a mesh with other axes, only the number of parts counts.
     for axis in ["data", "tensor"] {
         assert!(pin(&[("x", 2)], "x").allows(&layout(&format!("[{{}}, {{{axis}}}]")), &mesh));
     }

@@ -1,4 +1,4 @@
-//! Whatever the plan, it computes what one device computes: loss, gradients and updated weights.
+//! Every plan computes what one device computes: loss, gradients and updated weights.
 
 use crate::support::networks::{convolutional, language_head, mixture_of_experts, skipping};
 use crate::support::{check, transformer, weighted};
@@ -39,14 +39,14 @@ fn every_combination_of_degrees() {
     }
 }
 
-/// Logits in chunks give the losses and gradients of whole logits, with weights of either orientation, and a device never holds more
-/// than a chunk of them.
+/// Logits in chunks give the losses and gradients of whole logits, with weights of either orientation. A device never
+/// holds more than one chunk of them.
 #[test]
 fn logits_in_chunks_compute_the_same() {
     for (dp, tp, microbatches) in [(1, 1, 2), (4, 1, 1), (1, 4, 1), (2, 2, 2)] {
         for (contract, chunks, recompute) in [(0, 2, Recompute::None), (1, 4, Recompute::Full)] {
             let graph = language_head(contract);
-            // Kinds of losses are told before composites are recognised.
+            // The kind of loss is detected before composites are recognised.
             let mut request = request_of(&graph, LossKind::Other, &format!("local:{}", dp * tp));
             request.loss = LossKind::Mean;
             (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(1));
@@ -113,13 +113,13 @@ fn more_blocks_than_layers() {
         let plan = check(&request);
         assert!(plan.num_layers() < 70);
     }
-    // Here two values pass between blocks, so that layers are solved as wholes.
+    // Two values pass between blocks here, so layers are solved as wholes.
     let mut request = request_of(&skipping(140), LossKind::Mean, "local:2");
     request.pp = Some(2);
     assert!(check(&request).num_layers() < 140);
 }
 
-/// Convolutions with and without batch statistics, and experts, where each of the degrees splits something else.
+/// Convolutions with and without batch statistics, and experts, in which each degree splits something else.
 #[test]
 fn other_kinds_of_networks() {
     let networks = [
@@ -154,7 +154,7 @@ fn every_way_to_store_and_to_recompute() {
     }
 }
 
-/// Means that are divided by a count of the whole batch, which microbatches and replicas have parts of.
+/// Means that are divided by a count of the whole batch. Microbatches and replicas have parts of that count.
 #[test]
 fn weighted_means_accumulate_over_microbatches() {
     let network = weighted(4);
@@ -189,7 +189,7 @@ fn weighted_means_accumulate_over_microbatches() {
     check(&sharing);
 }
 
-/// A device that lacks a little memory computes some layers again, not all.
+/// A device that lacks a little memory recomputes some layers, not all.
 #[test]
 fn as_much_is_recomputed_as_must_be() {
     let of = |recompute: Option<Recompute>, memory_bytes: Option<u64>| {
@@ -222,8 +222,8 @@ fn all_schedules_and_many_microbatches() {
     }
 }
 
-/// Stages that share devices, with microbatches that fill all groups and such that do not; of the transformer the table of tokens
-/// is on the first and the last stage.
+/// Stages that share devices, with microbatches that fill all groups and others that do not. The transformer's token
+/// table is on the first and the last stage.
 #[test]
 fn stages_that_share_devices() {
     for (cluster, dp, tp, pp, shared, microbatches) in [
@@ -246,7 +246,8 @@ fn stages_that_share_devices() {
     }
 }
 
-/// The gradients of weights run apart from what earlier stages wait for, however a stage is split and whatever it keeps.
+/// Gradients of weights run apart from the cotangents that earlier stages wait for, however a stage is split and
+/// whatever it keeps.
 #[test]
 fn gradients_of_weights_apart() {
     for (network, dp, tp, microbatches) in [
@@ -272,13 +273,13 @@ fn gradients_of_weights_apart() {
                 assert!(!backward.writes.iter().any(sums) && weights.writes.iter().all(sums));
                 both += usize::from(!backward.writes.is_empty() && !weights.writes.is_empty());
             }
-            // The first stage has nobody who waits for it, and the last may have no weights.
+            // Nobody waits for the first stage, and the last may have no weights.
             assert!(both > 0, "nothing is split");
         }
     }
 }
 
-/// Values that skip stages, to devices of their own and of others.
+/// Values that skip stages, to their own devices and to others.
 #[test]
 fn skips_between_stages_that_share_devices() {
     let network = skipping(8);

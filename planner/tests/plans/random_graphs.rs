@@ -23,8 +23,8 @@ use proptest::prelude::*;
 
 const SHAPE: [u64; 2] = [4, 8];
 
-/// Rows are images of eight positions and one feature, or all rows one image of four positions and eight features; in
-/// the third case every other position of the result is left out and put back by a transposed convolution.
+/// Rows are images of eight positions and one feature, or all rows are one image of four positions and eight features.
+/// In the third case, every other position of the result is left out and put back by a transposed convolution.
 fn convolution(g: &mut Graph, x: ValueId, kind: u8, mut weight: impl FnMut(&mut Graph, &[u64]) -> ValueId) -> ValueId {
     let last = ImageDims { batch: 0, feature: 2, spatial: vec![1] };
     let conv = |window: WindowDim| {
@@ -81,7 +81,7 @@ fn along_rows() -> GatherDims {
     }
 }
 
-/// `x` where random bits, made from `ids` and the position, say so, and zero elsewhere.
+/// `x` where random bits, made from `ids` and the position, select it, and zero elsewhere.
 fn dropout(g: &mut Graph, x: ValueId, ids: ValueId) -> ValueId {
     let ty = g.ty(ids).clone();
     let [row, column] = [0, 1].map(|dim| g.emit(Op::Iota(Iota { ty: ty.clone(), dim }), &[]));
@@ -98,7 +98,7 @@ fn dropout(g: &mut Graph, x: ValueId, ids: ValueId) -> ValueId {
     g.select(kept, x, zero)
 }
 
-/// Each step takes earlier values of shape `[4, 8]` to a new one.
+/// Each step makes a new value from earlier values of shape `[4, 8]`.
 fn graph(steps: &[(u8, u8, u8)]) -> Graph {
     let shape = SHAPE;
     let ty = TensorType::new(DType::F32, shape.to_vec());
@@ -177,7 +177,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
                 g.emit(Op::Cumulative(op), &[a])
             }
             12 | 13 => {
-                // Elements of one in the order of the other: read, or written over those of a third.
+                // Elements of one value in the order of the other: read, or written over those of a third.
                 let descending = vec![form % 2 == 0];
                 let order = g.emit(Op::ArgSort(ArgSort { dim: 1, descending }), &[a]);
                 let order = g.reshape(order, &[4, 8, 1]);
@@ -185,7 +185,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
                     let gather = Gather { dims: along_rows(), out_of_bounds: OutOfBounds::Clamp };
                     g.emit(Op::Gather(gather), &[other, order])
                 } else {
-                    // Shifted, so that one of each row falls outside.
+                    // Shifted, so that one element of each row falls outside.
                     let one = g.splat_like(order, 1.0);
                     let order = g.add(order, one);
                     let combine = Combine::ALL[form as usize % Combine::ALL.len()];
@@ -198,7 +198,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
             }
             15 => dropout(&mut g, a, ids),
             16 => {
-                // A step down the rows, with what is above the first.
+                // Shifts the rows down by one. The first row comes from another value.
                 let top = Slice { start: vec![3, 0], limit: vec![4, 8], stride: vec![1, 1] };
                 let top = g.emit(Op::Slice(top), &[other]);
                 let rest = Pad { low: vec![0, 0], high: vec![-1, 0], interior: vec![0, 0] };
@@ -214,7 +214,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
         };
         values.push(value);
     }
-    // Parameters enter at the end too, so that every graph has a gradient.
+    // A parameter enters at the end too, so that every graph has a gradient.
     let ty = TensorType::new(DType::F32, vec![8]);
     let last_weight = g.emit(Op::Parameter(Parameter::new("last", ty)), &[]);
     let spread = g.broadcast(last_weight, &shape, &[1]);
@@ -224,7 +224,7 @@ fn graph(steps: &[(u8, u8, u8)]) -> Graph {
     simplify(&g)
 }
 
-/// Plans the graph of `steps` with fixed degrees, or where `dp` is zero as the search likes, and compares.
+/// Plans the graph of `steps` with fixed degrees, or freely if `dp` is zero, and compares.
 fn check(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32), zero: u8, recompute: Recompute) {
     check_graph(&graph(steps), degrees, zero, recompute);
 }
@@ -233,7 +233,7 @@ fn check_graph(graph: &Graph, (dp, tp, pp): (u32, u32, u32), zero: u8, recompute
     let cluster = preset(&format!("local:{}", if dp > 0 { dp * tp * pp } else { 4 })).expect("a known preset");
     let mut request = Request::new("random", graph.clone(), LossKind::Other, cluster);
     request.baselines = false;
-    // Larger sizes would need other values; what plans of those compute is compared by `tests/importing/padding.rs`.
+    // Larger sizes would need other values; `tests/importing/padding.rs` compares such plans.
     request.pad = false;
     request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     if dp > 0 {
@@ -265,7 +265,7 @@ proptest! {
     }
 }
 
-/// A twin is a graph like any other, whatever it was made of: it verifies, and its plan computes what it does.
+/// A twin is a graph like any other: it verifies, and its plan computes the same result.
 fn check_twin(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32)) {
     let whole = graph(steps);
     let twin = reduce(&whole, &Goal { parameters: 1, flop: 1, batch: 1 });
@@ -287,13 +287,13 @@ proptest! {
     }
 }
 
-/// The first use of a weight has no cotangent: it only says in which order values are taken.
+/// The first use of a weight has no cotangent. It only determines the order in which values are taken.
 #[test]
 fn gradients_of_weights_that_choose_first() {
     check(&[(9, 0, 3), (0, 0, 0), (12, 0, 2), (9, 0, 0)], (4, 1, 1), 0, Recompute::None);
 }
 
-/// Two values that a stage sends have one cotangent, of which the second copy is read by nobody.
+/// Two values that a stage sends have the same cotangent. Nobody reads its second copy.
 #[test]
 fn cotangents_that_come_twice() {
     let steps = [(3, 0, 0), (0, 0, 0), (5, 0, 0), (2, 1, 0), (0, 2, 0), (0, 0, 0), (4, 4, 0), (0, 4, 1), (8, 0, 1)];

@@ -1,4 +1,4 @@
-//! Attention around a ring: positions are split, no device ever has all keys, and what is computed is what one device computes.
+//! Ring attention: positions are split, no device ever has all keys, and the result is that of one device.
 
 use crate::support::check;
 use altiplano_cost_models::preset;
@@ -24,7 +24,7 @@ fn dot(g: &mut Graph, x: ValueId, w: ValueId) -> ValueId {
     g.emit(Op::DotGeneral(dot), &[x, w])
 }
 
-/// Layers of attention alone, of 24 positions, and what each of them adds.
+/// Layers of attention over 24 positions, and the value that each of them adds.
 fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64) -> (Graph, Vec<ValueId>) {
     let (batch, size) = (2, 3);
     let width = heads * size;
@@ -55,7 +55,7 @@ fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64
     (find_batch(&g, &[Some(0)]).graph, added)
 }
 
-/// Positions split over so many devices, whatever the search thinks of it.
+/// Pins a split of positions over `devices`, whatever the search would choose.
 fn split(graph: &Graph, added: &[ValueId], devices: u32) -> Request {
     let mut graph = graph.clone();
     for &value in added {
@@ -97,8 +97,8 @@ fn assert_keys_are_in_parts(plan: &Plan, kv_heads: u64) {
     assert!(whole.is_empty(), "{whole:?}");
 }
 
-/// Over as many devices as there are blocks each round shifts the keys and the values of a block; backward they go round again, and
-/// gradients home.
+/// With as many devices as blocks, each round shifts the keys and the values of one block. The backward pass sends them
+/// around again, and gradients home.
 #[test]
 fn devices_compute_what_one_computes() {
     for (devices, heads, causal) in [(2, (3, 1), true), (3, (2, 2), false), (4, (2, 1), true)] {
@@ -116,19 +116,19 @@ fn devices_compute_what_one_computes() {
     }
 }
 
-/// With more blocks than devices only what changes its device is sent.
+/// With more blocks than devices, only blocks that change devices are sent.
 #[test]
 fn blocks_may_be_more_than_devices() {
     let (graph, added) = model(1, (3, 1), true, 4);
     let plan = check(&split(&graph, &added, 2));
     let shifts: Vec<_> = sent(&plan, Phase::Forward).into_iter().filter(|s| s.0 == "shift").collect();
-    // Of keys and of values in each of three rounds the one block that goes on to the other device.
+    // In each of three rounds, one block of keys and of values moves to the other device.
     let block = 2 * TOKENS / 4 * 3;
     assert_eq!(shifts.iter().map(|s| s.1).sum::<u64>(), 2 * 3 * block, "{shifts:?}");
     assert_keys_are_in_parts(&plan, 1);
 }
 
-/// What is asked for is what the plan has, or there is a message.
+/// A plan has the requested number of blocks, or there is a message.
 #[test]
 fn blocks_are_asked_for() {
     let (graph, added) = model(1, (2, 2), false, 1);
@@ -152,7 +152,7 @@ fn blocks_are_asked_for() {
         request.ring = Ring::Blocks(refused);
         assert!(matches!(blocks(&request), Err(PlanFailure::Option { option: "ring", .. })), "{refused}");
     }
-    // The question that a plan answers is about the model as it is.
+    // The request that a plan answers is about the original model.
     let (ringed, added) = model(1, (2, 2), false, 2);
     let plan = plan(&split(&ringed, &added, 2), &Silent).expect("a plan");
     assert_eq!(Request::of_plan(&plan).graph.nodes, graph.nodes);

@@ -1,5 +1,5 @@
-//! Every way of training in parallel that has a name is found where it is known to be best: nothing but the graph and the
-//! cluster say so. The same layout written by hand, as pins of values and parameters, is priced the same by the same judge.
+//! Every named way of training in parallel is found where it is known to be best, from the graph and the cluster alone.
+//! The same layout written by hand, as pins of values and parameters, gets the same prediction.
 
 use altiplano_cost_models::preset;
 use altiplano_ir::array;
@@ -46,7 +46,7 @@ fn project(g: &mut Graph, x: ValueId, w: ValueId) -> ValueId {
     dot(g, x, w, [&[], &[]], [&[last], &[0]])
 }
 
-/// The mean of all elements squared.
+/// The mean of all squared elements.
 fn mean_square(g: &mut Graph, x: ValueId) -> ValueId {
     let square = g.mul(x, x);
     let all: Vec<usize> = (0..g.shape(x).len()).collect();
@@ -64,7 +64,7 @@ fn batched(mut g: Graph, loss: ValueId) -> Graph {
 fn cluster() -> Cluster {
     let mut cluster = preset("dgx-h100:1").expect("a preset");
     cluster.groups[0].devices_per_node = DEVICES as u32;
-    // All memory is for tensors.
+    // All memory is available for tensors.
     cluster.groups[0].device.reserved = None;
     cluster
 }
@@ -76,20 +76,20 @@ fn request(graph: &Graph, cluster: Cluster) -> Request {
     request
 }
 
-/// The plan that nobody asked for, and its programs.
+/// The plan that the search chooses, and its programs.
 fn chosen(request: &Request) -> (Plan, Programs) {
     let plan = plan(request, &Silent).expect("a plan");
     let programs = programs(&plan).expect("programs");
     (plan, programs)
 }
 
-/// Into how many parts each dimension of a layout is split.
+/// The number of parts into which each dimension of a layout is split.
 fn parts(sharding: &Sharding, plan: &Plan) -> Vec<u64> {
     let mesh = &plan.stages[0].mesh;
     sharding.dims.iter().map(|d| mesh.product(&d.axes().collect::<Vec<_>>())).collect()
 }
 
-/// Those of a value of the forward graph.
+/// The parts of a value of the forward graph.
 fn parts_of(plan: &Plan, value: ValueId) -> Vec<u64> {
     let stage = &plan.stages[0];
     let shardings = plan.graph.rule(value).shardings(&stage.shardings[&value].strategy, &stage.mesh);
@@ -100,7 +100,7 @@ fn storage<'a>(plan: &'a Plan, name: &str) -> &'a Storage {
     &plan.stages[0].parameters[name]
 }
 
-/// What a phase sends: names of collectives and elements that each device has afterwards.
+/// Collectives of a phase: names, and elements that each device has afterwards.
 fn sent(programs: &Programs, phase: Phase) -> Vec<(&'static str, u64)> {
     let bodies = programs.programs[0].bodies.iter().filter(|b| b.phase == phase);
     let of_body = |body: &altiplano_ir::program::Body| {
@@ -118,7 +118,7 @@ fn count(sent: &[(&'static str, u64)], name: &str, elements: u64) -> usize {
     sent.iter().filter(|(n, e)| *n == name && *e >= elements).count()
 }
 
-/// A pin of a value in so many parts along each dimension.
+/// A pin of a value in `parts` along each dimension.
 fn pin(value: ValueId, parts: &[u64]) -> Pin {
     let dim = |&n: &u64| PinnedDim { axes: if n > 1 { vec!["all".into()] } else { vec![] }, open: false };
     Pin { value, mesh: vec![("all".into(), DEVICES)], dims: parts.iter().map(dim).collect() }
@@ -133,7 +133,7 @@ fn assert_priced_alike(request: &Request, plan: &Plan, pins: &[(ValueId, &[u64])
     assert!((a - b).abs() <= 1e-6 * a, "chosen {a} s, by hand {b} s");
 }
 
-/// `layers` matrices of `width` with a tanh between them, and the weights' and the products' ids.
+/// `layers` matrices of `width` with a tanh between them, and the ids of the products.
 fn perceptron(batch: u64, width: u64, layers: usize) -> (Graph, Vec<ValueId>) {
     let mut g = Graph::new("perceptron");
     let mut x = input(&mut g, "x", &[batch, width]);
@@ -148,7 +148,7 @@ fn perceptron(batch: u64, width: u64, layers: usize) -> (Graph, Vec<ValueId>) {
     (batched(g, loss), products)
 }
 
-/// Many samples and small weights: each device has its samples, and gradients are summed once a step.
+/// Many samples and small weights: each device has samples of its own, and gradients are summed once a step.
 #[test]
 fn plain_data_parallelism() {
     let (graph, products) = perceptron(1 << 18, 256, 8);
@@ -169,24 +169,24 @@ fn plain_data_parallelism() {
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// The most that a device holds in a plain way of training, by its name in the table of alternatives.
+/// Peak bytes of a device under a baseline, by its name in the table of alternatives.
 fn peak(plan: &Plan, name: &str) -> u64 {
     let found = plan.alternatives.iter().find(|a| a.name == name).expect("a baseline");
     found.predicted.as_ref().expect("a judged baseline").peak_bytes[0]
 }
 
-/// Bytes that lie between what two plain ways of training hold: above the leaner by one part of so many.
+/// Bytes between the peaks of two baselines: above the leaner one by a `parts`-th of the difference.
 fn between(plan: &Plan, less: &str, more: &str, parts: u64) -> u64 {
     let (less, more) = (peak(plan, less), peak(plan, more));
     assert!(less < more);
     less + (more - less) / parts
 }
 
-/// Where parameters fit on each device but their optimizer state does not, the state is sharded (Rajbhandari et al. 2020).
+/// If parameters fit on each device but their optimizer state does not, the state is sharded (Rajbhandari et al. 2020).
 #[test]
 fn zero_1() {
     let (graph, products) = perceptron(1 << 15, 2048, 8);
-    // Over a slower link and with several microbatches, what is sent more than once a step is felt.
+    // Over a slower link and with several microbatches, sending more than once a step is noticeable.
     let several = |cluster| Request { num_microbatches: Some(8), ..request(&graph, cluster) };
     let mut slow = cluster();
     slow.groups[0].intra_node.bytes_per_s /= 8.0;
@@ -208,7 +208,7 @@ fn zero_1() {
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// Where parameters do not fit either, they are sharded too and gathered where they are used.
+/// If parameters do not fit either, they are sharded too and gathered where they are used.
 #[test]
 fn zero_3() {
     let (graph, products) = perceptron(1 << 17, 2048, 8);
@@ -231,7 +231,7 @@ fn zero_3() {
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// Where there is room for one parameter on each device and not for all, one is whole and the others are sharded.
+/// If each device has room for one whole parameter but not for all, one is whole and the others are sharded.
 #[test]
 fn storage_of_each_parameter_for_itself() {
     let (graph, products) = perceptron(1 << 17, 2048, 8);
@@ -248,8 +248,8 @@ fn storage_of_each_parameter_for_itself() {
     assert!(solved.lower_bound_s <= solved.cost_s);
 }
 
-/// Few samples and large weights: the first matrix of a pair is split by columns, the second by rows, and each pair has one
-/// all-reduce forward (Shoeybi et al. 2019).
+/// Few samples and large weights: the first matrix of a pair is split by columns, the second by rows. Each pair has one
+/// all-reduce in the forward pass (Shoeybi et al. 2019).
 #[test]
 fn tensor_parallelism() {
     let (batch, width, pairs) = (16, 4096, 4);
@@ -276,15 +276,15 @@ fn tensor_parallelism() {
     let forward = sent(&programs, Phase::Forward);
     assert_eq!(count(&forward, "all_reduce", batch * width), pairs, "{forward:?}");
     let backward = sent(&programs, Phase::Backward);
-    // The gradient of the input is nobody's.
+    // Nothing needs the gradient of the input.
     assert_eq!(count(&backward, "all_reduce", batch * width), pairs - 1, "{backward:?}");
     let pins: Vec<(ValueId, &[u64])> = hidden.iter().map(|&h| (h, &[1, DEVICES][..])).collect();
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// Around norms the tokens are split: a reduce-scatter and an all-gather take the place of the all-reduce (Korthikanti et al.
-/// 2022). Here norms lie before and behind a pair of products, as in sandwich norm, and what is replicated there would cost more
-/// than gathering once more for the backward.
+/// Around norms the tokens are split: a reduce-scatter and an all-gather replace the all-reduce (Korthikanti et al.
+/// 2022). Norms lie before and after a pair of products here, as in sandwich norm. Replicated values there would cost
+/// more than one more gather for the backward pass.
 #[test]
 fn sequence_parallelism() {
     let (tokens, width, blocks) = (4096, 4096, 3);
@@ -368,7 +368,8 @@ fn context_parallelism() {
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// Layers of attention with as many keys as queries, of more devices than heads, and for each the attention and what it adds.
+/// Layers of attention with as many keys as queries and fewer heads than devices. Returns for each layer the attention
+/// and the value that it adds.
 fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
     let (heads, size) = (3, 128);
     let width = heads * size;
@@ -392,14 +393,14 @@ fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
     (batched(g, loss), found)
 }
 
-/// One long sample and as many keys as queries: these go around a ring beside what is computed (Liu et al. 2023), so that no device
-/// ever has all of them. Every position sees all others: of what comes before, the last device of a ring would see most, and a head
-/// more, which is zero, would be split evenly.
+/// One long sample and as many keys as queries: keys and values go around a ring, overlapped with computation (Liu et
+/// al. 2023), so no device ever has all of them. Every position sees all others. With a causal mask, the last device of
+/// a ring would see most, and the heads with one more head of zeros would be split evenly.
 #[test]
 fn ring_attention() {
     let tokens = 32768;
     let (graph, found) = attentions(tokens, 1);
-    // On links on which gathered keys are waited for.
+    // Links are slow, so that gathered keys are waited for.
     let mut slow = cluster();
     slow.groups[0].intra_node.bytes_per_s /= 16.0;
     let auto = request(&graph, slow.clone());
@@ -413,31 +414,31 @@ fn ring_attention() {
     let forward = sent(&programs, Phase::Forward);
     let (auto_s, gathering_s) = (plan.predicted.step_time_s, gathering.predicted.step_time_s);
     assert_eq!(count(&forward, "shift", block), rounds, "{auto_s} {gathering_s} {forward:?}");
-    // Keys and values go round again, and their gradients home.
+    // Keys and values go around again, and their gradients home.
     assert_eq!(count(&sent(&programs, Phase::Backward), "shift", block), 2 * rounds);
     let bodies = programs.programs.iter().flat_map(|p| &p.bodies);
     let of_tokens = bodies.filter(|b| b.phase != Phase::Update).flat_map(|b| &b.graph.nodes);
     let largest = of_tokens.filter(|n| !n.ty.shape.ends_with(&[tokens / DEVICES])).map(|n| n.ty.elements()).max();
     assert_eq!(largest, Some(block), "keys and values are there in blocks");
-    // With keys gathered before they are used a step takes longer, and a device holds more.
+    // If keys are gathered before they are used, a step takes longer and a device holds more.
     let gathered = sent(&altiplano_planner::programs(&gathering).expect("programs"), Phase::Forward);
     assert_eq!(count(&gathered, "all_gather", block * DEVICES), 2 * found.len(), "{gathered:?}");
     assert!(plan.predicted.step_time_s < gathering.predicted.step_time_s);
     assert!(plan.predicted.peak_bytes < gathering.predicted.peak_bytes);
-    // Between what the two hold there is a plan with a ring alone.
+    // With memory between the peaks of both, only a plan with a ring fits.
     let mut small = auto.clone();
     small.cluster.groups[0].device.memory_bytes =
         u64::midpoint(plan.predicted.peak_bytes[0], gathering.predicted.peak_bytes[0]);
     assert!(altiplano_planner::plan(&Request { ring: Ring::None, ..small.clone() }, &Silent).is_err());
     assert_eq!(chosen(&small).0.predicted.peak_bytes, plan.predicted.peak_bytes);
-    // By hand it is the graph with blocks, split.
+    // By hand, this is the graph with blocks, split.
     let (by_hand, found) = attentions(tokens, DEVICES);
     let pins: Vec<(ValueId, &[u64])> =
         found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
     assert_priced_alike(&request(&by_hand, slow), &plan, &pins);
 }
 
-/// Where logits do not fit they are made a chunk at a time, and where they fit they are made whole.
+/// Logits that do not fit are made a chunk at a time; logits that fit are made whole.
 #[test]
 fn logits_that_do_not_fit_are_made_in_chunks() {
     let (batch, tokens, width, classes) = (4, 8192, 256, 32768);
@@ -509,7 +510,8 @@ fn expert_parallelism() {
     let elements = batch * experts * capacity * width / DEVICES;
     for phase in [Phase::Forward, Phase::Backward] {
         let sent = sent(&programs, phase);
-        // The first layer's tokens are the model's input, which the host cuts in any way, and whose gradient is nobody's.
+        // The first layer's tokens are the model's input. The host splits it in any way, and nothing needs its
+        // gradient.
         let least = 2 * hidden.len() - 1;
         assert!(count(&sent, "all_to_all", elements) >= least, "{phase:?} {sent:?}");
     }
@@ -517,14 +519,14 @@ fn expert_parallelism() {
     assert_priced_alike(&request, &plan, &pins);
 }
 
-/// A large vocabulary: the rows of its tables are split, the loss is computed where the logits are, and no device ever has all of
-/// them.
+/// A large vocabulary: the rows of its tables are split, the loss is computed where the logits are, and no device ever
+/// has all logits.
 #[test]
 fn vocabulary_parallelism() {
     vocabulary_is_split(false);
 }
 
-/// The same where words are looked up in the table that logits are computed with.
+/// The same if one table serves for both lookup and logits.
 #[test]
 fn vocabulary_parallelism_of_a_tied_table() {
     vocabulary_is_split(true);

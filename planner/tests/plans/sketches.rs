@@ -1,5 +1,5 @@
-//! Lanes of a pipeline that are alike are lowered and timed once: what the judge finds of a plan by such a sketch is what it finds
-//! by all of its programs.
+//! Equal lanes of a pipeline are lowered and timed once. A prediction from such a sketch equals the one from all
+//! programs.
 
 use crate::support::networks::{convolutional, mixture_of_experts, skipping};
 use crate::support::transformer;
@@ -21,7 +21,8 @@ fn request(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
     request
 }
 
-/// Both predictions of a plan, and how many of its lanes are written out; the same where stages exchange norms.
+/// Compares both predictions of a plan, also with an exchange of norms. Returns the number of lanes that are written
+/// out.
 fn check(plan: &Plan) -> usize {
     let clipped = Plan { clip_norm: Some(1.0), measure_noise: true, ..plan.clone() };
     let written = check_one(plan);
@@ -66,7 +67,7 @@ fn check_one(plan: &Plan) -> usize {
     sketch.like.iter().enumerate().filter(|(lane, like)| lane == *like).count()
 }
 
-/// The stages between the first and the last of a transformer run the same.
+/// All stages of a transformer between the first and the last run the same.
 #[test]
 fn middle_stages_are_lowered_once() {
     for (schedule, recompute) in [
@@ -95,7 +96,8 @@ fn stages_that_share_devices() {
     check(&plan);
 }
 
-/// Whatever is alike or not: values that skip stages, experts, convolutions, inference, stages of several sizes.
+/// Networks with and without equal lanes: values that skip stages, experts, convolutions, inference, stages of several
+/// sizes.
 #[test]
 fn any_network() {
     let networks = [

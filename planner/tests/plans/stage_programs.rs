@@ -1,5 +1,5 @@
-//! A stage's integer program: against brute force, against the tables of layers, and against what lowered programs hold; and
-//! plans in which each parameter is stored in its own way.
+//! A stage's integer program against brute force, against the tables of layers, and against the memory of lowered
+//! programs. Also plans in which each parameter is stored in its own way.
 
 use crate::support::{assert_computes_the_same, random_steps, transformer};
 use altiplano_cost_models::{Roofline, preset};
@@ -35,7 +35,7 @@ fn random_graph(steps: &[(u8, u8, u8)]) -> Graph {
     simplify(&g)
 }
 
-/// Every choice with its cost and the most that it holds, counted point by point; `None` where there are too many to try.
+/// Every choice with its cost and peak bytes, counted point by point; `None` if there are too many to try.
 fn all_choices(program: &StageProgram) -> Option<Vec<(f64, u64)>> {
     let problem = &program.problem;
     let sizes: Vec<usize> = problem.nodes.iter().map(|n| n.cost.len()).collect();
@@ -67,7 +67,7 @@ fn most_bytes(program: &StageProgram, choice: &[usize]) -> u64 {
     (0..program.num_points).map(held).max().unwrap_or(0)
 }
 
-/// Does something with the problem of a whole graph on a mesh.
+/// Calls `check` with the problem of a whole graph on a mesh.
 fn with_program<T>(
     graph: &Graph,
     mesh: &Mesh,
@@ -97,7 +97,7 @@ fn demand(levels: Vec<u8>) -> Demand {
     }
 }
 
-/// The best of all choices within a limit, against the solver.
+/// Compares the solver with the best of all choices within a limit.
 fn check_limit(program: &StageProgram, all: &[(f64, u64)], limit: u64) -> Result<(), TestCaseError> {
     let within = all.iter().filter(|(cost, bytes)| cost.is_finite() && *bytes <= limit).map(|c| c.0);
     let best = within.fold(f64::INFINITY, f64::min);
@@ -129,7 +129,7 @@ proptest! {
         let demand = Demand { recompute, ..demand(vec![0, 1, 2, 3]) };
         with_program(&graph, &mesh, &demand, |program, _, _| {
             let Some(all) = all_choices(program) else { return Ok(()) };
-            // From what the fastest holds down to the least that anything does, and a byte less.
+            // From the bytes of the fastest choice down to the least of any choice, and a byte less.
             let fastest = all.iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("a choice");
             let least = all.iter().filter(|c| c.0.is_finite()).map(|c| c.1).min().expect("an allowed choice");
             check_limit(program, &all, u64::MAX)?;
@@ -138,7 +138,7 @@ proptest! {
         })?;
     }
 
-    /// A stage of one layer is the layer, on meshes of one, two and three axes.
+    /// A stage of one layer costs as much as the layer, on meshes of one, two and three axes.
     #[test]
     fn a_stage_of_one_layer_costs_what_the_layer_costs(
         steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 0..8),
@@ -155,7 +155,7 @@ proptest! {
             let (cost, _) = table.boundary.entries[0][0].expect("a finite entry");
             let stage = program.solve(None, &Options::default()).expect("a stage that can be run");
             prop_assert!((cost - stage.cost_s).abs() <= 1e-9 * cost, "{cost} {}", stage.cost_s);
-            // Storage that parameters choose for themselves is no worse than one way for all.
+            // Storage that each parameter chooses for itself is no worse than one level for all.
             let free = state_stage(&model, &[], 0..graph.len() as u32, spaces, &demand(vec![0, 1, 2, 3]));
             let free = free.solve(None, &Options::default()).expect("a stage that can be run");
             prop_assert!(free.cost_s <= stage.cost_s * (1.0 + 1e-9), "{} {}", free.cost_s, stage.cost_s);
@@ -170,7 +170,7 @@ fn enough_random_stages_are_small_enough_to_try_all_choices() {
     let mesh = Mesh::new(&[("data", 2), ("tensor", 1)]);
     let choices = with_program(&graph, &mesh, &demand(vec![0, 1, 2, 3]), |program, _, _| all_choices(program));
     let choices = choices.expect("few enough to try");
-    // Memory matters: the fastest is not the one that holds least.
+    // Memory matters: the fastest choice is not the one that holds least.
     let fastest = choices.iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("a choice");
     assert!(choices.iter().any(|c| c.0.is_finite() && c.1 < fastest.1));
 }
@@ -194,7 +194,7 @@ fn assert_right(request: &Request, plan: &Plan) {
     assert_computes_the_same(plan, &lowered, &whole, 12.0);
 }
 
-/// Parameters in turn whole, with their state, with their gradient, and themselves sharded, in one stage.
+/// In one stage, parameters are in turn whole, with sharded state, with sharded gradients, and sharded themselves.
 #[test]
 fn every_parameter_may_be_stored_in_its_own_way() {
     for (dp, tp, pp) in [(4, 1, 1), (2, 2, 1), (2, 1, 2)] {
@@ -221,7 +221,7 @@ fn every_parameter_may_be_stored_in_its_own_way() {
     }
 }
 
-/// What a stage's problem says is held, beside what the CPU runtime holds.
+/// Compares the memory that a stage's problem states with that of the CPU runtime.
 #[test]
 fn memory_is_estimated() {
     use Recompute::{Full as FULL, None as KEPT, Selective as SELECTIVE};

@@ -1,20 +1,20 @@
-//! Devices of several groups as one number: how many are counted of each group, digit by digit, the first group's being the last
-//! digit. Adding devices of a group is adding a constant, as long as the digit does not overflow; with one group the number is
-//! the number of devices.
+//! Device counts of several groups as one mixed-radix number, with the first group as the last digit. Adding devices of
+//! a group adds a constant, as long as the digit does not overflow. With one group, the number is the number of
+//! devices.
 
 use std::ops::Range;
 
-/// The numbers from none to all devices of every group.
+/// The numbers from no device to all devices of every group.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Counts {
-    /// By group: the devices it has, in its own units.
+    /// Devices of each group, in its own units.
     budgets: Vec<usize>,
-    /// By group: what one unit of it adds; at the end the number of numbers.
+    /// For each group, the amount that one of its units adds; at the end, the count of numbers.
     strides: Vec<usize>,
 }
 
 impl Counts {
-    /// `None` where the numbers do not fit into memory.
+    /// Returns `None` if the numbers do not fit into memory.
     pub(super) fn of(budgets: Vec<usize>) -> Option<Self> {
         let mut strides = vec![1usize];
         for &budget in &budgets {
@@ -28,23 +28,23 @@ impl Counts {
         self.strides[self.budgets.len()]
     }
 
-    /// Units of all groups together.
+    /// Total units of all groups.
     pub(super) fn sum(&self) -> usize {
         self.budgets.iter().sum()
     }
 
-    /// What so many units of a group add to a number.
+    /// The amount that `units` of a group add to a number.
     pub(super) fn shift(&self, group: usize, units: usize) -> usize {
         units * self.strides[group]
     }
 
-    /// The number without so many units of a group, if it has them.
+    /// The number minus `units` of a group, if it has that many.
     pub(super) fn without(&self, number: usize, group: usize, units: usize) -> Option<usize> {
         let digit = number / self.strides[group] % (self.budgets[group] + 1);
         (units <= digit).then(|| number - self.shift(group, units))
     }
 
-    /// One more than the largest number to which so many units can still be added, of whatever groups.
+    /// One more than the largest number to which `units` can still be added, of any groups.
     pub(super) fn end_before(&self, mut units: usize) -> usize {
         let mut end = self.width();
         for (&budget, &stride) in self.budgets.iter().zip(&self.strides) {
@@ -55,7 +55,8 @@ impl Counts {
         if units == 0 { end } else { 0 }
     }
 
-    /// The parts of a range of numbers to which so many units of a group can be added, with what they add.
+    /// Calls `run` for the parts of a range of numbers to which `units` of a group can be added, with the amount they
+    /// add.
     pub(super) fn for_each_run(
         &self,
         group: usize,
@@ -84,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against the digits written out.
+        /// Compares with explicit digits.
         #[test]
         fn numbers_are_their_digits(
             budgets in prop::collection::vec(0usize..5, 1..4),

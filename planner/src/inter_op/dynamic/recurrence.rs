@@ -1,26 +1,26 @@
-//! The recurrence itself: a query compiled to arcs, its values, and the way back from a value to the stages.
+//! The recurrence: a query compiled to arcs, its values, and the path from a value back to the stages.
 
 use std::ops::Range;
 
 use super::counts::Counts;
 use super::{Candidate, NoStages, Query, StageTable, tolerance};
 
-/// A layer range on a block that has at least one candidate, after a stage in some group.
+/// A layer range on a block with at least one candidate, after a stage in some group.
 #[derive(Debug, Clone)]
 pub(super) struct Arc {
     pub(super) first: usize,
     pub(super) end: usize,
     pub(super) block: usize,
-    /// The node that it leads to.
+    /// The node that the arc leads to.
     to: usize,
     group: usize,
     /// Devices in the units of its group.
     units: usize,
-    /// Into `Space::choices`.
+    /// Indices into `Space::choices`.
     pub(super) choices: Range<usize>,
 }
 
-/// Arcs sorted by the node they start at, end, block.
+/// Arcs sorted by their start node, end and block.
 #[derive(Debug, Default)]
 pub(super) struct Arcs {
     list: Vec<Arc>,
@@ -34,7 +34,7 @@ impl Arcs {
     }
 }
 
-/// A candidate, with memory turned into the largest number of stages, from its own to the last, with which it fits.
+/// A candidate. Its memory becomes the largest number of stages, from its own to the last, with which it fits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
     pub(super) microbatch_s: f64,
@@ -61,29 +61,29 @@ pub(super) struct Limits {
 
 /// The input, compiled for one query.
 ///
-/// The recurrence goes over nodes: a layer, and which of the groups that stages can be in has the stage before it. Nothing is before
-/// the first layer, of which only the first node counts.
+/// The recurrence runs over nodes: a layer, and the group of the stage before it. The first layer has no stage before
+/// it, so only its first node counts.
 pub(super) struct Space {
     pub(super) num_layers: usize,
-    /// Groups that stages can be in.
+    /// Number of groups that stages can be in.
     num_groups: usize,
     /// Devices left, in units of the greatest common divisor of the sizes of a group's blocks.
     counts: Counts,
     pub(super) all_devices: bool,
     pub(super) num_stages: Option<usize>,
-    /// More stages than this cannot be.
+    /// Upper bound on the number of stages.
     pub(super) max_stages: usize,
-    /// With this many stages to the end, or more, memory no longer depends on how many.
+    /// From this many stages to the end, memory no longer depends on the number.
     pub(super) saturation: usize,
     pub(super) num_microbatches: u32,
     pub(super) relative_tolerance: f64,
     pub(super) arcs: Arcs,
-    /// Each arc's choices, fastest first, none better than another in every way.
+    /// Each arc's choices, fastest first, none dominated by another.
     pub(super) choices: Vec<Choice>,
 }
 
 impl Space {
-    /// `None` if the cluster has no devices, no usable block or no layers. Without `check_memory` every
+    /// Returns `None` if the cluster has no devices, no usable block or no layers. Without `check_memory`, every
     /// candidate is kept and fits everywhere.
     pub(super) fn new(table: &StageTable, query: &Query, blocks: &[usize], check_memory: bool) -> Option<Self> {
         let blocks = usable_blocks(table, query, blocks);
@@ -153,8 +153,8 @@ impl Space {
         Some(space)
     }
 
-    /// Appends the candidates that can be chosen at all, fastest first, without those that an
-    /// earlier one beats in time, step and memory.
+    /// Appends the candidates that can be chosen at all, fastest first, without those that an earlier one beats in
+    /// time, step and memory.
     fn add_choices(&mut self, candidates: &[Candidate], entering_s: f64, max_position: &impl Fn(&Candidate) -> u32) {
         let start = self.choices.len();
         let usable = candidates.iter().filter(|c| c.has_times());
@@ -185,7 +185,7 @@ impl Space {
         self.choices.truncate(kept);
     }
 
-    /// The fastest way to run an arc within the limits, with `position` stages from it to the end.
+    /// The fastest choice of an arc within the limits, with `position` stages from it to the end.
     pub(super) fn pick(&self, arc: &Arc, limits: Limits, position: usize) -> Option<Choice> {
         self.choices[arc.choices.clone()]
             .iter()
@@ -194,7 +194,7 @@ impl Space {
             .copied()
     }
 
-    /// The arcs that can be run within the limits at all.
+    /// The arcs with at least one choice within the limits.
     pub(super) fn arcs_within(&self, limits: Limits) -> Arcs {
         let mut within = Arcs::default();
         for node in 0..self.num_layers * self.num_groups {
@@ -208,7 +208,7 @@ impl Space {
     }
 }
 
-/// Indices of the blocks that the cluster has.
+/// Indices of the blocks that fit the cluster.
 pub(super) fn usable_blocks(table: &StageTable, query: &Query, blocks: &[usize]) -> Vec<usize> {
     let usable = |&i: &usize| {
         let block = table.blocks[i];
@@ -218,8 +218,8 @@ pub(super) fn usable_blocks(table: &StageTable, query: &Query, blocks: &[usize])
     blocks.iter().copied().filter(usable).collect()
 }
 
-/// By group the greatest common divisor of the sizes of its blocks, zero where it has none, and the numbers of such units.
-/// `None` if every device must be used and cannot be.
+/// For each group the greatest common divisor of its blocks' sizes, zero if it has none, and the counts of such units.
+/// Returns `None` if every device must be used and cannot be.
 pub(super) fn units(table: &StageTable, query: &Query, blocks: &[usize]) -> Option<(Vec<u64>, Counts)> {
     let mut units = vec![0; query.rooms.len()];
     for &i in blocks {
@@ -240,8 +240,8 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// The largest number of stages from this one to the last with which the candidate fits: 0 if it never does,
-/// `u32::MAX` if it fits with all `max_stages`.
+/// The largest number of stages from this one to the last with which the candidate fits: 0 if it never fits, `u32::MAX`
+/// if it fits with all `max_stages`.
 fn max_position(candidate: &Candidate, query: &Query, limit_bytes: u64, max_stages: u32) -> u32 {
     let fits = |position: u32| {
         let held = query.schedule.in_flight(query.num_microbatches.max(1), position, 0);
@@ -263,16 +263,16 @@ fn max_position(candidate: &Candidate, query: &Query, limit_bytes: u64, max_stag
     low
 }
 
-/// The values of the recurrence: `row(s, n)[d]` is the least cost of the layers from that of node `n` on, in exactly `s` stages on
-/// `d` device units (see [`Counts`]): exactly `d` if all devices must be used, else at most `d`. If `saturating`, the last
-/// level stands for its own number of stages and every larger one.
+/// Values of the recurrence: `row(s, n)[d]` is the least cost of the layers from that of node `n` on, in exactly `s`
+/// stages on `d` device units (see [`Counts`]). `d` is exact if all devices must be used, else an upper limit. If
+/// `saturating`, the last level stands for its own number of stages and every larger one.
 pub(super) struct Costs {
     num_nodes: usize,
     width: usize,
     levels: usize,
     saturating: bool,
     rows: Vec<f64>,
-    /// Per node the less of the last two levels: what may follow a stage of the last level if `saturating`.
+    /// For each node, the minimum of the last two levels: the rest after a stage of the last level if `saturating`.
     joined: Vec<f64>,
 }
 
@@ -282,7 +282,7 @@ impl Costs {
         &self.rows[start..start + self.width]
     }
 
-    /// What may follow a stage of `level` that leads to `node`.
+    /// Costs of the rest after a stage of `level` that leads to `node`.
     fn rest(&self, level: usize, node: usize) -> &[f64] {
         if self.saturating && level == self.levels {
             &self.joined[node * self.width..(node + 1) * self.width]
@@ -292,16 +292,16 @@ impl Costs {
     }
 }
 
-/// Lower bounds on what precedes a layer, and the cost above which a solution is of no interest.
+/// Lower bounds on the cost before a layer, and the cost above which a solution is of no interest.
 pub(super) struct Prune {
-    /// Pairs of a number of stages and prefix costs that hold if every stage of the prefix has at least so many
-    /// stages to the end, the smallest first.
+    /// Pairs of a number of stages and prefix costs, the smallest number first. They hold if every stage of the prefix
+    /// has at least that many stages to the end.
     pub(super) prefixes: Vec<(usize, Vec<f64>)>,
     pub(super) cap: f64,
 }
 
 impl Prune {
-    /// The sharpest bound on what precedes a stage with `level` stages to the end.
+    /// The sharpest bound on the cost before a stage with `level` stages to the end.
     fn before(&self, level: usize) -> Option<&[f64]> {
         let valid = |(position, _): &&(usize, Vec<f64>)| *position <= level + 1;
         let sharpest = self.prefixes.iter().take_while(valid).last();
@@ -310,8 +310,8 @@ impl Prune {
 }
 
 impl Space {
-    /// Fills in the recurrence. `cost` is that of an arc with so many stages to the end (infinite: not possible),
-    /// `join` adds it to the cost of the rest; both `+` and `max` make sense.
+    /// Computes the recurrence. `cost` is that of an arc with the given number of stages to the end (infinite: not
+    /// possible). `join` adds it to the cost of the rest; both `+` and `max` make sense.
     pub(super) fn costs(
         &self,
         arcs: &Arcs,
@@ -405,7 +405,7 @@ impl Space {
             }
             live = new_live;
             if level < levels && live.iter().all(Range::is_empty) {
-                // Nothing is left that another stage could be put in front of.
+                // Nothing remains that another stage could be put in front of.
                 costs.levels = level;
                 costs.saturating = false;
                 break;
@@ -414,8 +414,8 @@ impl Space {
         costs
     }
 
-    /// Per node and device units, the least cost of the layers before it, whatever the number of stages; infinite
-    /// where what comes after takes the sum above the cap. `after` is a saturated single level of [`Space::costs`].
+    /// Per node and device units, the least cost of the layers before it, for any number of stages. It is infinite if
+    /// the rest takes the sum above the cap. `after` is a saturated single level of [`Space::costs`].
     pub(super) fn prefix_costs(
         &self,
         arcs: &Arcs,
@@ -455,7 +455,7 @@ impl Space {
         costs
     }
 
-    /// The least cost of all layers and the number of stages (or level) that has it.
+    /// The least cost of all layers, and the number of stages (or level) that has it.
     pub(super) fn cheapest(&self, costs: &Costs) -> Option<(f64, usize)> {
         let levels = match self.num_stages {
             Some(n) if !costs.saturating => n..=n.min(costs.levels),
@@ -514,7 +514,7 @@ fn join_ranges(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     }
 }
 
-/// Removes the values that exceed the cap together with those of the opposite side, to which all other devices are left.
+/// Removes values that exceed the cap together with the value of the opposite side, which gets all other devices.
 fn drop_above(row: &mut [f64], opposite: &[f64], cap: f64) {
     for (value, &other) in row.iter_mut().zip(opposite.iter().rev()) {
         if *value + other > cap {
@@ -533,8 +533,9 @@ fn finite_part(row: &[f64]) -> Range<usize> {
 }
 
 impl Space {
-    /// The fullest stage of the plan whose fullest stage is least full, as a part of its device's memory, found by the same
-    /// recurrence with the maximum of those parts for the sum of times; `None` if there is no plan however large the memory.
+    /// The fullest stage of the plan whose fullest stage is least full, as a share of its device's memory. Uses the
+    /// same recurrence with the maximum of those shares instead of the sum of times. Returns `None` if there is no plan
+    /// however large the memory.
     pub(super) fn least_memory(&self, table: &StageTable, query: &Query) -> Option<NoStages> {
         let held = |position: usize| query.schedule.in_flight(self.num_microbatches, position as u32, 0);
         let limit = |arc: &Arc| query.rooms[arc.group].device_memory_bytes;

@@ -50,10 +50,10 @@ pub(super) struct Found {
 const TIE: f64 = 1e-10;
 
 impl Space {
-    /// Branch and bound over regions. With limits `t <= T` and `step <= P` on every stage the
-    /// recurrence gives the least sum `g` of any plan in the region below (T, P), so that
-    /// `g + (B - 1) * (least t of the region) + (least step of the region)` bounds the region. Its solution has
-    /// actual maxima `t'` and `p'`, and what is left of the region to search is where one of the two is smaller.
+    /// Branch and bound over regions. With limits `t <= T` and `step <= P` on every stage, the recurrence gives the
+    /// least sum `g` of any plan in the region below (T, P). So `g + (B - 1) * (least t of the region) + (least step of
+    /// the region)` bounds the region. The solution has actual maxima `t'` and `p'`; the rest of the region to search
+    /// is where one of the two is smaller.
     pub(super) fn search(&self) -> Option<Found> {
         let weight = f64::from(self.num_microbatches - 1);
         let times = distinct(self.choices.iter().map(|choice| choice.microbatch_s));
@@ -61,8 +61,8 @@ impl Space {
         let (last_time, last_step) = (times.len().checked_sub(1)?, steps.len().checked_sub(1)?);
         let unlimited = Limits { microbatch_s: f64::INFINITY, step_s: f64::INFINITY };
         let least_sum = self.relaxed(&self.arcs, unlimited, 0.0).1?;
-        // Every stage is charged a trifle, so that of equal sums the one with fewer stages is least.
-        // All together they stay below the tie, also where times are zero.
+        // Charge every stage a trifle, so that among equal sums the one with fewer stages is least. All charges
+        // together stay below the tie, even if times are zero.
         let positive = times.iter().chain(&steps).copied().filter(|&t| t > 0.0);
         let scale = if least_sum > 0.0 { least_sum } else { positive.reduce(f64::min).unwrap_or(1.0) };
         let per_stage = scale * TIE / (2.0 * self.max_stages as f64);
@@ -85,7 +85,7 @@ impl Space {
                 break;
             }
             let (time, step) = (times[region.times.0], steps[region.steps.0]);
-            // Times and step costs with which a plan of the region cannot be better than the best.
+            // Exclude times and step costs with which no plan of the region beats the best.
             let left = cutoff - region.sum_s;
             let high_time = last_at_most(&times, region.times, |t| weight * t + step <= left);
             let high_step = last_at_most(&steps, region.steps, |p| weight * time + p <= left);
@@ -142,8 +142,8 @@ impl Space {
         }
     }
 
-    /// The recurrence without the number of stages, as if every stage needed the memory of a last one: a lower bound
-    /// quickly, and the answer itself if memory is ample.
+    /// The recurrence without the number of stages, as if every stage needed the memory of a last one. It gives a lower
+    /// bound quickly, and the answer itself if memory is ample.
     fn relaxed(&self, arcs: &Arcs, limits: Limits, per_stage: f64) -> (Costs, Option<f64>) {
         let cost = self.cost_within(limits, per_stage);
         let costs = self.costs(arcs, 1, true, &cost, |rest, arc| rest + arc, None);
@@ -151,8 +151,8 @@ impl Space {
         (costs, sum)
     }
 
-    /// The stages with the least sum of microbatch times within the limits, and a lower bound on that sum; `None` if it
-    /// would be more than `cap`.
+    /// The stages with the least sum of microbatch times within the limits, and a lower bound on that sum; `None` if
+    /// the sum would exceed `cap`.
     fn solve(&self, limits: Limits, per_stage: f64, cap: f64) -> Option<(f64, Vec<Leg>)> {
         let cost = self.cost_within(limits, per_stage);
         let add = |rest: f64, arc: f64| rest + arc;
@@ -169,7 +169,7 @@ impl Space {
                 })
                 .collect()
         };
-        // Far below `per_stage`, so that it cannot let a further stage in.
+        // Far below `per_stage`, so that it cannot admit a further stage.
         let slack = per_stage / (4.0 * self.max_stages as f64);
         let mut after = None;
         if self.num_stages.is_none() {
@@ -205,7 +205,7 @@ impl Space {
     }
 }
 
-/// Faster, or equally fast and first in the order of ties.
+/// Returns true if `found` is faster, or equally fast and first in the order of ties.
 fn is_better(found: &Found, best: &Found) -> bool {
     let tie = best.step_s * TIE;
     if (found.step_s - best.step_s).abs() > tie {

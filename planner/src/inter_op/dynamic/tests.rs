@@ -14,7 +14,7 @@ fn query(nodes: u32, devices_per_node: u32, num_microbatches: u32) -> Query {
     }
 }
 
-/// The same query on devices of so much memory.
+/// The same query on devices with this much memory.
 fn within(device_memory_bytes: u64, query: Query) -> Query {
     let rooms = query.rooms.iter().map(|&room| Room { device_memory_bytes, ..room }).collect();
     Query { rooms, ..query }
@@ -25,7 +25,7 @@ fn in_first(shapes: Vec<SubmeshShape>) -> Vec<Block> {
     shapes.into_iter().map(|shape| Block { group: 0, shape }).collect()
 }
 
-/// All blocks of a cluster of one group.
+/// All blocks of a cluster with one group.
 fn blocks(nodes: u32, devices_per_node: u32) -> Vec<Block> {
     in_first(shapes(nodes, devices_per_node))
 }
@@ -34,7 +34,7 @@ fn candidate(microbatch_s: f64, id: u32) -> Candidate {
     Candidate { microbatch_s, step_s: 0.0, static_bytes: 0, bytes_per_inflight_microbatch: 0, transient_bytes: 0, id }
 }
 
-/// Every range on every shape, at a time that `seconds` gives for the number of layers and of devices.
+/// Every range on every shape. `seconds` gives the time for a number of layers and of devices.
 fn uniform(num_layers: usize, blocks: Vec<Block>, seconds: impl Fn(f64, f64) -> f64) -> StageTable {
     let mut table = StageTable::new(num_layers, blocks.clone());
     for first in 0..num_layers {
@@ -48,14 +48,14 @@ fn uniform(num_layers: usize, blocks: Vec<Block>, seconds: impl Fn(f64, f64) -> 
     table
 }
 
-/// A stage as (first layer, end, block, candidate), the candidate with the time of entering it.
+/// A stage as (first layer, end, block, candidate). The candidate's time includes entering the stage.
 type Choice = (usize, usize, usize, Candidate);
 
 fn blocks_of(stages: &[Choice], table: &StageTable) -> Vec<Block> {
     stages.iter().map(|(_, _, block, _)| table.blocks[*block]).collect()
 }
 
-/// Part of its device's memory that the fullest stage takes, and its bytes.
+/// Share of its device's memory that the fullest stage takes, and the stage's bytes.
 fn fullest(stages: &[Choice], table: &StageTable, query: &Query) -> (f64, u64) {
     let held = |i: usize| query.schedule.in_flight(query.num_microbatches, stages.len() as u32, i as u32);
     let of_stage = |(i, (_, _, block, c)): (usize, &Choice)| {
@@ -107,7 +107,7 @@ fn every_plan(table: &StageTable, query: &Query, visit: &mut dyn FnMut(&[Choice]
     extend(table, query, &mut Vec::new(), visit);
 }
 
-/// The answer as the oracle writes it, checked to be a partition from the table.
+/// The answer in the oracle's form, checked to be a partition from the table.
 fn chosen(table: &StageTable, found: &Stages) -> Vec<Choice> {
     let (mut next, mut before) = (0, 0);
     let stages: Vec<Choice> = found
@@ -188,7 +188,7 @@ fn any_candidate() -> impl Strategy<Value = Candidate> {
     )
 }
 
-/// All blocks of a cluster of such groups.
+/// All blocks of a cluster with these groups.
 fn blocks_of_groups(groups: &[(u32, u32)]) -> Vec<Block> {
     let of_group = |(group, &(nodes, devices)): (usize, &(u32, u32))| {
         shapes(nodes, devices).into_iter().map(move |shape| Block { group, shape })
@@ -214,7 +214,7 @@ fn two_groups() -> BoxedStrategy<Vec<(u32, u32)>> {
 }
 
 prop_compose! {
-    /// A random table and a random question about it: candidates missing, memory tight.
+    /// A random table and a random query: some candidates are missing, and memory is tight.
     fn any_case(groups: BoxedStrategy<Vec<(u32, u32)>>)(
         groups in groups,
         num_layers in prop_oneof![1 => 1usize..3, 4 => 3usize..6],
@@ -291,7 +291,7 @@ proptest! {
         prop_assert_eq!(found, plan_stages(&table, &query), "the same again");
     }
 
-    /// Stages in two groups, each with its own devices, their memory, and the time that it takes to come from the other.
+    /// Stages in two groups, each with its own devices and memory, and a time to cross between them.
     #[test]
     fn equals_exhaustive_search_over_two_groups((table, query) in any_case(two_groups())) {
         let found = check_against_every_plan(&table, &query);
@@ -349,7 +349,7 @@ fn tables_keep_what_was_pushed() {
     }
 }
 
-/// Perfect scaling: one stage does as well as any balanced pipeline and has no bubble.
+/// Under perfect scaling, one stage is as fast as any balanced pipeline and has no bubble.
 #[test]
 fn ties_go_to_fewer_stages_and_earlier_layers() {
     let table = uniform(6, blocks(2, 4), |layers, devices| layers / devices);
@@ -363,7 +363,7 @@ fn ties_go_to_fewer_stages_and_earlier_layers() {
     assert_eq!(found.map(|found| found.stages), Ok(vec![(0..1, 0, 0), (1..3, 0, 0)]));
 }
 
-/// With many microbatches the pipeline that balances wins, with one the fewest idle stages do.
+/// With many microbatches the balanced pipeline wins, with one microbatch the one with the fewest idle stages.
 #[test]
 fn microbatches_decide_between_pipeline_and_one_stage() {
     // Two devices together are only 1.25 times as fast as one.
@@ -391,7 +391,7 @@ fn memory_depends_on_the_position() {
     assert_eq!(ids(Schedule::GPipe), Ok(vec![1, 1, 1]));
 }
 
-/// A stage that is slow once per step is not hidden by fast microbatches.
+/// Fast microbatches do not hide a stage that is slow once per step.
 #[test]
 fn the_largest_step_cost_counts_once() {
     let mut table = StageTable::new(2, blocks(2, 1)[..1].to_vec());
@@ -408,7 +408,7 @@ fn the_largest_step_cost_counts_once() {
 
 #[test]
 fn errors_say_what_fails() {
-    // Two stages on one device each: the first holds two microbatches of 30 bytes beside 50 + 5.
+    // Two stages on one device each: the first holds two microbatches of 30 bytes and 50 + 5 more.
     let mut table = StageTable::new(2, blocks(1, 2));
     let way =
         Candidate { static_bytes: 50, bytes_per_inflight_microbatch: 30, transient_bytes: 5, ..candidate(1.0, 0) };
@@ -457,7 +457,7 @@ fn errors_say_what_fails() {
     assert_eq!(plan_stages(&empty, &query(1, 1, 8)), Err(NoStages::NoCandidates { num_layers: 0 }));
 }
 
-/// 15 + 10 + 10 + 6 + 6 + 6 + 6 devices are fewer than two nodes of 30 have, but do not pack into them.
+/// 15 + 10 + 10 + 6 + 6 + 6 + 6 devices are fewer than those of two nodes of 30, but do not pack into them.
 #[test]
 fn stages_that_do_not_pack_are_not_returned() {
     let sizes = [15, 10, 10, 6, 6, 6, 6];
@@ -471,7 +471,7 @@ fn stages_that_do_not_pack_are_not_returned() {
     let found = plan_stages(&table, &query);
     assert!(matches!(found, Err(NoStages::NoCandidates { num_layers: 7 })), "{found:?}");
 
-    // Slower, but with blocks of six devices only.
+    // Slower, but only with blocks of six devices.
     for layer in 0..7 {
         table.push(layer, layer + 1, 0, candidate(2.0, 100));
     }
@@ -498,7 +498,7 @@ fn extreme_numbers_are_not_panics() {
     assert!(plan_stages(&table, &query(0, 1, 1)).is_err());
 }
 
-/// A group that only slows the pipeline down stays idle, and a crossing that costs too much is not made.
+/// A group that only slows the pipeline down stays idle, and no crossing is made that costs too much.
 #[test]
 fn a_slow_group_may_stay_idle() {
     let both = vec![Block { group: 0, shape: shapes(1, 1)[0] }, Block { group: 1, shape: shapes(1, 1)[0] }];

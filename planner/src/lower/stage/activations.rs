@@ -1,9 +1,10 @@
-//! Activations that are in host memory between the forward and the backward pass of a microbatch: the forward body stores each as soon
-//! as it is made, and the backward body, or the one for the gradients of weights, loads it ahead of its first use.
+//! Activations that are offloaded to host memory between the forward and the backward pass of a microbatch. The forward
+//! body stores each as soon as it is made. The backward body, or the one for the gradients of weights, prefetches it
+//! before its first use.
 //!
-//! What is loaded is on the device from then to its last use. A body has room for the most that is used across any of its nodes, and
-//! for one and a half times the largest more, which are on their way; a load waits for the product after which there is room for
-//! it, and nothing else holds it up. So loads go on beside what is computed, in the order of first uses.
+//! A loaded activation stays on the device until its last use. A body has room for the most that is used across any of
+//! its nodes, plus one and a half times the largest activation for loads in transit. A load waits only for the product
+//! after which there is room for it. So loads overlap with computation, in the order of first uses.
 
 use crate::lower::repeat::grows;
 use altiplano_ir::graph::{Graph, Node, ValueId};
@@ -12,23 +13,23 @@ use altiplano_ir::op::{HostCopy, HostRoute, Op};
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What is smaller than this part of the largest activation stays on the device: statistics of rows and the like, whose copies would
-/// take longer to begin than to make.
+/// Activations smaller than this part of the largest stay on the device. Copies of row statistics and the like would
+/// take longer to start than to transfer.
 const SMALL: u64 = 64;
 
 /// The bodies of a stage between which activations pass.
 pub struct Passes<'a> {
     pub forward: &'a mut Body,
-    /// Those that read what the forward body leaves, in the order in which they run.
+    /// The bodies that read what the forward body leaves, in the order in which they run.
     pub later: Vec<&'a mut Body>,
-    /// What other stages are sent of the forward body's results.
+    /// Results of the forward body that are sent to other stages.
     pub sent: BTreeSet<BufferId>,
-    /// Whether other microbatches may run between the passes of one. Otherwise what the backward body needs first stays where it is,
-    /// as much as there is room for.
+    /// True if other microbatches may run between the passes of one. Otherwise the activations that the backward body
+    /// needs first stay on the device, as far as there is room.
     pub apart: bool,
 }
 
-/// An activation as one body uses it: at its first and its last node that do, and those between.
+/// An activation in one body, with its first and last use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Used {
     leaf: ValueId,
@@ -36,11 +37,11 @@ struct Used {
     bytes: u64,
     first: usize,
     last: usize,
-    /// It is loaded; else it is there from the start.
+    /// True if it is loaded, false if it is there from the start.
     loads: bool,
 }
 
-/// Changes the bodies so that activations pass by way of the host. Buffers there are marked or added.
+/// Changes the bodies so that activations pass through host memory. Host buffers are marked or added.
 pub fn offload(passes: Passes<'_>, buffers: &mut Vec<Buffer>, mesh: &Mesh) {
     let Passes { forward, mut later, sent, apart } = passes;
     let local_bytes = |b: BufferId| {
@@ -59,7 +60,7 @@ pub fn offload(passes: Passes<'_>, buffers: &mut Vec<Buffer>, mesh: &Mesh) {
         Some(body) if !apart => used_first(body, &away),
         _ => BTreeSet::new(),
     };
-    // What is sent from the device, or received there, has a buffer in each memory.
+    // A buffer that the device sends or receives exists in both memories.
     let mut in_host: BTreeMap<BufferId, BufferId> = BTreeMap::new();
     for &buffer in away.keys().filter(|b| !stays.contains(b)) {
         let own = &mut buffers[buffer.0 as usize];
@@ -85,7 +86,8 @@ pub fn offload(passes: Passes<'_>, buffers: &mut Vec<Buffer>, mesh: &Mesh) {
     }
 }
 
-/// Stores what a body leaves or reads for these buffers in those beside them, each as soon as it is made.
+/// Stores the values that a body writes to or reads from these buffers in their host buffers, each as soon as it is
+/// made.
 fn store(body: &mut Body, in_host: &BTreeMap<BufferId, BufferId>) {
     let read = body.reads.iter().map(|&(v, b)| (b, v)).filter(|(b, _)| in_host.contains_key(b));
     let stays_read: Vec<(BufferId, ValueId)> = read.collect();
@@ -95,7 +97,7 @@ fn store(body: &mut Body, in_host: &BTreeMap<BufferId, BufferId>) {
             stores.entry(*v).or_default().push(host);
         }
     }
-    // What came from another stage is not needed on the device once this body has ended.
+    // A value from another stage is not needed on the device once this body has ended.
     body.frees.extend(stays_read.iter().map(|(b, _)| *b));
     let old = std::mem::take(&mut body.graph.nodes);
     let mut map: Vec<ValueId> = Vec::with_capacity(old.len());
@@ -120,7 +122,7 @@ fn load(body: &mut Body, used: &[Used]) {
     let loads: Vec<(ValueId, Option<usize>)> = used.iter().filter(|u| u.loads).map(|u| u.leaf).zip(gates).collect();
     let leaves: BTreeSet<ValueId> = loads.iter().map(|l| l.0).collect();
     let old = std::mem::take(&mut body.graph.nodes);
-    // Of leaves that are loaded, where they are now; of all values what stands for them.
+    // For loaded leaves, their new position; for all values, their replacement.
     let mut moved: BTreeMap<ValueId, ValueId> = BTreeMap::new();
     let mut map: Vec<ValueId> = vec![ValueId(u32::MAX); old.len()];
     let graph = &mut body.graph;
@@ -150,14 +152,14 @@ fn renamed(node: &Node, map: &[ValueId]) -> Node {
     Node { operands: node.operands.iter().map(|o| map[o.index()]).collect(), ..node.clone() }
 }
 
-/// How a body uses these buffers, those used first first.
+/// Uses of these buffers in a body, in the order of first uses.
 fn used(body: &Body, away: &BTreeMap<BufferId, u64>) -> Vec<Used> {
     let graph = &body.graph;
     let end = graph.len();
     let (mut first, mut last) = (vec![end; graph.len()], vec![0; graph.len()]);
     body.writes.iter().for_each(|w| last[w.1.index()] = end);
     for v in graph.values().rev() {
-        // What looks at a value in another way is where that is.
+        // A view keeps its operand in use for as long as the view is used.
         let until = if is_view(&graph.node(v).op) { last[v.index()].max(v.index()) } else { v.index() };
         for o in &graph.node(v).operands {
             first[o.index()] = v.index();
@@ -173,7 +175,7 @@ fn used(body: &Body, away: &BTreeMap<BufferId, u64>) -> Vec<Used> {
     used
 }
 
-/// What a body uses first, as much as there is room for.
+/// The buffers that a body uses first, as many as there is room for.
 fn used_first(body: &Body, away: &BTreeMap<BufferId, u64>) -> BTreeSet<BufferId> {
     let used = used(body, away);
     let room = room(&used);
@@ -184,7 +186,7 @@ fn used_first(body: &Body, away: &BTreeMap<BufferId, u64>) -> BTreeSet<BufferId>
     used.iter().zip(sums).take_while(|(_, sum)| *sum <= room).map(|(u, _)| u.buffer).collect()
 }
 
-/// Bytes that are on the device at once, as far as uses allow.
+/// Most bytes that are on the device at once, unless a use demands more.
 fn room(used: &[Used]) -> u64 {
     let mut changes: BTreeMap<usize, i64> = BTreeMap::new();
     for u in used {
@@ -200,7 +202,8 @@ fn room(used: &[Used]) -> u64 {
     most + largest + largest / 2
 }
 
-/// For each load the node that it waits for: the first product after which there is room for it, or the last before its first use.
+/// For each load, the node that it waits for: the first product after which there is room for it, or the last before
+/// its first use.
 fn gates(graph: &Graph, used: &[Used]) -> Vec<Option<usize>> {
     let room = room(used);
     let mut ends: BTreeMap<usize, u64> = BTreeMap::new();
@@ -218,7 +221,7 @@ fn gates(graph: &Graph, used: &[Used]) -> Vec<Option<usize>> {
             gates.push(gate);
         }
         held = held.saturating_sub(ends.get(&at).copied().unwrap_or(0));
-        // A value that is in memory whatever kernels the graph is cut into.
+        // The result of such a product is in memory, whatever kernels the graph is cut into.
         let is_product = |v: ValueId| graph.node(v).op.is_contraction() && !grows(graph, v);
         opens = at < graph.len() && is_product(ValueId(at as u32));
         gate = if opens { Some(at) } else { gate };
@@ -226,7 +229,7 @@ fn gates(graph: &Graph, used: &[Used]) -> Vec<Option<usize>> {
     gates
 }
 
-/// Whether an op only says anew which elements of its operand are where.
+/// Returns true if an op only rearranges or selects elements of its operand.
 fn is_view(op: &Op) -> bool {
     matches!(op, Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::BroadcastInDim(_))
 }
@@ -240,7 +243,7 @@ mod tests {
     use altiplano_ir::types::TensorType;
     use proptest::prelude::*;
 
-    /// So many products one after the other, and where they are.
+    /// A chain of `count` products, and their positions.
     fn products(count: usize) -> (Graph, Vec<usize>) {
         let mut graph = Graph::new("products");
         let ty = TensorType::new(DType::F32, vec![4, 4]);
@@ -254,7 +257,7 @@ mod tests {
         (graph, at)
     }
 
-    /// Values of these bytes, used from one product to another.
+    /// Values of the given bytes, each used from one product to another.
     fn used_at(at: &[usize], values: &[(u64, usize, usize)]) -> Vec<Used> {
         let of = |&(bytes, first, last): &(u64, usize, usize)| Used {
             leaf: ValueId(0),
@@ -279,12 +282,12 @@ mod tests {
     fn what_is_used_for_long_is_beside_what_passes() {
         let (graph, at) = products(4);
         let used = used_at(&at, &[(8, 0, 3), (8, 0, 0), (8, 1, 1), (8, 2, 2), (8, 3, 3)]);
-        // Room for two in use and one on its way.
+        // Room for two in use and one in transit.
         assert_eq!(gates(&graph, &used), [None, None, None, Some(at[0]), Some(at[1])]);
     }
 
     proptest! {
-        /// Values are there in time, in order, and never more of them than there is room for.
+        /// Values are there in time and in order, and never exceed the room.
         #[test]
         fn room_is_never_exceeded(values in proptest::collection::vec((1u64..50, 0usize..20, 0usize..6), 1..40)) {
             let (graph, at) = products(20);

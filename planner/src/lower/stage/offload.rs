@@ -1,13 +1,13 @@
-//! State that is in host memory: when the update of a stage loads that of each of its parameters, so that copies go on while
-//! parameters are updated and a device never holds more of it than a bounded part.
+//! Optimizer state in host memory: when a stage's update loads the state of each of its parameters. Copies overlap with
+//! updates, and a device holds only a bounded part of the state.
 //!
-//! States go through a window of two and a half times the largest of them: one is loaded as soon as those that the window cannot hold
-//! beside it are back in the host. Of states of one size that is double buffering, with room for small ones between them so that the
-//! link is busy both ways; of many small ones more are under way at once.
+//! States pass through a window of two and a half times the largest of them. A state is loaded as soon as those that
+//! the window cannot hold beside it are back in the host. For states of equal size this is double buffering, with room
+//! for small ones in between so that the link is busy both ways. Of small states, more are in transit at once.
 
-/// The window through which states of so many bytes go, in the order in which their parameters are updated.
+/// The window for states of the given bytes, in the order in which their parameters are updated.
 pub struct Window {
-    /// Of each, how many of the first have to be back before it is loaded.
+    /// For each state, the number of first states that must be back before it is loaded.
     after: Vec<usize>,
 }
 
@@ -27,18 +27,18 @@ impl Window {
         Window { after }
     }
 
-    /// Whether the `i`-th is loaded before the `now`-th is updated, if it is not there yet.
+    /// Returns true if the `i`-th state is loaded before the `now`-th parameter is updated, unless it is there already.
     pub fn is_due(&self, i: usize, now: usize) -> bool {
         self.after.get(i).is_some_and(|&after| after <= now)
     }
 
-    /// The last of those that have to be back before the `i`-th is loaded.
+    /// The last state that must be back before the `i`-th is loaded.
     pub fn waits_for(&self, i: usize) -> Option<usize> {
         self.after.get(i)?.checked_sub(1)
     }
 }
 
-/// Bytes that are on the device at once, at most.
+/// Most bytes that are on the device at once.
 fn room(bytes: &[u64]) -> u64 {
     let largest = bytes.iter().copied().max().unwrap_or(0);
     2 * largest + largest / 2
@@ -64,7 +64,7 @@ mod tests {
     }
 
     proptest! {
-        /// Loaded as soon as they are due, states are there in time and never more of them than there is room for.
+        /// States that are loaded as soon as they are due are there in time and never exceed the room.
         #[test]
         fn the_window_is_never_exceeded(bytes in proptest::collection::vec(0u64..50, 1..40)) {
             let window = Window::new(&bytes);
@@ -77,7 +77,7 @@ mod tests {
                 }
                 prop_assert!(next > now, "{now} is not there when it is updated");
                 prop_assert!(bytes[now..next].iter().sum::<u64>() <= room);
-                // One ahead, wherever there is one.
+                // At least one state is ahead, if there is one.
                 prop_assert!(next > now + 1 || now + 1 == bytes.len());
             }
         }

@@ -1,5 +1,5 @@
-//! What a parameter server runs: it adds up the gradients that workers push, or takes each push for an update of its own, and updates
-//! its parameters as a stage updates those that it holds.
+//! The bodies of a parameter server. It sums the gradients that workers push, or treats each push as an update of its
+//! own. It updates its parameters like a stage updates those that it holds.
 
 use super::super::body::BodyBuilder;
 use super::super::{StageContext, Updates};
@@ -12,33 +12,34 @@ use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A server's bodies, and where it gets gradients and has parameters.
+/// A server's bodies, and the buffers of its gradients and parameters.
 #[derive(Default)]
 pub struct Server {
     pub buffers: Vec<Buffer>,
     pub parameters: BTreeMap<ValueId, BufferId>,
-    /// Where the push of a step's first worker is left, in which those of the others are added up; and where each of these is. The
-    /// same buffers where each push is an update.
+    /// Buffers for the push of a step's first worker, to which the others are added, and for the pushes of the others.
+    /// They are the same buffers if each push is an update.
     pub sums: BTreeMap<ValueId, BufferId>,
     pub pushes: BTreeMap<ValueId, BufferId>,
     /// Adds a push to the sums.
     pub add: Option<Body>,
-    /// The server's share of sums over all gradients, where any are wanted; its shares, and by sum and server those of others.
+    /// The server's share of sums over all gradients, if any are wanted. Its own shares follow, and those of others by
+    /// sum and server.
     pub norm: Option<Body>,
     pub sends_shares: Vec<BufferId>,
     pub receives_shares: BTreeMap<(u32, u32), BufferId>,
-    /// Of each worker, where each push is an update: leaves the number that the update has among all.
+    /// For each worker, if each push is an update: writes the number of the update among all updates.
     pub numbers: Vec<Body>,
-    /// None where nothing is trained.
+    /// `None` without training.
     pub update: Option<Body>,
 }
 
-/// Lowers a server, whose parameters those of the context's stage are. `updates`: the updates of a step.
+/// Lowers a server whose parameters are those of the context's stage. `updates`: number of updates in a step.
 pub fn lower_server(cx: &StageContext<'_>, updates: u32) -> Server {
     StageLowering::new(cx, BTreeSet::new()).server(updates)
 }
 
-/// A server of a plan that trains nothing: the parameters of the context's stage, for workers to pull.
+/// A server of a plan without training: the parameters of the context's stage, for workers to pull.
 pub fn weights_alone(cx: &StageContext<'_>) -> Server {
     let StageLowering { buffers, parameters, .. } = StageLowering::new(cx, BTreeSet::new());
     Server { buffers, parameters, ..Server::default() }
@@ -74,7 +75,7 @@ impl<'a> StageLowering<'a> {
         Server { buffers, parameters, sums, pushes, add, norm, sends_shares, receives_shares, numbers, update }
     }
 
-    /// Buffers for a gradient of each parameter, as workers sum them up.
+    /// Buffers for a gradient of each parameter, in the layout in which workers sum it.
     fn gradients(&mut self, what: &str) -> BTreeMap<ValueId, BufferId> {
         let cx = self.cx;
         let mut buffers = BTreeMap::new();
@@ -107,7 +108,8 @@ impl<'a> StageLowering<'a> {
         self.buffer("update number".to_string(), BufferKind::Value, scalar, Sharding::replicated(&[]))
     }
 
-    /// The number of a worker's update, where a step has one of each: from 1 on, as steps are counted, for averages over updates.
+    /// The number of a worker's update, if each worker has one in a step. It starts at 1 like the number of a step, for
+    /// averages over updates.
     fn numbered(&mut self, kept: BufferId, worker: u32, updates: u32) -> Body {
         let cx = self.cx;
         let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));

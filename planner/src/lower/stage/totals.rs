@@ -1,10 +1,10 @@
-//! Values that are summed over the microbatches of a step before the first of them is worked on, as the count by which a weighted
-//! mean is divided.
+//! Values that are summed over all microbatches of a step before the first of them runs, such as the count that divides
+//! a weighted mean.
 //!
-//! They depend on inputs alone, so a stage that needs one makes it of its own inputs, whatever stage the values on the way to it
-//! are planned on. A body that runs for every microbatch at the beginning of a step adds to the sums; forward bodies read them, and
-//! leave them for backward bodies as they leave other values, since those may run when the next step has begun its own sums.
-//! A step of one microbatch has nothing to sum: there a total is its operand.
+//! They depend on inputs alone. So a stage that needs one computes it from its own inputs, whatever stages the values
+//! in between are planned on. A body that runs for every microbatch at the beginning of a step adds to the sums.
+//! Forward bodies read the sums and save them for backward bodies like other values, since those may run when the next
+//! step has begun its own sums. With one microbatch there is nothing to sum: a total is its operand.
 
 use super::{Available, BodyBuilder, StageLowering};
 use altiplano_ir::dtype::DType;
@@ -19,7 +19,7 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let (op, ty) = (&cx.graph.node(v).op, cx.graph.ty(v));
         let sharding = sharding.reduced();
-        // A sum over many microbatches needs more digits than one over a few samples.
+        // A sum over many microbatches needs more precision than one over a few samples.
         let kept = ty.with_dtype(if ty.dtype.is_half() { DType::F32 } else { ty.dtype });
         let kind = BufferKind::Accumulator { parameter: ALL_PARAMETERS.to_string() };
         let buffer = self.buffer(format!("{v} of all microbatches"), kind, kept.clone(), sharding.clone());
@@ -34,7 +34,7 @@ impl<'a> StageLowering<'a> {
         b.define(v, sharding, local);
     }
 
-    /// What adds one microbatch to the totals that the forward body reads.
+    /// The body that adds one microbatch to the totals that the forward body reads.
     pub(super) fn totals_body(&mut self) -> Option<Body> {
         let cx = self.cx;
         if self.totals.is_empty() {
@@ -48,7 +48,7 @@ impl<'a> StageLowering<'a> {
                 graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
             }
         }
-        // Inputs are brought anew: those of all microbatches would be held until their forward passes otherwise.
+        // Inputs are read anew. Otherwise those of all microbatches would be held until their forward passes.
         let of_forward = std::mem::take(&mut self.inputs);
         let mut b = BodyBuilder::new(cx, format!("stage{} totals", cx.index), graph.len());
         for v in graph.values().filter(|v| needed[v.index()]) {

@@ -1,8 +1,9 @@
-//! What a stage does once a step: gradients reduced, sums over all of them, and the optimizer's update of its shards.
+//! A stage's work once a step: reduction of gradients, sums over all of them, and the optimizer's update of its shards.
 //!
-//! A sum over a tensor is that of the local shards, over the axes that split it. A sum over all parameters is each device's share of
-//! it, in which what several devices hold counts for one, over all devices of the stage; then the stages send each other theirs, and
-//! all of them add in the order of stages, so that copies of a parameter update alike to the bit.
+//! A sum over a tensor adds the local shards over the axes that split it. A sum over all parameters adds each device's
+//! share over all devices of the stage, in which a value that several devices hold counts once. Then the stages send
+//! each other their shares, and all add them in the order of stages, so that copies of a parameter update alike to the
+//! bit.
 
 use super::offload::Window;
 use super::{BodyBuilder, StageContext, StageLowering, holders, parameter_name};
@@ -22,29 +23,29 @@ use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The sums over all gradients that there may be.
+/// The possible sums over all gradients.
 const SUMS: [&str; 4] = [GRADIENT_SQUARES, GRADIENT_VARIANCE, MEASURED_SQUARES, OVERFLOWS];
 
-/// Where the gradients of a stage's parameters are found once they are accumulated: for each one or more buffers whose sum it is,
-/// and of which those of several stages are freed when they were read.
+/// Buffers of a stage's accumulated gradients. Each parameter has one or more buffers to add up, and a flag that is
+/// true if they are freed once read.
 pub struct Gradients(BTreeMap<ValueId, (Vec<BufferId>, bool)>);
 
-/// What a stage contributes to sums over all gradients.
+/// A stage's contribution to sums over all gradients.
 pub struct Shares {
     pub body: Body,
     /// The sums that the plan wants.
     sums: Vec<&'static str>,
-    /// Of this stage, and by sum and stage of the others.
+    /// Buffers of this stage's shares, and by sum and stage those of the others.
     pub own: Vec<BufferId>,
     pub others: BTreeMap<(u32, u32), BufferId>,
 }
 
-/// How the gradient differs between equal parts of the batch, added up over parameters and microbatches (McCandlish et al. 2018,
-/// appendix A.1).
+/// Variance of the gradient between equal parts of the batch, summed over parameters and microbatches (McCandlish et
+/// al. 2018, appendix A.1).
 ///
-/// With `n` parts of which the batch's gradient `g` is the sum, each times `n` is a gradient of its own on an `n`-th of the batch.
-/// Then `a = (n sum |part|^2 - |g|^2) / (n - 1)` has the expectation of the variance of `g`, summed over elements. It is
-/// linear in squares, so that parameters may be in different numbers of parts; collected here is the first term of it.
+/// Let the batch's gradient `g` be the sum of `n` parts. Each part times `n` is the gradient of an `n`-th of the batch.
+/// Then `a = (n sum |part|^2 - |g|^2) / (n - 1)` has the expectation of the variance of `g`, summed over elements. It
+/// is linear in squares, so parameters may have different numbers of parts. This type collects its first term.
 pub struct Variance {
     pub buffer: BufferId,
     /// Axes along which devices work on different samples.
@@ -74,7 +75,7 @@ impl Gradients {
 }
 
 impl Gradients {
-    /// Gradients that are found whole in one buffer each, which whoever asks for the last time is to free.
+    /// Gradients that arrive whole, in one buffer each. Reading does not free the buffers.
     pub fn received(buffers: &BTreeMap<ValueId, BufferId>) -> Gradients {
         Gradients(buffers.iter().map(|(&p, &buffer)| (p, (vec![buffer], false))).collect())
     }
@@ -85,7 +86,7 @@ impl Variance {
     pub fn add(&mut self, b: &mut BodyBuilder<'_>, p: ValueId, gradient: ValueId, sharding: &Sharding) {
         let Some((n, kept)) = self.parts(b.stage, p, sharding) else { return };
         let gradient = b.reshard(gradient, sharding, &kept);
-        // Of equal parts that several devices hold, each adds its share.
+        // If several devices hold equal parts, each adds its share.
         let devices = u64::from(b.stage.mesh.num_devices());
         let holding = b.stage.mesh.product(&kept.split_axes().chain(partial_axes(&kept)).collect::<Vec<_>>());
         let factor = n / (n - 1.0) * holding as f64 / devices as f64;
@@ -96,9 +97,9 @@ impl Variance {
         });
     }
 
-    /// In how many parts of the batch the gradient of a parameter is seen, and the layout in which a device's part is that of samples
-    /// alone: sums of other kinds, as over tokens, are completed. None where there is one part, or where other stages have parts
-    /// of the same samples.
+    /// The number of parts of the batch in which a parameter's gradient is seen, and the layout in which a device's
+    /// part covers its samples alone. Other sums, as over tokens, are completed. `None` if there is one part, or if
+    /// other stages have parts of the same samples.
     fn parts(&self, cx: &StageContext<'_>, p: ValueId, gradient: &Sharding) -> Option<(f64, Sharding)> {
         let mut kept = gradient.clone();
         kept.partial.retain(|axis| self.samples.contains(&axis.0));
@@ -111,7 +112,7 @@ fn partial_axes(sharding: &Sharding) -> impl Iterator<Item = AxisId> + '_ {
     sharding.partial.iter().map(|p| p.0)
 }
 
-/// Axes that split the batch of some value and nothing else of any value that has one.
+/// Axes that split the batch dimension of some value, and no other dimension of any value that has one.
 fn axes_of_samples(cx: &StageContext<'_>) -> Vec<AxisId> {
     let (mut batch, mut other) = (BTreeSet::new(), BTreeSet::new());
     for &v in cx.nodes {
@@ -124,7 +125,7 @@ fn axes_of_samples(cx: &StageContext<'_>) -> Vec<AxisId> {
     batch.difference(&other).copied().collect()
 }
 
-/// The sum of a local scalar over the devices along some axes.
+/// Sums a local scalar over the devices along some axes.
 fn all_reduced(graph: &mut Graph, x: ValueId, axes: Vec<AxisId>, mesh: &Mesh) -> ValueId {
     if mesh.product(&axes) == 1 {
         return x;
@@ -133,11 +134,11 @@ fn all_reduced(graph: &mut Graph, x: ValueId, axes: Vec<AxisId>, mesh: &Mesh) ->
     graph.emit(Op::collective(collective, mesh), &[x])
 }
 
-/// That a step whose gradients are not finite changes nothing.
+/// Cancels a step whose gradients are not finite.
 struct Skip {
     /// A boolean scalar.
     when: ValueId,
-    /// The steps before this one that were skipped.
+    /// Number of steps that were skipped before this one.
     skipped: ValueId,
 }
 
@@ -149,7 +150,7 @@ impl Skip {
     }
 }
 
-/// The optimizer as it updates a parameter, which weight decay may leave out.
+/// The optimizer for a parameter, which may be exempt from weight decay.
 fn optimizer_of(cx: &StageContext<'_>, p: ValueId) -> Optimizer {
     let mut optimizer = cx.plan.optimizer;
     if let Op::Parameter(parameter) = &cx.graph.node(p).op
@@ -161,7 +162,7 @@ fn optimizer_of(cx: &StageContext<'_>, p: ValueId) -> Optimizer {
     optimizer
 }
 
-/// One by a scalar.
+/// One divided by a scalar.
 fn inverse(graph: &mut Graph, x: ValueId) -> ValueId {
     let one = graph.splat_like(x, 1.0);
     graph.div(one, x)
@@ -174,15 +175,15 @@ fn scaled(graph: &mut Graph, x: ValueId, factor: ValueId) -> ValueId {
     graph.mul(x, factor)
 }
 
-/// The optimizer state of a stage's parameters in the order of their updates: read where it is, or brought from the host ahead of its
-/// update and taken back after it.
+/// The optimizer state of a stage's parameters in the order of their updates. It is read in place, or loaded from the
+/// host ahead of its update and stored there afterwards.
 struct States<'p> {
     parameters: &'p [ValueId],
-    /// Where state is in host memory.
+    /// The window, if state is in host memory.
     window: Option<Window>,
     buffers: Vec<Vec<BufferId>>,
     values: Vec<Vec<ValueId>>,
-    /// The last of the values that each update left in the host.
+    /// The last value that each update stored in the host.
     stored: Vec<Option<ValueId>>,
 }
 
@@ -231,7 +232,7 @@ impl<'p> States<'p> {
         self.values.push(values);
     }
 
-    /// What goes to the buffers of the `i`-th parameter's state after its update.
+    /// The new values of the buffers that hold the `i`-th parameter's state.
     fn renewed(&mut self, b: &mut BodyBuilder<'_>, i: usize, mut new: Vec<ValueId>) -> Vec<(BufferId, ValueId)> {
         if self.window.is_some() {
             for value in &mut new {
@@ -244,7 +245,7 @@ impl<'p> States<'p> {
 }
 
 impl<'a> StageLowering<'a> {
-    /// What turns the sum of a gradient over microbatches into the step's.
+    /// Factor that turns the sum of a gradient over microbatches into the step's gradient.
     fn gradient_scale(&self) -> f64 {
         match self.cx.plan.loss {
             altiplano_ir::batch::LossKind::Sum => 1.0,
@@ -252,7 +253,7 @@ impl<'a> StageLowering<'a> {
         }
     }
 
-    /// Where the step's gradient variance is collected, each device its own share.
+    /// The accumulator of the step's gradient variance, in which each device has its own share.
     pub(super) fn variance_accumulator(&mut self) -> Option<Variance> {
         let cx = self.cx;
         if !cx.plan.schedule.trains() || !cx.plan.measure_noise {
@@ -267,8 +268,8 @@ impl<'a> StageLowering<'a> {
         Some(Variance { buffer, samples: axes_of_samples(cx), num_microbatches, sum: None })
     }
 
-    /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Gives the body, the buffers
-    /// of this stage's own gradients and those of the other stages'.
+    /// Reduces the gradients of parameters that other stages hold as well, for the exchange. Returns the body, the
+    /// buffers of this stage's own gradients, and those of the other stages'.
     pub(super) fn reduce(
         &mut self,
         accumulators: &BTreeMap<ValueId, BufferId>,
@@ -303,7 +304,8 @@ impl<'a> StageLowering<'a> {
         (body, own, receives)
     }
 
-    /// The gradient of a parameter in the layout of its state, and what was read of it for the last time.
+    /// The gradient of a parameter in the layout of its state. Adds buffers that were read for the last time to
+    /// `frees`.
     fn gradient(
         &self,
         b: &mut BodyBuilder<'a>,
@@ -327,7 +329,8 @@ impl<'a> StageLowering<'a> {
         sum.unwrap_or_else(|| unreachable!("{p} has a gradient"))
     }
 
-    /// This stage's shares of the sums over all gradients that the plan wants; afterwards `gradients` are found reduced.
+    /// This stage's shares of the sums over all gradients that the plan wants. Afterwards, `gradients` refers to
+    /// reduced gradients.
     pub(super) fn norm(&mut self, gradients: &mut Gradients, variance: Option<&Variance>) -> Option<Shares> {
         let cx = self.cx;
         let measures = variance.is_some();
@@ -357,7 +360,7 @@ impl<'a> StageLowering<'a> {
                 writes.push((buffer, gradient));
                 gradients.0.insert(p, (vec![buffer], true));
             }
-            // Of a parameter on several stages the first counts it.
+            // If several stages hold a parameter, the first counts it.
             if holders(cx, p).first() != Some(&cx.index) {
                 continue;
             }
@@ -370,7 +373,7 @@ impl<'a> StageLowering<'a> {
             if !wanted[0] {
                 continue;
             }
-            // Before it is squared, which a scaled gradient may be too large for.
+            // Unscale before squaring: a scaled gradient may be too large.
             let gradient = unscale.map_or(gradient, |unscale| scaled(&mut b.graph, gradient, unscale));
             let square = squares(&mut b.graph, gradient, scale / replicas.sqrt());
             add(&mut b, 0, square);
@@ -396,7 +399,7 @@ impl<'a> StageLowering<'a> {
         let of_plan = SUMS.into_iter().zip(sums).zip(wanted).filter(|(_, wanted)| *wanted).map(|(sum, _)| sum);
         let of_plan: Vec<(&'static str, Option<ValueId>)> = of_plan.collect();
         for (sum, &(name, share)) in (0..).zip(&of_plan) {
-            // A stage without parameters of its own has a share of nothing.
+            // A stage without parameters of its own contributes nothing.
             let nothing = || Literal::splat(scalar.clone(), 0.0);
             let share = share.unwrap_or_else(|| b.graph.constant(nothing()));
             let share = all_reduced(&mut b.graph, share, cx.mesh.axis_ids().collect(), &cx.mesh);
@@ -415,7 +418,7 @@ impl<'a> StageLowering<'a> {
         Some(Shares { body, sums: of_plan.into_iter().map(|(name, _)| name).collect(), own, others })
     }
 
-    /// The sums over all gradients, which are left for the host as well.
+    /// The sums over all gradients, which are also kept for the host.
     fn sums(
         &mut self,
         b: &mut BodyBuilder<'a>,
@@ -437,7 +440,7 @@ impl<'a> StageLowering<'a> {
             let Some(total) = total else { continue };
             let kind = BufferKind::State { parameter: ALL_PARAMETERS.to_string(), slot: name.to_string() };
             let kept = self.buffer(name.to_string(), kind, scalar.clone(), whole.clone());
-            // A device keeps what is written, which must not be what came from another.
+            // A device keeps the written value, so it must be a copy of a received one.
             let one = b.graph.splat_like(total, 1.0);
             let copy = b.graph.mul(total, one);
             writes.push((kept, copy));
@@ -452,7 +455,7 @@ impl<'a> StageLowering<'a> {
         self.buffer(name.to_string(), kind, TensorType::scalar(DType::F32), Sharding::replicated(&[]))
     }
 
-    /// The state of loss scaling of this name, read in a body.
+    /// Reads the loss-scaling state of this name in a body.
     fn scaling(&mut self, b: &mut BodyBuilder<'a>, slot: &'static str) -> (BufferId, ValueId) {
         let (scalar, whole) = (TensorType::scalar(DType::F32), Sharding::replicated(&[]));
         let buffer = match self.scaling.get(slot) {
@@ -467,7 +470,7 @@ impl<'a> StageLowering<'a> {
         (buffer, b.read(buffer, &whole, &scalar))
     }
 
-    /// What the loss of this step is scaled by, an f32 scalar; none where it is not.
+    /// The scale of this step's loss, an f32 scalar; `None` if the loss is not scaled.
     fn scale(&mut self, b: &mut BodyBuilder<'a>) -> Option<ValueId> {
         let of_plan = self.cx.plan.loss_scale.filter(|_| self.cx.plan.schedule.trains())?;
         let is_kept = of_plan.slots().contains(&loss_scale::SCALE);
@@ -487,7 +490,8 @@ impl<'a> StageLowering<'a> {
         b.graph.convert(scale, self.loss_type())
     }
 
-    /// Whether this step changes nothing, as `overflows` says of its gradients, and the state of loss scaling after it.
+    /// Emits the condition under which this step changes nothing (`overflows` counts gradients that are not finite) and
+    /// the next state of loss scaling. `None` if the loss is not scaled.
     fn skip(
         &mut self,
         b: &mut BodyBuilder<'a>,
@@ -507,7 +511,8 @@ impl<'a> StageLowering<'a> {
         Some(Skip { when, skipped })
     }
 
-    /// The optimizer's step on this stage's shards. `number`: where that of the update is left, where it is not that of the step.
+    /// The optimizer's step on this stage's shards. `number` is the buffer of the update's number, if that differs from
+    /// the step's.
     pub(super) fn update(
         &mut self,
         accumulators: &BTreeMap<ValueId, BufferId>,
@@ -522,7 +527,7 @@ impl<'a> StageLowering<'a> {
         let mut parameters: Vec<ValueId> =
             if cx.updates.here { accumulators.keys().copied().collect() } else { Vec::new() };
         if cx.stage.offload.optimizer {
-            // Backward passes complete the gradients of what is used last first.
+            // Backward passes first complete the gradients of parameters that are used last.
             parameters.reverse();
         }
         let mut states = States::new(cx, &parameters);
@@ -540,7 +545,7 @@ impl<'a> StageLowering<'a> {
             (Some(clip), Some(unscale)) => Some(b.graph.mul(clip, unscale)),
             (clip, unscale) => clip.or(unscale),
         };
-        // Averages over steps count those that were made.
+        // Averages over steps count only steps that were not skipped.
         let made = |skip: &Skip| leaves.map(|[rate, step]| [rate, b.graph.sub(step, skip.skipped)]);
         let leaves = skip.as_ref().map_or(leaves, made);
         for (i, &p) in parameters.iter().enumerate() {

@@ -1,7 +1,7 @@
-//! What the planner's tests share: small models, and an executor of programs that is as plain as can be.
+//! Shared support of the planner's tests: small models, and a plain executor of programs.
 //!
-//! The executor runs all devices of a program in lock step with the reference interpreter, stages in turns, so
-//! that a plan's meaning is checked in f64 without any of the runtime.
+//! The executor runs all devices of a program in lock step with the reference interpreter, stages in turns. So the
+//! meaning of a plan is checked in f64 without the runtime.
 #![allow(dead_code)]
 
 pub mod networks;
@@ -22,7 +22,7 @@ use altiplano_ir::types::TensorType;
 use altiplano_planner::{Request, Silent, plan, programs};
 use std::collections::{BTreeMap, HashMap};
 
-/// Reproducible values: integers below `bound` for integer types, reals around zero (gains around one) else.
+/// Reproducible values: integers below `bound` for integer types, otherwise reals around zero (gains around one).
 pub fn value(name: &str, ty: &TensorType, bound: f64) -> Tensor {
     let mut state = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ b as u64).wrapping_mul(0x0100_0000_01b3));
     let center = if name.contains("gain") { 1.0 } else { 0.0 };
@@ -168,8 +168,8 @@ pub fn transformer(layers: usize) -> Graph {
     g
 }
 
-/// [`transformer`] with a loss of several means: over all tokens, over those whose label is below 9, and weighted by the token. What
-/// the last two are divided by depends on the batch.
+/// [`transformer`] with a loss of several means: over all tokens, over those whose label is below 9, and weighted by
+/// the token. The divisors of the last two depend on the batch.
 pub fn weighted(layers: usize) -> Graph {
     let mut g = transformer(layers);
     let plain = g.outputs[0];
@@ -220,7 +220,7 @@ pub fn reference(graph: &Graph, bound: f64) -> (f64, BTreeMap<String, Tensor>) {
     (values[training.loss.index()].data[0], gradients)
 }
 
-/// What a run of programs leaves behind.
+/// The result of running programs.
 pub struct Outcome {
     /// Mean of the microbatches' losses.
     pub loss: f64,
@@ -343,7 +343,7 @@ pub fn run(programs: &Programs, whole: &Graph, bound: f64, learning_rate: f64) -
                 interpret::unshard(parts, &buffer.ty, &buffer.sharding, &program.mesh)
             };
             match &buffer.kind {
-                // Totals that a loss is divided by are summed as gradients are.
+                // Totals are summed in accumulators as well, but are no gradients.
                 BufferKind::Accumulator { parameter } if parameter != ALL_PARAMETERS => {
                     let sum =
                         gradients.entry(parameter.clone()).or_insert_with(|| Tensor::splat(buffer.ty.clone(), 0.0));
@@ -411,7 +411,7 @@ pub fn random_steps(steps: &[(u8, u8, u8)]) -> (Graph, ValueId) {
     (g, values[values.len() - 1])
 }
 
-/// The plan of a request, which reads back as it was written and computes what one device computes.
+/// Plans a request. Checks that the plan reads back as it was written and computes what one device computes.
 pub fn check(request: &Request) -> Plan {
     let plan = plan(request, &Silent).expect("a plan");
     assert!(plan.verify().is_empty(), "{:?}", plan.verify());

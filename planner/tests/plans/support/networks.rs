@@ -22,7 +22,7 @@ fn dot(g: &mut Graph, lhs: ValueId, rhs: ValueId, batch: [&[usize]; 2], contract
     g.emit(Op::DotGeneral(DotGeneral { lhs_batch, rhs_batch, lhs_contract, rhs_contract }), &[lhs, rhs])
 }
 
-/// The mean of `x` over `dims`, and that repeated in the shape of `x`.
+/// The mean of `x` over `dims`, and the mean broadcast to the shape of `x`.
 fn mean(g: &mut Graph, x: ValueId, dims: &[usize]) -> (ValueId, ValueId) {
     let shape = g.shape(x).to_vec();
     let kept: Vec<usize> = (0..shape.len()).filter(|d| !dims.contains(d)).collect();
@@ -74,7 +74,7 @@ fn convolved(g: &mut Graph, x: ValueId, kernel: ValueId) -> ValueId {
     g.emit(Op::Convolution(conv), &[x, kernel])
 }
 
-/// Each feature brought to mean zero and variance one over the batch and all positions, then scaled.
+/// Normalizes each feature to mean zero and variance one over the batch and all positions, then scales it.
 fn batch_norm(g: &mut Graph, x: ValueId, gain: ValueId) -> ValueId {
     let (_, center) = mean(g, x, &[0, 1, 2]);
     let centered = g.sub(x, center);
@@ -89,8 +89,8 @@ fn batch_norm(g: &mut Graph, x: ValueId, gain: ValueId) -> ValueId {
     g.mul(normal, gain)
 }
 
-/// Residual blocks of 3x3 convolutions with a max-pooling in between, then a mean over positions and a classifier.
-/// With batch norm the loss is no mean over samples. Batch 4.
+/// Residual blocks of 3x3 convolutions with max-pooling in between, then a mean over positions and a classifier. With
+/// batch norm, the loss is no mean over samples. Batch 4.
 pub fn convolutional(blocks: usize, with_batch_norm: bool) -> Graph {
     let (batch, classes) = (4u64, 6u64);
     let mut g = Graph::new("convolutional");
@@ -123,8 +123,8 @@ pub fn convolutional(blocks: usize, with_batch_norm: bool) -> Graph {
     g
 }
 
-/// Layers in which each token goes to one of four experts, of which each takes two tokens of a sample, counted by a
-/// running sum; what is left over passes by. Batch 4.
+/// Layers in which each token goes to one of four experts. Each expert takes two tokens of a sample, counted by a
+/// running sum; other tokens pass by. Batch 4.
 pub fn mixture_of_experts(layers: usize) -> Graph {
     let (batch, tokens, width, experts, capacity, classes) = (4u64, 6u64, 8u64, 4u64, 2u64, 6u64);
     let mut g = Graph::new("experts");
@@ -144,7 +144,8 @@ pub fn mixture_of_experts(layers: usize) -> Graph {
         let sum = Cumulative { reducer: Reducer::Sum, dim: 1, reverse: false };
         let place = g.emit(Op::Cumulative(sum), &[chosen]);
         let place = g.mul(place, chosen);
-        // Places count from one, so that zero says that the token goes elsewhere; [batch, token, expert, place].
+        // Places count from one, so zero means that the token goes elsewhere. Dimensions are [batch, token, expert,
+        // place].
         let shape = [batch, tokens, experts, capacity];
         let places = g.emit(Op::Iota(Iota { ty: TensorType::new(DType::F32, shape), dim: 3 }), &[]);
         let one = g.splat_like(places, 1.0);
@@ -191,7 +192,8 @@ pub fn skipping(layers: usize) -> Graph {
     g
 }
 
-/// A layer of `[8, 12, 6]` features and a cross-entropy over 24 classes, whose weight has features in dimension `contract`. Batch 8.
+/// A layer of `[8, 12, 6]` features and a cross-entropy over 24 classes. Dimension `contract` of the weight has the
+/// features. Batch 8.
 pub fn language_head(contract: usize) -> Graph {
     let (batch, positions, width, classes) = (8, 12, 6, 24);
     let mut g = Graph::new("head");
