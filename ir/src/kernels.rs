@@ -334,7 +334,7 @@ fn with_products_fused(
                 None => reads.push((read, bytes)),
             }
         }
-        // Of the earlier kernels, keep only the nodes that the large values depend on.
+        // Keep only those nodes of earlier kernels that the large values depend on.
         let mut needed = vec![false; graph.len()];
         own().flat_map(|k| &k.nodes).for_each(|n| needed[n.index()] = true);
         writes.iter().for_each(|w| needed[w.index()] = true);

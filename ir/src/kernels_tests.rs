@@ -160,7 +160,7 @@ fn the_device_that_sees_most_says_how_much_is_computed() {
         });
         kernels.collect::<Vec<f64>>()
     };
-    // Of 8 x 8 tiles, those on the diagonal count fully. The last part sees everything before it.
+    // There are 8 x 8 tiles. Those on the diagonal count fully, and the last part sees everything before it.
     assert_eq!(share(1, false), [36.0 / 64.0]);
     assert_eq!(share(2, false), [(64.0 + 36.0) / 128.0]);
     assert_eq!(share(4, false), [(192.0 + 36.0) / 256.0]);

@@ -83,8 +83,8 @@ pub enum Optimizer {
     /// LARC (Ginsburg, Gitman & You 2018): LARS with a layer's rate limited to the given one. `r = min(trust * |p| /
     /// (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
     Larc { momentum: f64, weight_decay: f64, trust: f64 },
-    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) + weight_decay * p`
-    /// with Adam's averages, `p -= lr * |p| / |d| * d`.
+    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) +
+    /// weight_decay * p` with Adam's averages, `p -= lr * |p| / |d| * d`.
     Lamb {
         beta1: f64,
         beta2: f64,
