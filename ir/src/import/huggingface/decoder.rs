@@ -197,8 +197,8 @@ impl Defaults {
 }
 
 impl Decoder {
-    /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary positions,
-    /// and gated perceptrons.
+    /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary
+    /// positions, and gated perceptrons.
     pub fn llama(fields: &Fields<'_>, b: &mut Builder, d: &Defaults) -> Result<Decoder, ConfigError> {
         let norm = Norm::rms(fields.positive_or("rms_norm_eps", d.eps)?);
         Decoder::with_norm(fields, b, d, norm)
